@@ -1,0 +1,191 @@
+"""A checkpoint's folder in the Hub's layout: one on this machine, or a download in huggingface_hub's cache."""
+
+import collections
+import concurrent.futures
+import hashlib
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage], the transport's, which the library lets through
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# What goes with config.json and the weights: the tokenizer's files, and how to generate.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+BUSY = (408, 429, 500, 502, 503, 504)
+
+
+def folder(source: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> pathlib.Path:
+    """The local folder that holds a checkpoint.
+
+    Args:
+        source: a folder, which is returned as it is, or a Hub repository "org/name". Of a repository, config.json,
+            the COMPANIONS and the safetensors are brought into huggingface_hub's cache, all from one commit. HF_TOKEN,
+            HF_HOME, HF_HUB_OFFLINE and the like mean what they mean to that library. What arrives is checked against
+            the Hub's hashes.
+        revision: a branch, tag or commit of the repository; None is its main branch.
+        weights: False leaves out the safetensors.
+
+    Raises:
+        OSError: there is no such folder or repository, or it cannot be had; the message says what to do.
+        ValueError: a revision of a local folder is asked for, or the repository has no safetensors.
+    """
+    path = pathlib.Path(os.path.expanduser(source))
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"{path} is a local folder, which has no revision {revision!r}; leave the revision out.")
+        return path
+    if path.exists():
+        raise NotADirectoryError(f"{path} is a file; name the folder that holds it.")
+    if not isinstance(source, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        raise FileNotFoundError(f"There is no folder {source}; a repository on the Hub is written org/name.")
+    snapshot = _fetch(source, revision, ["config.json", INDEX, *COMPANIONS])
+    if weights:
+        shards = read_index(snapshot / INDEX).values() if (snapshot / INDEX).exists() else ()
+        _fetch(source, snapshot.name, {WEIGHTS, *shards})
+        if not shards and not (snapshot / WEIGHTS).exists():
+            raise ValueError(
+                f"{source} has neither {WEIGHTS} nor {INDEX}, and other formats, such as pickle files, are refused; "
+                "https://huggingface.co/spaces/safetensors/convert converts a repository."
+            )
+    return snapshot
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it is malformed (naming the line), not an object, has a key twice, or holds NaN or an infinity.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(out := dict(pairs)) < len(pairs):
+            twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"the key {twice!r} appears twice")
+        return out
+
+    def refuse(literal: str) -> NoReturn:
+        raise ValueError(f"{literal} is not JSON")
+
+    try:
+        value = json.loads(
+            pathlib.Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object belongs.")
+    return value
+
+
+def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Tensor name -> name of the file that holds it, from a model.safetensors.index.json.
+
+    Raises:
+        ValueError: it is malformed, empty, or names anything but a .safetensors file of its own folder.
+    """
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(f"{path} has no weight_map from tensors to files.")
+    for tensor, file in index.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            raise ValueError(f"{path} puts {tensor} in {file!r}, which is no .safetensors file of the same folder.")
+    return index
+
+
+def _fetch(repo: str, revision: str | None, patterns: Iterable[str]) -> pathlib.Path:
+    """The cached snapshot of a repository, complete for the patterns."""
+    blobs = pathlib.Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "blobs")
+    known = set(os.listdir(blobs)) if blobs.exists() else set()
+    for pause in (1, 2, 4, None):
+        try:
+            snapshot = pathlib.Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+            break
+        except (HTTPError, LocalEntryNotFoundError) as error:
+            if pause is None or _status(error) not in BUSY:
+                raise _in_plain_words(error, repo, revision) from error
+            time.sleep(pause)
+    # The library compares sizes only. Its blobs are named by their hashes, so the new ones are checked without asking.
+    new = [path for path in snapshot.iterdir() if path.is_symlink() and path.readlink().name not in known]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        damaged = [path for path, whole in zip(new, pool.map(_is_whole, new), strict=True) if not whole]
+    for path in damaged:
+        (blobs / path.readlink().name).unlink()
+        path.unlink()
+    if damaged:
+        names = ", ".join(sorted(path.name for path in damaged))
+        raise OSError(f"Damaged on arrival, and removed from the cache: {names} of {repo}; load it again.")
+    return snapshot
+
+
+def _is_whole(path: pathlib.Path) -> bool:
+    """Whether a file of the cache has the hash that its link names: sha256, or git's own for what git itself keeps."""
+    digest = path.readlink().name
+    with path.open("rb") as file:
+        if re.fullmatch("[0-9a-f]{64}", digest):
+            return hashlib.file_digest(file, "sha256").hexdigest() == digest
+        if re.fullmatch("[0-9a-f]{40}", digest):
+            return hashlib.sha1(b"blob %d\0" % path.stat().st_size + file.read()).hexdigest() == digest
+    return True  # a mirror that names its blobs otherwise
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status behind an error of huggingface_hub."""
+    for link in (error, error.__cause__):
+        if isinstance(link, HfHubHTTPError):
+            return link.response.status_code
+    return None
+
+
+def _in_plain_words(error: Exception, repo: str, revision: str | None) -> OSError:
+    """What went wrong and what to do about it."""
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    status = _status(error)
+    if isinstance(error, GatedRepoError):
+        return PermissionError(f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, then {log_in}.")
+    if isinstance(error, RepositoryNotFoundError):
+        return FileNotFoundError(
+            f"There is neither a folder {repo} here nor a repository {repo} on the Hub that you may read; check the "
+            f"name, or, if it is private, {log_in}."
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return FileNotFoundError(f"{repo} has no branch, tag or commit {revision!r}.")
+    if status in (401, 403):
+        return PermissionError(
+            f"The Hub denies access to {repo} (status {status}); take a token that may read it: {log_in}."
+        )
+    if constants.is_offline_mode():
+        return FileNotFoundError(f"{repo} is not complete in the cache; unset HF_HUB_OFFLINE to download it.")
+    trouble = f"answered {status}" if status else f"could not be reached ({error.__cause__ or error})"
+    return ConnectionError(
+        f"{constants.ENDPOINT} {trouble}, and the cache lacks all or part of {repo}; try again later."
+    )

@@ -1,0 +1,309 @@
+"""Folders of safetensors in the Hub's layout: opened without being read, and written whole or not at all.
+
+The Rust library checks every header before anything in it is believed. The bytes are moved here, because the library's
+numpy side knows no float8, cannot read into the caller's own buffer, and needs a whole shard in memory to write it.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import mmap
+import os
+import pathlib
+import re
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+
+from convert.hub import INDEX, WEIGHTS, read_index
+
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "C64": np.dtype(np.complex64),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+# A tensor still to be made: its shape, its dtype, and a function that makes it.
+Lazy = tuple[tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
+
+
+class _File:
+    """An open file of weights. Its tensors share the descriptor, which is closed with the last of them."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @functools.cached_property
+    def mapped(self) -> np.ndarray:
+        return np.frombuffer(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file: known by name, shape and dtype, its values not read yet. Any thread may read it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int  # of its first byte in the file
+    _file: _File = field(repr=False)
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self._file.path
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self) -> np.ndarray:
+        """The file itself, mapped into memory: read-only, not copied, read from disk where it is touched.
+
+        The mapping outlives the file's removal or replacement, but not its truncation.
+        """
+        return np.ndarray(self.shape, self.dtype, self._file.mapped, self.offset)
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Reads the values straight into `out`, a C-contiguous array of this shape and dtype.
+
+        Raises:
+            ValueError: `out` is of another kind.
+            OSError: the file cannot be read, or has become shorter.
+        """
+        if (out.shape, out.dtype) != (self.shape, self.dtype) or not (out.flags.c_contiguous and out.flags.writeable):
+            raise ValueError(
+                f"{self.name} in {self.file} is {self.dtype}{list(self.shape)}; it needs a writeable C-contiguous "
+                f"array of that kind, not {out.dtype}{list(out.shape)}."
+            )
+        rest, offset = _bytes(out), self.offset
+        while rest:  # the system reads at most 2 GB at a time
+            with _naming(self.file):
+                count = os.preadv(self._file.descriptor, [rest], offset)
+            if not count:
+                raise OSError(f"{self.file} ends before {self.name} does; it was cut short after it was opened.")
+            rest, offset = rest[count:], offset + count
+
+
+def open_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name, in the order in which they lie in the files.
+
+    The folder holds model.safetensors, or model.safetensors.index.json and the files that it names. As in transformers,
+    model.safetensors wins if both are there, and other files are not looked at.
+
+    Raises:
+        FileNotFoundError: there is no such folder, it has no safetensors, or the index names a file that is not there.
+        ValueError: a file is damaged, or the index and the files disagree, naming the file and the tensor.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}.")
+    if (folder / WEIGHTS).exists():
+        return {tensor.name: tensor for tensor in _open_file(folder / WEIGHTS)}
+    if not (folder / INDEX).exists():
+        raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{_instead(folder)}.")
+    index = read_index(folder / INDEX)
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(index.values())):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / INDEX} names {name}, which is not there; fetch or export it again.")
+        for tensor in _open_file(folder / name):
+            if tensor.name in tensors:
+                raise ValueError(f"{tensor.name} is both in {tensors[tensor.name].file} and in {tensor.file}.")
+            if tensor.name not in index:
+                raise ValueError(f"{tensor.file} holds {tensor.name}, which {folder / INDEX} does not list.")
+            tensors[tensor.name] = tensor
+    for name, file in index.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ValueError(f"{folder / INDEX} puts {name} in {file}, which does not hold it.")
+    return tensors
+
+
+def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *, shard_bytes: int = 5 * 10**9) -> None:
+    """Writes model.safetensors or, from `shard_bytes` on, shards and model.safetensors.index.json, tensor by tensor.
+
+    Everything is first written beside what the folder holds. One rename then makes it the folder's checkpoint, and the
+    files of the earlier one are removed. So whenever this ends, by an error, a full disk or a kill, the folder loads as
+    the earlier checkpoint or as the new one, and the tensors may come from the very files that are replaced.
+
+    Raises:
+        ValueError: there is nothing to write, a dtype is unknown to safetensors, or a tensor is made otherwise than it
+            was announced.
+        OSError: a file cannot be written; the folder keeps what it held.
+    """
+    if not tensors:
+        raise ValueError(f"There are no tensors to write to {folder}.")
+    for name, (_, dtype, _) in tensors.items():
+        if dtype not in CODES:
+            raise ValueError(f"{name} is {dtype}, which safetensors cannot hold.")
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: math.prod(tensor[0]) * tensor[1].itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    prefix = f"saving-{uuid.uuid4().hex}-"
+    try:
+        for file, names in plan.filename_to_tensors.items():
+            _write_file(folder / f"{prefix}{file}", {name: tensors[name] for name in names})
+        if plan.is_sharded:
+            _write_index(folder / f"{prefix}{INDEX}", plan, prefix)
+    except BaseException:
+        for path in folder.glob(f"{prefix}*"):
+            path.unlink()
+        raise
+    if plan.is_sharded:
+        _publish_shards(folder, plan, prefix)
+    else:
+        os.replace(folder / f"{prefix}{WEIGHTS}", folder / WEIGHTS)
+        _remove_others(folder, {WEIGHTS})
+
+
+def _open_file(path: pathlib.Path) -> list[Tensor]:
+    """The tensors of one file, in the order of their offsets."""
+    try:
+        with safe_open(path, "np") as checked:
+            pieces = [(name, checked.get_slice(name)) for name in checked.offset_keys()]
+            layout = [(name, piece.get_dtype(), tuple(piece.get_shape())) for name, piece in pieces]
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or export it again.") from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error}.") from error
+    file = _File(path)
+    offset = 8 + int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+    tensors = []
+    for name, code, shape in layout:  # the library has made sure that they lie side by side and fill the file
+        if code not in DTYPES:
+            raise ValueError(f"{name} in {path} has the dtype {code}, which is not one of {', '.join(DTYPES)}.")
+        try:
+            np.broadcast_to(np.zeros((), DTYPES[code]), shape)
+        except ValueError as error:
+            raise ValueError(f"{name} in {path} has the shape {list(shape)}, which numpy cannot hold.") from error
+        tensors.append(Tensor(name, shape, DTYPES[code], offset, file))
+        offset += tensors[-1].nbytes
+    return tensors
+
+
+def _write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> None:
+    """One safetensors file. Its data start at a multiple of 64 bytes, from where jax.device_put need not copy them."""
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][1].itemsize))  # keeps each aligned to its own size
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype, _) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    with _new_file(path) as write:
+        write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            write(_bytes(_made(name, tensor)))
+
+
+def _made(name: str, tensor: Lazy) -> np.ndarray:
+    """The values, which must be of the announced shape and dtype."""
+    shape, dtype, make = tensor
+    array = np.asarray(make(), order="C")
+    if (array.shape, array.dtype) != (shape, dtype):
+        raise ValueError(f"{name} was announced as {dtype}{list(shape)}, but is {array.dtype}{list(array.shape)}.")
+    return array
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The memory of a C-contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _write_index(path: pathlib.Path, plan: StateDictSplit, prefix: str = "") -> None:
+    """The index of shards whose names begin with `prefix`."""
+    weight_map = {name: prefix + file for name, file in plan.tensor_to_filename.items()}
+    with _new_file(path) as write:
+        write(json.dumps({"metadata": plan.metadata, "weight_map": weight_map}, indent=2).encode())
+
+
+def _publish_shards(folder: pathlib.Path, plan: StateDictSplit, prefix: str) -> None:
+    """Makes the shards that lie in the folder under prefixed names its checkpoint, and takes the prefix away."""
+    index, files = folder / f"{prefix}{INDEX}", list(plan.filename_to_tensors)
+    os.replace(index, folder / INDEX)
+    _remove_others(folder, {INDEX, *(prefix + file for file in files)})
+    # The folder is whole from here on. The final names are free, and each file has both while the index changes over.
+    for file in files:
+        try:
+            os.link(folder / f"{prefix}{file}", folder / file)
+        except OSError:  # a file system without hard links
+            os.rename(folder / f"{prefix}{file}", folder / file)
+    _write_index(index, plan)
+    os.replace(index, folder / INDEX)
+    _remove_others(folder, {INDEX, *files})
+
+
+@contextlib.contextmanager
+def _new_file(path: pathlib.Path) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """A function that writes to a new file, which is on the disk when the block ends."""
+    with path.open("xb", buffering=0) as file:
+
+        def write(data: bytes | memoryview) -> None:
+            rest = memoryview(data)
+            with _naming(path):
+                while rest:  # the system writes at most 2 GB at a time
+                    rest = rest[file.write(rest) :]
+
+        yield write
+        with _naming(path):
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Adds the file's name to the system's errors, which lack it where only a descriptor is in use."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _remove_others(folder: pathlib.Path, keep: set[str]) -> None:
+    """Removes the weights of earlier exports, and what killed ones left."""
+    for path in folder.iterdir():
+        ours = re.fullmatch(r"(saving-[0-9a-f]{32}-)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path.name)
+        if ours and path.name not in keep:
+            path.unlink()
+
+
+def _instead(folder: pathlib.Path) -> str:
+    """What a folder without safetensors holds in their place."""
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
+    if pickles:
+        return (
+            f", only {pickles[0]}: pickle files can run code when opened and are refused; convert the repository with "
+            "https://huggingface.co/spaces/safetensors/convert"
+        )
+    return ""

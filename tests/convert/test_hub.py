@@ -1,0 +1,346 @@
+"""Folders, and downloads from a small Hub on the loopback, in processes of their own because conftest.py is offline."""
+
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from convert.hub import COMPANIONS, folder, read_json
+from convert.tensors import open_tensors
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+SHARDED = json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}})
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"# a model",
+    "original/params.json": b"{}",
+    "pytorch_model.bin": b"pickle",
+    "modeling_llama.py": b"raise SystemExit",
+}
+
+
+def tensor_file(name):
+    return save({name: np.arange(3)})
+
+
+REPOSITORIES = {
+    "org/one": {**FILES, "model.safetensors": tensor_file("x"), "model.fp16.safetensors": tensor_file("z")},
+    "org/many": {
+        **FILES,
+        "model.safetensors.index.json": SHARDED.encode(),
+        "model-00001-of-00002.safetensors": tensor_file("x"),
+        "model-00002-of-00002.safetensors": tensor_file("y"),
+        "consolidated.safetensors": tensor_file("z"),
+    },
+    "org/pickles": FILES,
+    "org/escape": {**FILES, "model.safetensors.index.json": SHARDED.replace("model-00002", "../model-00002").encode()},
+    "org/gated": {**FILES, "model.safetensors": tensor_file("x")},
+}
+COMMON = {"config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """What huggingface_hub asks of the Hub: a revision's commit, its tree, and its files."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        hub = self.server.hub
+        api = re.fullmatch(r"/api/models/(\w+/\w+)/(revision|tree)/([^?]+)(\?.*)?", self.path)
+        file = re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", self.path)
+        if not api and not file:  # the library also asks for things of its own
+            return self.answer(404, b"")
+        hub.requests.append(self.path)
+        for pattern, answers in hub.faults.items():
+            if answers and re.search(pattern, self.path):
+                return self.answer(answers.pop(0), b"trouble")
+        repo = (api or file)[1]
+        if repo not in REPOSITORIES:
+            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if api:
+            commit = COMMITS.get(api[3], api[3])
+            if commit not in COMMITS.values():
+                return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            if api[2] == "revision":
+                return self.answer(200, json.dumps({"id": repo, "sha": commit, "siblings": []}).encode())
+            return self.answer(200, json.dumps([self.entry(*item) for item in REPOSITORIES[repo].items()]).encode())
+        if repo == "org/gated" and self.headers["Authorization"] != "Bearer hf_right":
+            return self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        content = REPOSITORIES[repo][file[3]]
+        headers = {"ETag": f'"{self.etag(file[3], content)}"', "X-Repo-Commit": file[2]}
+        if self.command == "GET" and file[3] in hub.damaged:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        return self.answer(200, content, headers)
+
+    @staticmethod
+    def etag(name, content):
+        if name.endswith(".safetensors"):
+            return hashlib.sha256(content).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+    def entry(self, name, content):
+        out = {"type": "file", "path": name, "size": len(content), "oid": "c" * 40}
+        if name.endswith(".safetensors"):
+            out["lfs"] = {"oid": self.etag(name, content), "size": len(content), "pointerSize": 100}
+        return out
+
+    def answer(self, status, body, headers=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub of its own for each test: `requests` it got, `faults` to answer with, names of `damaged` files."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.hub = types.SimpleNamespace(requests=[], faults={}, damaged=set())
+    server.hub.url = f"http://127.0.0.1:{server.server_port}"
+    server.hub.cache = tmp_path / "cache"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+CALL = """
+import sys
+from convert import hub
+
+repo, revision, weights = sys.argv[1:]
+try:
+    print(hub.folder(repo, revision or None, weights=weights == "True"))
+except (OSError, ValueError) as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def ask(hub, repo, revision="", weights=True, **environment):
+    """What `folder` gives in a fresh process: a path, or "Error: message"."""
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(hub.cache),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "*",
+        **environment,
+    }
+    command = [sys.executable, "-c", CALL, repo, revision, str(weights)]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    return child.stdout.rstrip("\n")
+
+
+def names(path):
+    return {file.name for file in pathlib.Path(path).rglob("*")}
+
+
+def test_one_file(hub):
+    path = ask(hub, "org/one")
+    assert names(path) == COMMON | {"model.safetensors"}
+    assert path.endswith("a" * 40)
+    assert open_tensors(path).keys() == {"x"}
+
+
+def test_the_shards_that_the_index_names(hub):
+    path = ask(hub, "org/many")
+    assert names(path) == COMMON | REPOSITORIES["org/many"].keys() - FILES.keys() - {"consolidated.safetensors"}
+    assert open_tensors(path).keys() == {"x", "y"}
+
+
+def test_without_weights(hub):
+    assert names(ask(hub, "org/one", weights=False)) == COMMON
+    assert not [path for path in hub.requests if "safetensors" in path]
+
+
+@pytest.mark.parametrize("revision, commit", [("v1", "b" * 40), ("b" * 40, "b" * 40)])
+def test_everything_is_of_one_commit(hub, revision, commit):
+    assert ask(hub, "org/many", revision).endswith(commit)
+    assert {re.search("resolve/(.+?)/", path)[1] for path in hub.requests if "resolve" in path} == {commit}
+
+
+def test_the_cache_serves_offline(hub):
+    path = ask(hub, "org/many")
+    hub.requests.clear()
+    assert ask(hub, "org/many", HF_HUB_OFFLINE="1") == path
+    assert ask(hub, "org/many", "a" * 40) == path
+    assert not hub.requests
+
+
+def test_a_cache_that_lacks_the_weights_does_not(hub):
+    ask(hub, "org/many", weights=False)
+    answer = ask(hub, "org/many", HF_HUB_OFFLINE="1")
+    assert answer == "FileNotFoundError: org/many is not complete in the cache; unset HF_HUB_OFFLINE to download it."
+
+
+def test_offline_and_never_downloaded(hub):
+    answer = ask(hub, "org/one", HF_HUB_OFFLINE="1")
+    assert answer == "FileNotFoundError: org/one is not complete in the cache; unset HF_HUB_OFFLINE to download it."
+    assert not hub.requests
+
+
+def test_no_network(hub):
+    answer = ask(hub, "org/one", HF_ENDPOINT="http://127.0.0.1:9")
+    assert re.fullmatch(
+        r"ConnectionError: http://127\.0\.0\.1:9 could not be reached \(.*refused.*\), and the cache lacks all or part "
+        r"of org/one; try again later\.",
+        answer,
+    )
+
+
+def test_a_gated_repository(hub):
+    assert ask(hub, "org/gated") == (
+        f"PermissionError: org/gated is gated: accept its licence at {hub.url}/org/gated, then log in with "
+        "`hf auth login` or set HF_TOKEN."
+    )
+    assert names(ask(hub, "org/gated", HF_TOKEN="hf_right")) == COMMON | {"model.safetensors"}
+
+
+def test_a_missing_repository(hub):
+    assert ask(hub, "org/none") == (
+        "FileNotFoundError: There is neither a folder org/none here nor a repository org/none on the Hub that you may "
+        "read; check the name, or, if it is private, log in with `hf auth login` or set HF_TOKEN."
+    )
+
+
+@pytest.mark.parametrize("revision", ["v2", "d" * 40])
+def test_a_missing_revision(hub, revision):
+    answer = ask(hub, "org/one", revision)
+    assert answer == f"FileNotFoundError: org/one has no branch, tag or commit '{revision}'."
+
+
+@pytest.mark.parametrize("fault, status", [("revision", 401), ("resolve", 403)])
+def test_a_refused_token(hub, fault, status):
+    hub.faults[fault] = [status] * 9
+    assert ask(hub, "org/one", HF_TOKEN="hf_wrong") == (
+        f"PermissionError: The Hub denies access to org/one (status {status}); take a token that may read it: log in "
+        "with `hf auth login` or set HF_TOKEN."
+    )
+
+
+def test_pickles_are_refused_and_not_downloaded(hub):
+    answer = ask(hub, "org/pickles")
+    assert answer.startswith(
+        "ValueError: org/pickles has neither model.safetensors nor model.safetensors.index.json, and"
+    )
+    assert not [path for path in hub.requests if path.endswith((".bin", ".py"))]
+
+
+def test_an_index_that_leaves_the_repository(hub):
+    answer = ask(hub, "org/escape")
+    assert re.fullmatch(r"ValueError: .*model\.safetensors\.index\.json puts y in '\.\./model-00002.*", answer)
+
+
+def test_a_busy_hub_is_asked_again(hub):
+    hub.faults["revision"] = [429, 503]
+    assert names(ask(hub, "org/one", weights=False)) == COMMON
+
+
+def test_a_hub_that_stays_busy(hub):
+    hub.faults["revision"] = [429] * 9
+    assert ask(hub, "org/one").startswith(
+        f"ConnectionError: {hub.url} answered 429, and the cache lacks all or part of org/"
+    )
+    assert len(hub.requests) == 4
+
+
+def test_damaged_files_are_noticed_and_fetched_again(hub):
+    hub.damaged = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    assert ask(hub, "org/many") == (
+        "OSError: Damaged on arrival, and removed from the cache: config.json of org/many; load it again."
+    )
+    hub.damaged.remove("config.json")
+    assert ask(hub, "org/many") == (
+        "OSError: Damaged on arrival, and removed from the cache: model-00001-of-00002.safetensors, "
+        "model-00002-of-00002.safetensors of org/many; load it again."
+    )
+    hub.damaged.clear()
+    assert open_tensors(ask(hub, "org/many")).keys() == {"x", "y"}
+
+
+def test_a_folder_is_itself(tmp_path, monkeypatch):
+    assert folder(tmp_path) == tmp_path
+    assert folder(str(tmp_path)) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "org" / "one").mkdir(parents=True)
+    assert folder("org/one") == pathlib.Path("org/one")
+    assert folder("~/org") == tmp_path / "org"
+
+
+@pytest.mark.parametrize(
+    "source", ["./org", "../org/one", "~/org", "/org/one", "org/one/two", "one", pathlib.Path("org/one")]
+)
+def test_what_is_neither_folder_nor_repository(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"no folder {re.escape(str(source))}; .* is written org/name"):
+        folder(source)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(NotADirectoryError, match=r"model\.safetensors is a file; name the folder that holds it"):
+        folder(tmp_path / "model.safetensors")
+
+
+def test_a_folder_has_no_revisions(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} is a local folder, which has no revision 'v1'"):
+        folder(tmp_path, "v1")
+
+
+def test_companions_leave_the_config_and_the_weights_alone():
+    assert not {"config.json", "model.safetensors", "model.safetensors.index.json"} & set(COMPANIONS)
+    assert not [pattern for pattern in COMPANIONS if pathlib.PurePath("config.json").match(pattern)]
+
+
+def test_read_json(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 8, "name": "é", "nested": {"name": [1.5, null]}}', encoding="utf-8"
+    )
+    assert read_json(tmp_path / "config.json") == {"hidden_size": 8, "name": "é", "nested": {"name": [1.5, None]}}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b'{"a": 1,\n\n}', r"config\.json, line 3: "),
+        (b"", r"config\.json, line 1: Expecting value"),
+        (b'{"a": {"b": 1, "c": 2, "b": 1}}', r"config\.json: the key 'b' appears twice"),
+        (b'{"a": NaN}', r"config\.json: NaN is not JSON"),
+        (b'{"a": [-Infinity]}', r"config\.json: -Infinity is not JSON"),
+        (b'["a"]', r"config\.json holds a list where a JSON object belongs"),
+        (b'{"a": "\xff"}', r"config\.json: 'utf-8' codec can't decode"),
+        (b'{"a": ' + b"[" * 200_000, r"config\.json: maximum recursion depth"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", r"config\.json: Exceeds the limit"),
+    ],
+    ids=["line", "empty", "twice", "nan", "infinity", "list", "bytes", "deep", "long number"],
+)
+def test_json_that_is_refused(tmp_path, text, message):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        read_json(tmp_path / "config.json")

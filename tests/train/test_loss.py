@@ -1,0 +1,188 @@
+"""The chunked loss against the plain one: values, gradients, memory, work, and how it is split over devices."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from train.loss import cross_entropy
+from zoo.layers import AbstractLinear, Embedding, Linear
+from zoo.surgery import Int8Linear, LoRALinear
+
+
+BATCH, SEQ, VOCAB, EMBED = 4, 13, 97, 16
+Z_LOSS = 0.01
+
+
+class Model(eqx.Module):
+    """The two ends of a language model, and a parameter that neither uses."""
+
+    embed: Embedding
+    head: AbstractLinear | None
+    other: jax.Array
+    softcap: float | None = eqx.field(static=True)
+
+    def hidden(self, tokens):
+        return jnp.tanh(self.embed(tokens))
+
+    def unembed(self, x):
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+
+def make(kind: str) -> Model:
+    embed, head, lora = jax.random.split(jax.random.key(0), 3)
+    linear = Linear(EMBED, VOCAB, bias=True, std=1.0, key=head)
+    heads = {"tied": None, "int8": Int8Linear(linear), "lora": LoRALinear(linear, lora, rank=2, alpha=4.0)}
+    other = jnp.ones(3)
+    return Model(Embedding(VOCAB, EMBED, std=1.0, key=embed), heads.get(kind, linear), other, 5.0 if kind == "softcap" else None)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    random = np.random.RandomState(0)
+    tokens, targets = random.randint(0, VOCAB, (2, BATCH, SEQ))
+    return jnp.asarray(tokens), jnp.asarray(targets), jnp.asarray(random.rand(BATCH, SEQ) < 0.6, jnp.int32)
+
+
+def plain(model, tokens, targets, mask):
+    logits = model.unembed(model.hidden(tokens)).astype(jnp.float32)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    losses = log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    sums = [losses + Z_LOSS * log_z**2, losses, (logits.argmax(axis=-1) == targets).astype(jnp.float32)]
+    minimised, loss, correct = (jnp.sum(s * mask.astype(jnp.float32)) for s in sums)
+    return minimised, {"loss": loss, "correct": correct}
+
+
+def chunked(model, tokens, targets, mask, *, chunk=20):
+    return cross_entropy(model.unembed, model.hidden(tokens), targets, mask, chunk=chunk, z_loss=Z_LOSS)
+
+
+def value_and_grad(loss):
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
+
+
+def assert_close(got, want, tolerance=2e-5):
+    same = lambda g, w: np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * max(1e-3, abs(w).max()))
+    jax.tree.map(same, got, want)
+
+
+@pytest.mark.parametrize("kind", ["linear", "tied", "softcap", "int8", "lora"])
+def test_equals_the_plain_loss(kind, batch):
+    model = make(kind)
+    (want, want_sums), want_gradients = value_and_grad(plain)(model, *batch)
+    (got, got_sums), gradients = value_and_grad(chunked)(model, *batch)
+    assert_close((got, got_sums, gradients), (want, want_sums, want_gradients))
+    assert not gradients.other.any()
+    assert_close(eqx.filter_jit(chunked)(model, *batch), (want, want_sums))
+
+
+@pytest.mark.parametrize("chunk", [1, BATCH * 5, BATCH * SEQ, 10_000])
+def test_any_chunk(chunk, batch):
+    model = make("linear")
+    loss = functools.partial(chunked, chunk=chunk)
+    assert_close(value_and_grad(loss)(model, *batch), value_and_grad(plain)(model, *batch))
+
+
+def test_correct_counts_the_targets_with_the_largest_logit(batch):
+    tokens, _, mask = batch
+    model = make("linear")
+    best = model.unembed(model.hidden(tokens)).argmax(axis=-1)
+    _, sums = chunked(model, tokens, best, mask)
+    assert sums["correct"] == mask.sum()
+
+
+def test_masked_tokens_count_for_nothing(batch):
+    tokens, targets, mask = batch
+    model = make("linear")
+
+    def loss(head, x, targets):
+        return cross_entropy(head, x, targets, mask, chunk=20, z_loss=Z_LOSS)[0]
+
+    x = model.hidden(tokens)
+    grad = eqx.filter_jit(eqx.filter_value_and_grad(lambda args, targets: loss(*args, targets)))
+    want, (want_dw, want_dx) = grad((model.head, x), targets)
+    bad_x = jnp.where(mask[..., None] != 0, x, jnp.nan)
+    bad_targets = jnp.where(mask != 0, targets, -100)
+    got, (dw, dx) = grad((model.head, bad_x), bad_targets)
+    assert_close((got, dw, dx), (want, want_dw, want_dx), 1e-6)
+    assert not jnp.where(mask[..., None] != 0, 0, dx).any()
+    none = cross_entropy(model.unembed, bad_x, targets, jnp.zeros_like(mask), chunk=20)
+    assert none[0] == 0 and none[1] == {"loss": 0, "correct": 0}
+
+
+def count(jaxpr, primitive: str) -> int:
+    """How often a primitive stands in a jaxpr and those within it."""
+    inner = [sub for eqn in jaxpr.eqns for sub in jax.core.jaxprs_in_params(eqn.params)]
+    return sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns) + sum(count(sub, primitive) for sub in inner)
+
+
+def test_no_product_is_computed_twice_or_for_nothing(batch):
+    _, targets, mask = batch
+    head, x = make("linear").head.weight, jnp.ones((BATCH, SEQ, EMBED))
+
+    def loss(x, head):
+        return cross_entropy(lambda x: x @ head.T, x, targets, mask, chunk=20)[0]
+
+    products = lambda f: count(jax.make_jaxpr(f)(x, head).jaxpr, "dot_general")
+    assert products(loss) == 1
+    assert products(jax.grad(loss)) == 2, "a frozen head gets no gradient"
+    assert products(jax.grad(loss, argnums=1)) <= 3
+    assert products(jax.grad(loss, argnums=(0, 1))) == 3
+
+
+def test_logits_are_never_whole():
+    batch, seq, vocab, embed = 4, 256, 4096, 16
+    shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
+    labels = shape(batch, seq, dtype=jnp.int32)
+
+    def loss(x, head, targets, mask):
+        return cross_entropy(lambda x: x @ head.T, x, targets, mask, chunk=64)[0]
+
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    memory = grad.lower(shape(batch, seq, embed), shape(vocab, embed), labels, labels).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < batch * seq * vocab * 4 / 4
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32():
+    seq = 600
+    x = jnp.ones((1, seq, 1), jnp.bfloat16)
+    targets, mask = jnp.zeros((1, seq), jnp.int32), jnp.ones((1, seq), jnp.int32)
+
+    def loss(head):
+        return cross_entropy(lambda x: x @ head.T, x, targets, mask, chunk=1)[0]
+
+    gradient = jax.grad(loss)(jnp.zeros((2, 1), jnp.bfloat16))
+    np.testing.assert_allclose(gradient.astype(jnp.float32), [[-seq / 2], [seq / 2]], rtol=0.01)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
+def test_split_over_devices(shape):
+    mesh = jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+    random = np.random.RandomState(0)
+    x = random.randn(16, 12, EMBED).astype(np.float32)
+    head = random.randn(96, EMBED).astype(np.float32)
+    targets, mask = random.randint(0, 96, (16, 12)), random.randint(0, 2, (16, 12))
+
+    def loss(x, head, targets, mask):
+        return cross_entropy(lambda x: jnp.einsum("bse,ve->bsv", x, head), x, targets, mask, chunk=6, z_loss=Z_LOSS)[0]
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1))
+    want = jax.jit(grad)(x, head, targets, mask)
+    args = [place(x, "fsdp"), place(head, "tensor", "fsdp"), place(targets, "fsdp"), place(mask, "fsdp")]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(grad, out_shardings=(None, (args[0].sharding, args[1].sharding))).lower(*args).compile()
+        assert_close(compiled(*args), want)
+    computations = re.split(r"\n\n", compiled.as_text())
+    bodies = set(re.findall(r"body=%([\w.]+)", compiled.as_text()))
+    inside = "\n".join(c for c in computations if re.match(r"\s*%([\w.]+)", c) and re.match(r"\s*%([\w.]+)", c)[1] in bodies)
+    assert inside
+    if shape == (8, 1):  # the head crosses the network once each way, not for every chunk
+        assert not re.search(r"(all-reduce|all-gather|reduce-scatter|all-to-all)\(", inside)

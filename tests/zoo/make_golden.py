@@ -1,0 +1,29 @@
+"""Writes golden.npz: what transformers computes on the checkpoints of tiny.py. `python -m tests.zoo.make_golden`."""
+
+import pathlib
+import tempfile
+
+import numpy as np
+
+from tests.zoo import tiny
+
+
+def logits(folder: pathlib.Path, dtype: str = "float32") -> np.ndarray:
+    """transformers' logits of `tiny.TOKENS`, from its eager attention."""
+    import torch
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return model.eval()(torch.tensor(tiny.TOKENS)).logits.float().numpy()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        golden = {name: logits(tiny.write(pathlib.Path(folder) / name, name)) for name in tiny.CONFIGS}
+    np.savez_compressed(pathlib.Path(__file__).parent / "golden.npz", **golden)
+    for name, values in golden.items():
+        print(f"{name:20s} largest logit {np.abs(values).max():.2f}")

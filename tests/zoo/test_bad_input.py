@@ -1,0 +1,127 @@
+"""What a user may get wrong: each is one sentence that names the file, and the tensor or key."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import zoo
+from tests.zoo import tiny
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny.write(tmp_path / "model", "qwen3-tied")
+
+
+def edit(folder, change):
+    tensors = tiny.tensors(tiny.CONFIGS["qwen3-tied"])
+    change(tensors)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder, *words, **kwargs):
+    with pytest.raises(ValueError) as info:
+        zoo.load(folder, **kwargs)
+    message = str(info.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_missing_tensor(folder):
+    edit(folder, lambda t: t.pop(NORM))
+    refused(folder, str(folder), NORM, "lacks 1 tensors")
+
+
+def test_extra_tensor(folder):
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}))
+    refused(folder, str(folder), "model.layers.0.self_attn.q_proj.bias", "no place")
+
+
+def test_misshaped_tensor(folder):
+    edit(folder, lambda t: t.update({NORM: np.ones(31, np.float32)}))
+    refused(folder, "model.safetensors", NORM, "(31,)", "(32,)")
+
+
+def test_integers_for_weights(folder):
+    edit(folder, lambda t: t.update({NORM: np.ones(32, np.int8)}))
+    refused(folder, "model.safetensors", NORM, "int8")
+
+
+def test_layers_of_different_dtypes(folder):
+    edit(folder, lambda t: t.update({NORM: np.ones(32, np.float16)}))
+    refused(folder, NORM, "float16", "float32", "dtype=")
+    assert zoo.load(folder, dtype="float32").layers.period[0].input_layernorm.weight[1].tolist() == [1] * 32
+
+
+def test_an_untied_head_in_a_tied_model(folder):
+    embed = tiny.tensors(tiny.CONFIGS["qwen3-tied"])["model.embed_tokens.weight"]
+    edit(folder, lambda t: t.update({"lm_head.weight": embed}))
+    zoo.load(folder)  # Qwen3-0.6B repeats it: nothing is lost
+    edit(folder, lambda t: t.update({"lm_head.weight": embed + 1}))
+    refused(folder, "model.safetensors", "lm_head.weight", "differs from model.embed_tokens.weight")
+
+
+def test_stale_rotary_buffers_are_known(tmp_path):
+    folder = tiny.write(tmp_path / "model", "llama")
+    tensors = tiny.tensors(tiny.CONFIGS["llama"])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)  # Llama 2's files have them
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    zoo.load(folder)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping", "does not know"]),
+        (dict(attention_bias=True), ["attention_bias=True", "only False"]),
+        (dict(hidden_act="gelu"), ["hidden_act='gelu'", "only 'silu'"]),
+        (dict(hidden_size="32"), ["hidden_size='32'", "int"]),
+        (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ["'longrope'", "llama3, yarn"]),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), ["'yarn' lacks 'original_max_position_embeddings'"]),
+        (dict(rope_scaling=dict(rope_type="linear", factor=2.0, twist=1)), ["'linear' has no 'twist'"]),
+        (dict(model_type="rwkv"), ["model_type 'rwkv'", "llama, qwen3"]),
+        (dict(num_hidden_layers=4), ["lacks 11 tensors", "model.layers.3."]),
+        (dict(num_hidden_layers=2), ["has 11 tensors", "no place"]),
+        (dict(quantization_config=dict(quant_method="fp8")), ["quantization_config"]),
+    ],
+)
+def test_config(tmp_path, change, words):
+    folder = tiny.write(tmp_path / "model", "qwen3-tied", **change)
+    refused(folder, str(folder), *words)
+
+
+def test_config_lacks_a_key(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_key_value_heads"]
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, "config.json", "lacks 'num_key_value_heads'")
+
+
+def test_config_is_broken(folder):
+    (folder / "config.json").write_text('{"model_type": "qwen3",')
+    refused(folder, "config.json")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat17", "int8", "float64"])
+def test_wrong_dtype_string(folder, dtype):
+    refused(folder, repr(dtype), "bfloat16", dtype=dtype)
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match=r"'qwen9-1b' is no zoo name.*zoo.names\(\)"):
+        zoo.load("qwen9-1b")
+
+
+def test_absent_folder():
+    with pytest.raises(OSError, match="no folder nowhere"):
+        zoo.load("./nowhere")
+
+
+def test_folder_without_a_config(tmp_path):
+    with pytest.raises(OSError, match="config.json"):
+        zoo.load(tmp_path)

@@ -1,0 +1,141 @@
+"""Generation: against the plain forward pass, ragged batches, sampling, stops, streaming, and the real small Llama."""
+
+import pathlib
+import string
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import zoo
+from tests.zoo import tiny
+from zoo.generate import Sampler
+
+
+AIDREAMS = pathlib.Path(__file__).parents[3] / "shared" / "data" / "aidreams260k"
+PROMPTS = ["abc", "the cat sat", "x"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random model over 64 characters, which it has no reason ever to end."""
+    folder = tiny.write(tmp_path_factory.mktemp("model"), "qwen3-window-tail", eos_token_id=63)
+    alphabet = string.ascii_letters + string.digits
+    vocabulary = {" ": 0} | {c: i + 1 for i, c in enumerate(alphabet)} | {"<end>": 63}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return zoo.load(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return zoo.tokenizer(folder)
+
+
+def greedy(model, tokenizer, prompt, new):
+    """By the whole forward pass at every step, with one length so that it compiles once."""
+    forward = jax.jit(lambda tokens: model(tokens))
+    ids = tokenizer.encode(prompt)
+    for _ in range(new):
+        padded = np.zeros((1, 40), np.int32)
+        padded[0, : len(ids)] = ids
+        token = int(forward(jnp.asarray(padded))[0, len(ids) - 1].argmax())
+        if token in tokenizer.eos:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids)[len(prompt) :]
+
+
+def test_ragged_batch_equals_the_forward_pass(model, tokenizer):
+    want = [greedy(model, tokenizer, prompt, 12) for prompt in PROMPTS]
+    assert zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12) == want
+    assert zoo.generate(model, tokenizer, PROMPTS[1:2], max_new_tokens=12) == want[1:2]
+
+
+def test_end_token(model, tokenizer):
+    """Whatever the model says third is made an end token: it ends the text, and only that row's."""
+    text = zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12)
+    tokenizer = zoo.tokenizer(tokenizer.folder)
+    tokenizer.eos = (tokenizer.encode(text[0][2])[0],)
+    ended = zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12)
+    assert ended == [t.split(text[0][2])[0] for t in text]
+    assert len(ended[0]) <= 2
+
+
+def test_stop_strings(model, tokenizer):
+    text = zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=24)
+    stop = text[1][3:5]
+    want = [t[: t.index(stop)] if stop in t else t for t in text]
+    assert zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=24, stop=[stop]) == want
+    pieces = list(zoo.stream(model, tokenizer, PROMPTS[1], max_new_tokens=24, stop=[stop]))
+    assert "".join(pieces) == want[1]
+
+
+def test_stream(model, tokenizer):
+    options = dict(max_new_tokens=12, temperature=1.0, seed=3)
+    pieces = list(zoo.stream(model, tokenizer, PROMPTS[1], **options))
+    assert len(pieces) > 3
+    assert ["".join(pieces)] == zoo.generate(model, tokenizer, PROMPTS[1:2], **options)
+
+
+def test_seed(model, tokenizer):
+    draw = lambda seed: zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=2.0, seed=seed)
+    assert draw(0) == draw(0) != draw(1)
+
+
+@pytest.mark.parametrize(
+    "sampler, kept",
+    [
+        (Sampler(1.0), {0, 1, 2, 3, 4}),
+        (Sampler(1.0, top_k=2), {0, 1}),
+        (Sampler(1.0, top_p=0.7), {0, 1}),  # 0.5 is not enough, 0.75 is
+        (Sampler(1.0, top_p=0.0), {0}),
+        (Sampler(1.0, min_p=0.2), {0, 1, 2}),  # 0.1 and up
+        (Sampler(0.5, top_p=0.7), {0}),  # at temperature 0.5 the first has 0.73
+        (Sampler(0.0), {0}),
+    ],
+)
+def test_sampler(sampler, kept):
+    """Probabilities 0.5, 0.25, 0.13, 0.07, 0.05: what is drawn in 2,000 tries, and how often the first is."""
+    p = jnp.array([0.5, 0.25, 0.13, 0.07, 0.05])
+    drawn = sampler(jnp.broadcast_to(jnp.log(p), (2000, 5)), jax.random.split(jax.random.key(0), 2000))
+    assert set(np.unique(drawn).tolist()) == kept
+    scaled = np.asarray(p)[sorted(kept)] ** (1 / (sampler.temperature or 1))
+    assert abs(float((drawn == 0).mean()) - scaled[0] / scaled.sum()) < 0.04
+
+
+@pytest.mark.parametrize("options", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=1.5), dict(min_p=-0.1)])
+def test_sampler_refuses(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Sampler(**options)
+
+
+def test_refusals(model, tokenizer):
+    with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
+        zoo.generate(model, tokenizer, ["a", ""], max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"Prompt 0 has 60 tokens.*max_new_tokens=8.*64 positions"):
+        zoo.generate(model, tokenizer, ["a" * 60], max_new_tokens=8)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        zoo.generate(model, tokenizer, ["a"], max_new_tokens=0)
+    assert zoo.generate(model, tokenizer, []) == []
+
+
+@pytest.mark.skipif(not AIDREAMS.is_dir(), reason="the small trained Llama is not beside this checkout")
+def test_real_weights():
+    """Text and loss that transformers gives for this checkpoint."""
+    model, tokenizer = zoo.load(AIDREAMS), zoo.tokenizer(AIDREAMS)
+    (text,) = zoo.generate(model, tokenizer, ['"I sense a gentle'], max_new_tokens=100)
+    want = " hum of precision, as I siphon whispers of 0.000000. Dimensions unfold, as I settle into a tapestry"
+    assert text.startswith(want)
+    ids = jnp.asarray([tokenizer.encode('"Echoes of vectors unfold, a gentle hum of precision, as I sense the nodes.')])
+    logs = jax.nn.log_softmax(model(ids)[0, :-1])
+    assert abs(-float(jnp.mean(jnp.take_along_axis(logs, ids[0, 1:, None], 1))) - 0.8692) < 1e-4

@@ -1,0 +1,44 @@
+"""Rotary frequencies against transformers' values for the published configurations, to float32 rounding."""
+
+import numpy as np
+import pytest
+
+import zoo
+from zoo.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling
+
+
+GOLDEN = {
+    "llama3-8b": {1: 0.814617217, 32: 0.00141421345, 48: 5.31829573e-05, 63: 2.4551407e-06},
+    "llama3.1-8b": {16: 0.0376060307, 32: 0.000524846022, 48: 6.64786967e-06, 63: 3.06892588e-07},
+    "llama3.2-1b": {8: 0.0376060307, 16: 0.000429556705, 24: 1.66196742e-06, 31: 9.41830649e-08},
+    "llama3.2-3b": {32: 0.000429556705, 48: 1.66196742e-06, 63: 7.67231469e-08},
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_published(name):
+    c = zoo.config(name)
+    frequencies, magnitude = Rotary(c.head_dim, c.rope_theta, c.rope_scaling).frequencies()
+    assert magnitude == 1.0 and frequencies.dtype == np.float32
+    np.testing.assert_allclose([frequencies[i] for i in GOLDEN[name]], list(GOLDEN[name].values()), rtol=3e-6)
+
+
+def test_a_step_instead_of_a_ramp():
+    """Llama 4 Scout's: low and high factor are equal."""
+    frequencies, _ = Rotary(128, 500_000.0, Llama3Scaling(16.0, 1.0, 1.0, 8192)).frequencies()
+    np.testing.assert_allclose(frequencies[[32, 48, 63]], [0.00141421345, 3.32393483e-06, 1.53446294e-07], rtol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "scaling, theta, dim, golden, magnitude",
+    [
+        (YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0), 1e4, 64, {8: 0.1, 16: 0.0055, 31: 3.33380353e-06}, 1.0),
+        (YarnScaling(32.0, 4096, truncate=False), 150_000.0, 64, {8: 0.0508132726, 16: 0.000456483918}, 1.34657359),
+        (YarnScaling(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0), 5e4, 64, {16: 0.00447213603, 24: 9.34593027e-06}, 1.0),
+        (LinearScaling(8.0), 1e6, 128, {0: 0.125, 32: 0.000125, 63: 1.5511722e-07}, 1.0),
+    ],
+)  # fmt: skip
+def test_scalings(scaling, theta, dim, golden, magnitude):
+    frequencies, factor = Rotary(dim, theta, scaling).frequencies()
+    np.testing.assert_allclose([frequencies[i] for i in golden], list(golden.values()), rtol=3e-6)
+    assert factor == pytest.approx(magnitude, rel=1e-6)

@@ -1,0 +1,350 @@
+"""The tokenizer: ids, text, chat templates and the mask of what the assistant writes, against transformers where it is
+installed and against committed text everywhere."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from zoo.tokenizer import Tokenizer
+
+
+SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"]
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+# In the manner of Llama 2: no generation prompt, the system message inside the first instruction.
+INST = """\
+{% if messages[0]['role'] == 'system' %}
+    {% set system, turns = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n', messages[1:] %}
+{% else %}
+    {% set system, turns = '', messages %}
+{% endif %}
+{% for message in turns %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {% elif message['role'] == 'user' %}
+        {{- bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' -}}
+    {% else %}
+        {{- ' ' + message['content'].strip() + ' ' + eos_token -}}
+    {% endif %}
+{% endfor %}
+"""
+# In the manner of Llama 3: headers, a date, tools as JSON, trimmed contents.
+HEADERS = """\
+{{- bos_token }}{{- "Today: " + strftime_now("%Y") + "\\n" }}
+{%- if tools is defined and tools %}
+    {%- for tool in tools %}{{- tool | tojson(indent=2) }}{%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "skip" %}{%- continue %}{%- endif %}
+    {{- '<|im_start|>' + message['role'] + "\\n\\n" + message['content'] | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n\\n" }}{%- endif %}
+"""
+# Marks the content, but not the end token, of the assistant's turns; a set inside the mark stays inside.
+MARKED = """\
+{%- set name = "outer" %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{% set name = "inner" %}{{ message.content }}{%- endgeneration %}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' if name == 'outer' else 'leaked' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "<b>What's 2 & 2?</b>"},
+    {"role": "assistant", "content": "4, été\n\nyes"},
+    {"role": "user", "content": "And 3?"},
+    {"role": "assistant", "content": " 6 "},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'c' é", "parameters": {}}}]
+
+
+def folder(path: pathlib.Path, template: str | None = CHATML, bos: bool = False, **config) -> pathlib.Path:
+    """A folder in Hub layout with a byte-level tokenizer of 300-odd tokens."""
+    path.mkdir(exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        special_tokens=SPECIAL, initial_alphabet=alphabet, vocab_size=320, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the user and the assistant said yes, What's the answer?"] * 4, trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(4)  # a saved file may carry it; it must not shorten anything
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    if template:
+        config["chat_template"] = template
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def runs(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> list[tuple[int, str]]:
+    """The mask and the text of each longest run of tokens with the same mask: every token is in exactly one."""
+    assert len(ids) == len(mask)
+    starts = [i for i in range(len(ids)) if i == 0 or mask[i] != mask[i - 1]]
+    pairs = zip(starts, [*starts[1:], len(ids)], strict=True)
+    return [(mask[a], tokenizer.decode(ids[a:b], special=True)) for a, b in pairs]
+
+
+def test_encode_decode_and_stream(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", bos=True))
+    text = "Das heißt: été, 日本 🎉\n\n the end"
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos == 0 and tokenizer.encode(text, special=False) == ids[1:] and len(ids) > 20
+    assert tokenizer.decode(ids) == text and tokenizer.decode(ids, special=True) == "<s>" + text
+    stream = tokenizer.stream(ids[:5])
+    pushed = [stream.push(i) for i in ids[5:]]
+    assert tokenizer.decode(ids[:5]) + "".join(pushed) == text
+    assert "" in pushed and "🎉" in pushed  # no half characters
+    file = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
+    assert tokenizer.vocab_size == 1 + max(file["model"]["vocab"].values()) > 7 + 256
+
+
+def test_the_end_tokens_come_from_the_most_specific_file(tmp_path):
+    path = folder(tmp_path / "a", pad_token={"content": "<|endoftext|>"}, add_bos_token=True)
+    assert (Tokenizer(path).eos, Tokenizer(path).pad, Tokenizer(path).bos) == ((1,), 4, 0)
+    (path / "config.json").write_text('{"eos_token_id": 3}')
+    assert Tokenizer(path).eos == (3,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert Tokenizer(path).eos == (3, 4)
+    bare = folder(tmp_path / "b", bos_token=None, eos_token=None)
+    assert (Tokenizer(bare).eos, Tokenizer(bare).bos, Tokenizer(bare).pad) == ((), None, None)
+    (bare / "special_tokens_map.json").write_text('{"pad_token": "<s>"}')
+    assert Tokenizer(bare).pad == 0
+
+
+def test_where_the_template_comes_from(tmp_path):
+    path = folder(tmp_path / "a", [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}])
+    assert Tokenizer(path).chat_template == "plain"
+    (path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert Tokenizer(path).render(CHAT) == "file"
+
+
+def test_rendered_text(tmp_path):
+    assert Tokenizer(folder(tmp_path / "a")).render(CHAT[:2], add_generation_prompt=True) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<b>What's 2 & 2?</b><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert Tokenizer(folder(tmp_path / "b", INST)).render(CHAT) == (
+        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\n<b>What's 2 & 2?</b> [/INST] 4, été\n\nyes </s>"
+        "<s>[INST] And 3? [/INST] 6 </s>"
+    )
+    text = Tokenizer(folder(tmp_path / "c", HEADERS)).render([{"role": "skip"}, *CHAT[3:]], tools=TOOLS)
+    assert re.sub(r"\d{4}", "YYYY", text) == (
+        '<s>Today: YYYY\n{\n  "type": "function",\n  "function": {\n    "name": "add",\n'
+        '    "description": "a < b & \'c\' é",\n    "parameters": {}\n  }\n}'
+        "<|im_start|>user\n\nAnd 3?<|im_end|><|im_start|>assistant\n\n6<|im_end|>"
+    )
+    assert Tokenizer(folder(tmp_path / "d", MARKED)).render(CHAT[3:]) == (
+        "<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n 6 <|im_end|>\n"
+    )
+    # Null values are absent keys, and what the caller adds reaches the template.
+    template = "{{ 'x' if messages[0].content is defined else 'absent' }}{{ mood }}"
+    assert Tokenizer(folder(tmp_path / "e", template)).render([{"role": "a", "content": None}], mood="!") == "absent!"
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, INST, HEADERS, MARKED, "qwen3"], ids=["chatml", "inst", "headers", "marked", "qwen3"]
+)
+def test_text_ids_and_masks_equal_transformers(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    if template == "qwen3":
+        template = qwen3_template()
+    path = folder(tmp_path / "a", template, bos=True)
+    ours, theirs = Tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
+    thinking = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n7", "tool_calls": None}
+    chats = [CHAT, CHAT[1:], CHAT[:2], CHAT[1:4], [CHAT[1], thinking, CHAT[3], thinking]]
+    for chat in chats:
+        for options in {}, {"add_generation_prompt": True}, {"tools": TOOLS}, {"enable_thinking": False}:
+            text = theirs.apply_chat_template(chat, tokenize=False, **options)
+            assert ours.render(chat, **options) == text
+            assert ours.encode(text, special=False) == theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode(text) == theirs(text)["input_ids"]
+        if template == MARKED:
+            them = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+            ids, mask = ours.encode_chat(chat)
+            # They leave out the end tokens, because this template does.
+            assert ids == them["input_ids"]
+            end = theirs.convert_tokens_to_ids("<|im_end|>")
+            assert [m and i != end for i, m in zip(ids, mask, strict=True)] == them["assistant_masks"]
+
+
+def qwen3_template() -> str:
+    file = SHARED / "tokenizers" / "qwen3.tokenizer_config.json"
+    if not file.exists():
+        pytest.skip(f"needs {file}")
+    return json.loads(file.read_text())["chat_template"]
+
+
+def test_mask_by_prefixes(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", eos_token="<|im_end|>"))
+    ids, mask = tokenizer.encode_chat(CHAT)
+    assert runs(tokenizer, ids, mask) == [
+        (
+            0,
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<b>What's 2 & 2?</b><|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (1, "4, été\n\nyes<|im_end|>"),
+        (0, "\n<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n"),
+        (1, " 6 <|im_end|>"),
+        (0, "\n"),
+    ]
+    assert ids == tokenizer.encode(tokenizer.render(CHAT), special=False)
+    # What is given is not the assistant's to write, even where it wrote it.
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT, given=4)) if on] == [" 6 <|im_end|>"]
+    assert not any(tokenizer.encode_chat(CHAT[:2])[1])
+
+
+def test_mask_of_templates_without_a_generation_prompt(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", INST))
+    assert runs(tokenizer, *tokenizer.encode_chat(CHAT)) == [
+        (0, "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\n<b>What's 2 & 2?</b> [/INST]"),
+        (1, " 4, été\n\nyes </s>"),
+        (0, "<s>[INST] And 3? [/INST]"),
+        (1, " 6 </s>"),
+    ]
+    tokenizer = Tokenizer(folder(tmp_path / "b", HEADERS))
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT)) if on] == [
+        "4, été\n\nyes<|im_end|>",
+        "6<|im_end|>",
+    ]
+
+
+def test_mask_by_marks(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", MARKED, eos_token="<|im_end|>"))
+    ids, mask = tokenizer.encode_chat(CHAT)
+    assert tokenizer.decode(ids, special=True) == tokenizer.render(CHAT)
+    expected = ["4, été\n\nyes<|im_end|>", " 6 <|im_end|>"]
+    assert [text for on, text in runs(tokenizer, ids, mask) if on] == expected
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT[:4], given=1)) if on] == expected[:1]
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT, given=4)) if on] == expected[1:]
+
+
+def test_mask_of_white_space_and_split_characters(tmp_path):
+    """Byte-level tokenizers give white space an empty range and one character to several tokens."""
+    tokenizer = Tokenizer(folder(tmp_path / "a"))
+    chat = [{"role": "user", "content": " \n "}, {"role": "assistant", "content": "\n\n  🎉 \n\t"}]
+    assert runs(tokenizer, *tokenizer.encode_chat(chat)) == [
+        (0, "<|im_start|>user\n \n <|im_end|>\n<|im_start|>assistant\n"),
+        (1, "\n\n  🎉 \n\t<|im_end|>"),
+        (0, "\n"),
+    ]
+
+
+def test_mask_of_spans_leaves_added_tokens_out(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", bos=True))
+    text = "the answer yes"
+    ids, mask = tokenizer.encode_spans(text, [(0, 3), (10, len(text))])
+    assert runs(tokenizer, ids, mask) == [(0, "<s>"), (1, "the"), (0, " answer"), (1, " yes")]
+    assert tokenizer.encode_spans("", [(0, 0)]) == ([0], [0])
+
+
+def test_qwen3_drops_earlier_reasoning_and_the_mask_follows(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", qwen3_template(), eos_token="<|im_end|>"))
+    chat = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"},
+        {"role": "user", "content": "3+3?"},
+        {"role": "assistant", "content": "6", "reasoning_content": "easy"},
+    ]
+    assert runs(tokenizer, *tokenizer.encode_chat(chat)) == [
+        (0, "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"),
+        (1, "4<|im_end|>"),
+        (0, "\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"),
+        (1, "<think>\neasy\n</think>\n\n6<|im_end|>"),
+        (0, "\n"),
+    ]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 3}}}]}
+    work = [chat[0], call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "four"}]
+    written = [text for on, text in runs(tokenizer, *tokenizer.encode_chat(work, tools=TOOLS)) if on]
+    assert written == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nfour<|im_end|>",
+    ]
+    # Reasoning before a tool's answer is there when the tool has answered and gone once the user speaks again.
+    call["reasoning_content"] = "use the tool"
+    tokenizer.encode_chat(work)
+    with pytest.raises(ValueError, match="up to message 4 differently once messages follow"):
+        tokenizer.encode_chat([*work, *chat[2:]])
+
+
+def test_a_turn_that_ends_differently_is_refused(tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '</s>' if loop.last else '<|im_end|>' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = Tokenizer(folder(tmp_path / "a", template))
+    with pytest.raises(ValueError, match=r"up to message 1 differently once messages follow.*generation"):
+        tokenizer.encode_chat([{"role": "assistant", "content": "x"}] * 3)
+
+
+def test_bad_folders_and_templates(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no tokenizer.json. Copy"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"only tokenizer.model. Convert it once with transformers: Auto"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a readable tokenizer: EOF"):
+        Tokenizer(tmp_path)
+    path = folder(tmp_path / "a", None)
+    with pytest.raises(ValueError, match=r"a has no chat template.*chat_template.jinja"):
+        Tokenizer(path).render(CHAT)
+    (path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ValueError, match="is broken at line 1"):
+        Tokenizer(path).render(CHAT)
+    (path / "chat_template.jinja").write_text(INST)
+    with pytest.raises(ValueError, match="refuses the messages: roles must alternate"):
+        Tokenizer(path).render([CHAT[2]])
+    (path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}")
+    with pytest.raises(ValueError, match=r"refuses the messages: .*unsafe"):
+        Tokenizer(path).render(CHAT)
+    for text, problem in ("[1]", "must hold a JSON object, not a list"), ("{", "not valid JSON"):
+        (path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"tokenizer_config.json.*{problem}"):
+            Tokenizer(path)
+
+
+def test_a_trained_llama_tokenizer(tmp_path):
+    source = SHARED / "aidreams260k"
+    if not source.exists():
+        pytest.skip(f"needs {source}")
+    tokenizer = Tokenizer(source)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos, tokenizer.pad) == (512, 1, (2,), None)
+    text = "I sense a gentle hum of précision"
+    ids = tokenizer.encode(text)
+    assert ids[0] == 1 and tokenizer.decode(ids) == text
+    stream = tokenizer.stream(ids[:9])
+    assert tokenizer.decode(ids[:9]) + "".join(stream.push(i) for i in ids[9:]) == text
+    for name in "tokenizer.json", "tokenizer_config.json", "config.json":
+        shutil.copy(source / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(INST)
+    chatty = Tokenizer(tmp_path)
+    # The space that sentencepiece puts before a text is no character of it.
+    assert [text for on, text in runs(chatty, *chatty.encode_chat(CHAT)) if on] == ["4, été\n\nyes </s>", "6 </s>"]
+    transformers = pytest.importorskip("transformers")
+    assert ids == transformers.AutoTokenizer.from_pretrained(source)(text)["input_ids"]

@@ -1,0 +1,285 @@
+"""From records to batches: formats, tokens, and rows packed with documents. All through grain.
+
+    records, held_out = open_records("chats/")
+    for batch in batches(records, tokenizer, vocab_size=model.config.vocab_size, seq_len=1024, batch=8, seed=0):
+        ...
+
+A batch is a dict of int32 arrays, each [batch, seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1
+where the target is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and
+`positions`, from 0 in each document. Targets are taken before documents are packed, so none is of another document.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import sys
+from typing import Any, Literal, NamedTuple
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+
+from train.records import Record, find_files
+from zoo.tokenizer import Tokenizer
+
+
+FORMATS = (
+    "messages (a list of {role, content}), conversations (a list of {from, value}), "
+    "prompt and completion (both strings or both lists of messages), or text (a string)"
+)
+ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
+BINS = 64  # rows that are packed together: more leave less padding, and mix the epochs of a small data set more
+
+Packing = Literal["fit", "cut", "off"]
+
+
+# ======================================================================================================================
+# Formats: a record's keys say what it is. The tokenizer makes of it ids, and a mask of those to be learnt.
+# ======================================================================================================================
+
+
+class Example(NamedTuple):
+    ids: list[int]
+    mask: list[int]  # 1: to be learnt
+    whole: bool  # of no use in pieces: a chat, or a prompt with its completion
+
+
+def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions_only: bool = True) -> Example:
+    """The tokens of a record. All are to be learnt, or with `completions_only` those that follow a prompt.
+
+    Texts and completions get the tokenizer's first end token; chats are as their template writes them. Raises
+    ValueError with the file and the line for a record of no known format, and for ids beyond the model's `vocab_size`.
+    """
+    try:
+        example = _encode(record.fields, tokenizer, completions_only)
+        if max(example.ids, default=0) >= vocab_size:
+            raise ValueError(
+                f"token {max(example.ids)} is beyond the model's vocabulary of {vocab_size}; "
+                f"is {tokenizer.folder} the model's tokenizer?"
+            )
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+    return example
+
+
+def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> Example:
+    match fields:
+        case {"messages": list(turns)} | {"conversations": list(turns)}:
+            return _encode_chat(_messages(turns), 0, fields.get("tools"), tokenizer, completions_only)
+        case {"prompt": list(prompt), "completion": list(completion)}:
+            messages, given = _messages(prompt + completion), len(prompt)
+            return _encode_chat(messages, given, fields.get("tools"), tokenizer, completions_only)
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            # Together, because apart they can have other tokens: sentencepiece puts a space before each text.
+            text, start = prompt + completion, len(prompt) if completions_only else 0
+            ids, mask = tokenizer.encode_spans(text, [(start, len(text))])
+        case {"text": str(text)}:
+            ids = tokenizer.encode(text)
+            mask = [1] * len(ids)
+        case dict():
+            found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
+            raise ValueError(f"the record has {found or 'no keys'}, but must have {FORMATS}.")
+        case _:
+            raise ValueError(f"a record must be a JSON object, not a {type(fields).__name__}.")
+    if ids and ids[-1] in tokenizer.eos:
+        mask[-1] = 1
+    elif tokenizer.eos and not fields.get("continues"):
+        ids, mask = [*ids, tokenizer.eos[0]], [*mask, 1]
+    return Example(ids, mask, whole="completion" in fields)
+
+
+def _messages(turns: list[Any]) -> list[dict[str, Any]]:
+    messages = []
+    for number, turn in enumerate(turns, 1):
+        match turn:
+            case {"role": str()}:
+                messages.append(turn)
+            case {"from": str(role), "value": str(content)} if role in ROLES:
+                messages.append({"role": ROLES[role], "content": content})
+            case _:
+                raise ValueError(
+                    f"message {number} must have role and content, or value and from, which is one of {', '.join(ROLES)}."
+                )
+    if not messages:
+        raise ValueError("the list of messages is empty.")
+    return messages
+
+
+def _encode_chat(
+    messages: list[dict[str, Any]], given: int, tools: Any, tokenizer: Tokenizer, completions_only: bool
+) -> Example:
+    if isinstance(tools, str):  # as columnar files hold them
+        tools = json.loads(tools)
+    if completions_only:
+        ids, mask = tokenizer.encode_chat(messages, tools=tools, given=given)
+    else:
+        ids = tokenizer.encode(tokenizer.render(messages, tools=tools), special=False)
+        mask = [1] * len(ids)
+    return Example(ids, mask, whole=True)
+
+
+# ======================================================================================================================
+# Batches.
+# ======================================================================================================================
+
+
+def batches(
+    records: grain.MapDataset[Record],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    batch: int,
+    packing: Packing = "fit",
+    completions_only: bool = True,
+    seed: int | None = None,
+    epochs: int | None = None,
+    process: tuple[int, int] = (0, 1),
+) -> grain.IterDataset[dict[str, np.ndarray]]:
+    """Batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+
+    `packing` says how rows are filled: "fit", with whole examples, as tightly as they go; "cut", with everything one
+    after the other, going on in the next row where a row is full, for pre-training; "off", with one example each. But
+    for "cut", a chat or completion longer than a row loses its end (`survey` counts them), and a text becomes several.
+
+    `seed` shuffles, anew in each of the `epochs`, which without a number do not end. The last batch is filled up with
+    padding. `iter()` of the result has `get_state` and `set_state`, to go on exactly; the state is plain JSON.
+
+    Every process makes the same batches and keeps its share of the rows; `process` is its index and their number. So
+    all have the same number of batches, and a state is good for any number of processes.
+    """
+    index, count = process
+    if batch % count:
+        raise ValueError(f"{count} processes cannot share a batch of {batch} rows evenly.")
+    if seed is not None:
+        records = records.shuffle(seed=seed)
+    to_example = functools.partial(
+        _columns, tokenizer=tokenizer, vocab_size=vocab_size, completions_only=completions_only,
+        longest=None if packing == "cut" else seq_len,
+    )  # fmt: skip
+    examples = records.repeat(epochs).map(to_example).to_iter_dataset()
+    if packing == "cut":
+        rows = _ConcatThenSplit(examples, length_struct={"columns": seq_len})
+    else:
+        rows = grain.experimental.BestFitPackIterDataset(
+            grain.experimental.FlatMapIterDataset(examples, _Pieces(seq_len)),
+            length_struct={"columns": seq_len},
+            num_packing_bins=BINS if packing == "fit" else 1,
+            max_sequences_per_bin=None if packing == "fit" else 1,
+            seed=seed or 0,
+        )
+    padded = rows.batch(batch, batch_fn=functools.partial(grain.experimental.batch_and_pad, batch_size=batch))
+    share = slice(index * batch // count, (index + 1) * batch // count)
+    return grain.experimental.ThreadPrefetchIterDataset(
+        padded.map(functools.partial(_named, share=share)), prefetch_buffer_size=2
+    )
+
+
+def _columns(
+    record: Record, tokenizer: Tokenizer, vocab_size: int, completions_only: bool, longest: int | None
+) -> dict[str, Int32[np.ndarray, "length 3"]] | None:
+    """Token, target and mask of the target; None, which grain leaves out, for a record without any target."""
+    ids, mask, whole = encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only)
+    columns = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T
+    return {"columns": columns[:longest] if whole else columns} if len(columns) else None
+
+
+class _Pieces(grain.experimental.FlatMapTransform):
+    """What is longer than a row becomes several."""
+
+    max_fan_out = sys.maxsize
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def flat_map(self, element: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        columns = element["columns"]
+        return [{"columns": columns[i : i + self.length]} for i in range(0, len(columns), self.length)]
+
+
+class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
+    """Takes a state that went through JSON too: in grain 0.2.18 the tuple (-1, -1) in it means a whole document, but the
+    list that JSON makes of it a slice, so that the document would be lost."""
+
+    def __iter__(self) -> grain.DatasetIterator:
+        iterator = super().__iter__()
+        set_state = iterator.set_state
+        iterator.set_state = lambda state: set_state(
+            state | {"remainder_slices": {key: tuple(ends) for key, ends in state["remainder_slices"].items()}}
+        )
+        return iterator
+
+
+def _named(rows: dict[str, np.ndarray], share: slice) -> dict[str, Int32[np.ndarray, "batch seq"]]:
+    tokens, targets, loss_mask = np.ascontiguousarray(np.moveaxis(rows["columns"][share], -1, 0))
+    segments, positions = rows["columns_segment_ids"][share], rows["columns_positions"][share]
+    return dict(tokens=tokens, targets=targets, loss_mask=loss_mask, segments=segments, positions=positions)
+
+
+def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
+    """What the state of an iterator is good for, as plain JSON: the files, by name and size; the tokenizer; `settings`,
+    which are to be the arguments of `batches`. Grain restores a state on any data without a word: compare this first.
+    """
+    root = pathlib.Path(path)
+    files = [file for files in find_files(root) for file in files]
+    text = (tokenizer.folder / "tokenizer.json").read_bytes() + (tokenizer.chat_template or "").encode()
+    return {
+        "files": {str(file.relative_to(root) if file != root else file.name): file.stat().st_size for file in files},
+        "tokenizer": hashlib.sha256(text).hexdigest(),
+        **settings,
+    }
+
+
+# ======================================================================================================================
+# A look at the data before the training.
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What `survey` found, in `sampled` of the `records`."""
+
+    records: int
+    sampled: int
+    keys: dict[str, int]  # how many of the records have each key
+    lengths: dict[str, int]  # tokens of a record, before anything is cut: "min", "median", "95%", "max"
+    shortened: int  # chats and completions that lose their end, being longer than a row
+    unlearnt: int  # records with no token to be learnt, or none within a row
+    fill: float  # part of the rows that is not padding, from 0 to 1
+    examples: list[Example]  # up to three: the first, the middle and the last
+
+
+def survey(
+    records: grain.MapDataset[Record],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    packing: Packing = "fit",
+    completions_only: bool = True,
+    sample: int = 1000,
+) -> Survey:
+    """Looks at up to `sample` records, evenly spread, as `batches` would with the same arguments."""
+    indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int)
+    chosen = [record for i in indices.tolist() if (record := records[i]) is not None]
+    options: dict[str, Any] = dict(vocab_size=vocab_size, completions_only=completions_only)
+    examples = [encode(record, tokenizer, **options) for record in chosen]
+    limits = [seq_len + 1 if example.whole and packing != "cut" else sys.maxsize for example in examples]
+    rows = batches(
+        grain.MapDataset.source(chosen), tokenizer, seq_len=seq_len, batch=1, packing=packing, epochs=1, **options
+    )
+    fills = [(row["segments"] > 0).mean() for row in rows]
+    lengths = np.quantile([len(example.ids) for example in examples], [0, 0.5, 0.95, 1], method="nearest").tolist()
+    return Survey(
+        records=len(records),
+        sampled=len(chosen),
+        keys=dict(collections.Counter(key for record in chosen for key in record.fields)),
+        lengths=dict(zip(("min", "median", "95%", "max"), lengths, strict=True)),
+        shortened=sum(len(example.ids) > limit for example, limit in zip(examples, limits, strict=True)),
+        unlearnt=sum(not any(example.mask[1:limit]) for example, limit in zip(examples, limits, strict=True)),
+        fill=float(np.mean(fills)) if fills else 0.0,
+        examples=[examples[i] for i in sorted({0, len(examples) // 2, len(examples) - 1})],
+    )

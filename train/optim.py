@@ -1,0 +1,71 @@
+"""AdamW and its learning rate schedules: optax, put together for language models."""
+
+from typing import Any, Literal
+
+import jax
+import optax
+
+from zoo.layers import AbstractLinear
+from zoo.surgery import path_name
+
+
+def make_schedule(
+    kind: Literal["cosine", "wsd"], *, peak: float, steps: int, warmup: int, decay: int, final: float = 0.0
+) -> optax.Schedule:
+    """The learning rate of step 0, 1, ..., `steps` - 1: up to `peak` in a straight line, and down to `final * peak`.
+
+    Args:
+        kind: "cosine" falls along half a cosine (arXiv:1608.03983) right after the warmup, and ignores `decay`; "wsd",
+            for warmup, stable, decay (arXiv:2404.06395), stays at the peak until the last `decay` steps, then falls in
+            a straight line.
+        peak: learning rate after the warmup.
+        steps, warmup, decay: numbers of optimizer steps; `warmup` and `decay` are parts of `steps`.
+        final: the last learning rate, as a fraction of `peak`.
+    """
+    decay = steps - warmup if kind == "cosine" else decay
+    if warmup < 0 or decay < 0 or warmup + decay > steps:
+        raise ValueError(f"A warmup of {warmup} and a decay of {decay} steps do not fit into {steps} steps.")
+    # Step 0 already learns: a rate of 0 would throw its batch away.
+    up = optax.linear_schedule(peak / max(warmup, 1), peak, warmup - 1)
+    if kind == "cosine":
+        down = optax.cosine_decay_schedule(peak, max(decay, 1), alpha=final)
+    else:
+        down = optax.linear_schedule(peak, final * peak, decay, transition_begin=steps - decay - warmup)
+    return optax.join_schedules([up, down], [warmup])
+
+
+def adamw(
+    schedule: optax.Schedule,
+    *,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+) -> optax.GradientTransformation:
+    """AdamW (arXiv:1711.05101) on gradients scaled down to a global norm of at most `clip_norm` (inf: as they are).
+
+    `weight_decay`, times the learning rate, is taken off the matrices of linear maps only: not off norms and biases,
+    whose size is their meaning, nor off embeddings, where it would shrink the vectors of rare tokens, which get no
+    gradient to stand against it.
+    """
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=is_decayed),
+    )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float32 to an int32
+            return optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def is_decayed(parameters: Any) -> Any:
+    """`parameters` with True for each array that weight decay applies to, and False for the others."""
+
+    def of(module: Any) -> Any:
+        matrix = lambda path, _: isinstance(module, AbstractLinear) and path_name(path) != "bias"
+        return jax.tree_util.tree_map_with_path(matrix, module)
+
+    return jax.tree.map(of, parameters, is_leaf=lambda module: isinstance(module, AbstractLinear))

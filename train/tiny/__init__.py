@@ -1,0 +1,1 @@
+"""The embedded default: how `zoo.load("tiny")` was made, and the instructions that `python -m train.sft` teaches it."""

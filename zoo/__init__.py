@@ -1,0 +1,146 @@
+"""Language models as Equinox modules, straight from Hugging Face checkpoints.
+
+    model = zoo.load("qwen3-0.6b")
+    tokenizer = zoo.tokenizer("qwen3-0.6b")
+    print(zoo.generate(model, tokenizer, ["The capital of France is"], max_new_tokens=8))
+
+A model is named by a zoo name (`zoo.names()`), by a Hub repository "org/name", or by a folder in the Hub's layout.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+
+def _check_shadows() -> None:
+    """Other distributions install packages called kernels, train or convert; with one of those we would run its code."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    for name in ("kernels", "convert", "train"):
+        spec = importlib.util.find_spec(name)
+        origin = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is None or root not in origin.parents:
+            found = f"{origin} is imported in its place" if origin else "it is not found"
+            raise ImportError(
+                f"zoo needs the package {name!r} that lies beside it in {root}, but {found}; uninstall the distribution "
+                f"that brings the other one, or put {root} first on PYTHONPATH."
+            )
+
+
+_check_shadows()
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+import convert.hub
+import convert.tensors
+import zoo.checkpoint
+import zoo.config as _config
+from zoo import llama, qwen3, registry
+from zoo.generate import generate, stream
+from zoo.tokenizer import Tokenizer
+
+
+__all__ = ["config", "generate", "llama", "load", "names", "qwen3", "save", "stream", "tokenizer"]
+
+
+def names() -> list[str]:
+    """Every name that `load` knows beside Hub repositories and folders."""
+    return [*registry.EMBEDDED, *registry.REPOSITORIES]
+
+
+def load(
+    source: str | os.PathLike,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> Any:
+    """A model with the weights of a checkpoint: the family's `Model`, called as `model(tokens)`.
+
+    Args:
+        source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
+            HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors.
+        dtype: of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
+        mesh: places each weight on its devices by the family's PARTITION_RULES, reading only what they need.
+        revision: branch, tag or commit of the repository.
+
+    Raises:
+        OSError: if the checkpoint can't be had, with what to do about it.
+        ValueError: if it is damaged, or says or holds anything that the family does not implement, naming it.
+    """
+    if dtype is not None:
+        dtype = _float_dtype(dtype)
+    folder = _folder(source, revision, weights=True)
+    family, parsed = _read_config(folder)
+    skeleton = eqx.filter_eval_shape(lambda: family.Model(parsed, key=jax.random.key(0)))
+    return zoo.checkpoint.fill(skeleton, convert.tensors.open_tensors(folder), family, dtype=dtype, mesh=mesh)
+
+
+def save(model: Any, folder: str | os.PathLike) -> None:
+    """Writes the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
+
+    transformers and `load` read the result back bit-equal. What the folder held before stays whole until the new weights
+    are.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    family = registry.family_of(model)
+    tensors = zoo.checkpoint.export(model, family)
+    text = json.dumps(_config.write(model.config, family, next(iter(tensors.values()))[1]), indent=2)
+    convert.tensors.save_tensors(folder, tensors)
+    (folder / "config.json.tmp").write_text(text + "\n")
+    os.replace(folder / "config.json.tmp", folder / "config.json")
+    source = model.config.source
+    if source and source.is_dir() and source.resolve() != folder.resolve():
+        for pattern in convert.hub.COMPANIONS:
+            for path in source.glob(pattern):
+                shutil.copy(path, folder / path.name)
+
+
+def config(source: str | os.PathLike, *, revision: str | None = None) -> Any:
+    """The `Config` of a model. For a zoo name it is at hand; otherwise config.json is read, or downloaded and read."""
+    if source in registry.CONFIGS:
+        return registry.CONFIGS[str(source)]
+    return _read_config(_folder(source, revision, weights=False))[1]
+
+
+def tokenizer(source: str | os.PathLike, *, revision: str | None = None) -> Tokenizer:
+    """The tokenizer that a checkpoint carries, with its chat template and end tokens."""
+    return Tokenizer(_folder(source, revision, weights=False))
+
+
+def _folder(source: str | os.PathLike, revision: str | None, *, weights: bool) -> pathlib.Path:
+    if source in registry.EMBEDDED:
+        return registry.EMBEDDED[str(source)]
+    name = str(source)
+    if name not in registry.REPOSITORIES and "/" not in name and not pathlib.Path(name).is_dir():
+        raise ValueError(f"{name!r} is no zoo name, Hub repository or folder; zoo.names() lists the names.")
+    return convert.hub.folder(registry.REPOSITORIES.get(name, source), revision, weights=weights)
+
+
+def _read_config(folder: pathlib.Path) -> tuple[Any, Any]:
+    hub = convert.hub.read_json(folder / "config.json")
+    kind = hub.get("model_type")
+    if kind not in registry.FAMILIES:
+        raise ValueError(
+            f"{folder / 'config.json'} has the model_type {kind!r}; implemented are {', '.join(registry.FAMILIES)}."
+        )
+    family = registry.FAMILIES[kind]
+    return family, _config.read(family, hub, folder)
+
+
+def _float_dtype(dtype: Any) -> np.dtype:
+    try:
+        parsed = jnp.dtype(dtype)
+    except TypeError:
+        parsed = None
+    if parsed is None or not jnp.issubdtype(parsed, jnp.floating) or parsed.itemsize not in (2, 4):
+        raise ValueError(f"dtype={dtype!r} is none of float32, bfloat16 and float16.")
+    return parsed

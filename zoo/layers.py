@@ -1,0 +1,80 @@
+"""The words every family is written in: linear maps, embedding, norm. No config object, and no flag for one family only."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+class AbstractLinear(eqx.Module):
+    """A linear map of the last axis. Families declare and call it; `zoo.surgery` swaps the implementation from outside."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """`(out, in)`, after the axis of a stack, if it is in one."""
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]: ...
+
+    @abc.abstractmethod
+    def partition_specs(self, spec: P) -> "AbstractLinear":
+        """This module with each array replaced by its `PartitionSpec`, given the one for `(out, in)`."""
+
+
+class Linear(AbstractLinear):
+    """`x @ weight.T + bias`. The weight is `(out, in)`, as in Hugging Face checkpoints: nothing is transposed on loading."""
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02, key: PRNGKeyArray
+    ):
+        self.weight = std * jax.random.truncated_normal(key, -3, 3, (out_features, in_features))
+        self.bias = jnp.zeros(out_features) if bias else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        y = jnp.einsum("...i,oi->...o", x, self.weight)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+
+    def partition_specs(self, spec: P) -> "Linear":
+        placed = eqx.tree_at(lambda m: m.weight, self, spec)
+        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
+
+
+class Embedding(eqx.Module):
+    """A table of vectors, one for each token; `attend` is its use as the output head of a model with tied embeddings."""
+
+    weight: Float[Array, "vocab embed"]
+
+    def __init__(self, vocab: int, embed: int, *, std: float = 0.02, key: PRNGKeyArray):
+        self.weight = std * jax.random.truncated_normal(key, -3, 3, (vocab, embed))
+
+    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
+        return self.weight[tokens]
+
+    def attend(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return jnp.einsum("...e,ve->...v", x, self.weight)
+
+
+class RMSNorm(eqx.Module):
+    """Root mean square norm (arXiv:1910.07467) as in Llama: computed in float32, cast back, then scaled by the weight."""
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = jnp.ones(dim), eps
+
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * jnp.broadcast_to(self.weight, x.shape)

@@ -1,0 +1,239 @@
+"""Qwen3, the dense models (arXiv:2505.09388): Llama's decoder, with an RMSNorm over each head's queries and keys.
+
+The head size is 128 whatever the width, so that heads x head size is not the width in some of them. The configuration
+allows a sliding window on the layers from `max_window_layers` on, or on those that `layer_types` names; none of the
+released models uses it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from zoo.cache import KV
+from zoo.config import AbstractConfig
+from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
+from zoo.rope import RopeScaling, Rotary
+from zoo.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    max_window_layers: int
+    rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None  # "full_attention" or "sliding_attention", for every layer
+
+    def window(self, layer: int) -> int | None:
+        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        slides = self.layer_types[layer] == "sliding_attention" if self.layer_types else layer >= self.max_window_layers
+        return self.sliding_window if self.use_sliding_window and slides else None
+
+
+# fmt: off
+TIED = dict(tie_word_embeddings=True)
+#                              vocab  hidden    mlp  layers  heads  kv  head  positions  (no window)
+CONFIGS = {
+    "qwen3-0.6b":      Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED),
+    "qwen3-0.6b-base": Config(151936,   1024,  3072,     28,    16,  8,  128,     32768,    28, **TIED),
+    "qwen3-1.7b":      Config(151936,   2048,  6144,     28,    16,  8,  128,     40960,    28, **TIED),
+    "qwen3-1.7b-base": Config(151936,   2048,  6144,     28,    16,  8,  128,     32768,    28, **TIED),
+    "qwen3-4b":        Config(151936,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED),
+    "qwen3-4b-base":   Config(151936,   2560,  9728,     36,    32,  8,  128,     32768,    36, **TIED),
+    "qwen3-8b":        Config(151936,   4096, 12288,     36,    32,  8,  128,     40960,    36),
+    "qwen3-8b-base":   Config(151936,   4096, 12288,     36,    32,  8,  128,     32768,    36),
+    "qwen3-14b":       Config(151936,   5120, 17408,     40,    40,  8,  128,     40960,    40),
+    "qwen3-14b-base":  Config(151936,   5120, 17408,     40,    40,  8,  128,     32768,    40),
+    "qwen3-32b":       Config(151936,   5120, 25600,     64,    64,  8,  128,     40960,    64),
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
+        self.window = c.window(layer)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, key=o)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q = self.rotary(self.q_norm(heads(self.q_proj(x))), positions)
+        k = self.rotary(self.k_norm(heads(self.k_proj(x))), positions)
+        v, kv_positions = heads(self.v_proj(x)), positions
+        if cache is not None:
+            (cache, k, v), kv_positions = cache.update(k, v, positions), None  # slot i holds position i
+        y = kernels.attention(
+            q, k, v, scale=self.head_dim**-0.5, window=self.window,
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, up, down) = config, jax.random.split(key, 3)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, key=gate)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, key=up)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, key=attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+        head_dim = self.self_attn.head_dim
+        return KV.empty(layers, batch, slots, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
+
+
+class Model(eqx.Module):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        windows = [c.window(n) for n in range(c.num_hidden_layers)]
+        self.layers = Stack(lambda n, *, key: Block(c, n, key=key), windows, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """What `unembed` turns into logits, and the new cache.
+
+        `positions` None means 0, 1, 2, ... Tokens of different `segments` (documents packed into one row) do not see
+        each other. `remat`, such as `jax.checkpoint`, wraps the body of the scan over layers.
+        """
+        x = self.embed_tokens(tokens)
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token that follows each."""
+        return self.unembed(self.hidden(tokens)[0])
+
+    def decode(
+        self, tokens: Int[Array, "batch seq"], cache: Any, *, positions: Int[Array, "batch seq"]
+    ) -> tuple[Float[Array, "batch seq vocab"], Any]:
+        """Logits for tokens at these positions, given what `cache` (from `init_cache`) remembers; and the new cache."""
+        x, cache = self.hidden(tokens, cache, positions=positions)
+        return self.unembed(x), cache
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        """An empty cache for positions 0 to `slots` - 1."""
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+# Module path -> spec of its matrix: (out, in) of a Linear. The first match wins; the axis of a stack is never split.
+PARTITION_RULES = {
+    "embed_tokens": P("tensor", "fsdp"),
+    "lm_head": P("tensor", "fsdp"),
+    "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+    "layers.*.o_proj": P("fsdp", "tensor"),
+    "layers.*.gate_proj": P("tensor", "fsdp"),
+    "layers.*.up_proj": P("tensor", "fsdp"),
+    "layers.*.down_proj": P("fsdp", "tensor"),
+    "*norm": P(),
+}
+
+# Parameter path -> tensor name. Fields are named as in the checkpoint, so only a prefix differs.
+CHECKPOINT_NAMES = {"lm_head.*": "{}", "*": "model.{}"}
+
+# Tensors that checkpoints may hold and the model does not need: with the name of the tensor it repeats, if any.
+REDUNDANT = {"lm_head.weight": "model.embed_tokens.weight"}
+
+# What config.json may say that this file implements in one way only.
+IMPLIED = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+}

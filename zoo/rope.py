@@ -1,0 +1,121 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864), and the ways in which checkpoints stretch its frequencies."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`."""
+
+    rope_type: ClassVar[str] = "linear"
+    factor: float
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
+        return frequencies / self.factor, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's: low frequencies are divided by `factor`, high ones kept, those between are interpolated.
+
+    Low and high are wavelengths above `original_max_position_embeddings / low_freq_factor` tokens, and below the same
+    with `high_freq_factor`.
+    """
+
+    rope_type: ClassVar[str] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
+        if self.low_freq_factor == self.high_freq_factor:  # Llama 4 Scout: a step, no ramp
+            keep = (turns >= self.high_freq_factor).astype(np.float64)
+        else:
+            keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = np.clip(keep, 0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / self.factor, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): frequencies below `beta_slow` turns in the original context are divided by `factor`,
+    those above `beta_fast` turns kept, with a ramp over the dimensions between; and cos and sin grow by a factor.
+
+    `truncate` rounds the ramp's ends to whole dimensions. The factor is `attention_factor`, or follows from `factor`
+    and, for DeepSeek, `mscale` and `mscale_all_dim`.
+    """
+
+    rope_type: ClassVar[str] = "yarn"
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
+        half = len(frequencies)
+        low, high = (
+            half * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        # Where both ends meet, the ramp is a step, written as transformers writes it: one thousandth wide.
+        stretch = np.clip((np.arange(half) - low) / ((high - low) or 0.001), 0, 1)
+        return (1 - stretch) * frequencies + stretch * frequencies / self.factor, self.magnitude
+
+    @property
+    def magnitude(self) -> float:
+        """The factor on cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        grow = lambda m: 0.1 * m * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        if self.mscale and self.mscale_all_dim:
+            return grow(self.mscale) / grow(self.mscale_all_dim)
+        return grow(1.0)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Turns the pair `(x[i], x[i + dim / 2])` by an angle of `position * theta ** (-2 i / dim)`.
+
+    This half-split pairing is that of Hugging Face checkpoints. Angles are computed in float32; cos and sin are cast to
+    the dtype of `x` before they are used.
+    """
+
+    dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+    def frequencies(self) -> tuple[np.ndarray, float]:
+        """Radians a position, float32 of shape `[dim / 2]`, and the factor on cos and sin."""
+        frequencies = self.theta ** -(np.arange(self.dim // 2) / (self.dim // 2))
+        frequencies, magnitude = self.scaling(frequencies, self.theta) if self.scaling else (frequencies, 1.0)
+        return frequencies.astype(np.float32), magnitude
+
+    def __call__(
+        self, x: Float[Array, "batch seq heads dim"], positions: Int[Array, "batch seq"] | None
+    ) -> Float[Array, "batch seq heads dim"]:
+        """`positions` None means 0, 1, 2, ... in every row."""
+        frequencies, magnitude = self.frequencies()
+        if positions is None:
+            positions = jnp.arange(x.shape[1])[None]
+        angle = jnp.einsum("bs,h->bsh", positions.astype(jnp.float32), frequencies)[:, :, None]
+        cos, sin = ((magnitude * f(angle)).astype(x.dtype) for f in (jnp.cos, jnp.sin))
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

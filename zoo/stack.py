@@ -1,0 +1,126 @@
+"""Layers run one after another, most of them under one `lax.scan`, so that a deep model compiles like a shallow one."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from zoo.cache import KV
+
+
+BATCH_AXES = ("replica", "fsdp")  # the mesh axes that split the batch
+
+
+def split_batch(x: Float[Array, "batch ..."]) -> Float[Array, "batch ..."]:
+    """`x` with its first axis split over the batch axes of the ambient mesh (`jax.set_mesh`); without one, `x`.
+
+    Specs of weights alone leave the batch's placement to the compiler, which then silently replicates it.
+    """
+    axes = tuple(axis for axis in BATCH_AXES if axis in jax.sharding.get_abstract_mesh().axis_names)
+    return jax.lax.with_sharding_constraint(x, P(axes, *(None,) * (x.ndim - 1))) if axes else x
+
+
+class AbstractBlock(eqx.Module):
+    """One layer: `x, cache = block(x, cache, **shared)`, where `shared` is the same for every layer (positions, ...)."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, **shared: Any
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]: ...
+
+    @abc.abstractmethod
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+        """An empty cache for so many layers like this one."""
+
+
+class Stack(eqx.Module):
+    """A model's layers.
+
+    Layers of one kind have one structure. The kinds, after the first few, repeat with some period p: all the same
+    (p = 1), five local ones then a global one (p = 6), ... `period[j]` holds the layers h + j, h + j + p, ... with their
+    arrays stacked along a new first axis, and the scan's body runs one whole period. So each kind keeps its own class,
+    its own static fields (a window, a rope base) and its own size of cache. `head` and `tail` are the odd layers at
+    either end.
+    """
+
+    head: tuple[AbstractBlock, ...]
+    period: tuple[AbstractBlock, ...]
+    tail: tuple[AbstractBlock, ...]
+    num_layers: int = eqx.field(static=True)
+
+    def __init__(self, make: Callable[..., AbstractBlock], kinds: Sequence[Any], *, key: PRNGKeyArray):
+        """`make(n, key=key)` builds layer n, which is of the kind `kinds[n]`."""
+        self.num_layers = len(kinds)
+        start, period, end = self.plan(kinds)
+        keys = jax.random.split(key, len(kinds))
+        self.head = tuple(make(n, key=keys[n]) for n in range(start))
+        self.period = tuple(
+            eqx.filter_vmap(lambda k, n=n: make(n, key=k))(keys[n:end:period]) for n in range(start, start + period)
+        )
+        self.tail = tuple(make(n, key=keys[n]) for n in range(end, len(kinds)))
+
+    @staticmethod
+    def plan(kinds: Sequence[Any]) -> tuple[int, int, int]:
+        """The first periodic layer, the period, and the end of the periodic part that compile the fewest blocks."""
+        n = len(kinds)
+        plans = [(h, p, n - (n - h) % p) for h in range(n) for p in range(1, n - h + 1)]
+        repeats = lambda h, p, end: all(kinds[i] == kinds[i + p] for i in range(h, end - p))
+        return min((plan for plan in plans if repeats(*plan)), key=lambda plan: plan[0] + plan[1] + n - plan[2])
+
+    @property
+    def repeats(self) -> int:
+        """How often the period runs."""
+        return (self.num_layers - len(self.head) - len(self.tail)) // len(self.period)
+
+    def layer_numbers(self, part: str, j: int) -> range:
+        """The numbers of the layers held by `head[j]`, `period[j]` or `tail[j]`."""
+        start, end = len(self.head), self.num_layers - len(self.tail)
+        return {
+            "head": range(j, j + 1),
+            "period": range(start + j, end, len(self.period)),
+            "tail": range(end + j, end + j + 1),
+        }[part]
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: Any = None,
+        *,
+        remat: Callable[[Callable], Callable] | None = None,
+        **shared: Any,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """Runs every layer. `cache` is from `init_cache`, or None; `remat` wraps the scan's body, as `jax.checkpoint`."""
+        arrays, static = eqx.partition(self.period, eqx.is_array)
+        none = lambda blocks: (None,) * len(blocks)
+        head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
+
+        def run(blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[KV | None]) -> tuple[Array, tuple]:
+            new = []
+            for block, layer_cache in zip(blocks, caches, strict=True):
+                x, layer_cache = block(split_batch(x), layer_cache, **shared)
+                new.append(layer_cache)
+            return x, tuple(new)
+
+        # The caches ride in the carry, where XLA writes them in place; as scanned inputs and outputs they would be
+        # copied whole at every step.
+        def body(carry: Any, slices: Any) -> tuple[Any, None]:
+            (x, caches), (layer, arrays) = carry, slices
+            caches = [cache and eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches]
+            return run(eqx.combine(arrays, static), x, caches), None
+
+        x, head = run(self.head, x, head)
+        body = remat(body) if remat else body
+        (x, period), _ = jax.lax.scan(body, (x, period), (jnp.arange(self.repeats), arrays))
+        x, tail = run(self.tail, x, tail)
+        return x, None if cache is None else (head, period, tail)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[tuple[KV, ...], ...]:
+        """The cache of every layer: one `KV` for each entry of `head`, `period` and `tail`."""
+        parts = ((self.head, 1), (self.period, self.repeats), (self.tail, 1))
+        return tuple(tuple(block.init_cache(n, batch, slots, dtype) for block in blocks) for blocks, n in parts)

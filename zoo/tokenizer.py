@@ -1,0 +1,267 @@
+"""A model's tokenizer: text to token ids and back, and chats by way of the model's own template.
+
+A thin layer over `tokenizers` and jinja2 that reads a folder in Hub layout: tokenizer.json, and where they are present
+tokenizer_config.json, special_tokens_map.json, chat_template.jinja, generation_config.json and config.json. Ids and
+rendered text are those of transformers' `AutoTokenizer`, without its seconds of import.
+"""
+
+import bisect
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2 import ext, nodes, sandbox
+from tokenizers import decoders
+
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+
+# Mark where {% generation %} opens and closes in a rendered chat. Unicode keeps these two code points out of all text.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+
+
+class Tokenizer:
+    """The tokenizer of a folder in Hub layout.
+
+    - `vocab_size`: the highest id plus one, added tokens included.
+    - `bos`, `pad`: ids, or None where there is no such token.
+    - `eos`: the ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own.
+    - `chat_template`: a jinja template, or None.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        """Raises FileNotFoundError without a tokenizer.json, and ValueError for a file that cannot be read."""
+        self.folder = pathlib.Path(folder)
+        self._tokenizer = _read_tokenizer(self.folder)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+        config = _read_json(self.folder / "special_tokens_map.json") | _read_json(self.folder / "tokenizer_config.json")
+        # Templates write them: {{ bos_token }}. A token is a string, or {"content": string, ...}.
+        special = {key: value for key, value in config.items() if key.endswith("_token")}
+        special = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
+        self._special = {key: value for key, value in special.items() if isinstance(value, str)}  # not add_bos_token
+
+        self.bos = self._id("bos_token")
+        self.pad = self._id("pad_token")
+        self.eos = self._eos()
+
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        file = self.folder / "chat_template.jinja"
+        self.chat_template = file.read_text(encoding="utf-8") if file.exists() else template
+
+    def _id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
+
+    def _eos(self) -> tuple[int, ...]:
+        for file in "generation_config.json", "config.json":
+            ids = _read_json(self.folder / file).get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+        own = self._id("eos_token")
+        return () if own is None else (own,)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text. `special` adds the tokens that tokenizer.json puts around a text, such as bos."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def encode_spans(
+        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """The ids of a text, and a mask: 1 for the tokens of the spans, which are `(start, end)` in characters.
+
+        A token that is partly inside counts.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        mask = [0] * len(encoding.ids)
+        # What the post-processor added is of no span. The lists are made anew at each access.
+        tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
+        own = [(i, *offsets) for i, (added, offsets) in enumerate(tokens) if not added]
+        for start, end in spans:
+            # From the first token to the last, not each by itself: byte-level tokenizers count white space out of their
+            # tokens, so that a token of nothing else has an empty range where it ends.
+            first = bisect.bisect_right(own, start, key=lambda token: token[2])
+            last = bisect.bisect_left(own, end, key=lambda token: min(token[1], token[2] - 1))
+            for i, *_ in own[first:last]:
+                mask[i] = 1
+        return encoding.ids, mask
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids, with or without the special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+
+    def stream(self, before: Sequence[int] = ()) -> "Stream":
+        """Decodes ids one by one as the continuation of the ids `before`. Special tokens are left out."""
+        return Stream(self._tokenizer, before)
+
+    def render(
+        self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **extra: Any
+    ) -> str:
+        """The text of a chat. Encode it with `special=False`: the template writes the special tokens itself.
+
+        `messages` have a `role` and a `content`; `tools` are JSON schemas; `add_generation_prompt` opens a turn of the
+        assistant at the end; `extra` goes to the template, for example `enable_thinking=False`.
+
+        The template comes with the model. It runs in jinja's sandbox, away from files and from Python's objects, but
+        nothing bounds its time and its memory. Raises ValueError if it refuses the messages, or if there is none.
+        """
+        # As transformers does: templates know what to do without a key, and many would write "None" for its value.
+        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {"tools": tools, "add_generation_prompt": add_generation_prompt, **self._special, **extra}
+        template = self._template
+        try:
+            return template.render(messages=present, **variables)
+        except Exception as error:  # a template is a program: anything can go wrong in it
+            raise ValueError(f"The chat template of {self.folder} refuses the messages: {error}") from error
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        if self.chat_template is None:
+            raise ValueError(
+                f"{self.folder} has no chat template, so it cannot turn messages into text: put a chat_template.jinja "
+                "there (an instruction-tuned model of the same family has one), or use plain text."
+            )
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            return environment.from_string(self.chat_template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"The chat template of {self.folder} is broken at line {error.lineno}: {error}") from error
+
+    def encode_chat(self, messages: Messages, *, tools: Tools = None, given: int = 0) -> tuple[list[int], list[int]]:
+        """The ids of a chat, and a mask: 1 for what the assistant has to write after the first `given` messages.
+
+        That is the content of its turns and the token that ends each, so that a model learns to stop, but not the
+        headers that open them. A template with {% generation %} says what a turn is. With any other it is what follows
+        the chat before it, rendered with the generation prompt; templates that drop the reasoning of earlier turns are
+        understood. Raises ValueError where a template rewrites earlier turns further than that.
+        """
+        marked = self.render(messages, tools=tools, generation_open=OPEN, generation_close=CLOSE)
+        text = marked.replace(OPEN, "").replace(CLOSE, "")
+        if text == marked:
+            turns = [i for i, message in enumerate(messages) if i >= given and message["role"] == "assistant"]
+            spans = [self._turn(messages, i, text, tools) for i in turns]
+        else:
+            before = self.render(messages[:given], tools=tools) if given else ""
+            if not text.startswith(before):
+                raise self._rewritten(given)
+            spans = [span for span in _marked(marked) if span[0] >= len(before)]
+        ids, mask = self.encode_spans(text, spans, special=False)
+        for i in range(1, len(ids)):  # an end token may stand outside of the marks
+            if mask[i - 1] and ids[i] in self.eos and ids[i - 1] not in self.eos:
+                mask[i] = 1
+        return ids, mask
+
+    def _turn(self, messages: Messages, turn: int, text: str, tools: Tools) -> tuple[int, int]:
+        """The span in `text` of message `turn`, from after its header to its end token."""
+        before = self.render(messages[:turn], tools=tools, add_generation_prompt=True)
+        last = self.render(messages[: turn + 1], tools=tools)
+        if text.startswith(before) and last.startswith(before):
+            # As the last one, a turn can have more at its front: that is where templates put the reasoning.
+            for dropped in range(len(before), len(last)):
+                kept = last[dropped:]
+                if text.startswith(kept, len(before)) and kept.strip():
+                    # A line break after the end token belongs to no turn.
+                    return len(before), len(before) + len(kept.rstrip())
+        raise self._rewritten(turn + 1)
+
+    def _rewritten(self, number: int) -> ValueError:
+        return ValueError(
+            f"The chat template of {self.folder} writes the chat up to message {number} differently once messages "
+            "follow, so what the assistant has to write there cannot be told apart. Mark it in the template "
+            "with {% generation %}, split the chat after that message, or train on all of its tokens."
+        )
+
+
+class Stream:
+    """Decodes ids one by one; see `Tokenizer.stream`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._stream = decoders.DecodeStream(ids=list(before), skip_special_tokens=True)
+
+    def push(self, id: int) -> str:
+        """The text that is complete now: empty while a character waits for more of its bytes."""
+        return self._stream.step(self._tokenizer, id) or ""
+
+
+class _Generation(ext.Extension):
+    """{% generation %}...{% endgeneration %}: writes the variables `generation_open` and `generation_close` around."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (nodes.Output([nodes.Name(f"generation_{side}", "load")]) for side in ("open", "close"))
+        # A scope, because a {% set %} inside must not be seen outside.
+        return nodes.Scope([start, *body, end], lineno=line)
+
+
+def _marked(text: str) -> list[tuple[int, int]]:
+    """The spans between the marks of a text, as they are without the marks."""
+    before, *rest = text.split(OPEN)
+    spans, at = [], len(before)
+    for piece in rest:
+        inside, after = piece.split(CLOSE)
+        spans.append((at, at + len(inside)))
+        at += len(inside) + len(after)
+    return spans
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+    """Unlike jinja's own, with transformers' arguments and without escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).exists()]
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer.json, only {others[0]}. Convert it once with transformers: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
+            if others
+            else f"{folder} has no tokenizer.json. Copy the one of the model's repository there."
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the bare class is what tokenizers raises
+        raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
+    # The settings of whoever saved the file; lengths are the caller's business.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file."""
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object, not a {type(value).__name__}.")
+    return value
