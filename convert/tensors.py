@@ -231,14 +231,14 @@ def _write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> None:
 def _made(name: str, tensor: Lazy) -> np.ndarray:
     """The values, which must be of the announced shape and dtype."""
     shape, dtype, make = tensor
-    array = np.asarray(make(), order="C")
+    array = np.asarray(make())
     if (array.shape, array.dtype) != (shape, dtype):
         raise ValueError(f"{name} was announced as {dtype}{list(shape)}, but is {array.dtype}{list(array.shape)}.")
     return array
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """The memory of a C-contiguous array."""
+    """The values in C order: the array's own memory if it is contiguous, else a copy."""
     return array.reshape(-1).view(np.uint8).data
 
 

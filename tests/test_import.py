@@ -21,7 +21,8 @@ def test_cost(tmp_path):
 import resource, sys
 import zoo
 seconds = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-print(seconds, [m for m in ("torch", "transformers", "tensorflow", "pyarrow", "matplotlib.pyplot", "grain") if m in sys.modules])
+heavy = ("torch", "transformers", "tensorflow", "pyarrow", "matplotlib.pyplot", "grain")
+print(seconds, [module for module in heavy if module in sys.modules])
 """
     seconds, heavy = python(code, ROOT, cwd=tmp_path).stdout.split(" ", 1)
     assert float(seconds) < 5

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import sys
 from typing import Any, Literal, NamedTuple
@@ -100,9 +101,8 @@ def _messages(turns: list[Any]) -> list[dict[str, Any]]:
             case {"from": str(role), "value": str(content)} if role in ROLES:
                 messages.append({"role": ROLES[role], "content": content})
             case _:
-                raise ValueError(
-                    f"message {number} must have role and content, or value and from, which is one of {', '.join(ROLES)}."
-                )
+                known = ", ".join(ROLES)
+                raise ValueError(f"message {number} must have role and content, or value and from (one of {known}).")
     if not messages:
         raise ValueError("the list of messages is empty.")
     return messages
@@ -201,8 +201,8 @@ class _Pieces(grain.experimental.FlatMapTransform):
 
 
 class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
-    """Takes a state that went through JSON too: in grain 0.2.18 the tuple (-1, -1) in it means a whole document, but the
-    list that JSON makes of it a slice, so that the document would be lost."""
+    """Takes a state that went through JSON, too. In grain 0.2.18 the tuple (-1, -1) in a state means a whole document,
+    but the list that JSON makes of it a slice, so that the document would be lost."""
 
     def __iter__(self) -> grain.DatasetIterator:
         iterator = super().__iter__()
@@ -248,6 +248,7 @@ class Survey:
     lengths: dict[str, int]  # tokens of a record, before anything is cut: "min", "median", "95%", "max"
     shortened: int  # chats and completions that lose their end, being longer than a row
     unlearnt: int  # records with no token to be learnt, or none within a row
+    rows: int  # that an epoch fills, going by the sample
     fill: float  # part of the rows that is not padding, from 0 to 1
     examples: list[Example]  # up to three: the first, the middle and the last
 
@@ -280,6 +281,7 @@ def survey(
         lengths=dict(zip(("min", "median", "95%", "max"), lengths, strict=True)),
         shortened=sum(len(example.ids) > limit for example, limit in zip(examples, limits, strict=True)),
         unlearnt=sum(not any(example.mask[1:limit]) for example, limit in zip(examples, limits, strict=True)),
+        rows=math.ceil(len(fills) * len(records) / len(chosen)),
         fill=float(np.mean(fills)) if fills else 0.0,
         examples=[examples[i] for i in sorted({0, len(examples) // 2, len(examples) - 1})],
     )

@@ -7,6 +7,7 @@ train[0]  # Record(where="chats/train.jsonl, line 1", fields={"messages": [...]}
 import array
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import grain
 
 
 KEYS = ("messages", "conversations", "prompt", "completion", "text", "tools")  # what `train.data` reads
-PIECE = 16 * 1024  # the longest record of a .txt file, in bytes
+PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last can have half as many more
 
 
 class Record(NamedTuple):
@@ -67,7 +68,7 @@ def open_records(
     records = _concatenated(train)
     if valid:
         return records, _concatenated(valid)
-    held = min(max(1, round(holdout * len(records))), len(records) - 1) if holdout else 0
+    held = min(math.ceil(holdout * len(records)), len(records) - 1)
     return (records[:-held], records[-held:]) if held else (records, None)
 
 
@@ -158,18 +159,15 @@ def read_parquet(file: pathlib.Path) -> File:
 
 
 def read_text(file: pathlib.Path) -> File:
-    """Pieces of a text, all but the last with `continues`. They end where a line ends, if one does, else at a space."""
+    """Pieces of a text, each of whole lines if it can be, all but the last marked as one that `continues`."""
     size = file.stat().st_size
     cuts = [0]
     with open(file, "rb") as stream:
-        while cuts[-1] < size:
+        while size - cuts[-1] > PIECE + PIECE // 2:
             stream.seek(cuts[-1])
-            block = stream.read(PIECE + 1)
-            cut = len(block) if len(block) <= PIECE else block.rfind(b"\n", 0, PIECE) + 1
-            cut = cut or max(block.rfind(b" ", 0, PIECE), 0) or PIECE
-            while cut > PIECE - 3 and block[cut : cut + 1] and block[cut] & 0xC0 == 0x80:  # within a character
-                cut -= 1
-            cuts.append(cuts[-1] + cut)
+            cuts.append(cuts[-1] + _cut(stream.read(PIECE)))
+    if size:
+        cuts.append(size)
 
     def read(index: int) -> Record:
         start, end = cuts[index : index + 2]
@@ -183,6 +181,14 @@ def read_text(file: pathlib.Path) -> File:
             raise ValueError(f"{where} is not UTF-8 text: {error}") from error
 
     return File(len(cuts) - 1, read)
+
+
+def _cut(block: bytes) -> int:
+    """Where a piece may end: after the last line, else before the last space, else before the last character."""
+    cut = block.rfind(b"\n") + 1 or block.rfind(b" ")
+    if cut > 0:
+        return cut
+    return next((i for i in range(len(block) - 1, len(block) - 5, -1) if block[i] & 0xC0 != 0x80), len(block))
 
 
 def read_array_record(file: pathlib.Path) -> File:

@@ -16,7 +16,7 @@ from typing import Any
 
 
 def _check_shadows() -> None:
-    """Other distributions install packages called kernels, train or convert; with one of those we would run its code."""
+    """Another distribution's kernels, train or convert would be imported in place of ours, and its code run."""
     root = pathlib.Path(__file__).resolve().parent.parent
     for name in ("kernels", "convert", "train"):
         spec = importlib.util.find_spec(name)
@@ -24,8 +24,8 @@ def _check_shadows() -> None:
         if origin is None or root not in origin.parents:
             found = f"{origin} is imported in its place" if origin else "it is not found"
             raise ImportError(
-                f"zoo needs the package {name!r} that lies beside it in {root}, but {found}; uninstall the distribution "
-                f"that brings the other one, or put {root} first on PYTHONPATH."
+                f"zoo needs the package {name!r} that lies beside it in {root}, but {found}; uninstall the "
+                f"distribution that brings the other one, or put {root} first on PYTHONPATH."
             )
 
 
@@ -86,8 +86,8 @@ def load(
 def save(model: Any, folder: str | os.PathLike) -> None:
     """Writes the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
-    transformers and `load` read the result back bit-equal. What the folder held before stays whole until the new weights
-    are.
+    transformers and `load` read the result back bit-equal. What the folder held before stays whole until the new
+    weights are.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

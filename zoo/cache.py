@@ -26,9 +26,11 @@ class KV(eqx.Module):
         self,
         k: Float[Array, "batch seq heads dim"],
         v: Float[Array, "batch seq heads value_dim"],
-        positions: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"] | None,
     ) -> tuple["KV", Float[Array, "batch slots heads dim"], Float[Array, "batch slots heads value_dim"]]:
-        """The cache with these written at their positions, and all keys and values of this layer."""
+        """The cache with these written at their positions (None: from 0 on), and all keys and values of this layer."""
+        if positions is None:
+            positions = jnp.arange(k.shape[1])[None]
         at = (self.layer, jnp.arange(len(k))[:, None], positions)
         new = KV(self.k.at[at].set(k), self.v.at[at].set(v), self.layer)
         return new, new.k[self.layer], new.v[self.layer]

@@ -1,7 +1,7 @@
 """A model's parameters <-> the tensors of a checkpoint, by the family's CHECKPOINT_NAMES; knows no family.
 
-Loading is all or nothing: every parameter is filled from a tensor of its shape, and every tensor is used, or known to be
-redundant, or the checkpoint is refused.
+Loading is all or nothing: every parameter is filled from a tensor of its shape, and every tensor is used or known to be
+redundant; otherwise the checkpoint is refused.
 """
 
 import concurrent.futures
@@ -47,9 +47,9 @@ def fill(
 ) -> T:
     """`skeleton` (from `eqx.filter_eval_shape`) with its arrays read from `tensors`.
 
-    `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's PARTITION_RULES, and only
-    that part is read. Without one, a tensor that needs neither cast nor stacking is not copied on a CPU: the array is the
-    memory-mapped file.
+    `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's PARTITION_RULES, and
+    only that part is read. Without one, a tensor that needs neither cast nor stacking is not copied on a CPU: the array
+    is the memory-mapped file.
 
     Raises:
         ValueError: naming tensors that are missing, unknown, of a wrong shape, or not floating point.
@@ -136,7 +136,9 @@ def check(parameters: list, tensors: Mapping[str, Tensor], family: ModuleType, d
                     f"{tensor.name} in {tensor.file} has shape {tensor.shape}; config.json calls for {shape}."
                 )
             if not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize not in (2, 4):
-                raise ValueError(f"{tensor.name} in {tensor.file} is {tensor.dtype}; {ours} needs a 16 or 32 bit float.")
+                raise ValueError(
+                    f"{tensor.name} in {tensor.file} is {tensor.dtype}; {ours} needs a 16 or 32 bit float."
+                )
             if dtype is None and tensor.dtype != tensors[names[0]].dtype:
                 raise ValueError(
                     f"{tensor.name} in {tensor.file} is {tensor.dtype}, but {names[0]} is {tensors[names[0]].dtype}; "
@@ -161,6 +163,8 @@ def export(model: Any, family: ModuleType) -> dict[str, Any]:
     out = {}
     for _, array, stacked, names in checkpoint_names(model, family.CHECKPOINT_NAMES):
         for n, name in enumerate(names):
-            get = (lambda array=array, n=n: np.asarray(array[n])) if stacked else (lambda array=array: np.asarray(array))
+            get = (
+                (lambda array=array, n=n: np.asarray(array[n])) if stacked else (lambda array=array: np.asarray(array))
+            )
             out[name] = (array.shape[1:] if stacked else array.shape, np.dtype(array.dtype), get)
     return out

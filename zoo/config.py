@@ -18,7 +18,7 @@ from zoo import rope
 class AbstractConfig:
     """The architecture of a model and nothing else; fields are named as in the checkpoint's config.json.
 
-    `source` is the folder it was read from. `zoo.save` copies the tokenizer, and what else config.json says, from there.
+    `source` is the folder it was read from. `zoo.save` copies the tokenizer and the rest of config.json from there.
     """
 
     source: pathlib.Path | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -55,6 +55,8 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     values = {}
     for key, value in hub.items():
         if key in hints:
+            if value is None:
+                continue  # null says no more than leaving the key out
             if is_bearable(value, int) and not isinstance(value, bool) and is_bearable(1.0, hints[key]):
                 value = float(value)  # JSON writes `"rope_theta": 1000000`
             value = tuple(value) if isinstance(value, list) else value
@@ -79,7 +81,7 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
 
 
 def rope_scaling(hub: Mapping[str, Any], where: str) -> rope.RopeScaling | None:
-    """The scaling that a `rope_scaling` or `rope_parameters` entry of config.json describes; None for the plain rope."""
+    """The scaling that `rope_scaling` or `rope_parameters` of a config.json describes; None for the plain rope."""
     hub = dict(hub)
     kind = hub.pop("rope_type", None) or hub.pop("type", None)
     hub.pop("type", None)  # older files say both
@@ -93,7 +95,9 @@ def rope_scaling(hub: Mapping[str, Any], where: str) -> rope.RopeScaling | None:
         raise ValueError(f"{where}: the rope scaling {kind!r} has no {', '.join(map(repr, sorted(unknown)))}.")
     if missing := [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in hub]:
         raise ValueError(f"{where}: the rope scaling {kind!r} lacks {', '.join(map(repr, missing))}.")
-    cast = lambda name, value: float(value) if float in (fields[name].type, *typing.get_args(fields[name].type)) else value
+    cast = lambda name, value: (
+        float(value) if float in (fields[name].type, *typing.get_args(fields[name].type)) else value
+    )
     return kinds[kind](**{name: value if value is None else cast(name, value) for name, value in hub.items()})
 
 

@@ -83,8 +83,7 @@ def start(
     batch, seq = prompts.shape
     dtype = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
     cache = model.init_cache(batch, seq + new, dtype)
-    positions = jnp.broadcast_to(jnp.arange(seq), prompts.shape)
-    x, cache = model.hidden(prompts, cache, positions=positions)
+    x, cache = model.hidden(prompts, cache)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     return Generation(
         cache=cache,
@@ -102,7 +101,7 @@ def start(
 def advance(
     inputs: tuple[Any, Int[Array, " stops"]], generation: Generation, sampler: Sampler, until: Int[Array, ""]
 ) -> Generation:
-    """Decodes up to step `until`, or until every row has drawn a stop token. `inputs` are the model and those tokens."""
+    """Decodes up to step `until`, or until every row has drawn a stop token. `inputs`: the model, and those tokens."""
     model, stops = inputs
 
     def unfinished(g: Generation) -> Bool[Array, ""]:
@@ -163,7 +162,7 @@ def generate(
     """The continuation of each prompt, without the prompt and without what ended it.
 
     A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
-    tokens. `temperature` 0 (greedy) is the default; see `Sampler` for the filters. The same `seed` gives the same texts.
+    tokens. `temperature` 0 (greedy) is the default; see `Sampler` for the filters. The same `seed` gives the same text.
 
     Raises:
         ValueError: for a prompt without tokens, or one too long for the model's positions.
@@ -179,9 +178,11 @@ def generate(
             (model, jnp.array(tokenizer.eos, jnp.int32)), generation, sampler, jnp.array(min(until, max_new_tokens))
         )
         tokens, lengths = np.asarray(generation.tokens), np.asarray(generation.length)
-        texts = [continuation(tokenizer, row, new[:n].tolist()) for row, new, n in zip(ids, tokens, lengths, strict=True)]
+        texts = [
+            continuation(tokenizer, row, new[:n].tolist()) for row, new, n in zip(ids, tokens, lengths, strict=True)
+        ]
         if stop:
-            stopped = [min((at for s in stop if (at := text.find(s)) >= 0), default=None) for text in texts]
+            stopped = [first(text, stop) for text in texts]
             texts = [text[:at] for text, at in zip(texts, stopped, strict=True)]
             done = generation.done | jnp.array([at is not None for at in stopped])
             generation = eqx.tree_at(lambda g: g.done, generation, done)
@@ -209,23 +210,27 @@ def stream(
     """
     sampler = Sampler(temperature, top_k, top_p, min_p)
     (ids,), generation = begin(model, tokenizer, [prompt], max_new_tokens, seed)
-    shown = ""
+    decoder, text, shown = tokenizer.stream(before=ids), "", 0
     for until in range(1, max_new_tokens + 1):
-        generation = advance(
-            (model, jnp.array(tokenizer.eos, jnp.int32)), generation, sampler, jnp.array(until)
-        )
-        text = continuation(tokenizer, ids, np.asarray(generation.tokens)[0, : int(generation.length[0])].tolist())
-        if (at := min((at for s in stop if (at := text.find(s)) >= 0), default=None)) is not None:
-            yield text[len(shown) : at]
+        generation = advance((model, jnp.array(tokenizer.eos, jnp.int32)), generation, sampler, jnp.array(until))
+        ended = bool(generation.done[0])
+        if not ended:
+            text += decoder.push(int(generation.tokens[0, until - 1]))
+        if (at := first(text, stop)) is not None:
+            text, ended = text[:at], True
+        held = 0 if ended else max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        if len(text) - held > shown:
+            yield text[shown : len(text) - held]
+            shown = len(text) - held
+        if ended:
             return
-        if bool(generation.done[0]) or until == max_new_tokens:
-            yield text[len(shown) :]
-            return
-        held = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        ready = text[: len(text) - held].rstrip("\N{REPLACEMENT CHARACTER}")
-        if len(ready) > len(shown):
-            yield ready[len(shown) :]
-            shown = ready
+    if shown < len(text):
+        yield text[shown:]
+
+
+def first(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first of the stop strings starts."""
+    return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:

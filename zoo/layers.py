@@ -1,4 +1,4 @@
-"""The words every family is written in: linear maps, embedding, norm. No config object, and no flag for one family only."""
+"""The words every family is written in: linear maps, embedding, norm. No config object, no flag for one family."""
 
 import abc
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
 class AbstractLinear(eqx.Module):
-    """A linear map of the last axis. Families declare and call it; `zoo.surgery` swaps the implementation from outside."""
+    """A linear map of the last axis. Families declare it; `zoo.surgery` swaps the implementation from outside."""
 
     @property
     @abc.abstractmethod
@@ -26,7 +26,7 @@ class AbstractLinear(eqx.Module):
 
 
 class Linear(AbstractLinear):
-    """`x @ weight.T + bias`. The weight is `(out, in)`, as in Hugging Face checkpoints: nothing is transposed on loading."""
+    """`x @ weight.T + bias`. The weight is `(out, in)`, as in Hugging Face checkpoints."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
@@ -51,7 +51,7 @@ class Linear(AbstractLinear):
 
 
 class Embedding(eqx.Module):
-    """A table of vectors, one for each token; `attend` is its use as the output head of a model with tied embeddings."""
+    """A table of vectors, one for each token; `attend` is its use as the output head of a model that ties the two."""
 
     weight: Float[Array, "vocab embed"]
 
@@ -66,7 +66,7 @@ class Embedding(eqx.Module):
 
 
 class RMSNorm(eqx.Module):
-    """Root mean square norm (arXiv:1910.07467) as in Llama: computed in float32, cast back, then scaled by the weight."""
+    """Root mean square norm (arXiv:1910.07467) as in Llama: computed in float32, cast back, then scaled."""
 
     weight: Float[Array, " dim"]
     eps: float = eqx.field(static=True)

@@ -1,7 +1,7 @@
 """Llama 2 (arXiv:2307.09288), 3, 3.1, 3.2 and 3.3 (arXiv:2407.21783).
 
 The decoder that the others vary: pre-norm, rotary positions, grouped-query attention, SwiGLU, no biases in the released
-sizes. From 3.1 on the rotary frequencies are stretched to 131,072 positions; the small models of 3.2 tie their embeddings.
+sizes. From 3.1 on the rotary frequencies are stretched to 131,072 positions; 3.2's small models tie their embeddings.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -32,7 +31,7 @@ class Config(AbstractConfig):
     num_attention_heads: int
     num_key_value_heads: int
     max_position_embeddings: int
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-5
@@ -41,37 +40,37 @@ class Config(AbstractConfig):
     mlp_bias: bool = False
 
     def __post_init__(self):
-        if self.head_dim is None:
+        if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
 
 # fmt: off
-LLAMA3 = dict(rope_theta=500_000.0)
-LLAMA3_1 = dict(rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
-LLAMA3_2 = dict(rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_word_embeddings=True)
-#                                       vocab  hidden    mlp  layers  heads  kv  positions
+LLAMA3: dict[str, Any] = dict(rope_theta=500_000.0)
+LLAMA3_1: dict[str, Any] = LLAMA3 | dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+LLAMA3_2: dict[str, Any] = LLAMA3_1 | dict(rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_word_embeddings=True)
+#                                     vocab  hidden    mlp  layers  heads  kv  positions
 CONFIGS = {
-    "llama2-7b":               Config(  32000,   4096, 11008,     32,    32, 32,   4096),
-    "llama2-7b-chat":          Config(  32000,   4096, 11008,     32,    32, 32,   4096),
-    "llama2-13b":              Config(  32000,   5120, 13824,     40,    40, 40,   4096),
-    "llama2-13b-chat":         Config(  32000,   5120, 13824,     40,    40, 40,   4096),
-    "llama2-70b":              Config(  32000,   8192, 28672,     80,    64,  8,   4096),
-    "llama2-70b-chat":         Config(  32000,   8192, 28672,     80,    64,  8,   4096),
-    "llama3-8b":               Config( 128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
-    "llama3-8b-instruct":      Config( 128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
-    "llama3-70b":              Config( 128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
-    "llama3-70b-instruct":     Config( 128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
-    "llama3.1-8b":             Config( 128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
-    "llama3.1-8b-instruct":    Config( 128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
-    "llama3.1-70b":            Config( 128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
-    "llama3.1-70b-instruct":   Config( 128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
-    "llama3.1-405b":           Config( 128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
-    "llama3.1-405b-instruct":  Config( 128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
-    "llama3.2-1b":             Config( 128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
-    "llama3.2-1b-instruct":    Config( 128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
-    "llama3.2-3b":             Config( 128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
-    "llama3.2-3b-instruct":    Config( 128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
-    "llama3.3-70b":            Config( 128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),  # instruct; it has no base
+    "llama2-7b":               Config( 32000,   4096, 11008,     32,    32, 32,   4096),
+    "llama2-7b-chat":          Config( 32000,   4096, 11008,     32,    32, 32,   4096),
+    "llama2-13b":              Config( 32000,   5120, 13824,     40,    40, 40,   4096),
+    "llama2-13b-chat":         Config( 32000,   5120, 13824,     40,    40, 40,   4096),
+    "llama2-70b":              Config( 32000,   8192, 28672,     80,    64,  8,   4096),
+    "llama2-70b-chat":         Config( 32000,   8192, 28672,     80,    64,  8,   4096),
+    "llama3-8b":               Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
+    "llama3-8b-instruct":      Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
+    "llama3-70b":              Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
+    "llama3-70b-instruct":     Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
+    "llama3.1-8b":             Config(128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
+    "llama3.1-8b-instruct":    Config(128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
+    "llama3.1-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
+    "llama3.1-70b-instruct":   Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
+    "llama3.1-405b":           Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
+    "llama3.1-405b-instruct":  Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
+    "llama3.2-1b":             Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
+    "llama3.2-1b-instruct":    Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
+    "llama3.2-3b":             Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
+    "llama3.2-3b-instruct":    Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
+    "llama3.3-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),  # there is no base
 }
 # fmt: on
 

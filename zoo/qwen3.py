@@ -11,7 +11,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -50,7 +49,7 @@ class Config(AbstractConfig):
 
 
 # fmt: off
-TIED = dict(tie_word_embeddings=True)
+TIED: dict[str, Any] = dict(tie_word_embeddings=True)
 #                              vocab  hidden    mlp  layers  heads  kv  head  positions  (no window)
 CONFIGS = {
     "qwen3-0.6b":      Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED),

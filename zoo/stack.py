@@ -27,7 +27,7 @@ def split_batch(x: Float[Array, "batch ..."]) -> Float[Array, "batch ..."]:
 
 
 class AbstractBlock(eqx.Module):
-    """One layer: `x, cache = block(x, cache, **shared)`, where `shared` is the same for every layer (positions, ...)."""
+    """One layer: `x, cache = block(x, cache, **shared)`, with the same `shared` (positions, ...) for every layer."""
 
     @abc.abstractmethod
     def __call__(
@@ -43,7 +43,7 @@ class Stack(eqx.Module):
     """A model's layers.
 
     Layers of one kind have one structure. The kinds, after the first few, repeat with some period p: all the same
-    (p = 1), five local ones then a global one (p = 6), ... `period[j]` holds the layers h + j, h + j + p, ... with their
+    (p = 1), five local ones then a global one (p = 6), ... `period[j]` holds layers h + j, h + j + p, ... with their
     arrays stacked along a new first axis, and the scan's body runs one whole period. So each kind keeps its own class,
     its own static fields (a window, a rope base) and its own size of cache. `head` and `tail` are the odd layers at
     either end.
@@ -95,7 +95,7 @@ class Stack(eqx.Module):
         remat: Callable[[Callable], Callable] | None = None,
         **shared: Any,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Runs every layer. `cache` is from `init_cache`, or None; `remat` wraps the scan's body, as `jax.checkpoint`."""
+        """Runs every layer. `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body."""
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
         head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))

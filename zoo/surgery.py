@@ -30,9 +30,7 @@ def modules(model: Any, kind: Any) -> Iterator[tuple[str, Any]]:
             yield path_name(path), module
 
 
-def map_linears(
-    model: T, fn: Callable[..., AbstractLinear], where: str = "*", *, key: PRNGKeyArray | None = None
-) -> T:
+def map_linears(model: T, fn: Callable[..., AbstractLinear], where: str = "*", *, key: PRNGKeyArray | None = None) -> T:
     """`model` with each linear whose path matches `where` replaced by `fn(linear)`, vmapped over the axis of a stack.
 
     With `key`: by `fn(linear, key)`, with a key of its own for every layer. Patterns are those of `fnmatch`.

@@ -47,11 +47,11 @@ def chats() -> list[list[dict[str, str]]]:
 
 
 def test_corpus_is_the_same_every_time(corpus):
-    environment = os.environ | {"PYTHONHASHSEED": "1"}
-    other = subprocess.run(
-        [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, check=True, cwd=FOLDER.parents[1]
+    command = [sys.executable, "-c", DIGEST]
+    digest = subprocess.check_output(
+        command, env=os.environ | {"PYTHONHASHSEED": "1"}, cwd=FOLDER.parents[1], text=True
     )
-    assert hashlib.sha256("\n".join(corpus).encode()).hexdigest() == other.stdout.strip()
+    assert hashlib.sha256("\n".join(corpus).encode()).hexdigest() == digest.strip()
 
 
 def test_corpus_documents_python(corpus):

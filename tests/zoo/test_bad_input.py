@@ -118,10 +118,10 @@ def test_unknown_name():
 
 
 def test_absent_folder():
-    with pytest.raises(OSError, match="no folder nowhere"):
+    with pytest.raises(OSError, match=r"no folder .*nowhere"):
         zoo.load("./nowhere")
 
 
 def test_folder_without_a_config(tmp_path):
-    with pytest.raises(OSError, match="config.json"):
+    with pytest.raises(OSError, match=r"config\.json"):
         zoo.load(tmp_path)

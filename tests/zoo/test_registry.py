@@ -40,8 +40,8 @@ def test_names_are_complete():
 
 @pytest.mark.parametrize("name", registry.CONFIGS)
 def test_parameter_count(name):
-    base = next(n for n in (name, name.removesuffix("-instruct"), name.removesuffix("-chat"), name.removesuffix("-base"))
-                if n in PARAMETERS)  # fmt: skip
+    twins = (name, *(name.removesuffix(suffix) for suffix in ("-instruct", "-chat", "-base")))
+    base = next(twin for twin in twins if twin in PARAMETERS)
     assert sum(x.size for x in jax.tree.leaves(skeleton(name))) == PARAMETERS[base]
 
 

@@ -29,15 +29,18 @@ def test_a_step_instead_of_a_ramp():
     np.testing.assert_allclose(frequencies[[32, 48, 63]], [0.00141421345, 3.32393483e-06, 1.53446294e-07], rtol=3e-6)
 
 
+DEEPSEEK = dict(mscale=1.0, mscale_all_dim=1.0)
+
+
 @pytest.mark.parametrize(
     "scaling, theta, dim, golden, magnitude",
     [
-        (YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0), 1e4, 64, {8: 0.1, 16: 0.0055, 31: 3.33380353e-06}, 1.0),
-        (YarnScaling(32.0, 4096, truncate=False), 150_000.0, 64, {8: 0.0508132726, 16: 0.000456483918}, 1.34657359),
-        (YarnScaling(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0), 5e4, 64, {16: 0.00447213603, 24: 9.34593027e-06}, 1.0),
+        (YarnScaling(40.0, 4096, **DEEPSEEK), 1e4, 64, {8: 0.1, 16: 0.0055, 31: 3.33380353e-06}, 1.0),
+        (YarnScaling(32.0, 4096, truncate=False), 1.5e5, 64, {8: 0.0508132726, 16: 0.000456483918}, 1.34657359),
+        (YarnScaling(32.0, 4096, 1.0, 1.0, **DEEPSEEK), 5e4, 64, {16: 0.00447213603, 24: 9.34593027e-06}, 1.0),
         (LinearScaling(8.0), 1e6, 128, {0: 0.125, 32: 0.000125, 63: 1.5511722e-07}, 1.0),
     ],
-)  # fmt: skip
+)
 def test_scalings(scaling, theta, dim, golden, magnitude):
     frequencies, factor = Rotary(dim, theta, scaling).frequencies()
     np.testing.assert_allclose([frequencies[i] for i in golden], list(golden.values()), rtol=3e-6)

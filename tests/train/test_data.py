@@ -1,0 +1,308 @@
+"""Formats to exact tokens and masks; packing; epochs; states; processes; the survey."""
+
+import json
+import pathlib
+
+import grain
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from train.data import batches, encode, fingerprint, survey
+from train.records import Record, open_records
+from zoo.tokenizer import Tokenizer
+
+
+SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """One token a byte, after four special ones: the ids can be read."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokens = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    core.add_special_tokens(SPECIAL)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    core.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"eos_token_id": [1, 3]}')
+    return Tokenizer(folder)
+
+
+def learnt(tokenizer: Tokenizer, fields, **options) -> tuple[str, str]:
+    """The text of a record as it is encoded, and the same with a dot for each token that is not learnt."""
+    ids, mask, _ = encode(Record("here", fields), tokenizer, vocab_size=260, **options)
+    shown = [tokenizer.decode([i], special=True) for i in ids]
+    return "".join(shown), "".join(text if on else "." for text, on in zip(shown, mask, strict=True))
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+SHARE = [{"from": "system", "value": "S"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+HEAD = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "fields, text, mask",
+    [
+        ({"text": "abc"}, "<s>abc</s>", "<s>abc</s>"),
+        ({"text": "abc</s>", "id": 7}, "<s>abc</s>", "<s>abc</s>"),
+        ({"text": "abc", "continues": True}, "<s>abc", "<s>abc"),
+        ({"text": ""}, "<s></s>", "<s></s>"),
+        ({"prompt": "Q: ", "completion": "A"}, "<s>Q: A</s>", "....A</s>"),
+        ({"prompt": "", "completion": "A\n"}, "<s>A\n</s>", ".A\n</s>"),
+        ({"prompt": "Q", "completion": ""}, "<s>Q</s>", "..</s>"),
+        ({"messages": CHAT, "text": None}, HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
+        ({"text": "abc", "messages": None}, "<s>abc</s>", "<s>abc</s>"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
+        (
+            {"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:]},
+            HEAD + "yo<|im_end|>\n" + HEAD + "yo<|im_end|>\n",
+            "." * (21 + 4 + 21) + "yo<|im_end|>.",
+        ),
+        (
+            {"conversations": SHARE},
+            "<|im_start|>system\nS<|im_end|>\n" + HEAD + "yo<|im_end|>\n",
+            "." * (11 + 21) + "yo<|im_end|>.",
+        ),
+        ({"conversations": CHAT}, HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
+        (
+            {"messages": CHAT, "tools": '[{"a": 1}]'},
+            '[{"a": 1}]\n' + HEAD + "yo<|im_end|>\n",
+            "." * (11 + 21) + "yo<|im_end|>.",
+        ),
+    ],
+)  # fmt: skip
+def test_formats(tokenizer, fields, text, mask):
+    assert learnt(tokenizer, fields) == (text, mask)
+    assert learnt(tokenizer, fields, completions_only=False)[0] == text
+    whole = learnt(tokenizer, fields, completions_only=False)[1]
+    assert whole in (text, text.replace("<s>", ".", 1))  # a first token is nobody's target
+
+
+@pytest.mark.parametrize(
+    "fields, problem",
+    [
+        ({"question": "a", "id": 1}, r"the record has question \(str\), id \(int\), but must have messages \(a list"),
+        ({}, "the record has no keys, but must have"),
+        ({"text": ["a", "b"]}, r"the record has text \(list\)"),
+        ({"prompt": "a", "completion": CHAT}, r"prompt \(str\), completion \(list\), but"),
+        ([1], "a record must be a JSON object, not a list"),
+        ({"messages": []}, "the list of messages is empty"),
+        ({"messages": [CHAT[0], {"content": "x"}]}, "message 2 must have role and content"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, r"message 1 .* \(one of human, gpt, user"),
+        ({"messages": [{"role": "user"}]}, "refuses the messages"),
+        ({"messages": CHAT, "tools": "{"}, "Expecting property name"),
+        ({"text": "a" + SPECIAL[1] + "\xad"}, "token 259 is beyond the model's vocabulary of 259; is .* the model's"),
+    ],
+)
+def test_bad_records_are_named(tokenizer, fields, problem):
+    with pytest.raises(ValueError, match="^data.jsonl, line 3: .*" + problem):
+        encode(Record("data.jsonl, line 3", fields), tokenizer, vocab_size=259)
+
+
+def source(*texts: str, completion: bool = False) -> grain.MapDataset:
+    fields = [{"prompt": "", "completion": text} if completion else {"text": text} for text in texts]
+    return grain.MapDataset.source([Record(f"record {i + 1}", field) for i, field in enumerate(fields)])
+
+
+def random_texts(count: int, longest: int) -> list[str]:
+    """Distinct texts, the first characters of which number them."""
+    lengths = np.random.default_rng(0).integers(1, longest, count)
+    return [f"{i:03}" + "".join(chr(97 + (i + j) % 26) for j in range(n)) for i, n in enumerate(lengths)]
+
+
+def documents(tokenizer: Tokenizer, made: list[dict[str, np.ndarray]], seq_len: int) -> list[str]:
+    """The text of each segment, with its first token and all of its targets, after a look at every batch."""
+    found = []
+    for batch in made:
+        assert set(batch) == {"tokens", "targets", "loss_mask", "segments", "positions"}
+        assert all(x.dtype == np.int32 and x.shape[1:] == (seq_len,) for x in batch.values())
+        for tokens, targets, mask, segments, positions in zip(*(batch[k] for k in (
+            "tokens", "targets", "loss_mask", "segments", "positions")), strict=True):  # fmt: skip
+            used = int((segments > 0).sum())
+            assert not any(x[used:].any() for x in (tokens, targets, mask, segments, positions))  # padding at the end
+            for segment in range(1, segments.max(initial=0) + 1):
+                at = np.flatnonzero(segments == segment)
+                assert len(at) and (np.diff(at) == 1).all() and (positions[at] == np.arange(len(at))).all()
+                assert (tokens[at][1:] == targets[at][:-1]).all() and mask[at].all()
+                found.append(tokenizer.decode([int(tokens[at[0]]), *targets[at].tolist()], special=True))
+    return found
+
+
+@pytest.mark.parametrize("packing", ["fit", "off"])
+def test_whole_examples_in_rows(tokenizer, packing):
+    texts = random_texts(150, 40)
+    made = list(
+        batches(source(*texts), tokenizer, vocab_size=260, seq_len=64, batch=4, packing=packing, seed=1, epochs=1)
+    )
+    assert sorted(documents(tokenizer, made, 64)) == [f"<s>{text}</s>" for text in texts]
+    rows = np.concatenate([batch["segments"] for batch in made])
+    assert len(rows) % 4 == 0
+    rows = rows[rows.any(1)]
+    if packing == "off":
+        assert len(rows) == 150 and rows.max() == 1
+    else:
+        assert (rows > 0).mean() > 0.9
+
+
+def test_nothing_is_lost_where_documents_are_cut(tokenizer):
+    texts = [*random_texts(60, 40), "z" * 1000]
+    made = list(batches(source(*texts), tokenizer, vocab_size=260, seq_len=64, batch=4, packing="cut", epochs=1))
+    segments = np.concatenate([batch["segments"] for batch in made]).ravel()
+    total = sum(len(text) + 1 for text in texts)
+    assert (segments > 0).sum() == total and segments[:total].all()
+    # A piece that goes on in the next row starts there with the last target of the row before.
+    pieces = documents(tokenizer, made, 64)
+    joined = pieces[0]
+    for piece in pieces[1:]:
+        joined += piece if joined.endswith("</s>") else piece[1:]
+    assert joined == "".join(f"<s>{text}</s>" for text in texts)
+
+
+def test_long_examples(tokenizer):
+    """A text becomes several pieces; a completion loses its end."""
+    options = dict(vocab_size=260, seq_len=16, batch=2, epochs=1, packing="off")
+    text = "".join(chr(97 + i % 26) for i in range(50))
+    made = documents(tokenizer, list(batches(source(text), tokenizer, **options)), 16)
+    assert made == ["<s>" + text[:16], text[15:32], text[31:48], text[47:] + "</s>"]
+    made = documents(tokenizer, list(batches(source(text, completion=True), tokenizer, **options)), 16)
+    assert made == ["<s>" + text[:16]]
+    found = survey(source(text, "a", completion=True), tokenizer, vocab_size=260, seq_len=16)
+    assert (found.shortened, found.unlearnt) == (1, 0)
+    # 14 tokens before the completion, or 17: the row has room for 16 targets.
+    for prompt, unlearnt in ("p" * 15, 0), ("p" * 16, 1):
+        record = Record("here", {"prompt": prompt, "completion": "c"})
+        found = survey(grain.MapDataset.source([record]), tokenizer, vocab_size=260, seq_len=16)
+        assert (found.shortened, found.unlearnt) == (1, unlearnt)
+
+
+def test_a_record_without_a_target_takes_no_row(tokenizer, tmp_path):
+    records = grain.MapDataset.source([Record("", {"text": "", "continues": True}), Record("", {"text": "a"})])
+    made = list(batches(records, tokenizer, vocab_size=260, seq_len=4, batch=1, epochs=1))
+    assert documents(tokenizer, made, 4) == ["<s>a</s>"] and len(made) == 1
+
+
+def first_tokens(tokenizer: Tokenizer, made: list[dict[str, np.ndarray]], seq_len: int) -> list[int]:
+    return [int(text[3:6]) for text in documents(tokenizer, made, seq_len)]
+
+
+def test_epochs_and_seeds(tokenizer):
+    texts = random_texts(40, 20)
+
+    def order(**options) -> list[int]:
+        made = batches(source(*texts), tokenizer, vocab_size=260, seq_len=32, batch=4, packing="off", **options)
+        return first_tokens(tokenizer, list(made), 32)
+
+    assert order(epochs=1) == list(range(40))
+    two = order(epochs=2, seed=5)
+    assert sorted(two[:40]) == sorted(two[40:]) == list(range(40)) and two[:40] != two[40:] != list(range(40))
+    assert two == order(epochs=2, seed=5) != order(epochs=2, seed=6)
+    endless = iter(batches(source(*texts), tokenizer, vocab_size=260, seq_len=32, batch=4, seed=5))
+    seen = [next(endless) for _ in range(60)]
+    assert first_tokens(tokenizer, seen, 32).count(7) > 2
+
+
+@pytest.mark.parametrize("packing", ["fit", "cut", "off"])
+def test_every_state_goes_on_exactly(tokenizer, packing):
+    texts = [*random_texts(12, 30), "y" * 90]
+    made = batches(source(*texts), tokenizer, vocab_size=260, seq_len=32, batch=2, packing=packing, seed=3, epochs=2)
+    iterator, states, expected = iter(made), [], []
+    while True:
+        states.append(json.dumps(iterator.get_state()))
+        batch = next(iterator, None)
+        if batch is None:
+            break
+        expected.append(batch)
+    assert len(expected) > 8
+    used = iter(made)
+    next(used)
+    for i, state in enumerate(states):
+        iterator = iter(made) if i % 2 else used  # a fresh one, or one that was elsewhere
+        iterator.set_state(json.loads(state))
+        assert json.dumps(iterator.get_state()) == state
+        np.testing.assert_equal(list(iterator), expected[i:])
+
+
+def test_processes_share_the_rows(tokenizer):
+    texts = random_texts(50, 40)
+
+    def made(**options) -> list[dict[str, np.ndarray]]:
+        return list(
+            batches(source(*texts), tokenizer, vocab_size=260, seq_len=64, batch=4, seed=1, epochs=1, **options)
+        )
+
+    shares = [made(process=(i, 4)) for i in range(4)]
+    assert all(batch["tokens"].shape == (1, 64) for share in shares for batch in share)
+    joined = [{key: np.concatenate([b[key] for b in parts]) for key in parts[0]} for parts in zip(*shares, strict=True)]
+    np.testing.assert_equal(joined, made())
+    # A state of one process is a state of any number of them.
+    options = dict(vocab_size=260, seq_len=64, batch=4, seed=1, epochs=1)
+    one, two = (iter(batches(source(*texts), tokenizer, process=p, **options)) for p in ((0, 1), (1, 2)))
+    assert next(one)["tokens"].shape == (4, 64)
+    two.set_state(one.get_state())
+    np.testing.assert_equal(next(two)["tokens"], next(one)["tokens"][2:])
+    with pytest.raises(ValueError, match="3 processes cannot share a batch of 4 rows"):
+        made(process=(0, 3))
+
+
+def test_an_error_within_the_pipeline_reaches_the_loop(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"wrong": "b"}\n')
+    records, _ = open_records(tmp_path, holdout=0.0)
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the record has wrong \(str\)"):
+        list(batches(records, tokenizer, vocab_size=260, seq_len=4, batch=1, epochs=1))
+
+
+def test_survey(tokenizer):
+    records = grain.MapDataset.source(
+        [Record(f"record {i}", {"prompt": "Q", "completion": "x" * i, "id": i}) for i in range(20)]
+        + [Record("last", {"text": "t" * 50})]
+    )
+    found = survey(records, tokenizer, vocab_size=260, seq_len=16)
+    assert (found.records, found.sampled) == (21, 21)
+    assert found.keys == {"prompt": 20, "completion": 20, "id": 20, "text": 1}
+    assert found.lengths == {"min": 3, "median": 13, "95%": 22, "max": 52}
+    assert (found.shortened, found.unlearnt) == (5, 0)  # 18 to 22 tokens where 17 fit
+    assert [tokenizer.decode(e.ids) for e in found.examples] == ["Q", "Q" + "x" * 10, "t" * 50]
+    assert found.examples[1].mask == [0, 0] + [1] * 11
+    tokens = sum(min(i + 2, 16) for i in range(20)) + 51
+    assert found.rows >= tokens / 16 and found.fill == pytest.approx(tokens / 16 / found.rows)
+    small = survey(records, tokenizer, vocab_size=260, seq_len=16, sample=5, packing="off")
+    assert (small.records, small.sampled, small.keys["id"]) == (21, 5, 4)
+    assert survey(records, tokenizer, vocab_size=260, seq_len=16, packing="cut").shortened == 0
+
+
+def test_fingerprint(tokenizer, tmp_path):
+    for name in "train", "valid":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    first = fingerprint(tmp_path, tokenizer, seed=1, batch=2)
+    assert json.loads(json.dumps(first)) == first and first["files"] == {"train.jsonl": 14, "valid.jsonl": 14}
+    assert first == fingerprint(str(tmp_path), tokenizer, seed=1, batch=2)
+    assert first != fingerprint(tmp_path, tokenizer, seed=2, batch=2)
+    assert fingerprint(tmp_path / "train.jsonl", tokenizer)["files"] == {"train.jsonl": 14}
+    (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n')
+    assert first != fingerprint(tmp_path, tokenizer, seed=1, batch=2)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"needs {SHARED}")
+def test_real_data_and_tokenizer():
+    tokenizer = Tokenizer(SHARED / "aidreams260k")
+    records, held_out = open_records(SHARED / "text" / "tinyshakespeare.txt")
+    options = dict(vocab_size=512, seq_len=128, epochs=1)
+    assert len(list(batches(held_out, tokenizer, batch=8, **options))) > 10
+    found = survey(records[:4], tokenizer, vocab_size=512, seq_len=128)
+    assert found.fill > 0.95 and found.shortened == 0
+    with pytest.raises(ValueError, match=r"tinyshakespeare.txt, bytes 0 to \d+: token \d+ is beyond the model's"):
+        survey(records[:4], tokenizer, vocab_size=300, seq_len=128)
+    chunks = list(batches(open_records(SHARED / "c4")[1][:6], tokenizer, batch=2, packing="cut", **options))
+    assert np.mean([batch["segments"] > 0 for batch in chunks[:-1]]) == 1
