@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import pathlib
 import sys
 from typing import Any, Literal, NamedTuple
@@ -137,7 +136,6 @@ def batches(
     completions_only: bool = True,
     seed: int | None = None,
     epochs: int | None = None,
-    process: tuple[int, int] = (0, 1),
 ) -> grain.IterDataset[dict[str, np.ndarray]]:
     """Batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
 
@@ -148,12 +146,9 @@ def batches(
     `seed` shuffles, anew in each of the `epochs`, which without a number do not end. The last batch is filled up with
     padding. `iter()` of the result has `get_state` and `set_state`, to go on exactly; the state is plain JSON.
 
-    Every process makes the same batches and keeps its share of the rows; `process` is its index and their number. So
-    all have the same number of batches, and a state is good for any number of processes.
+    The batches are the same in every process of a run, whatever their number: each is a whole one, of which a process
+    puts on its devices what is theirs. So none runs out of batches before the others, and a state is good for all.
     """
-    index, count = process
-    if batch % count:
-        raise ValueError(f"{count} processes cannot share a batch of {batch} rows evenly.")
     if seed is not None:
         records = records.shuffle(seed=seed)
     to_example = functools.partial(
@@ -169,12 +164,10 @@ def batches(
             length_struct={"columns": seq_len},
             num_packing_bins=BINS if packing == "fit" else 1,
             max_sequences_per_bin=None if packing == "fit" else 1,
-            seed=seed or 0,
         )
-    padded = rows.batch(batch, batch_fn=functools.partial(grain.experimental.batch_and_pad, batch_size=batch))
-    share = slice(index * batch // count, (index + 1) * batch // count)
+    padded = functools.partial(grain.experimental.batch_and_pad, batch_size=batch)
     return grain.experimental.ThreadPrefetchIterDataset(
-        padded.map(functools.partial(_named, share=share)), prefetch_buffer_size=2
+        rows.batch(batch, batch_fn=padded).map(_named), prefetch_buffer_size=2
     )
 
 
@@ -213,9 +206,9 @@ class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
         return iterator
 
 
-def _named(rows: dict[str, np.ndarray], share: slice) -> dict[str, Int32[np.ndarray, "batch seq"]]:
-    tokens, targets, loss_mask = np.ascontiguousarray(np.moveaxis(rows["columns"][share], -1, 0))
-    segments, positions = rows["columns_segment_ids"][share], rows["columns_positions"][share]
+def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
+    tokens, targets, loss_mask = np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0))
+    segments, positions = rows["columns_segment_ids"], rows["columns_positions"]
     return dict(tokens=tokens, targets=targets, loss_mask=loss_mask, segments=segments, positions=positions)
 
 
@@ -248,7 +241,6 @@ class Survey:
     lengths: dict[str, int]  # tokens of a record, before anything is cut: "min", "median", "95%", "max"
     shortened: int  # chats and completions that lose their end, being longer than a row
     unlearnt: int  # records with no token to be learnt, or none within a row
-    rows: int  # that an epoch fills, going by the sample
     fill: float  # part of the rows that is not padding, from 0 to 1
     examples: list[Example]  # up to three: the first, the middle and the last
 
@@ -281,7 +273,6 @@ def survey(
         lengths=dict(zip(("min", "median", "95%", "max"), lengths, strict=True)),
         shortened=sum(len(example.ids) > limit for example, limit in zip(examples, limits, strict=True)),
         unlearnt=sum(not any(example.mask[1:limit]) for example, limit in zip(examples, limits, strict=True)),
-        rows=math.ceil(len(fills) * len(records) / len(chosen)),
         fill=float(np.mean(fills)) if fills else 0.0,
         examples=[examples[i] for i in sorted({0, len(examples) // 2, len(examples) - 1})],
     )

@@ -1,7 +1,9 @@
 """Records in files: jsonl, json, parquet, text and ArrayRecord, with random access, as a `grain.MapDataset`.
 
-train, valid = open_records("chats/")
-train[0]  # Record(where="chats/train.jsonl, line 1", fields={"messages": [...]})
+    train, valid = open_records("chats/")
+    train[0]  # Record(where="chats/train.jsonl, line 1", fields={"messages": [...]})
+
+Files stay where they are, and are read where they are asked for; `train.data` makes tokens of the records.
 """
 
 import array
@@ -125,8 +127,10 @@ def read_json_lines(file: pathlib.Path) -> File:
             line = lines.readline()
         try:
             return Record(where, json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{where} is broken: {error}") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is broken: {error.msg} at column {error.colno}.") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is not UTF-8 text: {error}") from error
 
     return File(len(starts), read)
 

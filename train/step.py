@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_policies
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from train.loss import cross_entropy
@@ -31,7 +32,7 @@ REMAT: dict[str, Callable[[Callable], Callable] | None] = {
 }
 
 
-def cast(tree: T, dtype: jnp.dtype) -> T:
+def cast(tree: T, dtype: DTypeLike) -> T:
     """`tree` with its floating point arrays in `dtype`."""
     return jax.tree.map(lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a, tree)
 
@@ -42,7 +43,7 @@ def train_step(
     *,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    compute_dtype: jnp.dtype,
+    compute_dtype: DTypeLike,
     remat: Callable[[Callable], Callable] | None = None,
     microbatches: int = 1,
     chunk: int = 4096,

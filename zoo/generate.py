@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from zoo.tokenizer import Tokenizer
 
 
+Prompt = str | Sequence[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """How the next token is drawn from its logits. Filters apply in the order of the fields, as in transformers.
@@ -119,12 +122,12 @@ def advance(
 
 
 def begin(
-    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], new: int, seed: int
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], new: int, seed: int
 ) -> tuple[list[list[int]], Generation]:
     """The prompts' tokens, and the generation that they start."""
     if new < 1:
         raise ValueError(f"max_new_tokens={new} asks for nothing; it must be at least 1.")
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     limit = model.config.max_position_embeddings
     for n, row in enumerate(ids):
         if not row:
@@ -149,7 +152,7 @@ def begin(
 def generate(
     model: Any,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -160,6 +163,9 @@ def generate(
     stop: Sequence[str] = (),
 ) -> list[str]:
     """The continuation of each prompt, without the prompt and without what ended it.
+
+    A prompt is a text, or token ids: those of a chat, whose template has written the special tokens itself, are
+    `tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True), special=False)`.
 
     A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
     tokens. `temperature` 0 (greedy) is the default; see `Sampler` for the filters. The same `seed` gives the same text.
@@ -194,7 +200,7 @@ def generate(
 def stream(
     model: Any,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Prompt,
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,

@@ -160,7 +160,7 @@ class Tokenizer:
             spans = [span for span in _marked(marked) if span[0] >= len(before)]
         ids, mask = self.encode_spans(text, spans, special=False)
         for i in range(1, len(ids)):  # an end token may stand outside of the marks
-            if mask[i - 1] and ids[i] in self.eos and ids[i - 1] not in self.eos:
+            if mask[i - 1] and ids[i] in self.eos:
                 mask[i] = 1
         return ids, mask
 

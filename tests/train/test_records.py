@@ -64,11 +64,13 @@ def test_a_broken_line_is_found_at_once(tmp_path, line):
 
 def test_a_broken_line_that_looks_whole_is_found_when_it_is_read(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "a"}\n{"text": b}\n{"text": "c"}\n')
+    file.write_bytes(b'{"text": "a"}\n{"text": b}\n{"text": "c"}\n{"text": "\xff"}\n')
     records, _ = open_records(file, holdout=0.0)
     assert records[0] and records[2]
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2 is broken: Expecting value"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2 is broken: Expecting value at column 10"):
         records[1]
+    with pytest.raises(ValueError, match=r"a.jsonl, line 4 is not UTF-8 text"):
+        records[3]
 
 
 def test_json(tmp_path):

@@ -59,6 +59,8 @@ def test_ragged_batch_equals_the_forward_pass(model, tokenizer):
     want = [greedy(model, tokenizer, prompt, 12) for prompt in PROMPTS]
     assert zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12) == want
     assert zoo.generate(model, tokenizer, PROMPTS[1:2], max_new_tokens=12) == want[1:2]
+    ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert zoo.generate(model, tokenizer, ids, max_new_tokens=12) == want
 
 
 def test_end_token(model, tokenizer):

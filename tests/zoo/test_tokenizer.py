@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from zoo.tokenizer import Tokenizer
 
@@ -77,10 +77,11 @@ CHAT = [
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'c' é", "parameters": {}}}]
 
 
-def folder(path: pathlib.Path, template: str | None = CHATML, bos: bool = False, **config) -> pathlib.Path:
+def folder(path: pathlib.Path, template=CHATML, around: str = "$A", **config) -> pathlib.Path:
     """A folder in Hub layout with a byte-level tokenizer of 300-odd tokens."""
     path.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -88,9 +89,8 @@ def folder(path: pathlib.Path, template: str | None = CHATML, bos: bool = False,
         special_tokens=SPECIAL, initial_alphabet=alphabet, vocab_size=320, show_progress=False
     )
     tokenizer.train_from_iterator(["the user and the assistant said yes, What's the answer?"] * 4, trainer)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    bos_and_eos = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), bos_and_eos])
     tokenizer.enable_truncation(4)  # a saved file may carry it; it must not shorten anything
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
@@ -109,7 +109,7 @@ def runs(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> list[tuple[in
 
 
 def test_encode_decode_and_stream(tmp_path):
-    tokenizer = Tokenizer(folder(tmp_path / "a", bos=True))
+    tokenizer = Tokenizer(folder(tmp_path / "a", around="<s> $A"))
     text = "Das heißt: été, 日本 🎉\n\n the end"
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos == 0 and tokenizer.encode(text, special=False) == ids[1:] and len(ids) > 20
@@ -172,7 +172,7 @@ def test_text_ids_and_masks_equal_transformers(tmp_path, template):
     transformers = pytest.importorskip("transformers")
     if template == "qwen3":
         template = qwen3_template()
-    path = folder(tmp_path / "a", template, bos=True)
+    path = folder(tmp_path / "a", template, around="<s> $A")
     ours, theirs = Tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
     thinking = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n7", "tool_calls": None}
     chats = [CHAT, CHAT[1:], CHAT[:2], CHAT[1:4], [CHAT[1], thinking, CHAT[3], thinking]]
@@ -183,12 +183,13 @@ def test_text_ids_and_masks_equal_transformers(tmp_path, template):
             assert ours.encode(text, special=False) == theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode(text) == theirs(text)["input_ids"]
         if template == MARKED:
+            # They lose a turn with white space at its ends, and leave out the end tokens, because this template does.
+            chat = [message | {"content": message["content"].strip()} for message in chat]
             them = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
             ids, mask = ours.encode_chat(chat)
-            # They leave out the end tokens, because this template does.
             assert ids == them["input_ids"]
             end = theirs.convert_tokens_to_ids("<|im_end|>")
-            assert [m and i != end for i, m in zip(ids, mask, strict=True)] == them["assistant_masks"]
+            assert [int(m and i != end) for i, m in zip(ids, mask, strict=True)] == them["assistant_masks"]
 
 
 def qwen3_template() -> str:
@@ -244,22 +245,22 @@ def test_mask_by_marks(tmp_path):
 
 
 def test_mask_of_white_space_and_split_characters(tmp_path):
-    """Byte-level tokenizers give white space an empty range and one character to several tokens."""
+    """White space has an empty range, a character several tokens, and a normalizer makes one character of two."""
     tokenizer = Tokenizer(folder(tmp_path / "a"))
-    chat = [{"role": "user", "content": " \n "}, {"role": "assistant", "content": "\n\n  🎉 \n\t"}]
+    chat = [{"role": "user", "content": " \n e\u0301"}, {"role": "assistant", "content": "\n\n  🎉 e\u0301\n\t"}]
     assert runs(tokenizer, *tokenizer.encode_chat(chat)) == [
-        (0, "<|im_start|>user\n \n <|im_end|>\n<|im_start|>assistant\n"),
-        (1, "\n\n  🎉 \n\t<|im_end|>"),
+        (0, "<|im_start|>user\n \n \u00e9<|im_end|>\n<|im_start|>assistant\n"),
+        (1, "\n\n  🎉 \u00e9\n\t<|im_end|>"),
         (0, "\n"),
     ]
 
 
 def test_mask_of_spans_leaves_added_tokens_out(tmp_path):
-    tokenizer = Tokenizer(folder(tmp_path / "a", bos=True))
+    tokenizer = Tokenizer(folder(tmp_path / "a", around="<s> $A </s>"))
     text = "the answer yes"
     ids, mask = tokenizer.encode_spans(text, [(0, 3), (10, len(text))])
-    assert runs(tokenizer, ids, mask) == [(0, "<s>"), (1, "the"), (0, " answer"), (1, " yes")]
-    assert tokenizer.encode_spans("", [(0, 0)]) == ([0], [0])
+    assert runs(tokenizer, ids, mask) == [(0, "<s>"), (1, "the"), (0, " answer"), (1, " yes"), (0, "</s>")]
+    assert tokenizer.encode_spans("", [(0, 0)]) == ([0, 1], [0, 0])
 
 
 def test_qwen3_drops_earlier_reasoning_and_the_mask_follows(tmp_path):
@@ -291,15 +292,24 @@ def test_qwen3_drops_earlier_reasoning_and_the_mask_follows(tmp_path):
         tokenizer.encode_chat([*work, *chat[2:]])
 
 
-def test_a_turn_that_ends_differently_is_refused(tmp_path):
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{{ '</s>' if loop.last else '<|im_end|>' }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TURNS.replace("<|im_end|>", "{{ '</s>' if loop.last else '<|im_end|>' }}") + PROMPT,  # another end
+        TURNS + PROMPT.replace("assistant\n", "assistant\n<think>\n"),  # another beginning
+        "{{ messages[-1].role }}\n" + TURNS + PROMPT,  # another text before
+        "{{ messages | length }}\n" + TURNS + PROMPT,
+    ],
+)
+def test_a_turn_that_a_template_rewrites_is_refused(tmp_path, template):
     tokenizer = Tokenizer(folder(tmp_path / "a", template))
-    with pytest.raises(ValueError, match=r"up to message 1 differently once messages follow.*generation"):
-        tokenizer.encode_chat([{"role": "assistant", "content": "x"}] * 3)
+    chat = [CHAT[1], {"role": "assistant", "content": "\nx"}, CHAT[3]]
+    with pytest.raises(ValueError, match=r"up to message 2 differently once messages follow.*generation"):
+        tokenizer.encode_chat(chat)
 
 
 def test_bad_folders_and_templates(tmp_path):

@@ -1,0 +1,1 @@
+"""Scripts that measure this project against others: see README.md."""

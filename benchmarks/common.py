@@ -1,0 +1,163 @@
+"""What the benchmarks share: contestants that take turns, weights for all of them, and the report. For Linux."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+
+# Contestants inherit these. Without the first, torch's threads spin between operations and take the time of whatever
+# else runs, so that a machine that is not quite idle slows torch down several times as much as JAX.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a first call is to compile
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+# 33.6 million parameters.
+REFERENCE: dict[str, Any] = dict(
+    model_type="qwen3", vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+class Contestant:
+    """`build(*args)` in a fresh process, which takes turns in calling the function that it returns.
+
+    `ready` is the number of seconds from the start of the process until it had that function, imports included.
+    """
+
+    def __init__(self, build: Callable[..., Callable[[], Any]], *args: Any):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, build, args))
+        begin = time.perf_counter()
+        self._process.start()
+        theirs.close()
+        self._receive()
+        self.ready = time.perf_counter() - begin
+
+    def turn(self, calls: int = 1) -> dict[str, Any]:
+        """Lets it make so many calls, and waits.
+
+        Returns "wall" and "cpu", the mean seconds of a call (the latter of all threads together), "outputs", a list of
+        what the calls returned, and "peak", the most memory that the process has had resident so far, in bytes.
+        """
+        self._pipe.send(calls)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("A contestant failed; what it printed is above.") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+def _serve(pipe: Connection, build: Callable[..., Callable[[], Any]], args: tuple[Any, ...]) -> None:
+    call = build(*args)
+    pipe.send(None)
+    with contextlib.suppress(EOFError):  # the other end has been closed
+        while True:
+            calls = pipe.recv()
+            wall, cpu = time.perf_counter(), time.process_time()
+            outputs = [call() for _ in range(calls)]
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            pipe.send({"wall": wall / calls, "cpu": cpu / calls, "outputs": outputs, "peak": memory("VmHWM")})
+
+
+def alternate(turns: Mapping[str, Callable[[], dict[str, Any]]], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What each returned in every round. The order turns round from one to the next, so nobody always goes first."""
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
+    for n in range(rounds):
+        for name in list(turns)[:: -1 if n % 2 else 1]:
+            taken[name].append(turns[name]())
+    return taken
+
+
+def ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    """Round by round, so that a machine that gets slower or faster with time does not matter."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: "VmRSS", resident; "RssAnon", of that not backed by a file; "VmHWM", the peak of VmRSS."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{field}:")[1].split()[0])
+
+
+def import_transformers() -> Any:
+    """transformers as where it is alone: it looks for a package named `kernels`, and would import ours and JAX."""
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # as if it were not there
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def write_checkpoint(folder: str, config: Mapping[str, Any], *, dtype: str = "float32", shard: str = "50GB") -> None:
+    """A model with random weights, in the Hub's layout, as transformers writes it."""
+    import torch
+
+    transformers = import_transformers()
+    torch.manual_seed(0)
+    hub = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForCausalLM.from_config(hub, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size=shard)
+
+
+def report(
+    name: str, device: str, settings: Mapping[str, Any], results: Mapping[str, Mapping[str, list[float]]]
+) -> None:
+    """Prints a table, and writes it with the circumstances to results/<name>-<device>-<date>.json.
+
+    `results` has the values of all rounds: results[contestant][quantity and unit].
+    """
+    import rich.box
+    import rich.console
+    import rich.table
+
+    number = lambda x: f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
+    spread = lambda v: f" \\[{number(min(v))}..{number(max(v))}]" if len(v) > 1 else ""
+    cell = lambda v: number(statistics.median(v)) + spread(v) if v else ""
+    table = rich.table.Table("median \\[min..max]", *results, title=f"{name}, {device}", box=rich.box.SIMPLE)
+    for quantity in dict.fromkeys(quantity for values in results.values() for quantity in values):
+        table.add_row(quantity, *(cell(values.get(quantity, [])) for values in results.values()))
+    rich.console.Console(width=120).print(table)
+
+    describe = ["git", "describe", "--always", "--dirty"]
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
+    summary = lambda v: {"median": statistics.median(v), "min": min(v), "max": max(v), "rounds": len(v)}
+    record = {
+        "settings": settings,
+        "results": {who: {quantity: summary(v) for quantity, v in values.items()} for who, values in results.items()},
+        "device": device,
+        "processor": cpuinfo.split("model name")[1].split("\n")[0].strip("\t :") if "model name" in cpuinfo else "",
+        "cores": len(os.sched_getaffinity(0)),
+        "load average": os.getloadavg(),  # a contestant counts as 1 or more; what exceeds the cores was in the way
+        "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
+        "commit": subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip(),
+        "versions": {"python": platform.python_version()}
+        | {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "equinox", "optax", "torch", "transformers")},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{device}-{datetime.date.today()}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"Written to {path}.")

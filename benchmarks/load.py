@@ -1,0 +1,134 @@
+"""How long a checkpoint takes to load: zoo.load, transformers' from_pretrained, and a plain read of the same bytes.
+
+    python -m benchmarks.load --help
+
+Every load is the first one of a fresh process, whose imports are not counted. The files are in the system's cache.
+"""
+
+import concurrent.futures
+import functools
+import itertools
+import mmap
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from benchmarks.common import Contestant, alternate, import_transformers, memory, ratios, report, write_checkpoint
+
+
+THREADS = min(8, os.cpu_count() or 1)  # as zoo.load
+PIECE = 2**24  # bytes of one read
+
+
+def measure(load: Callable[[], Any], arrays: Callable[[Any], Iterable[np.ndarray]]) -> dict[str, float]:
+    """Loads, and then reads one byte of every page: what is memory-mapped is only then read in."""
+    resident, private = memory("VmRSS"), memory("RssAnon")
+    begin = time.perf_counter()
+    loaded = load()
+    result = {"load, s": time.perf_counter() - begin, "peak of the load, MB": (memory("VmHWM") - resident) / 1e6}
+    for array in arrays(loaded):
+        array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE].max()
+    return result | {
+        "load and touch, s": time.perf_counter() - begin,
+        "peak of both, MB": (memory("VmHWM") - resident) / 1e6,
+        "kept, not of a file, MB": (memory("RssAnon") - private) / 1e6,
+    }
+
+
+def zoo_load(folder: str) -> Callable[[], dict[str, float]]:
+    import jax
+
+    import zoo
+
+    jax.devices()  # starts the backend, which is no part of loading
+    return lambda: measure(
+        lambda: jax.block_until_ready(zoo.load(folder)), lambda m: map(np.asarray, jax.tree.leaves(m))
+    )
+
+
+def transformers_load(folder: str) -> Callable[[], dict[str, float]]:
+    import torch
+
+    llama = import_transformers().LlamaForCausalLM  # imported only by being asked for
+    return lambda: measure(
+        lambda: llama.from_pretrained(folder, dtype="auto"),
+        lambda model: (parameter.detach().view(torch.uint8).numpy() for parameter in model.parameters()),
+    )
+
+
+def plain_read(folder: str, threads: int) -> Callable[[], dict[str, float]]:
+    def piece(path: pathlib.Path, buffer: np.ndarray, offset: int) -> None:
+        part = buffer[offset : offset + PIECE]
+        with path.open("rb", buffering=0) as file:
+            if os.preadv(file.fileno(), [part.data], offset) != len(part):
+                raise OSError(f"{path} was not read whole.")
+
+    def load() -> list[np.ndarray]:
+        files = list(pathlib.Path(folder).glob("*.safetensors"))
+        buffers = [np.empty(path.stat().st_size, np.uint8) for path in files]
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            pieces = [(p, b, at) for p, b in zip(files, buffers, strict=True) for at in range(0, len(b), PIECE)]
+            list(pool.map(piece, *zip(*pieces, strict=True)))
+        return buffers
+
+    return lambda: measure(load, iter)
+
+
+def main(
+    gigabytes: float = 1.4,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    sharded: bool = False,
+    rounds: int = 5,
+) -> None:
+    """Load times and memory of a Llama-like checkpoint with random weights.
+
+    Args:
+        gigabytes: the checkpoint's size, roughly: layers are added to a model of a fixed width.
+        dtype: of the weights.
+        sharded: in files of at most 0.3 GB, with an index.
+        rounds: loads by each contestant.
+    """
+    config = dict(
+        model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    ends, layer = 2 * 32000 * 2048, 2048 * (2 * 2048 + 2 * 512 + 3 * 5632)
+    parameters = gigabytes * 1e9 / (2 if dtype == "bfloat16" else 4)
+    config["num_hidden_layers"] = max(1, round((parameters - ends) / layer))
+
+    reader = f"read, {THREADS} threads"
+    builds = {
+        "zoo": zoo_load,
+        "transformers": transformers_load,
+        reader: functools.partial(plain_read, threads=THREADS),
+        "read, 1 thread": functools.partial(plain_read, threads=1),
+    }
+
+    def turn(build: Callable) -> dict[str, float]:
+        with Contestant(build, folder) as contestant:
+            return contestant.turn()["outputs"][0]
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(folder, config, dtype=dtype, shard="300MB" if sharded else "50GB")
+        files = list(pathlib.Path(folder).glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in files)
+        # Where the tensors begin, in each file. Only at a multiple of 64 bytes can JAX use the mapped file as it is.
+        starts = [(8 + int(np.fromfile(path, "<u8", 1)[0])) % 64 for path in files]
+        taken = alternate({name: functools.partial(turn, build) for name, build in builds.items()}, rounds)
+    results = {name: {key: [t[key] for t in turns] for key in turns[0]} for name, turns in taken.items()}
+    for values in results.values():
+        for key, other in itertools.product(("load", "load and touch"), ("transformers", reader)):
+            values[f"{key} / {other}"] = ratios(values[f"{key}, s"], results[other][f"{key}, s"])
+    settings = {"config": config, "dtype": dtype, "bytes": size, "start modulo 64": starts, "rounds": rounds}
+    report("load", "cpu", settings | {"threads": THREADS}, results)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main)

@@ -1,0 +1,153 @@
+"""How long a training step takes, and the first one: train.step against transformers and torch, eager and compiled.
+
+    python -m benchmarks.train_step --help
+
+All take the same steps: the same weights, tokens, loss, clipping and AdamW, in float32. Their losses are compared.
+"""
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import REFERENCE, Contestant, alternate, import_transformers, ratios, report, write_checkpoint
+
+
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1  # of the linear maps' matrices
+CLIP_NORM = 1.0
+
+
+def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
+    import jax.numpy as jnp
+    import optax
+
+    import zoo
+    from train.optim import adamw
+    from train.state import init_state
+    from train.step import REMAT, jit_train_step
+
+    schedule = optax.constant_schedule(LEARNING_RATE)
+    optimizer = adamw(schedule, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM, b1=BETAS[0], b2=BETAS[1], eps=EPS)
+    state = init_state(zoo.load(folder), optimizer)
+    train_step = jit_train_step(
+        state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.float32, remat=REMAT["none"]
+    )
+    inputs = tokens[:, :-1]
+    ones = np.ones_like(inputs)
+    positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
+    arrays = dict(tokens=inputs, targets=tokens[:, 1:], loss_mask=ones, segments=ones, positions=positions)
+    batch = {name: jnp.asarray(array) for name, array in arrays.items()}
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = train_step(state, batch)
+        return float(metrics["loss"])
+
+    return step
+
+
+def torch_step(folder: str, tokens: np.ndarray, compiled: bool) -> Callable[[], float]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)  # empty: the first step is to compile
+    import torch
+
+    model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # it was the memory-mapped file, which is slower to write to
+    matrices = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": others, "weight_decay": 0.0}],
+        lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True,
+    )  # fmt: skip
+
+    def loss_of(inputs: Any, targets: Any) -> Any:
+        logits = model(inputs, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    loss_of = torch.compile(loss_of) if compiled else loss_of
+    ids = torch.from_numpy(tokens).long()
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def main(
+    batch: int = 2,
+    seq: int = 512,
+    layers: int = 8,
+    rounds: int = 9,
+    steps: int = 3,
+    starts: int = 3,
+    compiled: bool = True,
+) -> None:
+    """Seconds of a training step, seconds to the first, and memory, of a small Qwen3.
+
+    Args:
+        batch: sequences in a batch.
+        seq: tokens of a sequence.
+        layers: of the model.
+        rounds: in which all take turns.
+        steps: in each turn.
+        starts: fresh processes of each, for the time to the first step.
+        compiled: takes torch.compile along, which needs a C++ compiler and has long starts.
+    """
+    tokens = np.random.default_rng(0).integers(REFERENCE["vocab_size"], size=(batch, seq + 1), dtype=np.int32)
+    config = REFERENCE | dict(num_hidden_layers=layers)
+    builds = {"zoo": zoo_step, "torch eager": functools.partial(torch_step, compiled=False)}
+    if compiled:
+        builds["torch compiled"] = functools.partial(torch_step, compiled=True)
+
+    def start(build: Callable) -> dict[str, float]:
+        with Contestant(build, folder, tokens) as contestant:
+            return {"ready": contestant.ready, "step": contestant.turn()["wall"]}
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+        write_checkpoint(folder, config)
+        starting = alternate({name: functools.partial(start, build) for name, build in builds.items()}, starts)
+        contestants = {name: running.enter_context(Contestant(build, folder, tokens)) for name, build in builds.items()}
+        losses = {name: contestant.turn(4)["outputs"] for name, contestant in contestants.items()}
+        for name, theirs in losses.items():
+            if not np.allclose(losses["zoo"], theirs, rtol=0, atol=1e-3):
+                raise SystemExit(
+                    f"The losses of zoo, {losses['zoo']}, and of {name}, {theirs}, are not of the same steps."
+                )
+        taken = alternate({name: functools.partial(c.turn, steps) for name, c in contestants.items()}, rounds)
+
+    results = {}
+    for name in builds:
+        totals = {n: [start["ready"] + start["step"] for start in starting[n]] for n in (name, "torch eager")}
+        pick = lambda who, key: [turn[key] for turn in taken[who]]
+        results[name] = {
+            "step, s": pick(name, "wall"),
+            "step / torch eager": ratios(pick(name, "wall"), pick("torch eager", "wall")),
+            "CPU time of a step, s": pick(name, "cpu"),
+            "CPU time / torch eager": ratios(pick(name, "cpu"), pick("torch eager", "cpu")),
+            "peak memory, MB": [taken[name][-1]["peak"] / 1e6],
+            "import and build, s": [start["ready"] for start in starting[name]],
+            "first step, s": [start["step"] for start in starting[name]],
+            "start to first step, s": totals[name],
+            "start / torch eager": ratios(totals[name], totals["torch eager"]),
+        }
+    settings = dict(config=config, batch=batch, seq=seq, rounds=rounds, steps=steps, starts=starts, losses=losses)
+    report("train_step", "cpu", settings, results)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main)

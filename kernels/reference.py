@@ -1,0 +1,94 @@
+"""What each operation means, in plain jax.numpy: the formula in one piece, against which everything else is tested.
+
+Below it stand the definitions that all implementations share: the order of heads, who sees whom, what a NaN becomes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+# Stands for "no logit". exp(LOWEST - x) is 0 for any other x and, unlike -inf, it can be subtracted from itself.
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Tokens(NamedTuple):
+    """What decides, beside `causal` and `window`, which query sees which key."""
+
+    positions: Int[Array, "..."]
+    segments: Int[Array, "..."] | None
+
+
+def attention(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    *,
+    scale: float,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """`kernels.attention`, with all the logits at once. In float32, or in float64 if q has it."""
+    (_, seq, heads, _), kv_heads = q.shape, k.shape[2]
+    dtype, exact = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    not_finite = by_head(poison(q), kv_heads) + by_head(poison(k) + poison(v), kv_heads).swapaxes(2, 3)
+    q, k, v = (by_head(finite(x), kv_heads) for x in (q, k, v))
+
+    logits = scale * jnp.einsum("bnqd,bnkd->bnqk", q, k, preferred_element_type=exact)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    row = lambda x: jnp.tile(x, heads // kv_heads)[:, None, :, None]
+    column = lambda x: x[:, None, None, :]
+    seen = visible(jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens), causal=causal, window=window)
+    logits = jnp.where(seen, logits + not_finite.astype(exact), -jnp.inf)
+
+    # No sink is a sink of LOWEST: it weighs nothing, except for a query that sees nothing else.
+    sinks = jnp.full(heads, LOWEST, exact) if sinks is None else jnp.maximum(sinks.astype(exact), LOWEST)
+    sinks = jnp.repeat(sinks, seq).reshape(1, kv_heads, -1, 1)
+    top = jax.lax.stop_gradient(jnp.maximum(logits.max(axis=-1, keepdims=True), sinks))
+    weights = jnp.exp(logits - top)
+    weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
+    weights = jnp.where(seen, weights, 0).astype(dtype)
+    return by_token(jnp.einsum("bnqk,bnkd->bnqd", weights, v, preferred_element_type=exact), heads).astype(dtype)
+
+
+def by_head(x: Float[Array, "batch seq heads dim"], kv_heads: int) -> Float[Array, "batch kv_heads rows dim"]:
+    """Sorted by key/value head, each with the rows of all its query heads: one matrix product serves a whole group."""
+    batch, seq, _, dim = x.shape
+    return x.reshape(batch, seq, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
+
+
+def by_token(x: Float[Array, "batch kv_heads rows dim"], heads: int) -> Float[Array, "batch seq heads dim"]:
+    """The inverse of `by_head`."""
+    batch, kv_heads, rows, dim = x.shape
+    seq = rows * kv_heads // heads
+    return x.reshape(batch, kv_heads, -1, seq, dim).transpose(0, 3, 1, 2, 4).reshape(batch, seq, heads, dim)
+
+
+def visible(q: Tokens, kv: Tokens, *, causal: bool, window: int | None) -> Bool[Array, "..."]:
+    """Whether the query sees the key, for tokens whose arrays broadcast against each other."""
+    distance = q.positions - kv.positions
+    seen = jnp.ones(distance.shape, bool)
+    if causal:
+        seen &= distance >= 0
+    if window is not None:
+        seen &= distance < window
+    if q.segments is not None and kv.segments is not None:
+        seen &= q.segments == kv.segments
+    return seen
+
+
+def finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x` with zeros for whatever is not finite: a masked NaN would survive a product with its weight of zero."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def poison(x: Float[Array, "*shape dim"]) -> Float[Array, "*shape 1"]:
+    """NaN for each vector that `finite` changes, else zero. Added to its logits before the mask, it stays visible."""
+    return jnp.where(jnp.isfinite(x).all(axis=-1, keepdims=True), 0, jnp.nan).astype(x.dtype)

@@ -1,0 +1,133 @@
+"""Counting operations, the file of metrics, the picture, and what is shown on a screen or in a log."""
+
+import collections
+import dataclasses
+import io
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+import zoo
+from train import metrics
+from train.metrics import MetricsFile, Progress, flops_per_token, plot_losses, read_metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "seq", "giga"),
+    [
+        ("llama2-7b", 4096, 42.9),
+        ("llama2-7b", 8192, 46.1),
+        ("llama3-8b", 4096, 48.3),
+        ("llama3.1-8b", 8192, 51.5),
+        ("llama3-70b", 4096, 433),
+        ("llama3.1-70b", 8192, 449),
+        ("llama3.1-405b", 4096, 2473),
+        ("llama3.1-405b", 8192, 2524),
+        ("qwen3-8b", 4096, 49.0),
+        ("qwen3-8b", 8192, 52.7),
+    ],
+)
+def test_flops_per_token(name, seq, giga):
+    """As MaxText, NeMo and AutoModel count, in GFLOP."""
+    assert flops_per_token(zoo.config(name), seq) / 1e9 == pytest.approx(giga, rel=0.002)
+
+
+def test_flops_through_a_window():
+    """Against counting the pairs one by one: 12 operations for each, times heads and their size."""
+    full = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2)
+    half = dataclasses.replace(
+        full, use_sliding_window=True, sliding_window=100, layer_types=("full_attention", "sliding_attention")
+    )
+    pairs = lambda window: sum(min(n + 0.5, window) for n in range(1000)) / 1000
+    fewer = pairs(1000) - pairs(100)
+    saved = flops_per_token(full, 1000) - flops_per_token(half, 1000)
+    assert saved == pytest.approx(12 * 32 * 128 * fewer, rel=0.01)
+    wide = dataclasses.replace(half, sliding_window=5000)
+    assert flops_per_token(wide, 1000) == flops_per_token(full, 1000)
+
+
+def test_metrics_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in range(1, 5):
+        file.write(step, loss=jnp.float32(step), tokens=np.int64(7), finite=jnp.array(True))
+    assert read_metrics(path)[-1] == {"step": 4, "loss": 4.0, "tokens": 7, "finite": True}, "written at once"
+    file.write(5, loss=math.nan, grad_norm=jnp.float32(jnp.inf))
+    strict = json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)
+    assert strict == {"step": 5, "loss": "nan", "grad_norm": "inf"}
+
+
+def test_going_on_drops_what_came_after(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 2.5}\n{"step": 2, "validation_loss": 1}\n{"step": 3, "lo'
+    )
+    file = MetricsFile(path, step=2)
+    file.write(3, loss=3.5)
+    assert [(line["step"], line.get("loss")) for line in read_metrics(path)] == [
+        (1, 1.5),
+        (2, 2.5),
+        (2, None),
+        (3, 3.5),
+    ]
+    MetricsFile(path)
+    assert read_metrics(path) == []
+
+
+def test_plot_losses(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 50):
+        file.write(step, loss=5 / step if step != 20 else math.nan)
+    file.write(49, validation_loss=0.5)
+    plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_progress_in_a_log(clock, monkeypatch):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: 1e9)
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=40)
+    with Progress(200, start=100, flops_per_token=1e6, console=console) as bar:
+        for step in range(101, 201):
+            rates = bar.update(step, loss=np.float32(1 + step / 1000), tokens=np.int32(300), targets=1)
+            clock[0] += 1.0 if step > 101 else 60.0  # a pause, for evaluation perhaps
+    assert rates["tokens_per_second"] == 300 and rates["mfu"] == pytest.approx(0.3)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "step 101/200  loss 1.1010"
+    assert lines[1] == "step 102/200  loss 1.1020  5 tokens/s  MFU 0.5%  1:38:00 left"
+    assert lines[-1] == "step 200/200  loss 1.2000  300 tokens/s  MFU 30.0%  0:00:00 left"
+    assert 10 <= len(lines) <= 13, "every ten seconds"
+
+
+def test_progress_on_a_terminal(clock):
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=100, force_terminal=True)
+    with Progress(10, flops_per_token=1e6, console=console) as bar:
+        for step in range(1, 11):
+            rates = bar.update(step, loss=2.0, tokens=50)
+            clock[0] += 0.5
+        bar.print("[a sample]")
+    assert rates == {"tokens_per_second": 100}
+    assert "[a sample]" in out.getvalue() and "100 tokens/s" in out.getvalue() and "MFU" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"), [("NVIDIA H200", 989e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("cpu", None)]
+)
+def test_peak_flops(kind, peak, monkeypatch):
+    device = collections.namedtuple("Device", "device_kind")(kind)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert metrics.peak_flops() == peak

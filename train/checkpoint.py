@@ -1,0 +1,209 @@
+"""Checkpoints that are whole, undamaged and of this run, or are not used.
+
+    checkpoints/400/arrays/        the state: an Orbax checkpoint
+    checkpoints/400/meta.json      what run this is of, and where in its data it was
+    checkpoints/400/manifest.json  the SHA-256 of every other file
+
+Orbax writes the arrays in the background, and reads them onto whatever devices the run has now. Which folder counts as
+a checkpoint is decided here: one gets its name, a number, when all of it is written, and its hashes are checked before
+it is used. (Orbax's own manager lists saves that failed or were cut off, and checks nothing.)
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+
+from train.state import TrainState
+from zoo.surgery import path_name
+
+
+FORMAT = 1
+FAILURES = 3  # saves that fail in a row until the run ends
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks about each error that it raises
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder that only it writes to.
+
+    Args:
+        folder: made if it is missing. What interrupted saves left in it is removed.
+        identity: JSON of all that must stay the same for the run to go on, such as the model's configuration and
+            fingerprints of the data and the tokenizer.
+        keep: how many of the newest checkpoints to keep.
+        keep_every: if not 0, those of the multiples of this many steps are kept, too.
+        say: gets a line of text when something went wrong and the run can go on.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        identity: Mapping[str, Any],
+        keep: int = 3,
+        keep_every: int = 0,
+        say: Callable[[str], None] = print,
+    ):
+        self.folder, self.identity, self.say = pathlib.Path(folder).resolve(), identity, say
+        self.keep, self.keep_every = keep, keep_every
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._saving: concurrent.futures.Future | None = None
+        self._failures = 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("*.unfinished"):
+            say(f"Removing {path}, which an interrupted save left.")
+            shutil.rmtree(path)
+
+    def steps(self) -> list[int]:
+        """The steps there is a checkpoint of, oldest first."""
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+
+    def save(self, state: TrainState, data: Any) -> None:
+        """Saves the state in the background, and with it `data`: JSON that says where in the data the run is.
+
+        The state may be donated as soon as this returns. A save that is still under way is waited for first.
+
+        Raises:
+            FloatingPointError: naming an array of the state that is not finite. Nothing is saved.
+            OSError: as `check`.
+        """
+        self.check(wait=True)
+        step = int(state.step)
+        if step in self.steps():
+            return
+        paths, arrays = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
+        if not (finite := np.asarray(_finite(arrays))).all():
+            bad = path_name(paths[int(finite.argmin())])
+            raise FloatingPointError(f"{bad} is not finite at step {step}, so this state is not saved.")
+        meta = json.dumps(self._describe(state) | {"data": data})
+        unfinished = self.folder / f"{step}.unfinished"
+        try:
+            unfinished.mkdir()
+            (unfinished / "meta.json").write_text(meta)
+            writing = ocp.save_async(str(unfinished / "arrays"), state)
+        except (OSError, ValueError) as error:
+            self._failed(error)
+        else:
+            self._saving = self._thread.submit(self._finish, unfinished, writing.result)
+
+    def check(self, *, wait: bool = False) -> None:
+        """Notices the end of a save, for which it may `wait`. Called at every step, so that a failure is soon known.
+
+        Raises:
+            OSError: with the reason, if three saves have failed in a row. `say` is told of the first two.
+        """
+        if self._saving is not None and (wait or self._saving.done()):
+            saving, self._saving = self._saving, None
+            if error := saving.exception():
+                self._failed(error)
+            else:
+                self._failures = 0
+
+    def close(self) -> None:
+        """Waits for the end of a save.
+
+        Raises:
+            OSError: if the last save has failed.
+        """
+        self.check(wait=True)
+        self._thread.shutdown()
+        if self._failures:
+            raise OSError(f"The last checkpoint could not be saved; {self.folder} has those of steps {self.steps()}.")
+
+    def restore(self, abstract: TrainState) -> tuple[TrainState, Any] | None:
+        """The newest checkpoint: a state with the shardings of `abstract`, and its `data`. None if there is none.
+
+        A damaged one is set aside under another name, `say` is told, and the one before it is used.
+
+        Raises:
+            ValueError: if it is of another run, naming what differs.
+            OSError: if all are damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            path = self.folder / str(step)
+            try:
+                meta = _verified_meta(path)
+            except (OSError, ValueError) as error:
+                aside = path.with_name(f"{step}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                self.say(f"WARNING: the checkpoint of step {step} is damaged ({error}). It is now {aside}.")
+                continue
+            data = meta.pop("data")
+            stored, present = _flat(meta), _flat(self._describe(abstract))
+            for name in sorted(stored.keys() | present.keys()):
+                old, new = stored.get(name, "missing"), present.get(name, "missing")
+                if old != new:
+                    raise ValueError(
+                        f"{path} is of another run: its {name} is {old}, and now it is {new}. Set that back to go on "
+                        "with it, or start anew in another folder."
+                    )
+            return ocp.load(str(path / "arrays"), abstract), data
+        if steps:
+            raise OSError(f"No checkpoint in {self.folder} is undamaged.")
+        return None
+
+    def _describe(self, state: TrainState) -> dict[str, Any]:
+        """What must be the same of a checkpoint and the run that goes on with it."""
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        arrays = {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+        return {"format": FORMAT, "identity": self.identity, "state": arrays}
+
+    def _finish(self, unfinished: pathlib.Path, wait: Callable[[], None]) -> None:
+        wait()
+        files = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
+        (unfinished / "manifest.json").write_text(json.dumps(_hashes(unfinished, files), indent=0))
+        unfinished.rename(unfinished.with_suffix(""))
+        for step in self.steps()[: -self.keep]:
+            if not self.keep_every or step % self.keep_every:
+                shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
+
+    def _failed(self, error: BaseException) -> None:
+        for path in self.folder.glob("*.unfinished"):  # or a full disk would stay full
+            shutil.rmtree(path, ignore_errors=True)
+        self._failures += 1
+        free = shutil.disk_usage(self.folder).free / 1e9
+        text = f"A checkpoint could not be saved in {self.folder}, where {free:.1f} GB are free: {error}"
+        if self._failures == FAILURES:
+            raise OSError(text) from error
+        self.say(f"WARNING: {text} The run goes on; the next save is tried as planned.")
+
+
+@jax.jit
+def _finite(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """Dotted path -> value, of everything in a tree that JSON can hold."""
+    leaves = jax.tree_util.tree_leaves_with_path(json.loads(json.dumps(tree)), is_leaf=lambda leaf: leaf is None)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def _verified_meta(path: pathlib.Path) -> dict[str, Any]:
+    manifest = json.loads((path / "manifest.json").read_text())
+    damaged = [name for name, digest in _hashes(path, manifest).items() if digest != manifest[name]]
+    if damaged:
+        raise ValueError(f"{damaged[0]} is not what was written")
+    return json.loads((path / "meta.json").read_text())
+
+
+def _hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
+    def sha256(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(files, pool.map(sha256, files), strict=True))

@@ -1,0 +1,251 @@
+"""What every training script shares: its options, where its state comes from, its loop, and what it leaves behind.
+
+Scripts put these together: data and model are theirs, and so is what a step does.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+import equinox as eqx
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich
+from jax.sharding import Mesh
+
+import zoo
+from train import report
+from train.checkpoint import Checkpoints
+from train.data import Example
+from train.mesh import put_batch
+from train.metrics import MetricsFile, flops_per_token, peak_flops, plot_losses
+from train.optim import adamw, make_schedule
+from train.state import TrainState, abstract_state, init_state
+from train.step import REMAT, cast, jit_train_step, loss_sums
+from train.stop import StopRequest
+from zoo.config import write as write_config
+from zoo.surgery import shardings
+from zoo.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of every training script. Where 0 stands for a choice of ours, `resolve` makes it."""
+
+    out: pathlib.Path = pathlib.Path("runs/train")
+    """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, loss.png, and the exported model."""
+    seq_len: int = 0
+    """Tokens of a row. 0: as many as the model has positions, up to 2,048."""
+    batch: int = 8
+    """Rows of a step."""
+    microbatches: int = 1
+    """Parts that the rows of a step are worked through in, one after another, to save memory; the update is the same."""
+    steps: int = 0
+    """Optimizer steps of the whole run."""
+    lr: float = 0.0
+    """Peak learning rate, reached after the warmup. 0: in inverse proportion to the model's width."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """How the learning rate falls: along a cosine, or in a straight line over the last --decay steps."""
+    warmup: int = -1
+    """Steps in which the learning rate rises. -1: 3 % of them."""
+    decay: int = -1
+    """Steps in which wsd's learning rate falls. -1: 20 % of them."""
+    weight_decay: float = 0.1
+    """Taken off matrices at every step, times the learning rate."""
+    clip_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
+    remat: Literal["none", "dots", "full"] = "dots"
+    """What the backward pass computes again to save memory: nothing, all but matrix products, or whole layers."""
+    mesh: str = "fsdp=-1"
+    """Devices by what they split, such as replica=2,fsdp=4,tensor=2; -1 takes what the others leave."""
+    seed: int = 0
+    """Of the order of the data, and of random weights."""
+    eval_every: int = 0
+    """Steps between losses on the validation data. 0: a tenth of the run."""
+    eval_batches: int = 50
+    """Batches of validation data at most."""
+    sample_every: int = 0
+    """Steps between generations to look at. 0: a quarter of the run."""
+    sample_tokens: int = 64
+    """Tokens of such a generation."""
+    save_every: int = 200
+    """Steps between checkpoints."""
+    keep: int = 2
+    """How many of the newest checkpoints to keep."""
+    dry_run: bool = False
+    """Only look: at the data, three examples (dimmed: what is not learnt), memory, mesh and disk. Trains nothing."""
+
+
+def resolve(o: Any, config: Any, steps: int, width_lr: float) -> Any:
+    """`o` with numbers for all that was left to us. `width_lr` is the learning rate of a model of width 4,096."""
+    changes = {
+        "steps": steps,
+        "lr": o.lr or width_lr * 4096 / config.hidden_size,
+        "warmup": math.ceil(0.03 * steps) if o.warmup < 0 else o.warmup,
+        "decay": math.ceil(0.2 * steps) if o.decay < 0 else o.decay,
+        "eval_every": o.eval_every or math.ceil(steps / 10),
+        "sample_every": o.sample_every or math.ceil(steps / 4),
+    }
+    if o.compute_dtype == "auto":
+        changes["compute_dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return dataclasses.replace(o, **changes)
+
+
+def row_length(o: Options, config: Any) -> int:
+    """Tokens of a row.
+
+    Raises:
+        ValueError: if the model has fewer positions.
+    """
+    if o.seq_len > config.max_position_embeddings:
+        raise ValueError(f"--seq-len {o.seq_len} exceeds the model's {config.max_position_embeddings} positions.")
+    return o.seq_len or min(config.max_position_embeddings, 2048)
+
+
+def count(data: grain.IterDataset) -> int:
+    """How many batches there are, found by making them all."""
+    with rich.console.Console(stderr=True).status("Counting the batches of all epochs (--steps skips this)"):
+        return sum(1 for _ in data)
+
+
+def make_optimizer(o: Options) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    schedule = make_schedule(o.schedule, peak=o.lr, steps=o.steps, warmup=o.warmup, decay=o.decay)
+    return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
+
+
+def identity(config: Any, family: ModuleType, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change between a checkpoint and the run that goes on with it; also all that its export needs."""
+    return {"config": write_config(config, family, export_dtype(config)), "data": dict(data)}
+
+
+def abstract_model(config: Any, family: ModuleType, mesh: Mesh) -> Any:
+    """The shapes of a model's float32 parameters, and where on the mesh they lie."""
+    skeleton = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
+    places = shardings(skeleton, family.PARTITION_RULES, mesh)
+    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), skeleton, places)
+
+
+def run(
+    o: Options,
+    *,
+    config: Any,
+    family: ModuleType,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    make_model: Callable[[], Any],
+    data: grain.IterDataset,
+    validation: grain.IterDataset | None,
+    prompts: Sequence[Sequence[int]],
+    identity: Mapping[str, Any],
+) -> None:
+    """Trains `make_model()`, or goes on with the last checkpoint in `o.out`, until `o.steps`; then exports the model.
+
+    `identity` is what must not have changed since that checkpoint. A SIGTERM or Ctrl-C saves and returns.
+
+    Raises:
+        FloatingPointError: if the loss or a gradient is not finite; the state before that step is saved.
+    """
+    # ------------------------------------------------------------------------------------------------ state, new or old
+    optimizer, schedule = make_optimizer(o)
+    abstract = abstract_state(abstract_model(config, family, mesh), optimizer)
+    dtype = jnp.dtype(o.compute_dtype)
+    step = lambda state: jit_train_step(
+        state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, remat=REMAT[o.remat],
+        microbatches=o.microbatches, z_loss=o.z_loss,
+    )  # fmt: skip
+    if o.dry_run:
+        batch = put_batch(next(iter(data)), mesh)
+        report.rows("Memory of a device", report.memory(step(abstract), abstract, batch))
+        report.rows("Disk", report.disk(o.out, abstract, o.keep))
+        report.rows("Mesh", report.mesh(mesh))
+        return
+    checkpoints = Checkpoints(o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print)
+    iterator = iter(data)
+    if found := checkpoints.restore(abstract):
+        state, position = found
+        iterator.set_state(position)
+        rich.print(f"Going on from step {int(state.step):,} of {o.out}.")
+    else:
+        state = init_state(make_model(), optimizer)
+    step = step(state)
+
+    # ------------------------------------------------------------------------------------------- a look from time to time
+    sums = jax.jit(lambda model, batch: (loss_sums(cast(model, dtype), batch)[1]["loss"], jnp.sum(batch["loss_mask"])))
+
+    def validate(model: Any) -> dict[str, float]:
+        """Mean loss of a target of the validation data, in nats."""
+        if validation is None:
+            return {}
+        found = [sums(model, put_batch(batch, mesh)) for _, batch in zip(range(o.eval_batches), validation, strict=False)]
+        loss, targets = np.sum(jax.device_get(found), axis=0)
+        return {"valid_loss": float(loss / targets)}
+
+    def sample(model: Any, at: int) -> None:
+        texts = zoo.generate(cast(model, dtype), tokenizer, prompts, max_new_tokens=o.sample_tokens)
+        with (o.out / "samples.jsonl").open("a") as file:
+            for prompt, text in zip(prompts, texts, strict=True):
+                rich.print(f"[dim]step {at:,}[/dim] {rich.markup.escape(tokenizer.decode(prompt))}", end="")
+                rich.print(f"[bold]{rich.markup.escape(text)}[/bold]\n")
+                file.write(json.dumps({"step": at, "prompt": tokenizer.decode(prompt), "text": text}) + "\n")
+
+    # ---------------------------------------------------------------------------------------------------------- the loop
+    n = int(state.step)
+    metrics = MetricsFile(o.out / "metrics.jsonl", step=n)
+    if n == 0:
+        metrics.write(0, **validate(state.model))
+        sample(state.model, 0)
+    flops = flops_per_token(config, o.seq_len)
+    with StopRequest() as stop, Progress(o.steps, start=n, flops_per_token=flops) as progress:
+        while n < o.steps and not stop.requested:
+            state, numbers = step(state, put_batch(next(iterator), mesh))
+            numbers = jax.device_get(numbers)
+            if not numbers.pop("finite"):
+                checkpoints.save(state, iterator.get_state())
+                checkpoints.close()
+                raise FloatingPointError(
+                    f"The loss ({numbers['loss']}) or a gradient is not finite at step {n + 1}; the state of step {n} is "
+                    f"in {checkpoints.folder}. Lower --lr, or look at the data."
+                )
+            n += 1
+            due = lambda every: n % every == 0 or n == o.steps
+            if due(o.eval_every):
+                numbers |= validate(state.model)
+            metrics.write(n, **numbers)
+            progress.update(n, **numbers)
+            if due(o.sample_every):
+                sample(state.model, n)
+            if due(o.save_every) or stop.requested:
+                checkpoints.save(state, iterator.get_state())
+            checkpoints.check()
+    checkpoints.close()
+    if stop.requested:
+        rich.print(f"Stopped by {stop.requested} after step {n:,}, which is saved; the same command goes on from there.")
+        return
+
+    # --------------------------------------------------------------------------------------------------- what is left
+    plot_losses(o.out / "metrics.jsonl", o.out / "loss.png")
+    zoo.save(cast(state.model, export_dtype(config)), o.out / "model")
+    rich.print(f'The loss curve is {o.out / "loss.png"}. The model loads with zoo.load("{o.out / "model"}").')
+
+
+def export_dtype(config: Any) -> np.dtype:
+    """The dtype of the checkpoint that a run began with."""
+    hub = json.loads((config.source / "config.json").read_text())
+    return jnp.dtype(hub.get("dtype") or hub.get("torch_dtype") or "float32")
+
+
+def prompt_of(example: Example) -> list[int]:
+    """What precedes the first token to be learnt; of a text, its first quarter."""
+    learnt = example.mask.index(1) if 1 in example.mask else len(example.ids)
+    return example.ids[:learnt] if learnt > 1 else example.ids[: max(1, min(64, len(example.ids) // 4))]

@@ -1,0 +1,164 @@
+"""The numbers of a run: how they are counted, kept in a file, shown while it goes, and drawn at its end."""
+
+import collections
+import datetime
+import json
+import math
+import os
+import pathlib
+import time
+from typing import Any, SupportsFloat, SupportsInt
+
+import jax
+import rich.console
+import rich.progress
+
+
+# Dense bfloat16 multiply-adds x 2 a second, as published, by the beginning of jax's `device_kind`.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,  # v5e
+    "TPU v5": 459e12,  # v5p
+    "TPU v6 lite": 918e12,  # v6e
+    "NVIDIA H100 80GB HBM3": 989e12,  # SXM
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def flops_per_token(config: Any, seq: int) -> float:
+    """Floating point operations of training on one token, in sequences of `seq`: what MFU is counted in.
+
+    6 for every weight of a matrix product (2 forward, 4 backward; the head counts, looking up an embedding does not),
+    and as many for every pair of numbers that causal attention multiplies, each token seeing half of its sequence on
+    average, or less through a window. What remat computes again does not count.
+    """
+    c = config
+    window = getattr(c, "window", lambda layer: None)
+    heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim  # q and o, k and v
+    layer = c.hidden_size * (heads + 3 * c.intermediate_size)
+    seen = 0.0
+    for n in range(c.num_hidden_layers):
+        reach = min(window(n) or seq, seq)
+        seen += reach * (1 - reach / (2 * seq))
+    attention = 2 * c.num_attention_heads * c.head_dim * seen  # scores, and sums of values
+    return 6.0 * (c.num_hidden_layers * layer + c.vocab_size * c.hidden_size + attention)
+
+
+def peak_flops() -> float | None:
+    """bfloat16 peak of all devices together, in operations a second; None if it is not known."""
+    kind = jax.devices()[0].device_kind
+    peaks = [peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)]
+    return peaks[0] * jax.device_count() if peaks else None
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, with its "step"; each can be read as soon as it is written.
+
+    A run that goes on from `step` drops the lines after it, and so the file has every step once.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, step: int = 0):
+        self.path = pathlib.Path(path)
+        kept = [line for line in read_metrics(path) if line["step"] <= step] if self.path.exists() else []
+        new = self.path.with_suffix(".tmp")
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new.replace(self.path)
+
+    def write(self, step: int, **values: Any) -> None:
+        """Appends a line. Arrays of one number become numbers, and what is not finite the words "nan" and "inf"."""
+        line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, without a last one that was cut off."""
+    lines = pathlib.Path(path).read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Progress:
+    """Step, loss, speed, MFU and time left: a bar on a terminal, elsewhere a line every `interval` seconds.
+
+    Used as `with Progress(...) as progress:`, with `update` after every step. Speed is that of the last 50 steps,
+    pauses and all, but without the first, which compiles.
+
+    `steps` is the number of the last step, `start` of the one to go on from. The MFU (model FLOPs utilisation) is what
+    `flops_per_token` makes of the speed, as a part of `peak_flops`, where that is known.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        flops_per_token: float,
+        interval: float = 10.0,
+        console: rich.console.Console | None = None,
+    ):
+        self.steps, self.interval, self.flops_per_token, self.peak = steps, interval, flops_per_token, peak_flops()
+        self.console = console or rich.console.Console()
+        columns = ("{task.completed:,}/{task.total:,}", rich.progress.BarColumn(), "{task.description}")
+        self._bar = rich.progress.Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._task = self._bar.add_task("compiling", total=steps, completed=start)
+        self._marks = collections.deque(maxlen=51)
+        self._tokens, self._printed = 0, -interval
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def print(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, step: int, *, loss: SupportsFloat, tokens: SupportsInt, **_: Any) -> dict[str, float]:
+        """Shows that `step` is done. Of its metrics, the loss and the number of tokens are used.
+
+        Returns the numbers that depend on the clock: "tokens_per_second", and "mfu" if the peak is known.
+        """
+        now = time.monotonic()
+        self._tokens += int(tokens)
+        self._marks.append((now, step, self._tokens))
+        started, first, before = self._marks[0]
+        text, rates = f"loss {float(loss):.4f}", {}
+        if step > first:
+            seconds = now - started
+            rates["tokens_per_second"] = (self._tokens - before) / seconds
+            text += f"  {rates['tokens_per_second']:,.0f} tokens/s"
+            if self.peak:
+                rates["mfu"] = rates["tokens_per_second"] * self.flops_per_token / self.peak
+                text += f"  MFU {rates['mfu']:.1%}"
+            left = datetime.timedelta(seconds=round((self.steps - step) * seconds / (step - first)))
+            text += f"  {left} left"
+        self._bar.update(self._task, completed=step, description=text)
+        if not self.console.is_terminal and (now - self._printed >= self.interval or step == self.steps):
+            self.print(f"step {step:,}/{self.steps:,}  {text}")
+            self._printed = now
+        return rates
+
+
+def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
+    """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG."""
+    from matplotlib.figure import Figure  # half a second, once, at the end of a run
+
+    lines = read_metrics(metrics)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
+        points = [(line["step"], float(line[name])) for line in lines if name in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, markersize=4, label=f"{label}, at last {points[-1][1]:.3f}")
+    axes.set(title=f"Loss of {pathlib.Path(metrics).resolve().parent.name}", xlabel="step", ylabel="nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=150)
+
+
+def _json_number(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

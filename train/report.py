@@ -1,0 +1,82 @@
+"""What a run is going to do, printed before it does it: data, lengths, examples, memory, mesh and disk."""
+
+import itertools
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import rich
+from jax.sharding import Mesh
+from rich.table import Table
+from rich.text import Text
+
+from train.data import Survey
+from zoo.tokenizer import Tokenizer
+
+
+def rows(title: str, content: dict[str, Any]) -> None:
+    """A table of two columns."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in content.items():
+        table.add_row(name, str(value))
+    rich.print(table)
+
+
+def data(survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int) -> None:
+    """Keys, lengths, packing; and warnings of what the model will not learn from."""
+    percent = lambda n: f"{n:,} of {survey.sampled:,} looked at ({100 * n / survey.sampled:.1f} %)"
+    rows(
+        "Data",
+        {
+            "records": f"{survey.records:,}",
+            "keys": ", ".join(f"{key} ({percent(n)})" for key, n in survey.keys.items()),
+            "tokens a record": ", ".join(f"{name} {n:,}" for name, n in survey.lengths.items()),
+            "cut at the row's end": f"{percent(survey.shortened)} are longer than the {seq_len:,} tokens of a row",
+            "nothing to learn in": percent(survey.unlearnt),
+            "filled": f"{100 * survey.fill:.1f} % of the rows is not padding",
+            "vocabulary": f"{tokenizer.vocab_size:,} of the tokenizer, {vocab_size:,} of the model",
+        },
+    )
+
+
+def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
+    """Up to three examples as the model sees them; what it does not learn to write is dimmed."""
+    for number, example in enumerate(survey.examples, 1):
+        text = Text()
+        tokens = zip(example.mask, example.ids[: seq_len + 1], strict=False)
+        for learnt, run in itertools.groupby(tokens, key=lambda token: token[0]):
+            text.append(tokenizer.decode([token for _, token in run], special=True), style="" if learnt else "dim")
+        rich.print(f"\n[bold]Example {number}[/bold], {len(example.ids):,} tokens, {sum(example.mask):,} to be learnt")
+        rich.print(text)
+
+
+def memory(step: Any, state: Any, batch: Any) -> dict[str, str]:
+    """Bytes a device needs for a compiled training step, by XLA's own account."""
+    used = step.lower(state, batch).compile().memory_analysis()
+    size = lambda n: f"{n / 2**20:,.0f} MiB"
+    return {
+        "state and batch": size(used.argument_size_in_bytes),
+        "while a step runs": size(used.temp_size_in_bytes),
+        "in all": size(used.argument_size_in_bytes + used.temp_size_in_bytes),
+        "the device has": size(limit) if (limit := _device_bytes()) else "an unknown amount",
+    }
+
+
+def disk(out: pathlib.Path, state: Any, keep: int) -> dict[str, str]:
+    """Bytes that the checkpoints and the export will take, and what is free."""
+    checkpoint = sum(leaf.nbytes if hasattr(leaf, "nbytes") else leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    existing = next(path for path in (out, *out.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    size = lambda n: f"{n / 2**20:,.0f} MiB"
+    return {"a checkpoint": size(checkpoint), f"{keep + 1} of them": size((keep + 1) * checkpoint), "free": size(free)}
+
+
+def mesh(mesh: Mesh) -> dict[str, str]:
+    device = mesh.devices.flat[0]
+    return {"devices": f"{mesh.size} x {device.device_kind}"} | {axis: str(size) for axis, size in mesh.shape.items()}
+
+
+def _device_bytes() -> int | None:
+    statistics = jax.local_devices()[0].memory_stats()
+    return statistics and statistics.get("bytes_limit")
