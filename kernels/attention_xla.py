@@ -103,7 +103,7 @@ def _forward(
     (batch, seq, heads, _), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     q_blocks, kv_blocks = Blocks.of(seq), Blocks.of(kv_seq)
     group, rows = heads // kv_heads, q_blocks.size * heads // kv_heads
-    first, end = _visible_blocks(formula, q_blocks, q_tokens, kv_blocks, kv_tokens)
+    first, end = visible_blocks(formula, q_blocks, q_tokens, kv_blocks, kv_tokens)
     kv_poison = poison(k) + poison(v)
 
     # The running softmax starts from the sink. No sink is one of LOWEST: it weighs nothing beside anything seen.
@@ -136,9 +136,9 @@ def _forward(
         out = q_blocks.put(out, i, by_token(out_i / total, heads))
         return out, q_blocks.put(lse, i, by_token(top + jnp.log(total), heads))
 
-    results = jnp.zeros((batch, seq, heads, v_dim), q.dtype), jnp.zeros((batch, seq, heads, 1))
+    results = jnp.zeros((batch, seq, heads, v_dim)), jnp.zeros((batch, seq, heads, 1))
     out, lse = lax.fori_loop(0, q_blocks.count, query_block, results)
-    return out, (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
+    return out.astype(q.dtype), (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
 
 
 def _backward(formula: Formula, residuals: tuple, d_out: Array) -> tuple:
@@ -146,8 +146,8 @@ def _backward(formula: Formula, residuals: tuple, d_out: Array) -> tuple:
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     q_blocks, kv_blocks = Blocks.of(seq), Blocks.of(kv_seq)
     group, rows = heads // kv_heads, q_blocks.size * heads // kv_heads
-    first, end = _visible_blocks(formula, q_blocks, q_tokens, kv_blocks, kv_tokens)
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1, keepdims=True)
+    first, end = visible_blocks(formula, q_blocks, q_tokens, kv_blocks, kv_tokens)
+    delta = jnp.sum(out * d_out.astype(jnp.float32), axis=-1, keepdims=True)
 
     k_transposed = by_head(finite(k), kv_heads).swapaxes(2, 3)  # here: XLA would fold it into the product in the loop
 
@@ -202,7 +202,7 @@ def _logits(formula: Formula, subscripts: str, x: Array, y: Array) -> Array:
     return logits if formula.softcap is None else formula.softcap * jnp.tanh(logits / formula.softcap)
 
 
-def _visible_blocks(
+def visible_blocks(
     formula: Formula, q_blocks: Blocks, q_tokens: Tokens, kv_blocks: Blocks, kv_tokens: Tokens
 ) -> tuple[Int[Array, " q_blocks"], Int[Array, " q_blocks"]]:
     """For each block of queries, the first block of keys that it may see in any row of the batch, and the end.

@@ -19,15 +19,16 @@ import numpy as np
 import optax
 import rich
 from jax.sharding import Mesh
+from rich.markup import escape
 
 import zoo
 from train import report
 from train.checkpoint import Checkpoints
 from train.data import Example
 from train.mesh import put_batch
-from train.metrics import MetricsFile, flops_per_token, peak_flops, plot_losses
+from train.metrics import MetricsFile, Progress, flops_per_token, plot_losses
 from train.optim import adamw, make_schedule
-from train.state import TrainState, abstract_state, init_state
+from train.state import abstract_state, init_state
 from train.step import REMAT, cast, jit_train_step, loss_sums
 from train.stop import StopRequest
 from zoo.config import write as write_config
@@ -35,7 +36,7 @@ from zoo.surgery import shardings
 from zoo.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of every training script. Where 0 stands for a choice of ours, `resolve` makes it."""
 
@@ -46,7 +47,7 @@ class Options:
     batch: int = 8
     """Rows of a step."""
     microbatches: int = 1
-    """Parts that the rows of a step are worked through in, one after another, to save memory; the update is the same."""
+    """Parts in which a step works through its rows, one after another, to save memory; the update is the same."""
     steps: int = 0
     """Optimizer steps of the whole run."""
     lr: float = 0.0
@@ -156,7 +157,7 @@ def run(
     Raises:
         FloatingPointError: if the loss or a gradient is not finite; the state before that step is saved.
     """
-    # ------------------------------------------------------------------------------------------------ state, new or old
+    # ---------------------------------------------------------------------------------------------- state, new or old
     optimizer, schedule = make_optimizer(o)
     abstract = abstract_state(abstract_model(config, family, mesh), optimizer)
     dtype = jnp.dtype(o.compute_dtype)
@@ -180,26 +181,29 @@ def run(
         state = init_state(make_model(), optimizer)
     step = step(state)
 
-    # ------------------------------------------------------------------------------------------- a look from time to time
+    # ---------------------------------------------------------------------------------------- a look from time to time
     sums = jax.jit(lambda model, batch: (loss_sums(cast(model, dtype), batch)[1]["loss"], jnp.sum(batch["loss_mask"])))
 
     def validate(model: Any) -> dict[str, float]:
         """Mean loss of a target of the validation data, in nats."""
         if validation is None:
             return {}
-        found = [sums(model, put_batch(batch, mesh)) for _, batch in zip(range(o.eval_batches), validation, strict=False)]
+        found = [
+            sums(model, put_batch(batch, mesh)) for _, batch in zip(range(o.eval_batches), validation, strict=False)
+        ]
         loss, targets = np.sum(jax.device_get(found), axis=0)
-        return {"valid_loss": float(loss / targets)}
+        return {"validation_loss": float(loss / targets)}
 
     def sample(model: Any, at: int) -> None:
         texts = zoo.generate(cast(model, dtype), tokenizer, prompts, max_new_tokens=o.sample_tokens)
         with (o.out / "samples.jsonl").open("a") as file:
             for prompt, text in zip(prompts, texts, strict=True):
-                rich.print(f"[dim]step {at:,}[/dim] {rich.markup.escape(tokenizer.decode(prompt))}", end="")
-                rich.print(f"[bold]{rich.markup.escape(text)}[/bold]\n")
+                rich.print(f"[dim]step {at:,}[/dim] {escape(tokenizer.decode(prompt))}", end="")
+                rich.print(f"[bold]{escape(text)}[/bold]\n")
                 file.write(json.dumps({"step": at, "prompt": tokenizer.decode(prompt), "text": text}) + "\n")
 
-    # ---------------------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------------------------- the loop
+    due = lambda step, every: step % every == 0 or step == o.steps
     n = int(state.step)
     metrics = MetricsFile(o.out / "metrics.jsonl", step=n)
     if n == 0:
@@ -214,23 +218,23 @@ def run(
                 checkpoints.save(state, iterator.get_state())
                 checkpoints.close()
                 raise FloatingPointError(
-                    f"The loss ({numbers['loss']}) or a gradient is not finite at step {n + 1}; the state of step {n} is "
-                    f"in {checkpoints.folder}. Lower --lr, or look at the data."
+                    f"The loss ({numbers['loss']}) or a gradient is not finite at step {n + 1}; the state of step {n} "
+                    f"is in {checkpoints.folder}. Lower --lr, or look at the data."
                 )
             n += 1
-            due = lambda every: n % every == 0 or n == o.steps
-            if due(o.eval_every):
+            if due(n, o.eval_every):
                 numbers |= validate(state.model)
-            metrics.write(n, **numbers)
-            progress.update(n, **numbers)
-            if due(o.sample_every):
+            metrics.write(n, **numbers, **progress.update(n, **numbers))
+            if due(n, o.sample_every):
                 sample(state.model, n)
-            if due(o.save_every) or stop.requested:
+            if due(n, o.save_every) or stop.requested:
                 checkpoints.save(state, iterator.get_state())
             checkpoints.check()
     checkpoints.close()
     if stop.requested:
-        rich.print(f"Stopped by {stop.requested} after step {n:,}, which is saved; the same command goes on from there.")
+        rich.print(
+            f"Stopped by {stop.requested} after step {n:,}, which is saved; the same command goes on from there."
+        )
         return
 
     # --------------------------------------------------------------------------------------------------- what is left

@@ -44,7 +44,9 @@ def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Me
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def put_batch(batch: Mapping[str, Int[np.ndarray, "batch seq"]], mesh: Mesh) -> dict[str, Int[Array, "batch seq"]]:
+def put_batch(
+    batch: Mapping[str, Int[np.ndarray | Array, "batch seq"]], mesh: Mesh
+) -> dict[str, Int[Array, "batch seq"]]:
     """`batch` on the devices, its sequences split over "replica" and "fsdp".
 
     Raises:

@@ -3,7 +3,10 @@
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from zoo.layers import AbstractLinear
 from zoo.surgery import path_name
@@ -31,7 +34,13 @@ def make_schedule(
         down = optax.cosine_decay_schedule(peak, max(decay, 1), alpha=final)
     else:
         down = optax.linear_schedule(peak, final * peak, decay, transition_begin=steps - decay - warmup)
-    return optax.join_schedules([up, down], [warmup])
+    joined = optax.join_schedules([up, down], [warmup])
+
+    def schedule(step: ArrayLike) -> Float[Array, ""]:
+        with jax.numpy_dtype_promotion("standard"):  # optax divides integers by floats
+            return jnp.asarray(joined(step), jnp.float32)
+
+    return schedule
 
 
 def adamw(
@@ -55,7 +64,7 @@ def adamw(
     )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        with jax.numpy_dtype_promotion("standard"):  # optax raises a float32 to an int32
+        with jax.numpy_dtype_promotion("standard"):  # and raises floats to integers
             return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)

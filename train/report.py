@@ -65,7 +65,9 @@ def memory(step: Any, state: Any, batch: Any) -> dict[str, str]:
 
 def disk(out: pathlib.Path, state: Any, keep: int) -> dict[str, str]:
     """Bytes that the checkpoints and the export will take, and what is free."""
-    checkpoint = sum(leaf.nbytes if hasattr(leaf, "nbytes") else leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    checkpoint = sum(
+        leaf.nbytes if hasattr(leaf, "nbytes") else leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+    )
     existing = next(path for path in (out, *out.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     size = lambda n: f"{n / 2**20:,.0f} MiB"

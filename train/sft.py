@@ -5,6 +5,7 @@ Python; that takes a minute or two on two CPU cores. Give `--model` and `--data`
 """
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from train.records import open_records
 from zoo.registry import family_of
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(loop.Options):
     """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint in --out."""
 
@@ -61,9 +62,10 @@ def main(o: Options) -> None:
         report.examples(found, tokenizer, seq_len=o.seq_len)
     shape["batch"] = o.batch
     data = batches(records, tokenizer, seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
-    validation = held_out and batches(held_out, tokenizer, epochs=1, **shape)
-    shown = held_out or records
-    chosen = [encode(shown[i], tokenizer, vocab_size=config.vocab_size) for i in range(min(3, len(shown)))]
+    validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
+    shown = [
+        encode(record, tokenizer, vocab_size=config.vocab_size) for record in itertools.islice(held_out or records, 3)
+    ]
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = loop.resolve(o, config, o.steps or loop.count(data), width_lr=2e-5)
@@ -77,8 +79,10 @@ def main(o: Options) -> None:
             make_model=lambda: zoo.load(o.model, revision=o.revision, mesh=mesh),
             data=data,
             validation=validation,
-            prompts=[loop.prompt_of(example) for example in chosen],
-            identity=loop.identity(config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)),
+            prompts=[loop.prompt_of(example) for example in shown],
+            identity=loop.identity(
+                config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
+            ),
         )
 
 

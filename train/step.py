@@ -90,7 +90,7 @@ def train_step(
         "loss": means["loss"],
         "accuracy": means["correct"],
         "grad_norm": norm,
-        "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+        "learning_rate": schedule(state.step),
         "tokens": jnp.sum(batch["segments"] != 0),
         "targets": targets,
         "finite": finite,
@@ -121,7 +121,7 @@ def loss_sums(
     return cross_entropy(model.unembed, x, batch["targets"], batch["loss_mask"], chunk=chunk, z_loss=z_loss)
 
 
-def _split(batch: Batch, parts: int) -> Batch:
+def _split(batch: Batch, parts: int) -> dict[str, Int[Array, "parts part seq"]]:
     """[batch, seq] -> [parts, batch / parts, seq]. Every part takes rows from all over, so from every device."""
     size = len(batch["tokens"])
     if size % parts:
