@@ -37,6 +37,8 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of trac
 class Checkpoints:
     """The checkpoints of one run, in a folder that only it writes to.
 
+    Used in a `with`, or with `close` at the end, whatever that end is: a save under way needs the process alive.
+
     Args:
         folder: made if it is missing. What interrupted saves left in it is removed.
         identity: JSON of all that must stay the same for the run to go on, such as the model's configuration and
@@ -63,7 +65,13 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob("*.unfinished"):
             say(f"Removing {path}, which an interrupted save left.")
-            shutil.rmtree(path)
+        self._remove_unfinished()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
     def steps(self) -> list[int]:
         """The steps there is a checkpoint of, oldest first."""
@@ -87,6 +95,7 @@ class Checkpoints:
             bad = path_name(paths[int(finite.argmin())])
             raise FloatingPointError(f"{bad} is not finite at step {step}, so this state is not saved.")
         meta = json.dumps(self._describe(state) | {"data": data})
+        self._remove_unfinished()
         unfinished = self.folder / f"{step}.unfinished"
         try:
             unfinished.mkdir()
@@ -136,24 +145,34 @@ class Checkpoints:
             try:
                 meta = _verified_meta(path)
             except (OSError, ValueError) as error:
-                aside = path.with_name(f"{step}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-                self.say(f"WARNING: the checkpoint of step {step} is damaged ({error}). It is now {aside}.")
-                continue
-            data = meta.pop("data")
-            stored, present = _flat(meta), _flat(self._describe(abstract))
-            for name in sorted(stored.keys() | present.keys()):
-                old, new = stored.get(name, "missing"), present.get(name, "missing")
-                if old != new:
-                    raise ValueError(
-                        f"{path} is of another run: its {name} is {old}, and now it is {new}. Set that back to go on "
-                        "with it, or start anew in another folder."
-                    )
-            return ocp.load(str(path / "arrays"), abstract), data
+                self._set_aside(path, error)
+            else:
+                self._refuse_another_run(path, meta, abstract)
+                return ocp.load(str(path / "arrays"), abstract), meta["data"]
         if steps:
             raise OSError(f"No checkpoint in {self.folder} is undamaged.")
         return None
+
+    def _remove_unfinished(self) -> None:
+        for path in self.folder.glob("*.unfinished"):
+            shutil.rmtree(path, ignore_errors=True)  # a thread of Orbax may still be at work on a save that has failed
+
+    def _set_aside(self, path: pathlib.Path, error: Exception) -> None:
+        aside = path.with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        self.say(f"WARNING: the checkpoint of step {path.name} is damaged ({error}). It is now {aside}.")
+
+    def _refuse_another_run(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> None:
+        present = self._describe(abstract)
+        stored, present = _flat({key: meta[key] for key in present}), _flat(present)
+        for name in sorted(stored.keys() | present.keys()):
+            old, new = stored.get(name, "missing"), present.get(name, "missing")
+            if old != new:
+                raise ValueError(
+                    f"{path} is of another run: its {name} is {old}, and now it is {new}. Set that back to go on with "
+                    "it, or start anew in another folder."
+                )
 
     def _describe(self, state: TrainState) -> dict[str, Any]:
         """What must be the same of a checkpoint and the run that goes on with it."""
@@ -171,8 +190,7 @@ class Checkpoints:
                 shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
 
     def _failed(self, error: BaseException) -> None:
-        for path in self.folder.glob("*.unfinished"):  # or a full disk would stay full
-            shutil.rmtree(path, ignore_errors=True)
+        self._remove_unfinished()  # or a full disk would stay full
         self._failures += 1
         free = shutil.disk_usage(self.folder).free / 1e9
         text = f"A checkpoint could not be saved in {self.folder}, where {free:.1f} GB are free: {error}"

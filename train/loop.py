@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import rich
+import tyro
 from jax.sharding import Mesh
 from rich.markup import escape
 
@@ -125,9 +126,10 @@ def make_optimizer(o: Options) -> tuple[optax.GradientTransformation, optax.Sche
     return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
 
 
-def identity(config: Any, family: ModuleType, data: Mapping[str, Any]) -> dict[str, Any]:
+def identity(model: str, config: Any, family: ModuleType, data: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change between a checkpoint and the run that goes on with it; also all that its export needs."""
-    return {"config": write_config(config, family, export_dtype(config)), "data": dict(data)}
+    source = str(pathlib.Path(model).resolve()) if pathlib.Path(model).is_dir() else model
+    return {"model": source, "config": write_config(config, family, export_dtype(config)), "data": dict(data)}
 
 
 def abstract_model(config: Any, family: ModuleType, mesh: Mesh) -> Any:
@@ -253,3 +255,11 @@ def prompt_of(example: Example) -> list[int]:
     """What precedes the first token to be learnt; of a text, its first quarter."""
     learnt = example.mask.index(1) if 1 in example.mask else len(example.ids)
     return example.ids[:learnt] if learnt > 1 else example.ids[: max(1, min(64, len(example.ids) // 4))]
+
+
+def command(main: Callable[[Any], None], options: type) -> None:
+    """`main` with the options of the command line. What the user can mend is told in one sentence, not a traceback."""
+    try:
+        main(tyro.cli(options))
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error

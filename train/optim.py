@@ -15,7 +15,7 @@ from zoo.surgery import path_name
 def make_schedule(
     kind: Literal["cosine", "wsd"], *, peak: float, steps: int, warmup: int, decay: int, final: float = 0.0
 ) -> optax.Schedule:
-    """The learning rate of step 0, 1, ..., `steps` - 1: up to `peak` in a straight line, and down to `final * peak`.
+    """The learning rate of step 0, 1, ..., `steps` - 1: up to `peak` in a straight line, and down towards the end.
 
     Args:
         kind: "cosine" falls along half a cosine (arXiv:1608.03983) right after the warmup, and ignores `decay`; "wsd",
@@ -23,7 +23,10 @@ def make_schedule(
             a straight line.
         peak: learning rate after the warmup.
         steps, warmup, decay: numbers of optimizer steps; `warmup` and `decay` are parts of `steps`.
-        final: the last learning rate, as a fraction of `peak`.
+        final: where it falls to, as a fraction of `peak`: what the step after the last would have.
+
+    Raises:
+        ValueError: if warmup and decay do not fit.
     """
     decay = steps - warmup if kind == "cosine" else decay
     if warmup < 0 or decay < 0 or warmup + decay > steps:

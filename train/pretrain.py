@@ -10,7 +10,6 @@ import pathlib
 from typing import Any
 
 import jax
-import tyro
 
 import zoo
 from train import loop, report
@@ -72,10 +71,10 @@ def main(o: Options) -> None:
             validation=batches(held_out, tokenizer, epochs=1, **shape) if held_out else None,
             prompts=[loop.prompt_of(example) for example in shown],
             identity=loop.identity(
-                config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
+                o.model, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
             ),
         )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    loop.command(main, Options)

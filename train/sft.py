@@ -10,7 +10,6 @@ import pathlib
 from typing import Any, Literal
 
 import jax
-import tyro
 
 import train.tiny
 import zoo
@@ -81,10 +80,10 @@ def main(o: Options) -> None:
             validation=validation,
             prompts=[loop.prompt_of(example) for example in shown],
             identity=loop.identity(
-                config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
+                o.model, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
             ),
         )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    loop.command(main, Options)

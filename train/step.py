@@ -46,7 +46,7 @@ def train_step(
     compute_dtype: DTypeLike,
     remat: Callable[[Callable], Callable] | None = None,
     microbatches: int = 1,
-    chunk: int = 4096,
+    chunk: int = 2048,
     z_loss: float = 0.0,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update from the mean loss of a batch's targets.
@@ -113,7 +113,7 @@ def loss_sums(
     batch: Batch,
     *,
     remat: Callable[[Callable], Callable] | None = None,
-    chunk: int = 4096,
+    chunk: int = 2048,
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """`train.loss.cross_entropy` of a model on a batch."""

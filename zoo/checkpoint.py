@@ -86,8 +86,8 @@ def read_part(tensors: list[Tensor], index: tuple[slice, ...], stacked: bool, dt
     layers, inner = (tensors[index[0]], index[1:]) if stacked else (tensors, index)
     shape = tuple(len(range(*s.indices(n))) for s, n in zip(inner, tensors[0].shape, strict=True))
     whole = shape == tensors[0].shape
-    if not stacked and dtype == tensors[0].dtype:
-        return tensors[0].view()[inner]
+    if not stacked and dtype == tensors[0].dtype and not (whole and tensors[0].offset % 64):
+        return tensors[0].view()[inner]  # an aligned mapping becomes the array; any other would be copied from it
     out = aligned_empty((len(layers), *shape), dtype)
     for tensor, row in zip(layers, out, strict=True):
         if whole and tensor.dtype == dtype:

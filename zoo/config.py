@@ -106,8 +106,9 @@ def write(config: Any, family: ModuleType, dtype: np.dtype) -> dict[str, Any]:
     carried = {}
     if config.source and (path := config.source / "config.json").is_file():
         carried = {key: value for key, value in json.loads(path.read_text()).items() if key in NOT_THE_MODEL}
-    carried.pop("torch_dtype", None)  # the name that `dtype` had before transformers 5
+    carried.pop("torch_dtype", None)
+    name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes the one and reads both
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
     if scaling := fields.get("rope_scaling"):
         fields["rope_scaling"] = {"rope_type": scaling.rope_type} | dataclasses.asdict(scaling)
-    return dict(sorted((family.IMPLIED | fields | carried | {"dtype": dtype.name}).items()))
+    return dict(sorted((family.IMPLIED | fields | carried | {name: dtype.name}).items()))

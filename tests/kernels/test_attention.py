@@ -97,29 +97,29 @@ def errors(actual, expected):
     return list(map(relative, [out, *gradients], [true_out, *true_gradients]))
 
 
-def packed(*lengths):
-    """Tokens of documents of these lengths, with positions that restart; the last is padding, segment 0."""
-    segments = np.repeat([*range(1, len(lengths)), 0], lengths)
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    return tokens(positions, positions, segments, segments)
-
-
 def tokens(q_positions, kv_positions, q_segments, kv_segments):
     names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
     values = (q_positions, kv_positions, q_segments, kv_segments)
-    return {name: jnp.asarray(x, jnp.int32)[None] for name, x in zip(names, values, strict=True)}
+    return {name: jnp.asarray(np.atleast_2d(x), jnp.int32) for name, x in zip(names, values, strict=True)}
+
+
+def packed(*rows):
+    """Tokens of rows of documents of these lengths, with positions that restart; the last is padding, segment 0."""
+    segments = [np.repeat([*range(1, len(lengths)), 0], lengths) for lengths in rows]
+    positions = [np.concatenate([np.arange(n) for n in lengths]) for lengths in rows]
+    return tokens(positions, positions, segments, segments)
 
 
 SINKS = jnp.array([1.0, -2.0, 5.0, -jnp.inf])
-DOCUMENTS = packed(128, 1, 130, 100, 41)
+DOCUMENTS = packed([128, 1, 130, 100, 41], [10, 350, 40])
 CASES = {
     "causal": (dict(seq=300), {}),
     "full": (dict(seq=130, kv_seq=270), dict(causal=False)),
     "multi-query": (dict(seq=129, heads=5, kv_heads=1, dim=24, v_dim=16), {}),
     "window": (dict(seq=300, heads=2), dict(window=20)),
     "softcap and sinks": (dict(seq=136), dict(softcap=4.0, sinks=SINKS)),
-    "packed": (dict(batch=1, seq=400), DOCUMENTS),
-    "all": (dict(batch=1, seq=400, v_dim=8), dict(window=50, softcap=4.0, sinks=SINKS, **DOCUMENTS)),
+    "packed": (dict(seq=400), DOCUMENTS),
+    "all": (dict(seq=400, v_dim=8), dict(window=50, softcap=4.0, sinks=SINKS, **DOCUMENTS)),
 }
 
 
@@ -152,7 +152,7 @@ def runs_of(values, length):
     return runs.map(lambda runs: np.resize(np.repeat(*zip(*runs, strict=True)), length))
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     q_positions=runs_of(st.integers(0, 9), SEQ),
     kv_positions=runs_of(st.integers(0, 9), KV_SEQ),
@@ -180,13 +180,16 @@ def test_a_query_that_sees_nothing_yields_zeros(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-def test_garbage_touches_only_those_who_see_it(implementation, garbage):
+@pytest.mark.parametrize("where_from", ["q", "k", "v"])
+def test_garbage_touches_only_those_who_see_it(implementation, where_from, garbage):
     """Tokens from 70 on hold garbage, and no gradient comes from there. With this window they see keys from 66 on."""
     *qkv, d_out = arrays(batch=1, seq=SEQ, kv_seq=KV_SEQ)
     d_out = d_out.at[:, 70:].set(0)
     where = tokens(np.arange(SEQ), np.arange(KV_SEQ), np.zeros(SEQ), np.zeros(KV_SEQ))
     zeroed = [x.at[:, 70:].set(0) for x in qkv]
-    spoilt = [x.at[:, 70:, :, 0].set(garbage) for x in zeroed]
+    spoilt = [
+        x.at[:, 70:, :, 0].set(garbage) if name == where_from else x for name, x in zip("qkv", zeroed, strict=True)
+    ]
     out, (dq, dk, dv, _) = run(implementation, *spoilt, d_out, sinks=SINKS, window=5, **where)
     true_out, (true_dq, true_dk, true_dv, _) = run(implementation, *zeroed, d_out, sinks=SINKS, window=5, **where)
     for actual, expected, clean in [(out, true_out, 70), (dq, true_dq, 70), (dk, true_dk, 66), (dv, true_dv, 66)]:
@@ -229,12 +232,12 @@ def test_inside_a_sharded_scanned_rematerialised_model():
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, P("data"))
-    gradient = lambda implementation: jax.jit(
-        jax.grad(functools.partial(loss, implementation=implementation), (0, 1, 2)), in_shardings=split
+    gradient = lambda implementation, **options: jax.jit(
+        jax.grad(functools.partial(loss, implementation=implementation), (0, 1, 2)), compiler_options=QUICK, **options
     )
-    compiled = gradient("xla").lower(q, k, v, segments).compile(QUICK)
+    compiled = gradient("xla", in_shardings=split).lower(q, k, v, segments).compile()
     actual = compiled(*jax.device_put((q, k, v, segments), split))
-    expected = jax.jit(jax.grad(functools.partial(loss, implementation="reference"), (0, 1, 2)))(q, k, v, segments)
+    expected = gradient("reference")(q, k, v, segments)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.sharding.is_equivalent_to(split, 4)
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -247,8 +250,8 @@ def test_inside_a_sharded_scanned_rematerialised_model():
         (dict(causal=False), 16),
         (dict(), 4 + 3 + 2 + 1),
         (dict(window=128), 4 + 3),
-        (dict(causal=False, **packed(256, 128, 128)), 4 + 1 + 1),
-        (packed(256, 128, 128), 3 + 1 + 1),
+        (dict(causal=False, **packed([256, 128, 128])), 4 + 1 + 1),
+        (packed([256, 128, 128]), 3 + 1 + 1),
     ],
 )
 def test_blocks_that_nobody_sees_are_skipped(options, blocks):
@@ -259,7 +262,8 @@ def test_blocks_that_nobody_sees_are_skipped(options, blocks):
         for side in ("q", "kv")
     )
     formula = attention_xla.Formula(SCALE, options.get("causal", True), options.get("window"), softcap=None)
-    first, end = attention_xla.visible_blocks(formula, sequence, q, sequence, kv)
+    visible_blocks = jax.jit(attention_xla.visible_blocks, static_argnums=(0, 1, 3))
+    first, end = visible_blocks(formula, sequence, q, sequence, kv)
     assert (end - first).sum() == blocks
 
 
@@ -276,17 +280,16 @@ def test_the_choice_of_implementation():
 
 def test_float64_stays_float64():
     with jax.enable_x64(True):
-        q, k, v, d_out = arrays(dtype=jnp.float64)
-        out = kernels.attention(q, k, v, scale=SCALE)
-        np.testing.assert_allclose(out, oracle(q, k, v, d_out)[0], rtol=1e-12)
+        x = arrays(dtype=jnp.float64)
+        assert max(errors(run(None, *x), oracle(*x))) < 1e-13
         with pytest.raises(ValueError, match=r"'xla'\): it computes in float32, and q is float64.*: reference\."):
-            kernels.attention(q, k, v, scale=SCALE, implementation="xla")
+            run("xla", *x)
 
 
 def test_contradictions_are_refused():
     q, k, v, _ = arrays(seq=4)
     attention = functools.partial(kernels.attention, scale=SCALE)
-    with pytest.raises(ValueError, match="no such implementation.*: reference, xla"):
+    with pytest.raises(ValueError, match=r"no such implementation.*: reference, xla"):
         attention(q, k, v, implementation="cudnn")
     with pytest.raises(ValueError, match="one dtype, not float32, float32 and bfloat16"):
         attention(q, k, v.astype(jnp.bfloat16))

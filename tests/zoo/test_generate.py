@@ -1,13 +1,11 @@
 """Generation: against the plain forward pass, ragged batches, sampling, stops, streaming, and the real small Llama."""
 
 import pathlib
-import string
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 
 import zoo
 from tests.zoo import tiny
@@ -22,12 +20,7 @@ PROMPTS = ["abc", "the cat sat", "x"]
 def folder(tmp_path_factory):
     """A random model over 64 characters, which it has no reason ever to end."""
     folder = tiny.write(tmp_path_factory.mktemp("model"), "qwen3-window-tail", eos_token_id=63)
-    alphabet = string.ascii_letters + string.digits
-    vocabulary = {" ": 0} | {c: i + 1 for i, c in enumerate(alphabet)} | {"<end>": 63}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tiny.write_tokenizer(folder)
     return folder
 
 

@@ -6,10 +6,12 @@ size 10, because defaults hide errors; sequences are longer than every window an
 
 import json
 import pathlib
+import string
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
+import tokenizers
 
 
 COMMON = dict(
@@ -92,3 +94,13 @@ def write(folder: pathlib.Path, name: str, **changes: Any) -> pathlib.Path:
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(tensors(CONFIGS[name]), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_tokenizer(folder: pathlib.Path) -> None:
+    """A tokenizer of 64 tokens: the space, letters, digits, and the end."""
+    characters = " " + string.ascii_letters + string.digits
+    vocabulary = {character: i for i, character in enumerate(characters)} | {"<end>": 63}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,89 @@
+"""Between the Hub's layout and Orbax checkpoints: `python -m convert to-hub|to-orbax --help`.
+
+    python -m convert to-hub runs/sft model/ --step 400     # any checkpoint of a training run, as a Hub folder
+    python -m convert to-orbax qwen3-0.6b checkpoint/       # a Hub model, as an Orbax checkpoint
+
+An Orbax checkpoint here is a folder with the arrays (arrays/, a pytree with the model under "model"), what they are
+(meta.json, with config.json in it), and the hash of every file (manifest.json). Those of a training run hold more.
+"""
+
+import json
+import pathlib
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint.experimental.v1 as ocp
+import tyro
+from tyro.conf import Positional
+
+import zoo
+from convert import manifest
+from zoo.config import read, write
+from zoo.registry import FAMILIES, family_of
+
+
+def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], step: int = -1) -> None:
+    """Writes the model of an Orbax checkpoint as a Hub folder, in the dtype of the checkpoint its run began with.
+
+    Args:
+        checkpoint: a run's folder, or a single checkpoint.
+        out: folder to write config.json, safetensors and tokenizer files to.
+        step: of a run's checkpoints, the one of this step. -1: the newest.
+    """
+    folder = find(checkpoint, step)
+    manifest.verify(folder)
+    identity = json.loads((folder / "meta.json").read_text())["identity"]
+    family = FAMILIES[identity["config"]["model_type"]]
+    source = zoo.tokenizer(identity["model"]).folder  # whatever else the run began with lies there
+    config = read(family, identity["config"], source)
+    abstract = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True  # the model, and not the optimizer's state
+    with context:
+        model = ocp.load(str(folder.resolve() / "arrays"), {"model": abstract})["model"]
+    dtype = jnp.dtype(identity["config"].get("dtype") or identity["config"]["torch_dtype"])
+    zoo.save(jax.tree.map(lambda a: a.astype(dtype), model), out)
+    print(f'{folder} is now {out}; it loads with zoo.load("{out}").')
+
+
+def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: str | None = None) -> None:
+    """Writes a model of the Hub's layout as an Orbax checkpoint.
+
+    Args:
+        model: a zoo name, a Hub repository org/name, or a folder.
+        out: folder to write; it must not exist yet.
+        revision: branch, tag or commit of the repository.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} exists already; name a folder that does not.")
+    loaded = zoo.load(model, revision=revision)
+    dtype = jax.tree.leaves(loaded)[0].dtype
+    identity = {"model": model, "config": write(loaded.config, family_of(loaded), dtype)}
+    unfinished = out.with_name(out.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    ocp.save(str(unfinished.resolve() / "arrays"), {"model": loaded})
+    (unfinished / "meta.json").write_text(json.dumps({"identity": identity}))
+    manifest.write(unfinished)
+    unfinished.rename(out)
+    print(f"{model} is now {out}.")
+
+
+def find(checkpoint: pathlib.Path, step: int) -> pathlib.Path:
+    """The folder of one checkpoint, in a run's folder or as it is."""
+    if (checkpoint / "arrays").is_dir():
+        return checkpoint
+    steps = sorted(int(path.name) for path in (checkpoint / "checkpoints").glob("*") if path.name.isdigit())
+    if not steps or (step >= 0 and step not in steps):
+        raise FileNotFoundError(f"{checkpoint} has no checkpoint{f' of step {step}, but {steps}' if steps else ''}.")
+    return checkpoint / "checkpoints" / str(steps[-1] if step < 0 else step)
+
+
+if __name__ == "__main__":
+    try:
+        tyro.extras.subcommand_cli_from_dict({"to-hub": to_hub, "to-orbax": to_orbax})
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error

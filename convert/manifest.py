@@ -1,0 +1,38 @@
+"""A folder's hashes, in a file of the folder: what is read later is what was written, or is refused by name."""
+
+import concurrent.futures
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable
+
+
+NAME = "manifest.json"
+
+
+def write(folder: pathlib.Path) -> None:
+    """Writes manifest.json: the SHA-256 of every other file below the folder."""
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != NAME]
+    (folder / NAME).write_text(json.dumps(_hashes(folder, sorted(files)), indent=0) + "\n")
+
+
+def verify(folder: pathlib.Path) -> None:
+    """Checks every file that manifest.json lists.
+
+    Raises:
+        OSError: if one is missing, or the manifest is.
+        ValueError: naming one that has other bytes than were written.
+    """
+    manifest = json.loads((folder / NAME).read_text())
+    for name, digest in _hashes(folder, manifest).items():
+        if digest != manifest[name]:
+            raise ValueError(f"{folder / name} is not what was written")
+
+
+def _hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
+    def sha256(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(files, pool.map(sha256, files), strict=True))

@@ -1,0 +1,48 @@
+"""Writes the README's table of families from the parity measured now: `python -m tests.zoo.make_table`."""
+
+import pathlib
+import re
+import tempfile
+
+import equinox as eqx
+import jax
+import numpy as np
+
+import zoo
+from tests.zoo import tiny
+from zoo import registry
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+TITLES = {"llama": "Llama 2, 3, 3.1, 3.2, 3.3", "qwen3": "Qwen3"}
+
+
+def rows(errors: dict[str, float]) -> list[str]:
+    """One for each family; `errors` has the largest error of each."""
+    out = ["| family | file | lines | names | largest error |", "|---|---|---|---|---|"]
+    for name, family in registry.FAMILIES.items():
+        lines = len(pathlib.Path(family.__file__).read_text().splitlines())
+        names = ", ".join(f"`{variant}`" for variant in family.CONFIGS)
+        out.append(f"| {TITLES[name]} | [zoo/{name}.py](zoo/{name}.py) | {lines} | {names} | {errors[name]:.1e} |")
+    return out
+
+
+def measure() -> dict[str, float]:
+    """Family -> the largest error of its tiny checkpoints, against the golden logits."""
+    golden = np.load(pathlib.Path(__file__).parent / "golden.npz")
+    errors = dict.fromkeys(registry.FAMILIES, 0.0)
+    forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+    with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
+        for name, config in tiny.CONFIGS.items():
+            model = zoo.load(tiny.write(pathlib.Path(folder) / name, name))
+            difference = np.abs(np.asarray(forward(model, tiny.TOKENS)) - golden[name]).max()
+            errors[config["model_type"]] = max(errors[config["model_type"]], difference / np.abs(golden[name]).max())
+    return errors
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    begin = "<!-- families: python -m tests.zoo.make_table -->\n"
+    table = "\n".join(["", *rows(measure()), "", ""])
+    readme.write_text(re.sub(f"({re.escape(begin)}).*(<!-- end -->)", rf"\1{table}\2", readme.read_text(), flags=re.DOTALL))
+    print(table)
