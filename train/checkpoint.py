@@ -10,13 +10,12 @@ it is used. (Orbax's own manager lists saves that failed or were cut off, and ch
 """
 
 import concurrent.futures
-import hashlib
 import json
 import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
+from convert import manifest
 from train.state import TrainState
 from zoo.surgery import path_name
 
@@ -44,7 +44,6 @@ class Checkpoints:
         identity: JSON of all that must stay the same for the run to go on, such as the model's configuration and
             fingerprints of the data and the tokenizer.
         keep: how many of the newest checkpoints to keep.
-        keep_every: if not 0, those of the multiples of this many steps are kept, too.
         say: gets a line of text when something went wrong and the run can go on.
     """
 
@@ -54,11 +53,10 @@ class Checkpoints:
         *,
         identity: Mapping[str, Any],
         keep: int = 3,
-        keep_every: int = 0,
         say: Callable[[str], None] = print,
     ):
-        self.folder, self.identity, self.say = pathlib.Path(folder).resolve(), identity, say
-        self.keep, self.keep_every = keep, keep_every
+        self.folder, self.identity = pathlib.Path(folder).resolve(), identity
+        self.keep, self.say = keep, say
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: concurrent.futures.Future | None = None
         self._failures = 0
@@ -143,7 +141,8 @@ class Checkpoints:
         for step in reversed(steps):
             path = self.folder / str(step)
             try:
-                meta = _verified_meta(path)
+                manifest.verify(path)
+                meta = json.loads((path / "meta.json").read_text())
             except (OSError, ValueError) as error:
                 self._set_aside(path, error)
             else:
@@ -182,12 +181,10 @@ class Checkpoints:
 
     def _finish(self, unfinished: pathlib.Path, wait: Callable[[], None]) -> None:
         wait()
-        files = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
-        (unfinished / "manifest.json").write_text(json.dumps(_hashes(unfinished, files), indent=0))
+        manifest.write(unfinished)
         unfinished.rename(unfinished.with_suffix(""))
         for step in self.steps()[: -self.keep]:
-            if not self.keep_every or step % self.keep_every:
-                shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
+            shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
 
     def _failed(self, error: BaseException) -> None:
         self._remove_unfinished()  # or a full disk would stay full
@@ -208,20 +205,3 @@ def _flat(tree: Any) -> dict[str, Any]:
     """Dotted path -> value, of everything in a tree that JSON can hold."""
     leaves = jax.tree_util.tree_leaves_with_path(json.loads(json.dumps(tree)), is_leaf=lambda leaf: leaf is None)
     return {path_name(path): leaf for path, leaf in leaves}
-
-
-def _verified_meta(path: pathlib.Path) -> dict[str, Any]:
-    manifest = json.loads((path / "manifest.json").read_text())
-    damaged = [name for name, digest in _hashes(path, manifest).items() if digest != manifest[name]]
-    if damaged:
-        raise ValueError(f"{damaged[0]} is not what was written")
-    return json.loads((path / "meta.json").read_text())
-
-
-def _hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
-    def sha256(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return dict(zip(files, pool.map(sha256, files), strict=True))

@@ -266,8 +266,8 @@ def survey(
     )
     if not any(any(example.mask[1:limit]) for example, limit in zip(examples, limits, strict=True)):
         raise ValueError(
-            f"There is nothing to learn in the {len(chosen)} records looked at: {chosen[0].where} and the others have no "
-            f"text, or no completion within the first {seq_len} tokens."
+            f"There is nothing to learn in the {len(chosen)} records looked at: {chosen[0].where} and the others have "
+            f"no text, or no completion within the first {seq_len} tokens."
         )
     fills = [(row["segments"] > 0).mean() for row in rows]
     lengths = np.quantile([len(example.ids) for example in examples], [0, 0.5, 0.95, 1], method="nearest").tolist()

@@ -168,20 +168,27 @@ def run(
         microbatches=o.microbatches, z_loss=o.z_loss,
     )  # fmt: skip
     if o.dry_run:
+        report.rows(
+            "Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr}
+        )
         batch = put_batch(next(iter(data)), mesh)
         report.rows("Memory of a device", report.memory(step(abstract), abstract, batch))
         report.rows("Disk", report.disk(o.out, abstract, o.keep))
         report.rows("Mesh", report.mesh(mesh))
         return
-    checkpoints = Checkpoints(o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print)
-    iterator = iter(data)
+    checkpoints, iterator = (
+        Checkpoints(o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print),
+        iter(data),
+    )
     if found := checkpoints.restore(abstract):
         state, position = found
         iterator.set_state(position)
-        rich.print(f"Going on from step {int(state.step):,} of {o.out}.")
+        n = int(state.step)
+        rich.print(f"Going on from step {n:,} of {o.out}.")
     else:
-        state = init_state(make_model(), optimizer)
+        state, n = init_state(make_model(), optimizer), 0
     step = step(state)
+    metrics, samples = (MetricsFile(o.out / name, step=n or -1) for name in ("metrics.jsonl", "samples.jsonl"))
 
     # ---------------------------------------------------------------------------------------- a look from time to time
     sums = jax.jit(lambda model, batch: (loss_sums(cast(model, dtype), batch)[1]["loss"], jnp.sum(batch["loss_mask"])))
@@ -197,28 +204,25 @@ def run(
         return {"validation_loss": float(loss / targets)}
 
     def sample(model: Any, at: int) -> None:
-        texts = zoo.generate(cast(model, dtype), tokenizer, prompts, max_new_tokens=o.sample_tokens)
-        with (o.out / "samples.jsonl").open("a") as file:
-            for prompt, text in zip(prompts, texts, strict=True):
-                rich.print(f"[dim]step {at:,}[/dim] {escape(tokenizer.decode(prompt))}", end="")
-                rich.print(f"[bold]{escape(text)}[/bold]\n")
-                file.write(json.dumps({"step": at, "prompt": tokenizer.decode(prompt), "text": text}) + "\n")
+        room = config.max_position_embeddings - o.sample_tokens
+        shown = [prompt[-room:] for prompt in prompts]
+        texts = zoo.generate(cast(model, dtype), tokenizer, shown, max_new_tokens=o.sample_tokens)
+        for prompt, text in zip(map(tokenizer.decode, shown), texts, strict=True):
+            rich.print(f"[dim]step {at:,}: {escape(prompt)}[/dim][bold]{escape(text)}[/bold]\n")
+            samples.write(at, prompt=prompt, text=text)
 
     # ------------------------------------------------------------------------------------------------------- the loop
     due = lambda step, every: step % every == 0 or step == o.steps
-    n = int(state.step)
-    metrics = MetricsFile(o.out / "metrics.jsonl", step=n)
     if n == 0:
         metrics.write(0, **validate(state.model))
         sample(state.model, 0)
-    flops = flops_per_token(config, o.seq_len)
-    with StopRequest() as stop, Progress(o.steps, start=n, flops_per_token=flops) as progress:
+    bar = Progress(o.steps, start=n, flops_per_token=flops_per_token(config, o.seq_len), console=rich.get_console())
+    with checkpoints, StopRequest() as stop, bar as progress:
         while n < o.steps and not stop.requested:
             state, numbers = step(state, put_batch(next(iterator), mesh))
             numbers = jax.device_get(numbers)
             if not numbers.pop("finite"):
                 checkpoints.save(state, iterator.get_state())
-                checkpoints.close()
                 raise FloatingPointError(
                     f"The loss ({numbers['loss']}) or a gradient is not finite at step {n + 1}; the state of step {n} "
                     f"is in {checkpoints.folder}. Lower --lr, or look at the data."
@@ -232,7 +236,6 @@ def run(
             if due(n, o.save_every) or stop.requested:
                 checkpoints.save(state, iterator.get_state())
             checkpoints.check()
-    checkpoints.close()
     if stop.requested:
         rich.print(
             f"Stopped by {stop.requested} after step {n:,}, which is saved; the same command goes on from there."

@@ -110,14 +110,14 @@ def test_a_save_is_finished_when_the_run_fails(tmp_path):
     assert checkpoints(tmp_path)[0].steps() == [1]
 
 
-def test_keeps_the_last_and_every_so_many(tmp_path):
-    kept, _ = checkpoints(tmp_path, keep=2, keep_every=4)
+def test_keeps_the_last(tmp_path):
+    kept, _ = checkpoints(tmp_path, keep=2)
     for step in range(1, 8):
         kept.save(at(step), None)
     kept.save(at(7), "again")
     kept.close()
-    assert kept.steps() == [4, 6, 7]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "6", "7"]
+    assert kept.steps() == [6, 7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "7"]
 
 
 def test_all_damage_is_found(saved, tmp_path):

@@ -44,5 +44,7 @@ if __name__ == "__main__":
     readme = ROOT / "README.md"
     begin = "<!-- families: python -m tests.zoo.make_table -->\n"
     table = "\n".join(["", *rows(measure()), "", ""])
-    readme.write_text(re.sub(f"({re.escape(begin)}).*(<!-- end -->)", rf"\1{table}\2", readme.read_text(), flags=re.DOTALL))
+    readme.write_text(
+        re.sub(f"({re.escape(begin)}).*(<!-- end -->)", rf"\1{table}\2", readme.read_text(), flags=re.DOTALL)
+    )
     print(table)
