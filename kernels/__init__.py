@@ -62,9 +62,10 @@ def attention(
     The softmax is in float32, and products of narrower dtypes accumulate in float32. A NaN or an infinity in q, k or v
     becomes NaN in every query that sees it, and touches no other: masked keys and padding may hold anything.
 
-    `implementation` is "xla" (in blocks: never a [seq, kv_seq] buffer, no work where nobody sees anything; first
-    derivatives only, in reverse mode) or "reference" (all at once; every derivative, and float64 in float64). None
-    takes "reference" for a single query (a decode), for up to 128 tokens, and for what "xla" refuses; else "xla".
+    `implementation` is "xla" (in blocks of 128 tokens: never a [seq, kv_seq] buffer, and no work for blocks that no
+    row of the batch sees; first derivatives only, in reverse mode) or "reference" (all at once; every derivative, and
+    float64 in float64). None means "reference" for a single query, as in a decode, for at most 128 tokens, and for
+    what "xla" refuses; otherwise "xla".
 
     Raises ValueError where arguments contradict one another, or the implementation asked for cannot take them.
     """

@@ -1,8 +1,8 @@
 """Attention in blocks (FlashAttention-2, arXiv:2307.08691) in plain JAX, for whatever XLA compiles for.
 
 For each block of queries there is a loop over the blocks of keys that it may see: once forward, and once backward from
-no more than the output and, per query and head, the logarithm of the softmax's denominator. Nothing that is held grows
-with seq * kv_seq.
+no more than the output and, per query and head, the logarithm of the softmax's denominator. All that grows with
+seq * kv_seq is one bool for each pair of blocks.
 
 The order of axes follows XLA's products on CPU. They are fastest on matrices that lie together, so blocks are sorted by
 head first; and half as fast where the left side is summed over its rows. Hence the backward pass has its logits as
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels.reference import LOWEST, Tokens, by_head, by_token, finite, poison, visible
 
 
-BLOCK = 128  # tokens at most; on CPU, blocks of 64 and of 256 take a tenth longer or more
+BLOCK = 128  # tokens at most; on CPU, blocks of 64 and of 256 both take longer
 
 
 class Formula(NamedTuple):
@@ -111,8 +111,8 @@ def _forward(
     kv_poison = poison(k) + poison(v)
 
     # A running softmax begins with the sink. No sink is one of LOWEST: it weighs nothing as soon as anything is seen.
-    sinks_or_lowest = _zeros(heads) + LOWEST if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
-    begin = jnp.broadcast_to(jnp.repeat(sinks_or_lowest, q_blocks.size).reshape(1, kv_heads, -1, 1), (*rows, 1))
+    begin = jnp.full(heads, LOWEST, jnp.float32) if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
+    begin = jnp.broadcast_to(jnp.repeat(begin, q_blocks.size).reshape(1, kv_heads, -1, 1), (*rows, 1))
 
     def query_block(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
         q_i = q_blocks.take(q, i)
@@ -135,9 +135,8 @@ def _forward(
             out = out * fade + _product("bnqk,bnkd->bnqd", weights.astype(v.dtype), v_j)
             return new_top, total, out
 
-        top, total, out_i = lax.fori_loop(
-            first[i], end[i], key_block, (begin, jnp.ones_like(begin), _zeros(*rows, v_dim))
-        )
+        state = begin, jnp.ones_like(begin), _zeros(*rows, v_dim)
+        top, total, out_i = lax.fori_loop(first[i], end[i], key_block, state)
         out, lse = results
         out = q_blocks.put(out, i, by_token(out_i / total, heads))
         lse = q_blocks.put(lse, i, by_token(top + jnp.log(total), heads))
@@ -145,7 +144,7 @@ def _forward(
 
     results = _zeros(batch, seq, heads, v_dim), _zeros(batch, seq, heads, 1)
     out, lse = lax.fori_loop(0, q_blocks.count, query_block, results)
-    # In bfloat16 the kept output would be the main source of error of dq and dk.
+    # The output is kept in float32: rounded to bfloat16, it would be most of the error of dq and dk.
     return out.astype(q.dtype), (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
 
 

@@ -21,7 +21,7 @@ def test_cost(tmp_path):
 import resource, sys
 import zoo
 seconds = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-heavy = ("torch", "transformers", "tensorflow", "pyarrow", "matplotlib.pyplot", "grain")
+heavy = ("torch", "transformers", "tensorflow", "pyarrow", "PIL", "grain")
 print(seconds, [module for module in heavy if module in sys.modules])
 """
     seconds, heavy = python(code, ROOT, cwd=tmp_path).stdout.split(" ", 1)

@@ -27,8 +27,9 @@ from train import report
 from train.checkpoint import Checkpoints
 from train.data import Example
 from train.mesh import put_batch
-from train.metrics import MetricsFile, Progress, flops_per_token, plot_losses
+from train.metrics import MetricsFile, Progress, flops_per_token
 from train.optim import adamw, make_schedule
+from train.plot import plot_losses
 from train.state import abstract_state, init_state
 from train.step import REMAT, cast, jit_train_step, loss_sums
 from train.stop import StopRequest
@@ -45,7 +46,7 @@ class Options:
     """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, loss.png, and the exported model."""
     seq_len: int = 0
     """Tokens of a row. 0: as many as the model has positions, up to 2,048."""
-    batch: int = 8
+    batch: int = 4
     """Rows of a step."""
     microbatches: int = 1
     """Parts in which a step works through its rows, one after another, to save memory; the update is the same."""

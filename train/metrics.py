@@ -1,4 +1,4 @@
-"""The numbers of a run: how they are counted, kept in a file, shown while it goes, and drawn at its end."""
+"""The numbers of a run: how they are counted, kept in a file, and shown while it goes."""
 
 import collections
 import datetime
@@ -140,23 +140,6 @@ class Progress:
             self.print(f"step {step:,}/{self.steps:,}  {text}")
             self._printed = now
         return rates
-
-
-def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
-    """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG."""
-    from matplotlib.figure import Figure  # half a second, once, at the end of a run
-
-    lines = read_metrics(metrics)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
-        points = [(line["step"], float(line[name])) for line in lines if name in line]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, markersize=4, label=f"{label}, at last {points[-1][1]:.3f}")
-    axes.set(title=f"Loss of {pathlib.Path(metrics).resolve().parent.name}", xlabel="step", ylabel="nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=150)
 
 
 def _json_number(value: Any) -> Any:

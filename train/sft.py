@@ -37,8 +37,8 @@ class Options(loop.Options):
     """Learn what the assistant says and completions, not prompts."""
     packing: Literal["fit", "off"] = "fit"
     """Put several examples in a row, which do not see each other, or one each."""
-    epochs: int = 3
-    """Times through the data, if --steps is 0."""
+    epochs: int = 0
+    """Times through the data, if --steps is 0. 0: 3, but 8 for the embedded instructions."""
     out: pathlib.Path = pathlib.Path("runs/sft")
 
 
@@ -48,7 +48,13 @@ def main(o: Options) -> None:
     tokenizer = zoo.tokenizer(o.model, revision=o.revision)
     config = zoo.config(tokenizer.folder)
     family = family_of(config)
-    o = dataclasses.replace(o, seq_len=loop.row_length(o, config))
+    embedded = o.data == train.tiny.INSTRUCTIONS  # short and few, for a model that is small: other numbers do well
+    o = dataclasses.replace(
+        o,
+        seq_len=loop.row_length(o, config),
+        epochs=o.epochs or (8 if embedded else 3),
+        lr=o.lr or (2e-3 if embedded else 0.0),
+    )
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out)

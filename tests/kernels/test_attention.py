@@ -180,17 +180,15 @@ def test_a_query_that_sees_nothing_yields_zeros(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("where_from", ["q", "k", "v"])
-def test_garbage_touches_only_those_who_see_it(implementation, where_from, garbage):
+@pytest.mark.parametrize("spoilt", ["q", "k", "v"])
+def test_garbage_touches_only_those_who_see_it(implementation, spoilt, garbage):
     """Tokens from 70 on hold garbage, and no gradient comes from there. With this window they see keys from 66 on."""
     *qkv, d_out = arrays(batch=1, seq=SEQ, kv_seq=KV_SEQ)
     d_out = d_out.at[:, 70:].set(0)
     where = tokens(np.arange(SEQ), np.arange(KV_SEQ), np.zeros(SEQ), np.zeros(KV_SEQ))
     clean = [x.at[:, 70:].set(1) for x in qkv]
-    spoilt = [
-        x.at[:, 70:, :, 0].set(garbage) if name == where_from else x for name, x in zip("qkv", clean, strict=True)
-    ]
-    out, (dq, dk, dv, _) = run(implementation, *spoilt, d_out, sinks=SINKS, window=5, **where)
+    dirty = [x.at[:, 70:, :, 0].set(garbage) if name == spoilt else x for name, x in zip("qkv", clean, strict=True)]
+    out, (dq, dk, dv, _) = run(implementation, *dirty, d_out, sinks=SINKS, window=5, **where)
     true_out, (true_dq, true_dk, true_dv, _) = run(implementation, *clean, d_out, sinks=SINKS, window=5, **where)
     for actual, expected, end in [(out, true_out, 70), (dq, true_dq, 70), (dk, true_dk, 66), (dv, true_dv, 66)]:
         np.testing.assert_allclose(actual[:, :end], expected[:, :end], rtol=1e-6)

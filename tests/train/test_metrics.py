@@ -14,7 +14,7 @@ import rich.console
 
 import zoo
 from train import metrics
-from train.metrics import MetricsFile, Progress, flops_per_token, plot_losses, read_metrics
+from train.metrics import MetricsFile, Progress, flops_per_token, read_metrics
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,6 @@ def test_going_on_drops_what_came_after(tmp_path):
     ]
     MetricsFile(path)
     assert read_metrics(path) == []
-
-
-def test_plot_losses(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    for step in range(1, 50):
-        file.write(step, loss=5 / step if step != 20 else math.nan)
-    file.write(49, validation_loss=0.5)
-    plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
