@@ -183,8 +183,11 @@ def test_long_examples(tokenizer):
     # 14 tokens before the completion, or 17: the row has room for 16 targets.
     for prompt, unlearnt in ("p" * 15, 0), ("p" * 16, 1):
         record = Record("here", {"prompt": prompt, "completion": "c"})
-        found = survey(grain.MapDataset.source([record]), tokenizer, vocab_size=260, seq_len=16)
+        records = grain.MapDataset.source([record, Record("there", {"text": "t"})])
+        found = survey(records, tokenizer, vocab_size=260, seq_len=16)
         assert (found.shortened, found.unlearnt) == (1, unlearnt)
+    with pytest.raises(ValueError, match="nothing to learn in the 1 records looked at: here"):
+        survey(grain.MapDataset.source([record]), tokenizer, vocab_size=260, seq_len=16)
 
 
 @pytest.mark.parametrize("packing", ["fit", "cut", "off"])

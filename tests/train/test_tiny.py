@@ -76,7 +76,8 @@ def test_corpus_holds_the_standard_library_only(tmp_path, corpus):
 
 def test_folder_is_made_as_it_is_embedded(tmp_path, corpus):
     write_model_folder(tmp_path, train_tokenizer(corpus))
-    for name in "config.json", "generation_config.json", "tokenizer_config.json":
+    assert zoo.config(str(tmp_path)) == zoo.config("tiny")
+    for name in "generation_config.json", "tokenizer_config.json":
         assert json.loads((tmp_path / name).read_text()) == json.loads((FOLDER / name).read_text())
     # The text, and so the vocabulary, is that of another version of Python perhaps.
     ours, embedded = (Tokenizer(folder) for folder in (tmp_path, FOLDER))
