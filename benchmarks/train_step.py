@@ -37,7 +37,7 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
     optimizer = adamw(schedule, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM, b1=BETAS[0], b2=BETAS[1], eps=EPS)
     state = init_state(zoo.load(folder), optimizer)
     train_step = jit_train_step(
-        state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.float32, remat=REMAT["none"]
+        state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.float32, remat=REMAT["dots"]
     )
     inputs = tokens[:, :-1]
     ones = np.ones_like(inputs)

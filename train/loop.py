@@ -27,7 +27,7 @@ from train import report
 from train.checkpoint import Checkpoints
 from train.data import Example
 from train.mesh import put_batch
-from train.metrics import MetricsFile, Progress, flops_per_token
+from train.metrics import MetricsFile, Progress, flops_per_token, read_metrics
 from train.optim import adamw, make_schedule
 from train.plot import plot_losses
 from train.state import abstract_state, init_state
@@ -244,7 +244,9 @@ def run(
         return
 
     # --------------------------------------------------------------------------------------------------- what is left
-    plot_losses(o.out / "metrics.jsonl", o.out / "loss.png")
+    if looks := [line["validation_loss"] for line in read_metrics(metrics.path) if "validation_loss" in line]:
+        rich.print(f"Validation loss: {looks[0]:.3f} nats a token at first, {looks[-1]:.3f} now.")
+    plot_losses(metrics.path, o.out / "loss.png")
     zoo.save(cast(state.model, export_dtype(config)), o.out / "model")
     rich.print(f'The loss curve is {o.out / "loss.png"}. The model loads with zoo.load("{o.out / "model"}").')
 

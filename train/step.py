@@ -72,12 +72,16 @@ def train_step(
         # Divided by the targets of the whole batch, so that the parts' gradients only need adding up.
         return jax.tree.map(lambda s: s / jnp.maximum(targets, 1).astype(s.dtype), sums)
 
-    def accumulate(total: Any, part: Batch) -> tuple[Any, None]:
-        gradients, means = jax.grad(loss, has_aux=True)(cast(parameters, compute_dtype), part)
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (gradients, means)), None
+    def gradients_of(part: Batch) -> tuple[Any, dict[str, Array]]:
+        return cast(jax.grad(loss, has_aux=True)(cast(parameters, compute_dtype), part), jnp.float32)
 
-    zeros = (jax.tree.map(jnp.zeros_like, parameters), {"loss": jnp.zeros(()), "correct": jnp.zeros(())})
-    (gradients, means), _ = jax.lax.scan(accumulate, zeros, _split(batch, microbatches))
+    # The sum starts from the first part: from zeros it would cost one more buffer of the size of the model.
+    parts = _split(batch, microbatches)
+    first, rest = ({name: a[index] for name, a in parts.items()} for index in (0, slice(1, None)))
+    add = lambda total, part: (jax.tree.map(jnp.add, total, gradients_of(part)), None)
+    gradients, means = gradients_of(first)
+    if microbatches > 1:
+        (gradients, means), _ = jax.lax.scan(add, (gradients, means), rest)
 
     def update(state: TrainState, gradients: Any) -> TrainState:
         updates, opt_state = optimizer.update(gradients, state.opt_state, parameters)

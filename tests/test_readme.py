@@ -1,0 +1,39 @@
+"""The README's example runs as it stands there, and its table is that of the families as they are."""
+
+import pathlib
+import re
+
+import zoo
+from tests.zoo import make_table
+from zoo import registry
+
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_example(capsys):
+    (code,) = re.findall(r"<!-- generate -->\n```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 6
+    exec(code, {})
+    assert len(capsys.readouterr().out) > 20
+
+
+def test_table():
+    """All but the errors, which are measured when the table is written, and have to be below the promise."""
+    without_error = lambda row: row.rsplit("|", 2)[0]
+    section = README.split("## Families")[1].split("##")[0]
+    written = [line for line in section.splitlines() if line.startswith("| ")]
+    assert [without_error(row) for row in make_table.rows(dict.fromkeys(registry.FAMILIES, 0.0)) if row[1] == " "] == [
+        without_error(row) for row in written
+    ]
+    assert all(float(row.split("|")[-2]) < 1e-4 for row in written[1:])
+
+
+def test_every_file_named_is_there():
+    root = pathlib.Path(__file__).parents[1]
+    tree = README.split("## What is where")[1].split("```")[1]
+    for package in ("zoo", "kernels", "convert", "train", "tests", "benchmarks"):
+        assert f"{package}/" in tree and (root / package).is_dir()
+    for name in re.findall(r"[a-z0-9_]+\.py", tree):
+        assert list(root.rglob(name)), name
+    assert zoo.names()[0] == "tiny"
