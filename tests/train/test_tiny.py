@@ -122,6 +122,7 @@ def test_every_answer_and_its_end_is_learnt(tokenizer, chats):
         assert learnt == "".join(f"{message['content']}<|im_end|>" for message in chat[1::2])
 
 
+@pytest.mark.live
 def test_transformers_reads_it_alike(tokenizer, chats, corpus):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(FOLDER)

@@ -165,6 +165,7 @@ def test_rendered_text(tmp_path):
     assert Tokenizer(folder(tmp_path / "e", template)).render([{"role": "a", "content": None}], mood="!") == "absent!"
 
 
+@pytest.mark.live
 @pytest.mark.parametrize(
     "template", [CHATML, INST, HEADERS, MARKED, "qwen3"], ids=["chatml", "inst", "headers", "marked", "qwen3"]
 )
@@ -339,6 +340,7 @@ def test_bad_folders_and_templates(tmp_path):
             Tokenizer(path)
 
 
+@pytest.mark.live
 def test_a_trained_llama_tokenizer(tmp_path):
     source = SHARED / "aidreams260k"
     if not source.exists():
