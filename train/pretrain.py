@@ -47,7 +47,7 @@ def main(o: Options) -> None:
     records, held_out = open_records(o.data, o.hold_out)
     shape: dict[str, Any] = dict(vocab_size=config.vocab_size, seq_len=o.seq_len, packing="cut")
     found = survey(records, tokenizer, **shape)
-    report.data(found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
+    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
     if o.dry_run:
         report.examples(found, tokenizer, seq_len=o.seq_len)
     shape["batch"] = o.batch

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from train.data import Survey
+from train.records import find_files
 from zoo.tokenizer import Tokenizer
 
 
@@ -23,12 +24,18 @@ def rows(title: str, content: dict[str, Any]) -> None:
     rich.print(table)
 
 
-def data(survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int) -> None:
-    """Keys, lengths, packing; and warnings of what the model will not learn from."""
+def data(path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int) -> None:
+    """Files, keys, lengths, packing; and warnings of what the model will not learn from."""
     percent = lambda n: f"{n:,} of {survey.sampled:,} looked at ({100 * n / survey.sampled:.1f} %)"
+    names = lambda files: (
+        ", ".join(str(file) for file in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
+    )
+    train, valid = find_files(path)
     rows(
         "Data",
         {
+            "files": names(train),
+            "validation": names(valid) or "the last of the records",
             "records": f"{survey.records:,}",
             "keys": ", ".join(f"{key} ({percent(n)})" for key, n in survey.keys.items()),
             "tokens a record": ", ".join(f"{name} {n:,}" for name, n in survey.lengths.items()),

@@ -62,7 +62,7 @@ def main(o: Options) -> None:
         vocab_size=config.vocab_size, seq_len=o.seq_len, packing=o.packing, completions_only=o.completions_only
     )
     found = survey(records, tokenizer, **shape)
-    report.data(found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
+    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
     if o.dry_run:
         report.examples(found, tokenizer, seq_len=o.seq_len)
     shape["batch"] = o.batch

@@ -138,7 +138,19 @@ def test_not_finite(base):
 
 def test_dry_run(base):
     output = finish(start(base, base / "dry", "--dry-run"))
-    words = ["190", "prompt", "completion", "Example 3", "filled", "vocabulary", "Memory", "Mesh", "fsdp", "free"]
+    words = [
+        "words.jsonl",
+        "190",
+        "prompt",
+        "completion",
+        "Example 3",
+        "filled",
+        "vocabulary",
+        "Memory",
+        "Mesh",
+        "fsdp",
+        "free",
+    ]
     assert all(word in output for word in words), output
     assert not (base / "dry").exists()
 
