@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import convert.tensors
 import zoo
-from tests.zoo import tiny
+from tests.zoo import make_golden, tiny
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -182,14 +183,27 @@ def test_bad_input(base, tmp_path, content, options, words):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the small trained Llama is not beside this checkout")
-def test_real_weights_learn_shakespeare(tmp_path):
-    """The start of the longer run in the README: held-out loss falls by more than a nat."""
-    base = SHARED / "aidreams260k"
-    (tmp_path / "model").symlink_to(base)
-    (tmp_path / "words.jsonl").write_text("")
-    text = SHARED / "text" / "tinyshakespeare.txt"
-    options = ["--data", str(text), "--seq-len", "128", "--batch", "16", "--save-every", "1000"]
-    finish(start(tmp_path, tmp_path / "out", *options))
-    held_out = [line["validation_loss"] for line in metrics(tmp_path / "out") if "validation_loss" in line]
+@pytest.fixture(scope="module")
+def shakespeare(tmp_path_factory):
+    """The start of the longer run in the README, on real weights."""
+    if not SHARED.is_dir():
+        pytest.skip("the small trained Llama is not beside this checkout")
+    folder = tmp_path_factory.mktemp("shakespeare")
+    (folder / "model").symlink_to(SHARED / "aidreams260k")
+    options = ["--data", str(SHARED / "text" / "tinyshakespeare.txt"), "--seq-len", "128", "--batch", "16"]
+    finish(start(folder, folder / "out", *options, "--save-every", "1000"))
+    return folder / "out"
+
+
+def test_real_weights_learn_shakespeare(shakespeare):
+    """Held-out loss falls by more than a nat."""
+    held_out = [line["validation_loss"] for line in metrics(shakespeare) if "validation_loss" in line]
     assert held_out[-1] < held_out[0] - 1
+
+
+@pytest.mark.live
+def test_transformers_loads_what_was_trained(shakespeare):
+    pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    theirs = make_golden.logits(shakespeare / "model")
+    ours = np.asarray(zoo.load(shakespeare / "model")(jnp.asarray(tiny.TOKENS)))
+    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
