@@ -4,15 +4,15 @@ This package knows no model and imports jax and jaxtyping alone.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
-from kernels import attention_xla, reference
+from kernels import attention_xla, ragged_dot_xla, reference
 
 
-__all__ = ["attention"]
+__all__ = ["attention", "ragged_dot"]
 
 
 class Implementation(NamedTuple):
@@ -22,10 +22,16 @@ class Implementation(NamedTuple):
     refusal: Callable[..., str | None]  # why it cannot take these arguments; None if it can
 
 
-# One more implementation is a module and a row here, and its place in `preference` below.
-ATTENTION = {
-    "reference": Implementation(reference.attention, lambda *args, **kwargs: None),
-    "xla": Implementation(attention_xla.attention, attention_xla.refusal),
+# One more implementation is a module and a row here, and its place in the operation's `preference` below.
+OPERATIONS = {
+    "attention": {
+        "reference": Implementation(reference.attention, lambda *args, **kwargs: None),
+        "xla": Implementation(attention_xla.attention, attention_xla.refusal),
+    },
+    "ragged_dot": {
+        "reference": Implementation(reference.ragged_dot, lambda *args, **kwargs: None),
+        "xla": Implementation(ragged_dot_xla.ragged_dot, ragged_dot_xla.refusal),
+    },
 }
 
 
@@ -87,16 +93,55 @@ def attention(
         softcap=softcap,
         sinks=sinks,
     )
-    refusals = {name: each.refusal(q, k, v, **arguments) for name, each in ATTENTION.items()}
+    one_block = max(q.shape[1], k.shape[1]) <= attention_xla.BLOCK
+    preference = ("reference", "xla") if q.shape[1] == 1 or one_block else ("xla", "reference")
+    return _run("attention", implementation, preference, q, k, v, **arguments)
+
+
+def ragged_dot(
+    x: Float[Array, "tokens in"],
+    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "tokens out"]:
+    """Each row of `x`, sorted by group, times the transposed matrix of its group, which is (out, in) as a Linear's.
+
+    The first `group_sizes[0]` rows belong to group 0, the next `group_sizes[1]` to group 1, and so on: the product of
+    dropless mixture-of-experts layers (MegaBlocks, arXiv:2211.15841). Groups may be empty. Rows beyond the last group
+    yield zeros, get zero gradients and may hold anything; groups end where the rows do.
+
+    Narrower dtypes accumulate in float32. A NaN in a row stays in the row, and in the gradient of its group's matrix;
+    a NaN in a group's matrix stays in the group's rows. `w` may be int8, of which one matrix at a time is brought to the
+    dtype of `x`; it has no gradient then.
+
+    `implementation` is "xla" (in tiles of at most 128 rows: work and memory grow with tokens, not with groups * tokens;
+    first derivatives only, in reverse mode) or "reference" (every row times every matrix; every derivative, and float64
+    in float64). None means "xla", and "reference" for what it refuses.
+
+    Raises ValueError where arguments contradict one another, or the implementation asked for cannot take them.
+    """
+    if w.dtype not in (x.dtype, jnp.int8):
+        raise ValueError(f"x and w must have one dtype, not {x.dtype} and {w.dtype}: cast them first.")
+    if x.shape[1] != w.shape[2]:
+        raise ValueError(f"The rows of x have {x.shape[1]} features, and w, (groups, out, in), takes {w.shape[2]}.")
+    if len(group_sizes) != len(w):
+        raise ValueError(f"w has {len(w)} groups: group_sizes must have one size for each, not {len(group_sizes)}.")
+    return _run("ragged_dot", implementation, ("xla", "reference"), x, w, group_sizes.astype(jnp.int32))
+
+
+def _run(operation: str, implementation: str | None, preference: tuple[str, ...], *args: Any, **kwargs: Any) -> Array:
+    """The result of the implementation asked for, or of the first in `preference` that can take these arguments."""
+    refusals = {name: each.refusal(*args, **kwargs) for name, each in OPERATIONS[operation].items()}
     able = [name for name, refusal in refusals.items() if refusal is None]
     if implementation is None:
-        one_block = max(q.shape[1], k.shape[1]) <= attention_xla.BLOCK
-        preference = ("reference", "xla") if q.shape[1] == 1 or one_block else ("xla", "reference")
         implementation = next(name for name in preference if name in able)
     if implementation not in able:
         reason = refusals.get(implementation, "no such implementation")
-        raise ValueError(f"attention(implementation={implementation!r}): {reason}. These can do it: {', '.join(able)}.")
-    return ATTENTION[implementation].run(q, k, v, **arguments)
+        raise ValueError(
+            f"{operation}(implementation={implementation!r}): {reason}. These can do it: {', '.join(able)}."
+        )
+    return OPERATIONS[operation][implementation].run(*args, **kwargs)
 
 
 def _tokens(

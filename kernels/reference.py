@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 
 # Stands for "no logit". exp(LOWEST - x) is 0 for any other x and, unlike -inf, it can be subtracted from itself.
@@ -56,6 +56,20 @@ def attention(
     weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
     weights = jnp.where(seen, weights, 0).astype(dtype)
     return by_token(jnp.einsum("bnqk,bnkd->bnqd", weights, v, preferred_element_type=exact), heads).astype(dtype)
+
+
+def ragged_dot(
+    x: Float[Array, "tokens in"],
+    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"],
+    group_sizes: Int[Array, " groups"],
+) -> Float[Array, "tokens out"]:
+    """`kernels.ragged_dot`, with every row times every matrix. In float32, or in float64 if x has it."""
+    exact = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    rows, ends = jnp.arange(x.shape[0], dtype=jnp.int32)[None, :], jnp.cumsum(group_sizes)[:, None]
+    member = ((rows >= ends - group_sizes[:, None]) & (rows < ends))[:, :, None]
+    # Masked before the product and after it: else a NaN would pass, in one of them or in the other one's gradient.
+    out = jnp.einsum("gti,goi->gto", jnp.where(member, x[None], 0), w.astype(x.dtype), preferred_element_type=exact)
+    return jnp.where(member, out, 0).sum(axis=0).astype(x.dtype)
 
 
 def by_head(x: Float[Array, "batch seq heads dim"], kv_heads: int) -> Float[Array, "batch kv_heads rows dim"]:

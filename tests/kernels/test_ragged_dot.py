@@ -1,0 +1,287 @@
+"""kernels.ragged_dot: both implementations against a loop in float64 numpy, and what "xla" promises beyond it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import kernels
+from kernels.ragged_dot_xla import Tiles, tile_size
+
+
+IMPLEMENTATIONS = ["xla", "reference"]
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
+
+
+def oracle(x, w, group_sizes, d_out):
+    """Output and the gradients of x and w, in float64, one group after the other."""
+    x, w, d_out = (np.asarray(a, np.float64) for a in (x, w, d_out))
+    out, dx, dw = np.zeros(d_out.shape), np.zeros(x.shape), np.zeros(w.shape)
+    ends = np.cumsum(group_sizes)
+    for group, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
+        rows = slice(start, end)
+        out[rows], dx[rows], dw[group] = x[rows] @ w[group].T, d_out[rows] @ w[group], d_out[rows].T @ x[rows]
+    return out, dx, dw
+
+
+def arrays(tokens=150, groups=5, in_features=24, out_features=40, dtype=jnp.float32):
+    """x, w and the gradient of the output."""
+    rng = np.random.default_rng(0)
+    shapes = (tokens, in_features), (groups, out_features, in_features), (tokens, out_features)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def run(implementation, x, w, group_sizes, d_out):
+    """Output and the gradients of x and w."""
+    return _run(implementation, x, w, jnp.asarray(group_sizes, jnp.int32), d_out)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def _run(implementation, x, w, group_sizes, d_out):
+    product = lambda x, w: kernels.ragged_dot(x, w, group_sizes, implementation=implementation)
+    out, gradient = jax.vjp(product, x, w)
+    return out, *gradient(d_out)
+
+
+def errors(actual, expected):
+    """The relative errors, in Frobenius norm, of the output and of each gradient."""
+    relative = lambda x, true: np.linalg.norm(np.asarray(x, np.float64) - true) / max(np.linalg.norm(true), 1e-30)
+    return list(map(relative, actual, expected))
+
+
+CASES = {
+    "sizes of all kinds": (150, [33, 0, 1, 96, 20]),
+    "rows of no group": (150, [0, 40, 7, 0, 31]),
+    "no row has a group": (150, [0, 0, 0, 0, 0]),
+    "all rows in one of the groups": (150, [0, 0, 150, 0, 0]),
+    "sizes beyond the rows": (150, [60, 60, 60, 60, 0]),
+    "whole tiles": (384, [128, 256]),
+    "tiles of the largest size and parts of them": (300, [130, 169]),
+    "one group": (100, [100]),
+    "one row": (1, [0, 1, 0]),
+    "a decode": (8, np.bincount([3, 3, 7, 19, 20, 64, 64, 127], minlength=128)),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_float32_equals_the_oracle(case, implementation):
+    tokens, group_sizes = CASES[case]
+    x, w, d_out = arrays(tokens, len(group_sizes))
+    true_sizes = np.diff(np.minimum(np.cumsum(group_sizes), tokens), prepend=0)
+    expected = oracle(x, w, true_sizes, d_out)
+    assert max(errors(run(implementation, x, w, group_sizes, d_out), expected)) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_int8_matrices(implementation):
+    """Without a float copy of all of them, and with a gradient of x alone."""
+    x, w, d_out = arrays()
+    w = jnp.round(20 * w).astype(jnp.int8)
+    product = functools.partial(
+        kernels.ragged_dot, w=w, group_sizes=jnp.array([33, 0, 1, 96, 20]), implementation=implementation
+    )
+    out, gradient = jax.vjp(lambda x: product(x), x)
+    expected = oracle(x, w, [33, 0, 1, 96, 20], d_out)
+    assert max(errors([out, *gradient(d_out)], expected[:2])) < 1e-5
+
+
+def test_int8_matrices_take_no_more_memory_than_one():
+    x, w, sizes = (
+        jax.ShapeDtypeStruct(*a) for a in [((64, 128), jnp.float32), ((256, 128, 128), jnp.int8), ((256,), jnp.int32)]
+    )
+    compiled = jax.jit(kernels.ragged_dot).lower(x, w, sizes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 256 * 128 * 128 / 4
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 50), min_size=5, max_size=5).filter(lambda sizes: sum(sizes) <= 150))
+def test_any_group_sizes(group_sizes):
+    x, w, d_out = arrays()
+    expected = oracle(x, w, group_sizes, d_out)
+    for implementation in IMPLEMENTATIONS:
+        actual = run(implementation, x, w, group_sizes, d_out)
+        assert max(errors(actual, expected)) < 1e-5
+        assert not any(np.asarray(rows)[sum(group_sizes) :].any() for rows in actual[:2])
+
+
+@pytest.mark.parametrize("case", ["sizes of all kinds", "tiles of the largest size and parts of them"])
+def test_bfloat16_is_as_exact_as_the_reference(case):
+    tokens, group_sizes = CASES[case]
+    x, w, d_out = arrays(tokens, len(group_sizes), in_features=200, dtype=jnp.bfloat16)
+    expected = oracle(x, w, group_sizes, d_out)
+    actual = run("xla", x, w, group_sizes, d_out)
+    assert {a.dtype for a in actual} == {x.dtype}
+    out, *gradients = errors(actual, expected)
+    theirs = errors(run("reference", x, w, group_sizes, d_out), expected)
+    assert out < 4e-3 and max(gradients) < 1e-2
+    assert all(a < 1.5 * b for a, b in zip([out, *gradients], theirs, strict=True))
+
+
+# Rows 0-39 are group 0's, 40-99 group 2's and 100-129 group 4's, and tiles have 32 rows: all three end within a tile.
+GROUP_SIZES = [40, 0, 60, 0, 30]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_what_has_no_rows_or_no_group_may_hold_garbage(implementation, garbage):
+    x, w, d_out = arrays()
+    expected = run(implementation, x, w, GROUP_SIZES, d_out)
+    x, w, d_out = x.at[130:].set(garbage), w.at[1::2].set(garbage), d_out.at[130:].set(garbage)
+    for ours, theirs in zip(run(implementation, x, w, GROUP_SIZES, d_out), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("row, group", [(0, 0), (39, 0), (40, 2), (99, 2), (129, 4)])
+def test_a_nan_stays_in_its_row_and_its_group(implementation, row, group):
+    x, w, d_out = arrays()
+    out, dx, dw = run(implementation, x, w, GROUP_SIZES, d_out)
+    spoil = lambda array, i: array.at[i].set(np.nan)
+    for dirty, expected in [
+        ((spoil(x, row), w, GROUP_SIZES, d_out), (spoil(out, row), dx, spoil(dw, group))),
+        ((x, w, GROUP_SIZES, spoil(d_out, row)), (out, spoil(dx, row), spoil(dw, group))),
+    ]:
+        for ours, theirs in zip(run(implementation, *dirty), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_nan_in_a_matrix_stays_in_its_rows(implementation):
+    x, w, d_out = arrays()
+    out, dx, dw = run(implementation, x, w, GROUP_SIZES, d_out)
+    expected = out.at[40:100].set(np.nan), dx.at[40:100].set(np.nan), dw
+    for ours, theirs in zip(run(implementation, x, w.at[2].set(np.nan), GROUP_SIZES, d_out), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+plan = jax.jit(Tiles.of, static_argnums=1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 60), min_size=5, max_size=5), st.lists(st.integers(0, 127), max_size=8))
+def test_the_work_is_that_of_the_rows(training, decode):
+    """Tiles hold every row once, beside rows of its group alone, and there are no more of them than that takes."""
+    for group_sizes, tokens in [(training, 150), (np.bincount(decode, minlength=128), 8)]:
+        tiles, size = plan(jnp.asarray(group_sizes, jnp.int32), tokens), tile_size(tokens, len(group_sizes))
+        group, first, end = (np.asarray(x)[: tiles.count] for x in (tiles.group, tiles.first, tiles.end))
+        rows = np.concatenate([[], *map(np.arange, first, end)])
+        groups = np.repeat(np.arange(len(group_sizes)), group_sizes)[:tokens]
+        np.testing.assert_array_equal(rows, np.arange(len(groups)))
+        np.testing.assert_array_equal(np.repeat(group, end - first), groups)
+        assert len(group) == sum(-(-np.bincount(groups) // size)) <= -(-tokens // size) + len(group_sizes)
+
+
+@pytest.mark.parametrize(
+    "tokens, groups, size", [(1, 3, 1), (5, 1, 5), (8, 128, 8), (100, 10, 16), (1024, 64, 16), (9999, 2, 128)]
+)
+def test_tiles_are_as_large_as_the_mean_group(tokens, groups, size):
+    assert tile_size(tokens, groups) == size
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_memory_and_flops_do_not_grow_with_the_groups(dtype):
+    """Forward and backward, where the reference has to hold [groups, tokens, out], and a gather [tokens, out, in]."""
+    tokens, in_features, out_features = 256, 128, 128
+
+    def cost(groups, implementation):
+        shapes = (tokens, in_features), (groups, out_features, in_features)
+        x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        loss = lambda *args: kernels.ragged_dot(*args, implementation=implementation).astype(jnp.float32).sum()
+        compiled = (
+            jax.jit(jax.grad(loss, (0, 1))).lower(x, w, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile(QUICK)
+        )
+        dw_in_float32 = 0 if dtype == jnp.float32 else 4 * w.size
+        return compiled.memory_analysis().temp_size_in_bytes - dw_in_float32, compiled.cost_analysis()["flops"]
+
+    one_matrix = in_features * out_features
+    memory, flops = cost(256, "xla")
+    assert memory < 4 * (4 * tokens * (in_features + out_features) + 2 * one_matrix)
+    assert cost(256, "reference")[0] > 256 * tokens * out_features  # so this test can fail
+    if (
+        dtype == jnp.float32
+    ):  # XLA counts the rounds of a loop once, and takes conversions for floating-point operations
+        assert flops < 1.5 * 2 * (2 * 8 * one_matrix)
+
+
+def test_inside_scan_and_checkpoint():
+    x, w, _ = arrays(groups=10, in_features=24, out_features=24)
+    layers = w.reshape(2, 5, 24, 24), jnp.array([[70, 0, 10, 30, 40], [1, 2, 100, 3, 0]])
+
+    def loss(x, w, sizes, implementation):
+        def layer(x, layer):
+            return jnp.tanh(kernels.ragged_dot(x, *layer, implementation=implementation)), None
+
+        return jnp.square(lax.scan(jax.checkpoint(layer), x, (w, sizes))[0]).sum()
+
+    gradients = lambda implementation: jax.jit(
+        jax.grad(functools.partial(loss, implementation=implementation), (0, 1)), compiler_options=QUICK
+    )(x, *layers)
+    for ours, theirs in zip(gradients("xla"), gradients("reference"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_inside_vmap_and_while_loop():
+    x, w, _ = arrays(groups=3, in_features=24, out_features=24)
+    xs, sizes = jnp.stack([x, 2 * x]), jnp.array([[100, 0, 30], [1, 2, 3]])
+
+    def squared(x, sizes, implementation):
+        step = lambda state: (state[0] + 1, kernels.ragged_dot(state[1], w, sizes, implementation=implementation))
+        return lax.while_loop(lambda state: state[0] < 2, step, (0, x))[1]
+
+    ours, theirs = (
+        jax.jit(jax.vmap(functools.partial(squared, implementation=name)), compiler_options=QUICK)(xs, sizes)
+        for name in IMPLEMENTATIONS
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_choice_of_implementation():
+    def loops(*args, **kwargs):
+        return "while" in str(jax.make_jaxpr(functools.partial(kernels.ragged_dot, **kwargs))(*args))
+
+    x, w, _ = arrays()
+    sizes = jnp.array(GROUP_SIZES)
+    assert loops(x, w, sizes) and not loops(x, w, sizes, implementation="reference")
+    assert kernels.ragged_dot(x[:0], w, sizes).shape == (0, 40)
+    assert not kernels.ragged_dot(x, w[:0], sizes[:0]).any()
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        x, w, d_out = arrays(dtype=jnp.float64)
+        assert max(errors(run(None, x, w, GROUP_SIZES, d_out), oracle(x, w, GROUP_SIZES, d_out))) < 1e-14
+        with pytest.raises(ValueError, match=r"'xla'\): it computes in float32, and x is float64.*: reference\."):
+            run("xla", x, w, GROUP_SIZES, d_out)
+        x, w, d_out = arrays()
+        assert max(errors(run("xla", x, w, GROUP_SIZES, d_out), oracle(x, w, GROUP_SIZES, d_out))) < 1e-5
+
+
+def test_contradictions_are_refused():
+    x, w, _ = arrays()
+    sizes = jnp.array(GROUP_SIZES)
+    with pytest.raises(ValueError, match=r"no such implementation.*: reference, xla"):
+        kernels.ragged_dot(x, w, sizes, implementation="cutlass")
+    with pytest.raises(ValueError, match=r"'xla'\): it needs a row and a group at least.*: reference\."):
+        kernels.ragged_dot(x[:0], w, sizes, implementation="xla")
+    with pytest.raises(ValueError, match="one dtype, not float32 and bfloat16"):
+        kernels.ragged_dot(x, w.astype(jnp.bfloat16), sizes)
+
+
+def test_shapes_that_do_not_fit_are_refused_where_nobody_checks_annotations():
+    x, w, _ = arrays()
+    sizes = jnp.array(GROUP_SIZES)
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError, match=r"x have 24 features, and w, \(groups, out, in\), takes 40"):
+            kernels.ragged_dot(x, w.swapaxes(1, 2), sizes)
+        with pytest.raises(ValueError, match="w has 5 groups: group_sizes must have one size for each, not 4"):
+            kernels.ragged_dot(x, w, sizes[:4])
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
