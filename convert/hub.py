@@ -32,6 +32,7 @@ COMPANIONS = (
     "added_tokens.json",
     "tokenizer.model",
     "*.tiktoken",
+    "tiktoken.model",
     "vocab.json",
     "vocab.txt",
     "merges.txt",

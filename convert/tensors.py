@@ -90,19 +90,30 @@ class Tensor:
         """
         return np.ndarray(self.shape, self.dtype, self._file.mapped, self.offset)
 
-    def read_into(self, out: np.ndarray) -> None:
-        """Reads the values straight into `out`, a C-contiguous array of this shape and dtype.
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """`view()[index]` as `dtype`: still the file itself where nothing has to be converted.
+
+        An index that is shorter than the shape takes the axes that it leaves out whole.
+        """
+        return self.view()[(*index, ...)].astype(dtype, copy=False)  # without the ellipsis, () of a scalar is no array
+
+    def read_into(self, out: np.ndarray, start: int = 0) -> None:
+        """Reads straight into `out`, a C-contiguous array of this dtype, as many rows as it has, from row `start` on.
+
+        Rows lie along the first axis: an `out` of this tensor's shape takes it whole.
 
         Raises:
-            ValueError: `out` is of another kind.
+            ValueError: `out` is of another kind, or has more rows than there are.
             OSError: the file cannot be read, or has become shorter.
         """
-        if (out.shape, out.dtype) != (self.shape, self.dtype) or not (out.flags.c_contiguous and out.flags.writeable):
+        alike = (out.ndim, out.shape[1:], out.dtype) == (len(self.shape), self.shape[1:], self.dtype)
+        rows, wanted = (shape[0] if shape else 1 for shape in (self.shape, out.shape))  # a scalar is one row
+        if not (alike and 0 <= start <= rows - wanted and out.flags.c_contiguous and out.flags.writeable):
             raise ValueError(
                 f"{self.name} in {self.file} is {self.dtype}{list(self.shape)}; it needs a writeable C-contiguous "
-                f"array of that kind, not {out.dtype}{list(out.shape)}."
+                f"array of that kind or of some of its rows, not {out.dtype}{list(out.shape)} from row {start} on."
             )
-        rest, offset = _bytes(out), self.offset
+        rest, offset = _bytes(out), self.offset + start * math.prod(self.shape[1:]) * self.dtype.itemsize
         while rest:  # the system reads at most 2 GB at a time
             with _naming(self.file):
                 count = os.preadv(self._file.descriptor, [rest], offset)
@@ -239,7 +250,7 @@ def _made(name: str, tensor: Lazy) -> np.ndarray:
 
 def _bytes(array: np.ndarray) -> memoryview:
     """The values in C order: the array's own memory if it is contiguous, else a copy."""
-    return array.reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _write_index(path: pathlib.Path, plan: StateDictSplit, prefix: str = "") -> None:

@@ -1,8 +1,8 @@
 """A model's tokenizer: text to token ids and back, and chats by way of the model's own template.
 
-A thin layer over `tokenizers` and jinja2 that reads a folder in Hub layout: tokenizer.json, and where they are present
-tokenizer_config.json, special_tokens_map.json, chat_template.jinja, generation_config.json and config.json. Ids and
-rendered text are those of transformers' `AutoTokenizer`, without its seconds of import.
+A thin layer over `tokenizers` and jinja2 that reads a folder in Hub layout: tokenizer.json (or Kimi's tiktoken.model),
+and where they are present tokenizer_config.json, special_tokens_map.json, chat_template.jinja, generation_config.json
+and config.json. Ids and rendered text are those of transformers' `AutoTokenizer`, without its seconds of import.
 """
 
 import bisect
@@ -18,6 +18,8 @@ import jinja2
 import tokenizers
 from jinja2 import ext, nodes, sandbox
 from tokenizers import decoders
+
+from zoo import tiktoken
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -37,7 +39,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str | os.PathLike):
-        """Raises FileNotFoundError without a tokenizer.json, and ValueError for a file that cannot be read."""
+        """Raises FileNotFoundError without one of the two, and ValueError for a file that cannot be read."""
         self.folder = pathlib.Path(folder)
         self._tokenizer = _read_tokenizer(self.folder)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -236,6 +238,9 @@ def _strftime_now(format: str) -> str:
 
 def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
+    if not file.exists() and (folder / tiktoken.NAME).exists():
+        added = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+        return tiktoken.read(folder / tiktoken.NAME, {int(id): token["content"] for id, token in added.items()})
     if not file.exists():
         others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).exists()]
         raise FileNotFoundError(

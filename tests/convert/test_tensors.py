@@ -133,6 +133,46 @@ def test_views_that_a_foreign_file_does_not_align(tmp_path):
     np.testing.assert_array_equal(jax.device_put(view), [1.5, -2])
 
 
+def test_parts_are_the_file_until_they_are_cast(tmp_path):
+    arrays = {"x": noise((5, 6), BF16), "scalar": noise((), BF16)}
+    save_tensors(tmp_path, lazily(arrays))
+    tensors = open_tensors(tmp_path)
+    for index in ((), (slice(1, 4),), (slice(None), slice(2, 6)), (slice(0, 5, 2), slice(3))):
+        part = tensors["x"].part(index, BF16)
+        assert bits(part) == bits(arrays["x"][index])
+        assert np.shares_memory(part, tensors["x"].view())
+        cast = tensors["x"].part(index, np.dtype(np.float32))
+        assert bits(cast) == bits(arrays["x"][index].astype(np.float32)) and cast.flags.writeable
+    for dtype in (BF16, np.dtype(np.float32)):
+        scalar = tensors["scalar"].part((), dtype)
+        assert isinstance(scalar, np.ndarray) and bits(scalar) == bits(arrays["scalar"].astype(dtype))
+
+
+@pytest.mark.parametrize("start, stop", [(0, 4), (0, 1), (1, 3), (3, 4), (4, 4), (0, 0)])
+def test_read_into_reads_rows(tmp_path, start, stop):
+    single(tmp_path)
+    out = np.empty((stop - start, 6), np.float32)
+    open_tensors(tmp_path)["a.weight"].read_into(out, start)
+    assert bits(out) == bits(ARRAYS["a.weight"][start:stop])
+
+
+def test_read_into_of_a_scalar_has_one_row(tmp_path):
+    save_tensors(tmp_path, lazily({"x": noise((), BF16), "y": noise((), BF16, 1)}))
+    x, out = open_tensors(tmp_path)["x"], np.empty((), BF16)
+    x.read_into(out, 0)
+    assert bits(out) == bits(noise((), BF16))
+    for wrong, start in ((out, 1), (np.empty(1, BF16), 0)):
+        with pytest.raises(ValueError, match=rf"x in .* is bfloat16\[\]; it needs .* from row {start} on"):
+            x.read_into(wrong, start)
+
+
+@pytest.mark.parametrize("rows, start", [(5, 0), (2, 3), (0, 5), (1, -1)])
+def test_read_into_refuses_rows_that_are_not_there(tmp_path, rows, start):
+    path = single(tmp_path)
+    with pytest.raises(ValueError, match=rf"a\.weight in {path} .* float32\[{rows}, 6\] from row {start} on"):
+        open_tensors(tmp_path)["a.weight"].read_into(np.empty((rows, 6), np.float32), start)
+
+
 @pytest.mark.parametrize(
     "out",
     [
@@ -449,9 +489,9 @@ def test_shards_and_index_as_the_hub_has_them(tmp_path):
 
 
 def test_views_that_are_not_contiguous_are_written_in_order(tmp_path):
-    array = noise((3, 4, 5), BF16).transpose(2, 0, 1)[::2]
-    save_tensors(tmp_path, lazily({"x": array}))
-    assert content(tmp_path) == {"x": bits(array)}
+    arrays = {"x": noise((3, 4, 5), BF16).transpose(2, 0, 1)[::2], "y": noise((4, 6), BF16)[:, 1]}
+    save_tensors(tmp_path, lazily(arrays))
+    assert content(tmp_path) == {name: bits(array) for name, array in arrays.items()}
 
 
 def test_jax_arrays(tmp_path):

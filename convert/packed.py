@@ -1,0 +1,199 @@
+"""Quantised weights of a checkpoint, seen as the tensors they stand for: dequantised when and where they are read.
+
+They are stored as bytes, with a factor for each block of them. A byte is looked up in a table made for its factor: the
+product in float64, rounded once to the asked dtype. So it is exact, and faster than casting and multiplying each value.
+"""
+
+import functools
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Float8e4m3fn, Float32, Float64, UInt8
+
+from convert.tensors import DTYPES, Tensor
+
+
+BF16, E4M3, E8M0 = DTYPES["BF16"], DTYPES["F8_E4M3"], DTYPES["F8_E8M0"]
+BYTES = np.arange(256, dtype=np.uint8)
+BLOCK = 128  # rows and columns that share a factor in float8, and rows that are dequantised at a time
+PAIRS = 16  # bytes of two values each that share a factor in MXFP4
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A tensor stored as two: its codes, and the scales of their blocks. Any thread may read it."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype = BF16  # what it is dequantised to unless another is asked for
+
+    @property
+    def name(self) -> str:
+        return self.codes.name.removesuffix("_blocks")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.codes.file
+
+    @property
+    def nbytes(self) -> int:
+        """As stored."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(_Packed):
+    """A matrix in float8 with a factor for each block; the last blocks of rows and columns may be smaller.
+
+    codes float8_e4m3fn [out, in]; scales [ceil(out / 128), ceil(in / 128)], to multiply by, although they are called
+    weight_scale_inv. Source: README_WEIGHTS.md of github.com/deepseek-ai/DeepSeek-V3.
+    """
+
+    block: tuple[int, int] = (BLOCK, BLOCK)
+
+    @property
+    def _fits(self) -> bool:
+        blocks = tuple(-(-size // side) for size, side in zip(self.shape, self.block, strict=False))
+        return len(self.shape) == 2 and self.scales.shape == blocks and self.scales.dtype in (np.float32, BF16, E8M0)
+
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """The matrix at `index` (slices without steps) as `dtype`; only what it touches is read."""
+        rows, columns = _ranges(index, self.shape)
+        height, width = self.block
+        values = BYTES.view(E4M3).astype(np.float64)[:, None]
+        blocks = slice(columns.start // width, -(-columns.stop // width))
+        offsets = (np.arange(columns.start, columns.stop) // width - blocks.start) * len(BYTES)
+        out = np.empty((len(rows), len(columns)), dtype)
+        for i in range(rows.start // height, -(-rows.stop // height)):
+            band = range(max(i * height, rows.start), min((i + 1) * height, rows.stop))
+            table = _table(values, self.scales.view()[i, blocks].astype(np.float64), out.dtype)
+            at = _bytes(self.codes, self.shape[1], band, columns) + offsets[None]
+            into = out[band.start - rows.start : band.stop - rows.start].view(table.dtype)
+            table.take(at, out=into, mode="clip")  # by default numpy would fill a buffer first
+        return out
+
+
+@dataclass(frozen=True)
+class Mxfp4(_Packed):
+    """The experts of gpt-oss in float4_e2m1fn, 32 values to a power of two, seen as the bfloat16 releases store them.
+
+    codes uint8 [experts, out, in / 32, 16], the first of two values in the low bits; scales uint8 [experts, out,
+    in / 32], exponents plus 127. They stand for [experts, in, out]. Source: gpt_oss/torch/weights.py of
+    github.com/openai/gpt-oss.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, groups, _ = self.codes.shape
+        return experts, groups * 2 * PAIRS, rows
+
+    @property
+    def _fits(self) -> bool:
+        shapes_fit = len(self.codes.shape) == 4 and self.codes.shape == (*self.scales.shape, PAIRS)
+        return shapes_fit and self.codes.dtype == self.scales.dtype == np.uint8
+
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """The tensor at `index` (slices without steps) as `dtype`, a transposed view; only what it touches is read."""
+        experts, columns, rows = _ranges(index, self.shape)
+        _, height, width, _ = self.codes.shape
+        groups = range(columns.start // (2 * PAIRS), -(-columns.stop // (2 * PAIRS)))
+        pairs = range(groups.start * PAIRS, groups.stop * PAIRS)
+        out = np.empty((len(experts), len(rows), 2 * len(pairs)), dtype)
+        table = _mxfp4_table(out.dtype)
+        for expert, values in zip(experts, out, strict=True):
+            its_rows = range(expert * height + rows.start, expert * height + rows.stop)
+            for start in range(0, len(rows), BLOCK):
+                band = its_rows[start : start + BLOCK]
+                offsets = _bytes(self.scales, width, band, groups).astype(np.uint16) * len(BYTES)
+                at = _bytes(self.codes, width * PAIRS, band, pairs) + offsets.repeat(PAIRS, axis=1)
+                table.take(at, out=values[start : start + BLOCK].view(table.dtype), mode="clip")
+        return out[:, :, columns.start - 2 * pairs.start :][:, :, : len(columns)].swapaxes(1, 2)
+
+
+def unpack(tensors: Mapping[str, Tensor], block: tuple[int, int] = (128, 128)) -> dict[str, Tensor | Fp8Blocks | Mxfp4]:
+    """`tensors` with each float8 X and its X_scale_inv as one X, and each X_blocks and its X_scales as one X.
+
+    `block` is the weight_block_size of config.json's quantization_config.
+
+    Raises:
+        ValueError: naming a tensor without scales, scales without a tensor, or two that do not fit.
+    """
+    partners = {name: f"{name}_scale_inv" for name, tensor in tensors.items() if tensor.dtype == E4M3}
+    partners |= {name: f"{name.removesuffix('_blocks')}_scales" for name in tensors if name.endswith("_blocks")}
+    rest, packed = dict(tensors), {}
+    for name, partner in partners.items():
+        codes, scales = rest.pop(name), rest.pop(partner, None)
+        if scales is None:
+            raise ValueError(f"{name} in {codes.file} has no scales; the checkpoint lacks {partner}.")
+        both = Mxfp4(codes, scales) if name.endswith("_blocks") else Fp8Blocks(codes, scales, block)
+        if not both._fits:
+            first, second = (f"{t.name} in {t.file}, {t.dtype}{list(t.shape)}," for t in (codes, scales))
+            raise ValueError(f"{first} and {second} do not fit; the files are damaged.")
+        packed[both.name] = both
+    for name, tensor in rest.items():
+        if name.endswith(("_scale_inv", "_scales")):
+            raise ValueError(f"{name} in {tensor.file} scales nothing; the checkpoint lacks its quantised tensor.")
+        if name in packed:
+            raise ValueError(f"{name} is in {tensor.file}, and quantised in {packed[name].file}; remove one.")
+    return rest | packed
+
+
+def quantize_blocks(
+    weight: Float[np.ndarray, "out in"],
+) -> tuple[Float8e4m3fn[np.ndarray, "out in"], Float32[np.ndarray, "row_blocks column_blocks"]]:
+    """The codes and scales of `Fp8Blocks`, in which 448 is the largest of each block. The others round to nearest even.
+
+    No scale is subnormal, and that of a block of zeros is 1.
+
+    Raises:
+        ValueError: the weight holds infinities or NaN.
+    """
+    codes = np.empty(weight.shape, E4M3)
+    scales = np.empty([-(-size // BLOCK) for size in weight.shape], np.float32)
+    for i in range(len(scales)):  # a band of rows at a time
+        band = weight[i * BLOCK : (i + 1) * BLOCK].astype(np.float32)
+        largest = np.maximum.reduceat(np.abs(band).max(axis=0), np.arange(0, band.shape[1], BLOCK))
+        if not np.isfinite(largest).all():
+            raise ValueError("The weight holds infinities or NaN, which float8 blocks cannot hold.")
+        scales[i] = np.where(largest, np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny), 1)
+        codes[i * BLOCK : (i + 1) * BLOCK] = band / scales[i].repeat(BLOCK)[None, : band.shape[1]]
+    return codes, scales
+
+
+def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
+    """What an index, which may be shorter than the shape, takes of each axis."""
+    whole = (slice(None),) * (len(shape) - len(index))
+    ranges = [range(size)[taken] for size, taken in zip(shape, (*index, *whole), strict=True)]
+    if any(taken.step != 1 for taken in ranges):
+        raise ValueError(f"{index} has steps, with which quantised tensors cannot be read.")
+    return ranges
+
+
+def _bytes(tensor: Tensor, width: int, rows: range, columns: range) -> UInt8[np.ndarray, "rows columns"]:
+    """Part of a tensor, seen as a matrix of bytes with `width` columns."""
+    matrix = replace(tensor, shape=(tensor.nbytes // width, width), dtype=BYTES.dtype)
+    if len(columns) < width:  # else it is read: a mapping's pages would count as the process's memory
+        return matrix.view()[rows.start : rows.stop, columns.start : columns.stop]
+    out = np.empty((len(rows), width), BYTES.dtype)
+    matrix.read_into(out, rows.start)
+    return out
+
+
+def _table(values: Float64[np.ndarray, "byte n"], factors: Float64[np.ndarray, " m"], dtype: np.dtype) -> np.ndarray:
+    """At 256 f + b, the n values of byte b times factor f, as one item."""
+    with np.errstate(over="ignore"):  # of products that may not occur
+        products = (factors[:, None, None] * values[None]).astype(dtype)
+    return products.view(f"V{values.shape[1] * products.itemsize}").reshape(-1)
+
+
+@functools.cache
+def _mxfp4_table(dtype: np.dtype) -> np.ndarray:
+    pairs = np.stack([BYTES & 15, BYTES >> 4], axis=1).view(ml_dtypes.float4_e2m1fn)
+    return _table(pairs.astype(np.float64), np.exp2(BYTES - 127.0), dtype)

@@ -1,0 +1,81 @@
+"""The report on a checkpoint: right ones pass; what is wrong is found, and said where."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.zoo import tiny
+from zoo import verify
+
+
+NAME = "qwen3-window-tail"  # eight layers
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny.write(tmp_path / "model", NAME)
+
+
+def found(folder, **options):
+    checks, tables = verify.verify(str(folder), **{"tokens": 24, "seed": 0} | options)
+    return {check.what: check for check in checks}, tables
+
+
+@pytest.mark.live
+def test_a_right_one(folder, tmp_path):
+    pytest.importorskip("transformers", reason="the comparison needs transformers and torch")
+    command = [sys.executable, "-m", "zoo", "verify", str(folder), "--tokens", "24", "--html", str(tmp_path / "x.html")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    page = (tmp_path / "x.html").read_text()
+    for words in (
+        "sliding_window",
+        "used, stored as float32",
+        "7, and the final norm",
+        "Kullback-Leibler",
+        "same hash",
+    ):
+        assert words in page and words in run.stdout
+
+
+@pytest.mark.live
+def test_the_first_layer_that_diverges(folder, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="the comparison needs transformers and torch")
+    other = tiny.write(tmp_path / "other", NAME)
+    tensors = tiny.tensors(NAME)
+    tensors["model.layers.3.mlp.up_proj.weight"][0] += 0.1
+    safetensors.numpy.save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    reference = verify.reference
+    monkeypatch.setattr(verify, "reference", lambda folder, ids: reference(other, ids))
+    checks, _ = found(folder)
+    assert checks["first layer that diverges"].found == "3"
+    failed = {what for what, check in checks.items() if check.passed is False}
+    assert {"logits", "first layer that diverges"} <= failed
+    assert not failed & {"config.json", "tensors", "decoding", "round trip"}
+
+
+def test_without_transformers(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    checks, _ = found(folder)
+    assert checks["logits"].passed is None
+    assert all(check.passed for what, check in checks.items() if what != "logits")
+
+
+def test_a_broken_decode_and_a_broken_export(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("zoo.cache.KV.update", lambda self, k, v, positions: (self, k, v, positions))
+    save = verify.zoo.save
+
+    def altered(model, folder):
+        save(model, folder)
+        tensors = safetensors.numpy.load_file(f"{folder}/model.safetensors")
+        tensors["model.norm.weight"] = np.nextafter(tensors["model.norm.weight"], 2, dtype=np.float32)
+        safetensors.numpy.save_file(tensors, f"{folder}/model.safetensors")
+
+    monkeypatch.setattr(verify.zoo, "save", altered)
+    checks, _ = found(folder)
+    assert not checks["decoding"].passed
+    assert checks["round trip"].found == "90 of 91 tensors have the same hash; not model.norm.weight"

@@ -1,0 +1,75 @@
+"""Kimi's tokenizer: its repositories carry tiktoken.model, a list of byte strings by rank, and code, which is not run.
+
+The same tokenizer is built from that list with `tokenizers`. Source: tokenization_kimi.py of Kimi-K2-Instruct, but for
+one thing: that splits a run of more than 25,000 characters, all white space or none, before anything else.
+"""
+
+import base64
+import pathlib
+from collections.abc import Mapping
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+
+NAME = "tiktoken.model"
+RESERVED = 256  # ids after those of the list, for special tokens
+SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+# What is cut apart before bytes are merged: Chinese, words, numbers, punctuation, white space.
+PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SUFFIX}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer:
+    """The tokenizer of a tiktoken.model; `special` names those of the reserved ids that have a name.
+
+    Raises:
+        ValueError: if the file is not a list of base64 and rank, with the ranks 0, 1, 2, ...
+    """
+    try:
+        pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+        ranked = [base64.b64decode(text, validate=True) for text, _ in pairs]
+        in_order = [int(rank) for _, rank in pairs] == list(range(len(pairs)))
+    except ValueError as error:
+        raise ValueError(f"{file} is not a list of byte strings by rank: {error}; fetch it again.") from error
+    if not in_order:
+        raise ValueError(f"{file} does not list the ranks 0, 1, 2, ... in order; fetch it again.")
+
+    letters = _letters()
+    vocabulary = {"".join(letters[byte] for byte in token): rank for rank, token in enumerate(ranked)}
+    # A pair may be merged if the whole is a token, the lowest rank first, whichever two parts it has.
+    merges = [
+        (token[:cut], token[cut:])
+        for token in vocabulary
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = range(len(ranked), len(ranked) + RESERVED)
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(special.get(id, f"<|reserved_token_{id}|>"), normalized=False) for id in ids]
+    )
+    return tokenizer
+
+
+def _letters() -> list[str]:
+    """The character that stands for each byte in `tokenizers`: itself if it can be seen, else one from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte) if byte in seen else chr(256 + unseen.index(byte)) for byte in range(256)]

@@ -1,0 +1,238 @@
+"""Can a checkpoint be trusted here? Everything that is read of it, and how near the result is to transformers'.
+
+What `python -m zoo verify` prints and keeps as HTML. Needs transformers and torch for the comparison; without them the
+rest is still checked.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.box
+import rich.console
+import rich.markup
+import rich.table
+from jaxtyping import Array, Float, Int
+
+import convert.packed
+import convert.tensors
+import zoo
+from zoo import checkpoint
+from zoo.config import NOT_CARRIED, standard_form
+from zoo.stack import Stack
+from zoo.surgery import modules
+
+
+TOLERANCE = 1e-4  # of the largest magnitude
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the verdict."""
+
+    what: str
+    found: str
+    passed: bool | None  # None: not checked
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far apart two arrays are; `largest` is the largest magnitude of the one that is right."""
+
+    maximum: float
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, ours: np.ndarray, theirs: np.ndarray) -> "Difference":
+        distance = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
+        return cls(float(distance.max()), float(distance.mean()), float(np.abs(theirs).max()))
+
+    @property
+    def relative(self) -> float:
+        return self.maximum / max(self.largest, 1e-30)
+
+
+class Recorder(eqx.Module):
+    """A `Stack` that runs layer by layer and reports what comes out of each."""
+
+    stack: Stack
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: None, **shared: Any
+    ) -> tuple[Float[Array, "batch seq embed"], list[Float[Array, "batch seq embed"]]]:
+        run = eqx.filter_jit(lambda block, x: block(x, cache, **{k: v for k, v in shared.items() if k != "remat"})[0])
+        outputs = []
+        for block in self.blocks():
+            x = run(block, x)
+            outputs.append(x)
+        return x, outputs
+
+    def blocks(self) -> Iterator[Any]:
+        """Every layer, in order."""
+        yield from self.stack.head
+        for i in range(self.stack.repeats):
+            for blocks in self.stack.period:
+                yield jax.tree.map(lambda a, i=i: a[i], blocks)
+        yield from self.stack.tail
+
+
+def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[rich.table.Table]]:
+    """All checks of a checkpoint, and tables with the details."""
+    folder = zoo._folder(source, None, weights=True)
+    family, config = zoo._read_config(folder)
+    stored = checkpoint.standard_names(convert.packed.unpack(convert.tensors.open_tensors(folder)), family)
+    model = zoo.load(folder, dtype="float32")
+    ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, tokens))
+    tables = [config_table(folder, family), tensor_table(model, stored, config, family)]
+    checks = [Check("config.json", "every key is understood", True), used(model, stored, family)]
+
+    if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
+        logits, layers = reference(folder, ids)
+        more, compared = compare(model, jnp.asarray(ids), logits, layers)
+        checks, tables = checks + more, [*tables, *compared]
+    else:
+        checks.append(Check("logits", "not compared: transformers or torch is not installed", None))
+    checks += [decoding(model, jnp.asarray(ids)), round_trip(folder, stored)]
+    return checks, tables
+
+
+def config_table(folder: pathlib.Path, family: Any) -> rich.table.Table:
+    """What became of each key of config.json."""
+    table = new_table("config.json", "key", "value", "is")
+    fields = {field.name for field in dataclasses.fields(family.Config)}
+    for key, value in standard_form(family, json.loads((folder / "config.json").read_text())).items():
+        if key in fields or key == "rope_parameters":
+            kind = "read"
+        elif key in family.IMPLIED:
+            kind = "the only value that is implemented"
+        else:
+            kind = "not the model's; how it is stored" if key in NOT_CARRIED else "not the model's; carried along"
+        table.add_row(key, rich.markup.escape(json.dumps(value)[:60]), kind)
+    return table
+
+
+def tensor_table(model: Any, stored: dict[str, Any], config: Any, family: Any) -> rich.table.Table:
+    """How many tensors of each dtype are used, and each that is not."""
+    table = new_table("tensors", "what", "number", "GB")
+    wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}
+    groups: dict[str, list[Any]] = {}
+    for name, tensor in stored.items():
+        if name in wanted:
+            kind = f"used, stored as {getattr(tensor, 'codes', tensor).dtype}"
+        else:
+            twin = checkpoint.redundant(name, config, family)[1]
+            kind = f"skipped: {name}" + (f", the same as {twin}" if twin else "")
+        groups.setdefault(kind, []).append(tensor)
+    for kind, tensors in groups.items():
+        table.add_row(kind, f"{len(tensors):,}", f"{sum(t.nbytes for t in tensors) / 1e9:.3f}")
+    return table
+
+
+def used(model: Any, stored: dict[str, Any], family: Any) -> Check:
+    wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}
+    skipped = len(stored) - len(wanted)
+    return Check("tensors", f"{len(wanted):,} used, {skipped:,} skipped as known to be redundant", True)
+
+
+def reference(folder: pathlib.Path, ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """transformers' logits in float32, and what comes out of each layer (of the last one: after the final norm)."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        out = theirs(torch.tensor(ids), output_hidden_states=True)
+    return out.logits.numpy(), [h.numpy() for h in out.hidden_states[1:]]
+
+
+def compare(
+    model: Any, ids: Int[Array, "batch seq"], logits: np.ndarray, layers: Sequence[np.ndarray]
+) -> tuple[list[Check], list[rich.table.Table]]:
+    """Our logits, and what comes out of each of our layers, against transformers'."""
+    where = lambda m: [stack for _, stack in modules(m, Stack)]
+    hidden, ours = eqx.tree_at(where, model, [Recorder(stack) for stack in where(model)]).hidden(ids)
+    ours = [*map(np.asarray, ours[:-1]), np.asarray(hidden)]
+    table = new_table("after each layer", "layer", "largest difference", "mean", "largest value", "relative")
+    first = None
+    for n, (mine, theirs) in enumerate(zip(ours, layers, strict=True)):
+        d = Difference.of(mine, theirs)
+        name = f"{n}" if n < len(ours) - 1 else f"{n}, and the final norm"
+        first = name if first is None and not d.relative < TOLERANCE else first
+        table.add_row(name, *(f"{x:.2e}" for x in (d.maximum, d.mean, d.largest, d.relative)))
+
+    mine = np.asarray(model.unembed(hidden))
+    d = Difference.of(mine, logits)
+    log_p, log_q = (np.asarray(jax.nn.log_softmax(jnp.asarray(x), axis=-1), np.float64) for x in (logits, mine))
+    kl = float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
+    top = lambda x, k: np.sort(np.argsort(-x, axis=-1)[..., :k], axis=-1)
+    same = lambda k: float(np.mean(top(mine, k) == top(logits, k)))
+    return [
+        Check(
+            "logits",
+            f"largest difference {d.maximum:.2e}, mean {d.mean:.2e}, of logits up to {d.largest:.1f}: {d.relative:.1e}",
+            d.relative < TOLERANCE,
+        ),
+        Check("Kullback-Leibler divergence", f"{kl:.1e} nats a token", kl < TOLERANCE),
+        Check(
+            "likeliest tokens", f"the first agrees in {same(1):.1%}, the first five in {same(5):.1%}", same(1) > 0.99
+        ),
+        Check("first layer that diverges", first or "none", first is None),
+    ], [table]
+
+
+def decoding(model: Any, ids: Int[Array, "batch seq"]) -> Check:
+    """A prefill of half the tokens, then one by one, against all at once."""
+    full, cut = eqx.filter_jit(lambda model, ids: model(ids))(model, ids), ids.shape[1] // 2
+    decode = eqx.filter_jit(lambda model, ids, cache, at: model.decode(ids, cache, positions=at))
+    logits, cache = decode(model, ids[:, :cut], model.init_cache(1, ids.shape[1], jnp.float32), jnp.arange(cut)[None])
+    parts = [logits]
+    for n in range(cut, ids.shape[1]):
+        logits, cache = decode(model, ids[:, n : n + 1], cache, jnp.array([[n]]))
+        parts.append(logits)
+    d = Difference.of(np.asarray(jnp.concatenate(parts, axis=1)), np.asarray(full))
+    return Check("decoding", f"differs from the full forward by at most {d.relative:.1e}", d.relative < TOLERANCE)
+
+
+def round_trip(folder: pathlib.Path, stored: dict[str, Any]) -> Check:
+    """The hash of every tensor, before and after loading and saving; of quantised ones, of what they stand for."""
+    with tempfile.TemporaryDirectory() as saved:
+        zoo.save(zoo.load(folder), saved)
+        again = convert.tensors.open_tensors(saved)
+        digest = lambda tensor: hashlib.sha256(tensor.part((), tensor.dtype).tobytes()).digest()
+        changed = [name for name, tensor in again.items() if digest(tensor) != digest(stored[name])]
+        found = f"{len(again) - len(changed):,} of {len(again):,} tensors have the same hash"
+    return Check("round trip", found + (f"; not {', '.join(changed[:3])}" if changed else ""), not changed)
+
+
+def new_table(title: str, *columns: str) -> rich.table.Table:
+    return rich.table.Table(*columns, title=title, box=rich.box.SIMPLE, title_justify="left", title_style="bold")
+
+
+def report(source: str, html: pathlib.Path | None, *, tokens: int, seed: int) -> bool:
+    """Prints the checks of a checkpoint, and with `html` keeps them; whether all of them passed."""
+    console = rich.console.Console(record=True, width=None if html is None else 120)
+    with console.status(f"Verifying {source}"), jax.default_matmul_precision("highest"):
+        checks, tables = verify(source, tokens=tokens, seed=seed)
+    marks = {True: "[green]yes[/]", False: "[red]NO[/]", None: "[yellow]not checked[/]"}
+    summary = new_table(f"Verifying {source}", "check", "found", "passed")
+    for check in checks:
+        summary.add_row(check.what, rich.markup.escape(check.found), marks[check.passed])
+    for table in (*tables, summary):
+        console.print(table)
+    if html:
+        console.save_html(str(html))
+        console.print(f"Written to {html}.")
+    return all(check.passed is not False for check in checks)
