@@ -40,23 +40,24 @@ def measure(load: Callable[[], Any], arrays: Callable[[Any], Iterable[np.ndarray
     }
 
 
-def zoo_load(folder: str) -> Callable[[], dict[str, float]]:
+def zoo_load(folder: str, quantize: Literal["int8"] | None = None) -> Callable[[], dict[str, float]]:
     import jax
 
     import zoo
 
     jax.devices()  # starts the backend, which is no part of loading
     return lambda: measure(
-        lambda: jax.block_until_ready(zoo.load(folder)), lambda m: map(np.asarray, jax.tree.leaves(m))
+        lambda: jax.block_until_ready(zoo.load(folder, quantize=quantize)),
+        lambda m: map(np.asarray, jax.tree.leaves(m)),
     )
 
 
 def transformers_load(folder: str) -> Callable[[], dict[str, float]]:
     import torch
 
-    llama = import_transformers().LlamaForCausalLM  # imported only by being asked for
+    auto = import_transformers().AutoModelForCausalLM  # imported only by being asked for
     return lambda: measure(
-        lambda: llama.from_pretrained(folder, dtype="auto"),
+        lambda: auto.from_pretrained(folder, dtype="auto"),
         lambda model: (parameter.detach().view(torch.uint8).numpy() for parameter in model.parameters()),
     )
 
@@ -79,31 +80,42 @@ def plain_read(folder: str, threads: int) -> Callable[[], dict[str, float]]:
     return lambda: measure(load, iter)
 
 
+# Width and depth make the size: a layer's parameters, and those of the two ends.
+LLAMA = dict(
+    model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=64, tie_word_embeddings=False,
+)  # fmt: skip
+MIXTRAL = LLAMA | dict(model_type="mixtral", intermediate_size=3584, num_local_experts=8, num_experts_per_tok=2)
+
+
 def main(
     gigabytes: float = 1.4,
+    model: Literal["llama", "mixtral"] = "llama",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     sharded: bool = False,
+    int8: bool = False,
     rounds: int = 5,
 ) -> None:
-    """Load times and memory of a Llama-like checkpoint with random weights.
+    """Load times and memory of a checkpoint with random weights.
 
     Args:
         gigabytes: the checkpoint's size, roughly: layers are added to a model of a fixed width.
+        model: a dense model, or a mixture of 8 experts, each of whose matrices is a tensor of its own.
         dtype: of the weights.
         sharded: in files of at most 0.3 GB, with an index.
+        int8: also load with quantize="int8".
         rounds: loads by each contestant.
     """
-    config = dict(
-        model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, tie_word_embeddings=False,
-    )  # fmt: skip
-    ends, layer = 2 * 32000 * 2048, 2048 * (2 * 2048 + 2 * 512 + 3 * 5632)
+    config = dict(LLAMA if model == "llama" else MIXTRAL)
+    mlps = 8 if model == "mixtral" else 1
+    ends, layer = 2 * 32000 * 2048, 2048 * (2 * 2048 + 2 * 512 + 3 * mlps * int(config["intermediate_size"]))
     parameters = gigabytes * 1e9 / (2 if dtype == "bfloat16" else 4)
     config["num_hidden_layers"] = max(1, round((parameters - ends) / layer))
 
     reader = f"read, {THREADS} threads"
     builds = {
         "zoo": zoo_load,
+        **({"zoo, int8": functools.partial(zoo_load, quantize="int8")} if int8 else {}),
         "transformers": transformers_load,
         reader: functools.partial(plain_read, threads=THREADS),
         "read, 1 thread": functools.partial(plain_read, threads=1),
@@ -125,7 +137,7 @@ def main(
         for key, other in itertools.product(("load", "load and touch"), ("transformers", reader)):
             values[f"{key} / {other}"] = ratios(values[f"{key}, s"], results[other][f"{key}, s"])
     settings = {"config": config, "dtype": dtype, "bytes": size, "start modulo 64": starts, "rounds": rounds}
-    report("load", "cpu", settings | {"threads": THREADS}, results)
+    report("load" if model == "llama" else f"load-{model}", "cpu", settings | {"threads": THREADS}, results)
 
 
 if __name__ == "__main__":

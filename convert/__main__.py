@@ -11,7 +11,6 @@ import json
 import pathlib
 import shutil
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
@@ -20,8 +19,10 @@ from tyro.conf import Positional
 
 import zoo
 from convert import manifest
+from zoo.checkpoint import skeleton
 from zoo.config import read, write
 from zoo.registry import FAMILIES, family_of
+from zoo.surgery import cast
 
 
 def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], step: int = -1) -> None:
@@ -38,7 +39,7 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     family = FAMILIES[identity["config"]["model_type"]]
     source = zoo.tokenizer(identity["model"]).folder  # whatever else the run began with lies there
     config = read(family, identity["config"], source)
-    abstract = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
+    abstract = skeleton(family, config, mtp=identity["mtp"])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract)
     context = ocp.Context()
@@ -46,7 +47,7 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     with context:
         model = ocp.load(str(folder.resolve() / "arrays"), {"model": abstract})["model"]
     dtype = jnp.dtype(identity["config"].get("dtype") or identity["config"]["torch_dtype"])
-    zoo.save(jax.tree.map(lambda a: a.astype(dtype), model), out)
+    zoo.save(cast(model, dtype), out)
     print(f'{folder} is now {out}; it loads with zoo.load("{out}").')
 
 
@@ -62,7 +63,7 @@ def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: st
         raise FileExistsError(f"{out} exists already; name a folder that does not.")
     loaded = zoo.load(model, revision=revision)
     dtype = jax.tree.leaves(loaded)[0].dtype
-    identity = {"model": model, "config": write(loaded.config, family_of(loaded), dtype)}
+    identity = {"model": model, "config": write(loaded.config, family_of(loaded), dtype), "mtp": False}
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     ocp.save(str(unfinished.resolve() / "arrays"), {"model": loaded})

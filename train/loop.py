@@ -4,6 +4,7 @@ Scripts put these together: data and model are theirs, and so is what a step doe
 """
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -11,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
-import equinox as eqx
 import grain
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,11 @@ from train.metrics import MetricsFile, Progress, flops_per_token, read_metrics
 from train.optim import adamw, make_schedule
 from train.plot import plot_losses
 from train.state import abstract_state, init_state
-from train.step import REMAT, cast, jit_train_step, loss_sums
+from train.step import REMAT, jit_train_step, loss_sums
 from train.stop import StopRequest
+from zoo.checkpoint import skeleton
 from zoo.config import write as write_config
-from zoo.surgery import shardings
+from zoo.surgery import cast, shardings
 from zoo.tokenizer import Tokenizer
 
 
@@ -66,6 +67,15 @@ class Options:
     """Gradients of a larger global norm are scaled down to it."""
     z_loss: float = 0.0
     """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM."""
+    router_balance: float = 0.0
+    """Weight of the load-balancing loss in a mixture of experts; 0.01 in Switch Transformers, 0.001 in Qwen3."""
+    router_z: float = 0.0
+    """Weight of the router z-loss in a mixture of experts, which keeps its logits from growing; 0.001 in ST-MoE."""
+    router_bias_rate: float = 0.0
+    """By how much each step moves the routers' biases towards an even load, in DeepSeek V3; 0.001 in its paper."""
+    mtp_weight: float = 0.0
+    """Weight of the loss of the token after the next, which DeepSeek V3 has a module for; 0.3, then 0.1 in its paper.
+    0: without that module."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
     remat: Literal["none", "dots", "full"] = "dots"
@@ -127,17 +137,18 @@ def make_optimizer(o: Options) -> tuple[optax.GradientTransformation, optax.Sche
     return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
 
 
-def identity(model: str, config: Any, family: ModuleType, data: Mapping[str, Any]) -> dict[str, Any]:
+def identity(o: Any, config: Any, family: ModuleType, data: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change between a checkpoint and the run that goes on with it; also all that its export needs."""
-    source = str(pathlib.Path(model).resolve()) if pathlib.Path(model).is_dir() else model
-    return {"model": source, "config": write_config(config, family, export_dtype(config)), "data": dict(data)}
+    model = str(pathlib.Path(o.model).resolve()) if pathlib.Path(o.model).is_dir() else o.model
+    hub = write_config(config, family, export_dtype(config))
+    return {"model": model, "config": hub, "data": dict(data), "mtp": o.mtp_weight > 0}
 
 
-def abstract_model(config: Any, family: ModuleType, mesh: Mesh) -> Any:
+def abstract_model(config: Any, family: ModuleType, mesh: Mesh, *, mtp: bool) -> Any:
     """The shapes of a model's float32 parameters, and where on the mesh they lie."""
-    skeleton = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
-    places = shardings(skeleton, family.PARTITION_RULES, mesh)
-    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), skeleton, places)
+    model = skeleton(family, config, mtp=mtp)
+    places = shardings(model, family.PARTITION_RULES, mesh)
+    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 
 
 def run(
@@ -162,11 +173,17 @@ def run(
     """
     # ---------------------------------------------------------------------------------------------- state, new or old
     optimizer, schedule = make_optimizer(o)
-    abstract = abstract_state(abstract_model(config, family, mesh), optimizer)
+    abstract = abstract_state(abstract_model(config, family, mesh, mtp=o.mtp_weight > 0), optimizer)
     dtype = jnp.dtype(o.compute_dtype)
+    if o.router_bias_rate and not hasattr(family, "rebalance"):
+        raise ValueError(
+            f"--router-bias-rate {o.router_bias_rate}, but the routers of {family.__name__} have no biases."
+        )
+    rebalance = functools.partial(family.rebalance, rate=o.router_bias_rate) if o.router_bias_rate else None
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, remat=REMAT[o.remat],
-        microbatches=o.microbatches, z_loss=o.z_loss,
+        microbatches=o.microbatches, z_loss=o.z_loss, router_balance=o.router_balance, router_z=o.router_z,
+        rebalance=rebalance, mtp_weight=o.mtp_weight,
     )  # fmt: skip
     if o.dry_run:
         report.rows(
@@ -192,7 +209,9 @@ def run(
     metrics, samples = (MetricsFile(o.out / name, step=n or -1) for name in ("metrics.jsonl", "samples.jsonl"))
 
     # ---------------------------------------------------------------------------------------- a look from time to time
-    sums = jax.jit(lambda model, batch: (loss_sums(cast(model, dtype), batch)[1]["loss"], jnp.sum(batch["loss_mask"])))
+    sums = jax.jit(
+        lambda model, batch: (loss_sums(cast(model, dtype), batch)[1][0]["loss"], jnp.sum(batch["loss_mask"]))
+    )
 
     def validate(model: Any) -> dict[str, float]:
         """Mean loss of a target of the validation data, in nats."""

@@ -9,9 +9,14 @@ import pathlib
 import time
 from typing import Any, SupportsFloat, SupportsInt
 
+import equinox as eqx
 import jax
 import rich.console
 import rich.progress
+
+from zoo.layers import AbstractExpertLinear, AbstractLinear
+from zoo.registry import family_of
+from zoo.surgery import modules
 
 
 # Dense bfloat16 multiply-adds x 2 a second, as published, by the beginning of jax's `device_kind`.
@@ -29,20 +34,24 @@ PEAK_FLOPS = {
 def flops_per_token(config: Any, seq: int) -> float:
     """Floating point operations of training on one token, in sequences of `seq`: what MFU is counted in.
 
-    6 for every weight of a matrix product (2 forward, 4 backward; the head counts, looking up an embedding does not),
-    and as many for every pair of numbers that causal attention multiplies, each token seeing half of its sequence on
-    average, or less through a window. What remat computes again does not count.
+    6 for every weight of a matrix product (2 forward, 4 backward; the head counts, looking up an embedding does not; of
+    a mixture's experts those that a token goes to), and as many for every pair of numbers that causal attention
+    multiplies, each token seeing half of its sequence on average, or less through a window. What remat computes again
+    does not count.
     """
     c = config
-    window = getattr(c, "window", lambda layer: None)
-    heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim  # q and o, k and v
-    layer = c.hidden_size * (heads + 3 * c.intermediate_size)
+    model = eqx.filter_eval_shape(lambda: family_of(c).Model(c, key=jax.random.key(0)))
+    weights = c.vocab_size * c.hidden_size  # the head
+    for _, linear in modules(model.layers, (AbstractLinear, AbstractExpertLinear)):
+        share = c.num_experts_per_tok / linear.shape[-3] if isinstance(linear, AbstractExpertLinear) else 1
+        weights += math.prod(linear.shape) * share
     seen = 0.0
     for n in range(c.num_hidden_layers):
-        reach = min(window(n) or seq, seq)
+        reach = min(c.window(n) or seq, seq)
         seen += reach * (1 - reach / (2 * seq))
-    attention = 2 * c.num_attention_heads * c.head_dim * seen  # scores, and sums of values
-    return 6.0 * (c.num_hidden_layers * layer + c.vocab_size * c.hidden_size + attention)
+    # Scores, and sums of values, whose width differs in multi-head latent attention.
+    attention = c.num_attention_heads * (c.head_dim + getattr(c, "v_head_dim", c.head_dim)) * seen
+    return 6.0 * (weights + attention)
 
 
 def peak_flops() -> float | None:

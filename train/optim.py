@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from zoo.layers import AbstractLinear
+from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.surgery import path_name
 
 
@@ -75,9 +75,10 @@ def adamw(
 
 def is_decayed(parameters: Any) -> Any:
     """`parameters` with True for each array that weight decay applies to, and False for the others."""
+    linear = lambda module: isinstance(module, AbstractLinear | AbstractExpertLinear)
 
     def of(module: Any) -> Any:
-        matrix = lambda path, _: isinstance(module, AbstractLinear) and path_name(path) != "bias"
+        matrix = lambda path, _: linear(module) and path_name(path) != "bias"
         return jax.tree_util.tree_map_with_path(matrix, module)
 
-    return jax.tree.map(of, parameters, is_leaf=lambda module: isinstance(module, AbstractLinear))
+    return jax.tree.map(of, parameters, is_leaf=linear)

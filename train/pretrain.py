@@ -31,6 +31,7 @@ class Options(loop.Options):
     hold_out: float = 0.01
     """Fraction of the records to validate on, from the end, if the data has no validation files."""
     steps: int = 1000
+    router_balance: float = 0.01
     out: pathlib.Path = pathlib.Path("runs/pretrain")
 
 
@@ -38,10 +39,11 @@ def main(o: Options) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model)
-    config = zoo.config(tokenizer.folder)
+    config = dataclasses.replace(zoo.config(o.model), source=tokenizer.folder)
     family = family_of(config)
     o = dataclasses.replace(o, seq_len=loop.row_length(o, config))
-    places = jax.tree.map(lambda a: a.sharding, loop.abstract_model(config, family, mesh))
+    parts = {"mtp": True} if o.mtp_weight else {}
+    places = jax.tree.map(lambda a: a.sharding, loop.abstract_model(config, family, mesh, mtp=o.mtp_weight > 0))
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out)
@@ -65,13 +67,13 @@ def main(o: Options) -> None:
             mesh=mesh,
             tokenizer=tokenizer,
             make_model=lambda: jax.jit(
-                lambda: family.Model(config, key=jax.random.key(o.seed)), out_shardings=places
+                lambda: family.Model(config, key=jax.random.key(o.seed), **parts), out_shardings=places
             )(),
             data=batches(records, tokenizer, seed=o.seed, **shape),
             validation=batches(held_out, tokenizer, epochs=1, **shape) if held_out else None,
             prompts=[loop.prompt_of(example) for example in shown],
             identity=loop.identity(
-                o.model, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
+                o, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
             ),
         )
 

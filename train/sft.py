@@ -81,12 +81,12 @@ def main(o: Options) -> None:
             family=family,
             mesh=mesh,
             tokenizer=tokenizer,
-            make_model=lambda: zoo.load(o.model, revision=o.revision, mesh=mesh),
+            make_model=lambda: zoo.load(o.model, revision=o.revision, mesh=mesh, mtp=o.mtp_weight > 0),
             data=data,
             validation=validation,
             prompts=[loop.prompt_of(example) for example in shown],
             identity=loop.identity(
-                o.model, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
+                o, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
             ),
         )
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from train.loss import cross_entropy
 from train.state import TrainState
+from zoo.moe import Routing
+from zoo.surgery import cast
 
 
-T = TypeVar("T")
 Batch = Mapping[str, Int[Array, "batch seq"]]
 
 # What the backward pass keeps of each layer, from most memory to least: a function around the body of the layers' scan.
@@ -32,11 +33,6 @@ REMAT: dict[str, Callable[[Callable], Callable] | None] = {
 }
 
 
-def cast(tree: T, dtype: DTypeLike) -> T:
-    """`tree` with its floating point arrays in `dtype`."""
-    return jax.tree.map(lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a, tree)
-
-
 def train_step(
     state: TrainState,
     batch: Batch,
@@ -48,6 +44,10 @@ def train_step(
     microbatches: int = 1,
     chunk: int = 2048,
     z_loss: float = 0.0,
+    router_balance: float = 0.0,
+    router_z: float = 0.0,
+    mtp_weight: float = 0.0,
+    rebalance: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update from the mean loss of a batch's targets.
 
@@ -59,33 +59,44 @@ def train_step(
         microbatches: parts the batch is worked through in, one after another, to save memory. The update is the same:
             every part's gradient weighs as much as it has targets.
         chunk, z_loss: see `train.loss.cross_entropy`.
+        router_balance, router_z, mtp_weight: see `loss_sums`.
+        rebalance: makes a new model of the updated one and of what its routers did with the batch, such as
+            `zoo.deepseek3.rebalance`.
 
     Returns the new state, and the metrics "loss" (mean cross-entropy of a target, in nats), "accuracy" (fraction of
     targets whose logit is the largest), "grad_norm" (before clipping), "learning_rate", "tokens" (not padding),
-    "targets" and "finite". Where that is False, because the loss or a gradient is not finite, the state is the old one.
+    "targets" and "finite"; for a mixture of experts "balance" (the mean of its layers' load-balancing losses, 1 where
+    all experts are used alike); and with `mtp_weight` "mtp_loss" (a target's, as "loss" is). Where "finite" is False,
+    because the loss or a gradient is not, the state is the old one.
     """
     parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
     targets = jnp.sum(batch["loss_mask"] != 0)
 
-    def loss(low: Any, part: Batch) -> tuple[Array, dict[str, Array]]:
-        sums = loss_sums(eqx.combine(low, fixed), part, remat=remat, chunk=chunk, z_loss=z_loss)
+    def loss(low: Any, part: Batch) -> tuple[Array, tuple[dict[str, Array], Any]]:
+        total, (sums, reports) = loss_sums(
+            eqx.combine(low, fixed), part, remat=remat, chunk=chunk, z_loss=z_loss,
+            router_balance=router_balance, router_z=router_z, mtp_weight=mtp_weight,
+        )  # fmt: skip
         # Divided by the targets of the whole batch, so that the parts' gradients only need adding up.
-        return jax.tree.map(lambda s: s / jnp.maximum(targets, 1).astype(s.dtype), sums)
+        mean = lambda s: s / jnp.maximum(targets, 1).astype(s.dtype)
+        return mean(total), (jax.tree.map(mean, sums), reports)
 
-    def gradients_of(part: Batch) -> tuple[Any, dict[str, Array]]:
+    def gradients_of(part: Batch) -> tuple[Any, tuple[dict[str, Array], Any]]:
         return cast(jax.grad(loss, has_aux=True)(cast(parameters, compute_dtype), part), jnp.float32)
 
     # The sum starts from the first part: from zeros it would cost one more buffer of the size of the model.
     parts = _split(batch, microbatches)
     first, rest = ({name: a[index] for name, a in parts.items()} for index in (0, slice(1, None)))
     add = lambda total, part: (jax.tree.map(jnp.add, total, gradients_of(part)), None)
-    gradients, means = gradients_of(first)
+    gradients, sums = gradients_of(first)
     if microbatches > 1:
-        (gradients, means), _ = jax.lax.scan(add, (gradients, means), rest)
+        (gradients, sums), _ = jax.lax.scan(add, (gradients, sums), rest)
+    means, reports = sums
 
     def update(state: TrainState, gradients: Any) -> TrainState:
         updates, opt_state = optimizer.update(gradients, state.opt_state, parameters)
         model = eqx.combine(optax.apply_updates(parameters, updates), fixed)
+        model = rebalance(model, reports) if rebalance else model
         return TrainState(state.step + 1, model, opt_state)
 
     norm = optax.tree.norm(gradients)
@@ -99,6 +110,10 @@ def train_step(
         "targets": targets,
         "finite": finite,
     }
+    if mtp_weight:
+        metrics["mtp_loss"] = means["mtp_loss"]
+    if routings := routings_of(reports):
+        metrics["balance"] = mean_of_layers([routing.balance_loss() for routing in routings])
     # Not a choice between two results, for which XLA would keep copies of the donated state.
     return jax.lax.cond(finite, update, lambda state, _: state, state, gradients), metrics
 
@@ -119,10 +134,42 @@ def loss_sums(
     remat: Callable[[Callable], Callable] | None = None,
     chunk: int = 2048,
     z_loss: float = 0.0,
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """`train.loss.cross_entropy` of a model on a batch."""
-    x, _ = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"], remat=remat)
-    return cross_entropy(model.unembed, x, batch["targets"], batch["loss_mask"], chunk=chunk, z_loss=z_loss)
+    router_balance: float = 0.0,
+    router_z: float = 0.0,
+    mtp_weight: float = 0.0,
+) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
+    """`train.loss.cross_entropy` of a model on a batch; and what the model's layers reported.
+
+    Every target also adds the mean, over the layers of a mixture of experts, of `router_balance` times the load-
+    balancing loss and `router_z` times the router z-loss (see `zoo.moe.Routing`). With `mtp_weight`, every target whose
+    next token is a target of the same document adds so much of the cross-entropy of that one, as `model.further`
+    predicts it (multi-token prediction, arXiv:2412.19437, section 2.2); its sum is "mtp_loss".
+    """
+    targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
+    where = dict(positions=batch["positions"], segments=segments)
+    x, reports = model.hidden(batch["tokens"], **where, remat=remat)
+    total, sums = cross_entropy(model.unembed, x, targets, batch["loss_mask"], chunk=chunk, z_loss=z_loss)
+    if mtp_weight:
+        y, routing = model.further(x, targets, **where)
+        after = lambda a: jnp.pad(a[:, 1:], ((0, 0), (0, 1)))
+        both = mask & after(mask) & (segments == after(segments))
+        more, further = cross_entropy(model.unembed, y, after(targets), both.astype(jnp.int32), chunk=chunk)
+        total += mtp_weight * more
+        reports, sums = (reports, routing), sums | {"mtp_loss": further["loss"]}
+    if (router_balance or router_z) and (routings := routings_of(reports)):
+        layers = [router_balance * r.balance_loss() + router_z * r.z_loss() for r in routings]
+        total += mean_of_layers(layers) * jnp.sum(mask.astype(jnp.float32))
+    return total, (sums, reports)
+
+
+def routings_of(reports: Any) -> list[Routing]:
+    """What routers did, of all that a model's layers reported: one for each entry of the `Stack` that has a router."""
+    is_routing = lambda report: isinstance(report, Routing)
+    return [report for report in jax.tree.leaves(reports, is_leaf=is_routing) if is_routing(report)]
+
+
+def mean_of_layers(values: list[Float[Array, "*layers"]]) -> Float[Array, ""]:
+    return jnp.mean(jnp.concatenate([value.reshape(-1) for value in values]))
 
 
 def _split(batch: Batch, parts: int) -> dict[str, Int[Array, "parts part seq"]]:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,12 +23,29 @@ class AbstractConfig:
 
     source: pathlib.Path | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    def window(self, layer: int) -> int | None:
+        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        return None
+
+
+class OneOf(tuple):
+    """Values of a key that a family treats alike. The first is written where the source says none."""
+
 
 # Keys of config.json that say nothing of what the model computes. They are carried along on saving.
 NOT_THE_MODEL = {
-    "_name_or_path", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id", "torch_dtype",
-    "transformers_version", "use_cache",
+    "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "attn_pdrop",
+    "aux_loss_alpha", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop",
+    "eos_token_id", "ep_size", "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder",
+    "label2id", "n_ctx", "n_special", "output_attentions", "output_hidden_states", "output_past",
+    "output_router_logits", "pad_token_id", "predict_special_tokens", "problem_type", "resid_pdrop", "return_dict",
+    "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "sliding_window_size", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "torch_dtype", "transformers_version", "unsloth_version", "use_cache",
 }  # fmt: skip
+
+# Keys that say how a repository is stored. The tensors themselves tell; `zoo.save` writes them anew.
+NOT_CARRIED = {"auto_map", "quantization_config"}
 
 
 def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
@@ -36,14 +53,18 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
 
     Every key must be a field of it, or have the value that `family.IMPLIED` says is the only one implemented, or be
     none of the model's business. Both `rope_theta` + `rope_scaling` and transformers 5's `rope_parameters` are read.
+    What else a family's files may say in several ways, its `standard_form` brings into one.
 
     Raises:
         ValueError: naming the key that is missing, unknown, of the wrong type, or of a value not implemented.
     """
     where = f"{source / 'config.json'}" if source else "config.json"
-    hub = dict(hub)
+    hub = standard_form(family, hub)
+    check_quantization(hub, where)
     hints = {f.name: typing.get_type_hints(family.Config)[f.name] for f in dataclasses.fields(family.Config)}
     hints.pop("source")
+    # null says no more than leaving the key out, unless it is a value of the field
+    hub = {key: value for key, value in hub.items() if value is not None or is_bearable(None, hints.get(key, Any))}
     if parameters := hub.pop("rope_parameters", None):
         parameters = dict(parameters)
         if "rope_theta" in parameters:
@@ -55,19 +76,17 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     values = {}
     for key, value in hub.items():
         if key in hints:
-            if value is None:
-                continue  # null says no more than leaving the key out
             if is_bearable(value, int) and not isinstance(value, bool) and is_bearable(1.0, hints[key]):
                 value = float(value)  # JSON writes `"rope_theta": 1000000`
             value = tuple(value) if isinstance(value, list) else value
             if not is_bearable(value, hints[key]):
                 raise ValueError(f"{where} says {key}={value!r}; {family.__name__} needs {hints[key]}.")
             values[key] = value
-        elif key in family.IMPLIED and family.IMPLIED[key] != value:
-            raise ValueError(
-                f"{where} says {key}={value!r}, but {family.__name__} implements only {family.IMPLIED[key]!r}."
-            )
-        elif key not in family.IMPLIED and key not in NOT_THE_MODEL:
+        elif key in family.IMPLIED:
+            if value not in (allowed := alternatives(family.IMPLIED[key])):
+                only = " and ".join(map(repr, allowed))
+                raise ValueError(f"{where} says {key}={value!r}, but {family.__name__} implements only {only}.")
+        elif key not in NOT_THE_MODEL | NOT_CARRIED:
             raise ValueError(
                 f"{where} has the key {key!r} (= {value!r}), which {family.__name__} does not know. If it does not "
                 "change what the model computes, remove it from the file."
@@ -78,6 +97,42 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     if missing:
         raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.__name__} needs.")
     return family.Config(**values, source=source)
+
+
+def standard_form(family: ModuleType, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed config.json in the one form that `family.Config` and `family.IMPLIED` speak of."""
+    return family.standard_form(hub) if hasattr(family, "standard_form") else dict(hub)
+
+
+def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, Any]:
+    """The part of a multimodal model's config.json that describes its text model, which is all that is read of it.
+
+    `beside` are keys of the outer part that say nothing of the text model.
+
+    Raises:
+        ValueError: naming a key of the outer part that is unknown.
+    """
+    outer = {key: value for key, value in hub.items() if key != "text_config"}
+    if unknown := outer.keys() - set(beside) - NOT_THE_MODEL - NOT_CARRIED:
+        keys = ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"config.json has {keys} beside text_config, which is not known to be without effect on it.")
+    return dict(hub["text_config"]) | {key: value for key, value in outer.items() if key not in beside}
+
+
+def alternatives(implied: Any) -> tuple:
+    return tuple(implied) if isinstance(implied, OneOf) else (implied,)
+
+
+def check_quantization(hub: Mapping[str, Any], where: str) -> None:
+    """Raises unless `quantization_config` describes one of the storage formats that `convert.packed` reads."""
+    stored = hub.get("quantization_config") or {"quant_method": "mxfp4"}
+    match stored:
+        case {"quant_method": "mxfp4"} | {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}:
+            return
+    raise ValueError(
+        f"{where} has the quantization_config {dict(stored)}; read are fp8 (fmt e4m3, weight_block_size [128, 128]) and "
+        "mxfp4. Load another repository of the model, with plain weights."
+    )
 
 
 def rope_scaling(hub: Mapping[str, Any], where: str) -> rope.RopeScaling | None:
@@ -103,12 +158,15 @@ def rope_scaling(hub: Mapping[str, Any], where: str) -> rope.RopeScaling | None:
 
 def write(config: Any, family: ModuleType, dtype: np.dtype) -> dict[str, Any]:
     """The config.json of a model: the inverse of `read`, with what the source says beside the model carried along."""
-    carried = {}
+    carried, implied = {}, {key: alternatives(value)[0] for key, value in family.IMPLIED.items()}
     if config.source and (path := config.source / "config.json").is_file():
-        carried = {key: value for key, value in json.loads(path.read_text()).items() if key in NOT_THE_MODEL}
+        stated = standard_form(family, json.loads(path.read_text()))
+        carried = {key: value for key, value in stated.items() if key in NOT_THE_MODEL}
+        # Only what `read` takes: the source may be another family's, where that has the tokenizer.
+        implied |= {k: v for k, v in stated.items() if v in alternatives(family.IMPLIED.get(k, OneOf()))}
     carried.pop("torch_dtype", None)
     name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes the one and reads both
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
     if scaling := fields.get("rope_scaling"):
         fields["rope_scaling"] = {"rope_type": scaling.rope_type} | dataclasses.asdict(scaling)
-    return dict(sorted((family.IMPLIED | fields | carried | {name: dtype.name}).items()))
+    return dict(sorted((implied | fields | carried | {name: dtype.name}).items()))

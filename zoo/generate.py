@@ -81,12 +81,13 @@ def start(
 ) -> Generation:
     """Prefills right-padded prompts. The cache has a slot for every token of the longest prompt and `new` more.
 
-    What padding writes into the cache is never seen: those slots are overwritten before they are reached.
+    Padding has no position, so the cache does not keep it.
     """
     batch, seq = prompts.shape
     dtype = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
     cache = model.init_cache(batch, seq + new, dtype)
-    x, cache = model.hidden(prompts, cache)
+    indices = jnp.broadcast_to(jnp.arange(seq), prompts.shape)
+    x, cache = model.hidden(prompts, cache, positions=jnp.where(indices < lengths[:, None], indices, -1))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     return Generation(
         cache=cache,

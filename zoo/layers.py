@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+import kernels
+
 
 class AbstractLinear(eqx.Module):
     """A linear map of the last axis. Families declare it; `zoo.surgery` swaps the implementation from outside."""
@@ -19,6 +21,10 @@ class AbstractLinear(eqx.Module):
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]: ...
+
+    @abc.abstractmethod
+    def matrix(self) -> Float[Array, "out in"]:
+        """The matrix that it multiplies with, for the few formulas that need more of it than the product."""
 
     @abc.abstractmethod
     def partition_specs(self, spec: P) -> "AbstractLinear":
@@ -45,9 +51,67 @@ class Linear(AbstractLinear):
         y = jnp.einsum("...i,oi->...o", x, self.weight)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
 
+    def matrix(self) -> Float[Array, "out in"]:
+        return self.weight
+
     def partition_specs(self, spec: P) -> "Linear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
+
+
+class AbstractExpertLinear(eqx.Module):
+    """A linear map for each expert of a mixture, of tokens that are sorted by expert. `zoo.surgery` may swap it."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """`(experts, out, in)`, after the axis of a stack, if it is in one."""
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
+        """The first `group_sizes[0]` rows through the first expert's map, the next ones through the second's, ..."""
+
+    @abc.abstractmethod
+    def partition_specs(self, spec: P) -> "AbstractExpertLinear":
+        """This module with each array replaced by its `PartitionSpec`, given the one for `(experts, out, in)`."""
+
+
+class ExpertLinear(AbstractExpertLinear):
+    """`Linear`, once for each expert."""
+
+    weight: Float[Array, "experts out in"]
+    bias: Float[Array, "experts out"] | None
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        std: float = 0.02,
+        key: PRNGKeyArray,
+    ):
+        self.weight = std * jax.random.truncated_normal(key, -3, 3, (experts, out_features, in_features))
+        self.bias = jnp.zeros((experts, out_features)) if bias else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
+        y = kernels.ragged_dot(x, self.weight, group_sizes)
+        return y if self.bias is None else y + jnp.repeat(self.bias, group_sizes, axis=0, total_repeat_length=len(x))
+
+    def partition_specs(self, spec: P) -> "ExpertLinear":
+        placed = eqx.tree_at(lambda m: m.weight, self, spec)
+        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))
+
+
+class Float32(eqx.Module):
+    """An array that stays in float32, whatever the model around it is cast to."""
+
+    value: Float[Array, "*shape"]
 
 
 class Embedding(eqx.Module):

@@ -105,7 +105,7 @@ class Attention(eqx.Module):
         k = self.rotary(heads(self.k_proj(x)), positions)
         v, kv_positions = heads(self.v_proj(x)), positions
         if cache is not None:
-            (cache, k, v), kv_positions = cache.update(k, v, positions), None  # slot i holds position i
+            cache, k, v, kv_positions = cache.update(k, v, positions)
         y = kernels.attention(
             q, k, v, scale=self.head_dim**-0.5,
             q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
@@ -185,8 +185,9 @@ class Model(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """What `unembed` turns into logits, and the new cache.
 
-        `positions` None means 0, 1, 2, ... Tokens of different `segments` (documents packed into one row) do not see
-        each other. `remat`, such as `jax.checkpoint`, wraps the body of the scan over layers.
+        `positions` None means 0, 1, 2, ...; negative ones are padding, which a cache does not keep. Tokens of different
+        `segments` (documents packed into one row) do not see each other. `remat`, such as `jax.checkpoint`, wraps the
+        body of the scan over layers.
         """
         x = self.embed_tokens(tokens)
         x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
@@ -220,11 +221,11 @@ PARTITION_RULES = {
     "layers.*.gate_proj": P("tensor", "fsdp"),
     "layers.*.up_proj": P("tensor", "fsdp"),
     "layers.*.down_proj": P("fsdp", "tensor"),
-    "*norm": P(),
+    "*norm.weight": P(),
 }
 
-# Parameter path -> tensor name. Fields are named as in the checkpoint, so only a prefix differs.
-CHECKPOINT_NAMES = {"lm_head.*": "{}", "*": "model.{}"}
+# Parameter path -> tensor name; `{}` is what `*` stands for. Fields are named as in the checkpoint.
+CHECKPOINT_NAMES = {"lm_head.*": "lm_head.{}", "*": "model.{}"}
 
 # Tensors that checkpoints may hold and the model does not need: with the name of the tensor it repeats, if any.
 REDUNDANT = {"model.layers.*.self_attn.rotary_emb.inv_freq": None, "lm_head.weight": "model.embed_tokens.weight"}

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
-from zoo.cache import KV
+from zoo.cache import KV, WindowKV, empty_kv
 from zoo.config import AbstractConfig
 from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.rope import RopeScaling, Rotary
@@ -94,16 +94,16 @@ class Attention(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
-        cache: KV | None,
+        cache: KV | WindowKV | None,
         positions: Int[Array, "batch seq"] | None,
         segments: Int[Array, "batch seq"] | None,
-    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(self.q_norm(heads(self.q_proj(x))), positions)
         k = self.rotary(self.k_norm(heads(self.k_proj(x))), positions)
         v, kv_positions = heads(self.v_proj(x)), positions
         if cache is not None:
-            (cache, k, v), kv_positions = cache.update(k, v, positions), None  # slot i holds position i
+            cache, k, v, kv_positions = cache.update(k, v, positions)
         y = kernels.attention(
             q, k, v, scale=self.head_dim**-0.5, window=self.window,
             q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
@@ -142,18 +142,19 @@ class Block(AbstractBlock):
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
-        cache: KV | None,
+        cache: KV | WindowKV | None,
         *,
         positions: Int[Array, "batch seq"] | None,
         segments: Int[Array, "batch seq"] | None,
-    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
-        head_dim = self.self_attn.head_dim
-        return KV.empty(layers, batch, slots, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+        a = self.self_attn
+        heads = a.k_proj.shape[-2] // a.head_dim
+        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
 
 
 class Model(eqx.Module):
@@ -184,8 +185,9 @@ class Model(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """What `unembed` turns into logits, and the new cache.
 
-        `positions` None means 0, 1, 2, ... Tokens of different `segments` (documents packed into one row) do not see
-        each other. `remat`, such as `jax.checkpoint`, wraps the body of the scan over layers.
+        `positions` None means 0, 1, 2, ...; negative ones are padding, which a cache does not keep. Tokens of different
+        `segments` (documents packed into one row) do not see each other. `remat`, such as `jax.checkpoint`, wraps the
+        body of the scan over layers.
         """
         x = self.embed_tokens(tokens)
         x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
@@ -219,11 +221,11 @@ PARTITION_RULES = {
     "layers.*.gate_proj": P("tensor", "fsdp"),
     "layers.*.up_proj": P("tensor", "fsdp"),
     "layers.*.down_proj": P("fsdp", "tensor"),
-    "*norm": P(),
+    "*norm.weight": P(),
 }
 
-# Parameter path -> tensor name. Fields are named as in the checkpoint, so only a prefix differs.
-CHECKPOINT_NAMES = {"lm_head.*": "{}", "*": "model.{}"}
+# Parameter path -> tensor name; `{}` is what `*` stands for. Fields are named as in the checkpoint.
+CHECKPOINT_NAMES = {"lm_head.*": "lm_head.{}", "*": "model.{}"}
 
 # Tensors that checkpoints may hold and the model does not need: with the name of the tensor it repeats, if any.
 REDUNDANT = {"lm_head.weight": "model.embed_tokens.weight"}

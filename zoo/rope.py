@@ -108,14 +108,33 @@ class Rotary:
         frequencies, magnitude = self.scaling(frequencies, self.theta) if self.scaling else (frequencies, 1.0)
         return frequencies.astype(np.float32), magnitude
 
+    def turns(
+        self, positions: Int[Array, "batch seq"]
+    ) -> tuple[Float[Array, "batch seq 1 half"], Float[Array, "batch seq 1 half"]]:
+        """cos and sin of every angle, in float32."""
+        frequencies, magnitude = self.frequencies()
+        angle = jnp.einsum("bs,h->bsh", positions.astype(jnp.float32), frequencies)[:, :, None]
+        return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
+
     def __call__(
         self, x: Float[Array, "batch seq heads dim"], positions: Int[Array, "batch seq"] | None
     ) -> Float[Array, "batch seq heads dim"]:
         """`positions` None means 0, 1, 2, ... in every row."""
-        frequencies, magnitude = self.frequencies()
-        if positions is None:
-            positions = jnp.arange(x.shape[1])[None]
-        angle = jnp.einsum("bs,h->bsh", positions.astype(jnp.float32), frequencies)[:, :, None]
-        cos, sin = ((magnitude * f(angle)).astype(x.dtype) for f in (jnp.cos, jnp.sin))
+        positions = jnp.arange(x.shape[1])[None] if positions is None else positions
+        cos, sin = (turn.astype(x.dtype) for turn in self.turns(positions))
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class InterleavedRotary(Rotary):
+    """Turns the pair `(x[2 i], x[2 i + 1])` instead: the convention of Meta's and DeepSeek's own code, in float32."""
+
+    def __call__(
+        self, x: Float[Array, "batch seq heads dim"], positions: Int[Array, "batch seq"] | None
+    ) -> Float[Array, "batch seq heads dim"]:
+        """`positions` None means 0, 1, 2, ... in every row."""
+        positions = jnp.arange(x.shape[1])[None] if positions is None else positions
+        cos, sin = self.turns(positions)
+        a, b = (x[..., start::2].astype(jnp.float32) for start in (0, 1))
+        return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape).astype(x.dtype)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from zoo.cache import KV
+from zoo.cache import Cache
 
 
 BATCH_AXES = ("replica", "fsdp")  # the mesh axes that split the batch
@@ -27,15 +27,18 @@ def split_batch(x: Float[Array, "batch ..."]) -> Float[Array, "batch ..."]:
 
 
 class AbstractBlock(eqx.Module):
-    """One layer: `x, cache = block(x, cache, **shared)`, with the same `shared` (positions, ...) for every layer."""
+    """One layer: `x, cache = block(x, cache, **shared)`, with the same `shared` (positions, ...) for every layer.
+
+    Without a cache the second result is what the layer has to report about these tokens, such as a router's choices.
+    """
 
     @abc.abstractmethod
     def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: KV | None, **shared: Any
-    ) -> tuple[Float[Array, "batch seq embed"], KV | None]: ...
+        self, x: Float[Array, "batch seq embed"], cache: Cache | None, **shared: Any
+    ) -> tuple[Float[Array, "batch seq embed"], Any]: ...
 
     @abc.abstractmethod
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> Cache:
         """An empty cache for so many layers like this one."""
 
 
@@ -95,12 +98,15 @@ class Stack(eqx.Module):
         remat: Callable[[Callable], Callable] | None = None,
         **shared: Any,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Runs every layer. `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body."""
+        """Runs every layer; returns `x` and the new cache, or without one the layers' reports, in the same order.
+
+        `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body.
+        """
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
         head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
 
-        def run(blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[KV | None]) -> tuple[Array, tuple]:
+        def run(blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[Cache | None]) -> tuple[Array, tuple]:
             new = []
             for block, layer_cache in zip(blocks, caches, strict=True):
                 x, layer_cache = block(split_batch(x), layer_cache, **shared)
@@ -109,18 +115,19 @@ class Stack(eqx.Module):
 
         # The caches ride in the carry, where XLA writes them in place; as scanned inputs and outputs they would be
         # copied whole at every step.
-        def body(carry: Any, slices: Any) -> tuple[Any, None]:
+        def body(carry: Any, slices: Any) -> tuple[Any, Any]:
             (x, caches), (layer, arrays) = carry, slices
-            caches = [cache and eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches]
-            return run(eqx.combine(arrays, static), x, caches), None
+            caches = tuple(cache and eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
+            x, new = run(eqx.combine(arrays, static), x, caches)
+            return ((x, caches), new) if cache is None else ((x, new), None)
 
         x, head = run(self.head, x, head)
         body = remat(body) if remat else body
-        (x, period), _ = jax.lax.scan(body, (x, period), (jnp.arange(self.repeats), arrays))
+        (x, period), reports = jax.lax.scan(body, (x, period), (jnp.arange(self.repeats), arrays))
         x, tail = run(self.tail, x, tail)
-        return x, None if cache is None else (head, period, tail)
+        return x, (head, reports if cache is None else period, tail)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[tuple[KV, ...], ...]:
-        """The cache of every layer: one `KV` for each entry of `head`, `period` and `tail`."""
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[tuple[Cache, ...], ...]:
+        """The cache of every layer: one for each entry of `head`, `period` and `tail`."""
         parts = ((self.head, 1), (self.period, self.repeats), (self.tail, 1))
         return tuple(tuple(block.init_cache(n, batch, slots, dtype) for block in blocks) for blocks, n in parts)

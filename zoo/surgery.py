@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int8, PRNGKeyArray
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int8, PRNGKeyArray
 
-from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
+import kernels
+from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear
 
 
 T = TypeVar("T")
@@ -30,37 +32,61 @@ def modules(model: Any, kind: Any) -> Iterator[tuple[str, Any]]:
             yield path_name(path), module
 
 
-def map_linears(model: T, fn: Callable[..., AbstractLinear], where: str = "*", *, key: PRNGKeyArray | None = None) -> T:
+def cast(tree: T, dtype: DTypeLike) -> T:
+    """`tree` with its floating point arrays in `dtype`, but for those that are `Float32`."""
+    kept = lambda m: isinstance(m, Float32)
+    one = lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a
+    return jax.tree.map(lambda a: a if kept(a) else one(a), tree, is_leaf=kept)
+
+
+def map_linears(
+    model: T,
+    fn: Callable[..., Any],
+    where: str = "*",
+    *,
+    kind: type[AbstractLinear | AbstractExpertLinear] = AbstractLinear,
+    key: PRNGKeyArray | None = None,
+) -> T:
     """`model` with each linear whose path matches `where` replaced by `fn(linear)`, vmapped over the axis of a stack.
 
-    With `key`: by `fn(linear, key)`, with a key of its own for every layer. Patterns are those of `fnmatch`.
+    With `key`: by `fn(linear, key)`, with a key of its own for every layer. Patterns are those of `fnmatch`. `kind` is
+    AbstractExpertLinear for the maps of experts.
 
     Raises:
         ValueError: if no linear matches.
     """
-    get = lambda m: [linear for path, linear in modules(m, AbstractLinear) if fnmatch.fnmatch(path, where)]
+    get = lambda m: [linear for path, linear in modules(m, kind) if fnmatch.fnmatch(path, where)]
     linears, new = get(model), []
     single, vmapped = eqx.filter_jit(fn), eqx.filter_jit(eqx.filter_vmap(fn))
     if not linears:
-        paths = [path for path, _ in modules(model, AbstractLinear)]
+        paths = [path for path, _ in modules(model, kind)]
         raise ValueError(f"No linear matches {where!r}; the model has {', '.join(paths)}.")
     for i, linear in enumerate(linears):
         keys = () if key is None else (jax.random.fold_in(key, i),)
-        stacked = len(linear.shape) == 3
+        stacked = len(linear.shape) == (4 if kind is AbstractExpertLinear else 3)
         if stacked:
             keys = tuple(jax.random.split(k, linear.shape[0]) for k in keys)
         new.append((vmapped if stacked else single)(linear, *keys))
     return eqx.tree_at(get, model, new)
 
 
+def quantize_int8(model: T) -> T:
+    """`model` with int8 in all linear maps of its layers; routers, norms, embeddings and the head stay as they are."""
+    for kind, int8 in ((AbstractLinear, Int8Linear), (AbstractExpertLinear, Int8ExpertLinear)):
+        if any(path.startswith("layers.") for path, _ in modules(model, kind)):
+            model = map_linears(model, int8, "layers.*", kind=kind)
+    return model
+
+
 def partition_specs(model: T, rules: Mapping[str, P]) -> T:
     """`model` with each array replaced by its `PartitionSpec`.
 
-    Rules map a pattern of a module's path to the spec of its matrix, `(out, in)` of a linear; the first match wins. A
-    spec speaks of the last axes of its array, so the leading axis of a stack stays whole.
+    Rules map a pattern to a spec; the first match wins. For linears and embeddings the pattern is of the module's path,
+    and the spec of its matrix: `(out, in)` of a linear, `(experts, out, in)` of experts'. Other arrays are matched by
+    their own path. A spec speaks of the last axes of its array, so the leading axis of a stack stays whole.
 
     Raises:
-        ValueError: naming a module that no rule matches.
+        ValueError: naming a module or an array that no rule matches.
     """
 
     def place(path: Any, module: Any) -> Any:
@@ -68,11 +94,11 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
         spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatch(name, pattern)), None)
         if spec is None:
             raise ValueError(f"No partition rule matches {name!r}; add one to the family's PARTITION_RULES.")
-        linear = isinstance(module, AbstractLinear)
+        linear = isinstance(module, AbstractLinear | AbstractExpertLinear)
         specs = module.partition_specs(spec) if linear else jax.tree.map(lambda _: spec, module)
         return jax.tree.map(lambda array, s: P(*(None,) * (array.ndim - len(s)), *s), module, specs)
 
-    parameters = (AbstractLinear, Embedding, RMSNorm)
+    parameters = (AbstractLinear, AbstractExpertLinear, Embedding)
     return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda m: isinstance(m, parameters))
 
 
@@ -96,6 +122,15 @@ def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
     return jax.tree_util.tree_map_with_path(place, model, partition_specs(model, rules))
 
 
+def int8_rows(weight: Float[Array, "*rows in"]) -> tuple[Int8[Array, "*rows in"], Float[Array, "*rows"]]:
+    """Rows of int8, and the scale of each: its largest magnitude / 127."""
+    weight32 = weight.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(weight32), axis=-1)
+    # Written as XLA would rewrite divisions; `zoo.checkpoint.read_int8` computes the same bits in numpy.
+    scale = jnp.where(largest > 0, largest * (1 / 127), 1)
+    return jnp.round(weight32 * (1 / scale)[..., None]).astype(jnp.int8), scale.astype(weight.dtype)
+
+
 class Int8Linear(AbstractLinear):
     """A `Linear` whose weight is int8, with one scale for each output: at most half a step of `scale` off."""
 
@@ -104,10 +139,8 @@ class Int8Linear(AbstractLinear):
     bias: Float[Array, " out"] | None
 
     def __init__(self, linear: Linear):
-        largest = jnp.max(jnp.abs(linear.weight.astype(jnp.float32)), axis=-1)
-        scale = jnp.where(largest > 0, largest / 127, 1)
-        self.weight = jnp.round(linear.weight.astype(jnp.float32) / scale[:, None]).astype(jnp.int8)
-        self.scale, self.bias = scale.astype(linear.weight.dtype), linear.bias
+        self.weight, self.scale = int8_rows(linear.weight)
+        self.bias = linear.bias
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,9 +151,37 @@ class Int8Linear(AbstractLinear):
         y = y * jnp.broadcast_to(self.scale.astype(x.dtype), y.shape)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
 
+    def matrix(self) -> Float[Array, "out in"]:
+        return self.weight.astype(self.scale.dtype) * self.scale[:, None]
+
     def partition_specs(self, spec: P) -> "Int8Linear":
         placed = eqx.tree_at(lambda m: (m.weight, m.scale), self, (spec, P(*spec[:1])))
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
+
+
+class Int8ExpertLinear(AbstractExpertLinear):
+    """`Int8Linear`, once for each expert."""
+
+    weight: Int8[Array, "experts out in"]
+    scale: Float[Array, "experts out"]
+    bias: Float[Array, "experts out"] | None
+
+    def __init__(self, linear: ExpertLinear):
+        self.weight, self.scale = int8_rows(linear.weight)
+        self.bias = linear.bias
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
+        each = lambda values: jnp.repeat(values, group_sizes, axis=0, total_repeat_length=len(x)).astype(x.dtype)
+        y = kernels.ragged_dot(x, self.weight, group_sizes) * each(self.scale)
+        return y if self.bias is None else y + each(self.bias)
+
+    def partition_specs(self, spec: P) -> "Int8ExpertLinear":
+        placed = eqx.tree_at(lambda m: (m.weight, m.scale), self, (spec, P(*spec[:2])))
+        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))
 
 
 class LoRALinear(AbstractLinear):
@@ -147,6 +208,10 @@ class LoRALinear(AbstractLinear):
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
         return self.base(x) + self.scale * jnp.einsum("...r,or->...o", jnp.einsum("...i,ri->...r", x, a), b)
+
+    def matrix(self) -> Float[Array, "out in"]:
+        base = self.base.matrix()
+        return base + self.scale * (self.b @ self.a).astype(base.dtype)
 
     def partition_specs(self, spec: P) -> "LoRALinear":
         parts = (self.base.partition_specs(spec), P(None, *spec[1:]), P(*spec[:1], None))

@@ -16,11 +16,11 @@ from train.checkpoint import Checkpoints
 from train.mesh import make_mesh, put_batch
 from train.optim import adamw, make_schedule
 from train.state import abstract_state, init_state
-from train.step import REMAT, cast, jit_train_step
+from train.step import REMAT, jit_train_step
 from zoo import qwen3
 from zoo.layers import Linear
 from zoo.stack import AbstractBlock, Stack
-from zoo.surgery import shardings
+from zoo.surgery import cast, shardings
 
 
 BATCH, SEQ = 8, 24

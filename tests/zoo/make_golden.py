@@ -1,6 +1,10 @@
-"""Writes golden.npz: what transformers computes on the checkpoints of tiny.py. `python -m tests.zoo.make_golden`."""
+"""Writes golden/FAMILY.npz: what transformers computes on the checkpoints of tiny/.
+
+    python -m tests.zoo.make_golden [FAMILY ...]
+"""
 
 import pathlib
+import sys
 import tempfile
 
 import numpy as np
@@ -22,8 +26,10 @@ def logits(folder: pathlib.Path, dtype: str = "float32") -> np.ndarray:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        golden = {name: logits(tiny.write(pathlib.Path(folder) / name, name)) for name in tiny.CONFIGS}
-    np.savez_compressed(pathlib.Path(__file__).parent / "golden.npz", **golden)
-    for name, values in golden.items():
-        print(f"{name:20s} largest logit {np.abs(values).max():.2f}")
+    for family in sys.argv[1:] or tiny.MODULES:
+        with tempfile.TemporaryDirectory() as folder:
+            names = tiny.MODULES[family].CONFIGS
+            golden = {name: logits(tiny.write(pathlib.Path(folder) / name, name)) for name in names}
+        np.savez_compressed(pathlib.Path(__file__).parent / "golden" / f"{family}.npz", **golden)
+        for name, values in golden.items():
+            print(f"{name:24s} largest logit {np.abs(values).max():.2f}")

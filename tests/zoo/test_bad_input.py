@@ -19,7 +19,7 @@ def folder(tmp_path):
 
 
 def edit(folder, change):
-    tensors = tiny.tensors(tiny.CONFIGS["qwen3-tied"])
+    tensors = tiny.tensors("qwen3-tied")
     change(tensors)
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
 
@@ -59,7 +59,7 @@ def test_layers_of_different_dtypes(folder):
 
 
 def test_an_untied_head_in_a_tied_model(folder):
-    embed = tiny.tensors(tiny.CONFIGS["qwen3-tied"])["model.embed_tokens.weight"]
+    embed = tiny.tensors("qwen3-tied")["model.embed_tokens.weight"]
     edit(folder, lambda t: t.update({"lm_head.weight": embed}))
     zoo.load(folder)  # Qwen3-0.6B repeats it: nothing is lost
     edit(folder, lambda t: t.update({"lm_head.weight": embed + 1}))
@@ -68,7 +68,7 @@ def test_an_untied_head_in_a_tied_model(folder):
 
 def test_stale_rotary_buffers_are_known(tmp_path):
     folder = tiny.write(tmp_path / "model", "llama")
-    tensors = tiny.tensors(tiny.CONFIGS["llama"])
+    tensors = tiny.tensors("llama")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)  # Llama 2's files have them
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     zoo.load(folder)

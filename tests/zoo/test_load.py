@@ -17,33 +17,69 @@ from tests.zoo import tiny
 CODE = """
 import sys, resource, jax, zoo
 jax.numpy.zeros(1).block_until_ready()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-jax.block_until_ready(zoo.load(sys.argv[1]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+model = jax.block_until_ready(zoo.load(sys.argv[1], **eval(sys.argv[2])))
+print(peak() - before, sum(array.nbytes for array in jax.tree.leaves(model)))
 """
+
+
+def write_large(folder, name, **size):
+    """A checkpoint of zeros in shards of 100 MB, and the sizes of all tensors and of the largest."""
+    tiny.write(folder, name, **size)
+    (folder / "model.safetensors").unlink()
+    shapes = tiny.MODULES[tiny.FAMILIES[name]].shapes(tiny.CONFIGS[name] | size)
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    lazy = {name: (array.shape, array.dtype, lambda array=array: array) for name, array in zeros.items()}
+    convert.tensors.save_tensors(folder, lazy, shard_bytes=100 * 10**6)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder, sum(array.nbytes for array in zeros.values()), max(array.nbytes for array in zeros.values())
+
+
+def load(folder, root, **options):
+    """By how much the peak of memory rises while it is loaded, and the size of the model."""
+    command = [sys.executable, "-c", CODE, str(folder), repr(options)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert run.returncode == 0, run.stderr
+    return map(int, run.stdout.split())
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """300 MB in two shards, with a largest tensor of 33 MB."""
+    """300 MB, with a largest tensor of 33 MB."""
     size = dict(vocab_size=16384, hidden_size=512, intermediate_size=16384, num_hidden_layers=2, head_dim=128)
-    folder = tiny.write(tmp_path_factory.mktemp("large"), "llama-rope3", **size)
-    config = tiny.CONFIGS["llama-rope3"] | size
-    (folder / "model.safetensors").unlink()
-    zeros = {name: np.zeros(shape, np.float32) for name, shape in tiny.shapes(config).items()}
-    lazy = {name: (array.shape, array.dtype, lambda array=array: array) for name, array in zeros.items()}
-    convert.tensors.save_tensors(folder, lazy, shard_bytes=200 * 10**6)
-    return folder, sum(array.nbytes for array in zeros.values()), max(array.nbytes for array in zeros.values())
+    return write_large(tmp_path_factory.mktemp("large"), "llama-rope3", **size)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """300 MB, nearly all of it in 120 matrices of experts."""
+    size = dict(vocab_size=1024, hidden_size=512, intermediate_size=1280, num_hidden_layers=5, head_dim=128)
+    return write_large(tmp_path_factory.mktemp("mixture"), "mixtral", **size, num_local_experts=8)
 
 
 def test_peak_memory(large, pytestconfig):
     """At most the model and its largest tensor."""
     folder, size, largest = large
-    assert len(list(folder.glob("*.safetensors"))) == 2 and size > 250e6
-    run = subprocess.run(
-        [sys.executable, "-c", CODE, str(folder)], capture_output=True, text=True, cwd=pytestconfig.rootpath
-    )
-    assert int(run.stdout) * 1024 < size + largest, run.stderr
+    peak, _ = load(folder, pytestconfig.rootpath)
+    assert size > 250e6 and peak < size + largest
+
+
+def test_peak_memory_of_experts(mixture, pytestconfig):
+    """Each is a tensor of its own, and all of a kind become one array."""
+    folder, size, _ = mixture
+    peak, loaded = load(folder, pytestconfig.rootpath)
+    assert loaded == size > 250e6 and peak < 1.1 * size
+    # Read in one dtype and kept in another: what is read is not kept.
+    peak, loaded = load(folder, pytestconfig.rootpath, dtype="bfloat16")
+    assert loaded == size / 2 and peak < 0.7 * size
+
+
+def test_peak_memory_of_int8(mixture, pytestconfig):
+    """A quarter of the weights, and what a few threads work on."""
+    folder, size, _ = mixture
+    peak, loaded = load(folder, pytestconfig.rootpath, quantize="int8")
+    assert 0.25 * size < loaded < 0.3 * size and peak < 0.4 * size
 
 
 def test_an_aligned_tensor_is_not_copied(large):
@@ -61,7 +97,7 @@ def test_an_aligned_tensor_is_not_copied(large):
 def test_alignment_changes_nothing(tmp_path, padding):
     """Whatever the file's alignment, the bits are the file's, and outlive it."""
     folder = tiny.write(tmp_path / "model", "qwen3")
-    tensors = tiny.tensors(tiny.CONFIGS["qwen3"])
+    tensors = tiny.tensors("qwen3")
     note = {"format": "pt", "note": "x" * padding}
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata=note)
     model = zoo.load(folder)

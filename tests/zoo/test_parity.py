@@ -4,7 +4,6 @@ The golden logits are transformers' own (make_golden.py), so the table runs with
 installed the live comparison runs too.
 """
 
-import pathlib
 
 import equinox as eqx
 import jax
@@ -17,7 +16,7 @@ import zoo
 from tests.zoo import make_golden, tiny
 
 
-GOLDEN = np.load(pathlib.Path(__file__).parent / "golden.npz")
+GOLDEN = tiny.golden()
 TOKENS = jnp.asarray(tiny.TOKENS)
 CASES = pytest.mark.parametrize("name", tiny.CONFIGS)
 
@@ -60,8 +59,9 @@ def test_decode_equals_forward(folders, name):
     """Right-padded prompts of different lengths, prefilled at once, then decoded token by token."""
     model = zoo.load(folders[name])
     lengths, cache = jnp.array([5, 23]), model.init_cache(2, 40, jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(23), (2, 23))
-    prompt = jnp.where(positions < lengths[:, None], TOKENS[:, :23], 0)
+    indices = jnp.broadcast_to(jnp.arange(23), (2, 23))
+    positions = jnp.where(indices < lengths[:, None], indices, -1)
+    prompt = jnp.where(positions < 0, 0, TOKENS[:, :23])
     logits, cache = decode(model, prompt, cache, positions)
     assert error(logits[0, :5], GOLDEN[name][0, :5]) < 1e-4
     assert error(logits[1], GOLDEN[name][1, :23]) < 1e-4

@@ -1,12 +1,16 @@
 """Tiny random checkpoints in the Hub's layout, one for each feature of a family; the same bits on every machine.
 
-Tensor names and shapes are written out here, not taken from the code under test. Norms are not ones and logits are of
-size 10, because defaults hide errors; sequences are longer than every window and original context.
+Each module here is a family: `CONFIGS`, its checkpoints by name, and `shapes(config)`, their tensors, written out and
+not taken from the code under test. Norms are not ones and logits are of size 10, because defaults hide errors;
+sequences are longer than every window, chunk and original context.
 """
 
+import importlib
 import json
 import pathlib
+import pkgutil
 import string
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,86 +18,74 @@ import safetensors.numpy
 import tokenizers
 
 
+# What every family's config.json says, as a start for its own.
 COMMON = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, hidden_act="silu", rope_theta=10000.0,
     tie_word_embeddings=False, torch_dtype="float32", attention_dropout=0.0, bos_token_id=1, eos_token_id=2,
     initializer_range=0.02, use_cache=True,
 )  # fmt: skip
-LLAMA = COMMON | dict(model_type="llama", architectures=["LlamaForCausalLM"], rms_norm_eps=1e-5)
-QWEN3 = COMMON | dict(
-    model_type="qwen3", architectures=["Qwen3ForCausalLM"], rms_norm_eps=1e-6, attention_bias=False,
-    max_window_layers=3, use_sliding_window=False, sliding_window=None,
-)  # fmt: skip
-S, F = "sliding_attention", "full_attention"
-LLAMA3_ROPE = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
-)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-
-
-def sliding(types: str) -> dict:
-    kinds = [S if kind == "s" else F for kind in types]
-    return dict(layer_types=kinds, num_hidden_layers=len(kinds), use_sliding_window=True, sliding_window=4)
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_theta")} | dict(num_key_value_heads=4),
-    "llama-rope3": LLAMA | dict(rope_scaling=LLAMA3_ROPE),
-    "llama-rope3-new": {k: v for k, v in LLAMA.items() if k != "rope_theta"}
-    | dict(rope_parameters=LLAMA3_ROPE | dict(rope_theta=10000.0)),
-    "llama-linear": LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)),
-    "llama-tied-biases": LLAMA | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    "qwen3": QWEN3,
-    "qwen3-tied": QWEN3 | dict(tie_word_embeddings=True),
-    "qwen3-yarn": QWEN3 | dict(rope_scaling=YARN),
-    "qwen3-window-tail": QWEN3 | sliding("ssfssfss"),
-    "qwen3-window-head": QWEN3 | sliding("ffsfsfs"),
-    "qwen3-window-max": QWEN3 | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1),
-}
-
 TOKENS = np.random.RandomState(0).randint(0, 64, (2, 40))
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
-    d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    head = config.get("head_dim", d // config["num_attention_heads"])
+def attention(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
+    """Tensors of a layer's attention as Llama has it: name -> shape."""
+    d, head = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    out = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
-    if not config["tie_word_embeddings"]:
-        out["lm_head.weight"] = (v, d)
-    for n in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{n}"
-        out |= {f"{layer}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        attention = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
-        mlp = {"gate_proj": (f, d), "up_proj": (f, d), "down_proj": (d, f)}
-        for part, matrices, bias in (("self_attn", attention, "attention_bias"), ("mlp", mlp, "mlp_bias")):
-            out |= {f"{layer}.{part}.{name}.weight": shape for name, shape in matrices.items()}
-            if config.get(bias):
-                out |= {f"{layer}.{part}.{name}.bias": shape[:1] for name, shape in matrices.items()}
-        if config["model_type"] == "qwen3":
-            out |= {f"{layer}.self_attn.{norm}.weight": (head,) for norm in ("q_norm", "k_norm")}
-    return out
+    return {
+        f"{layer}.self_attn.q_proj.weight": (q, d),
+        f"{layer}.self_attn.k_proj.weight": (kv, d),
+        f"{layer}.self_attn.v_proj.weight": (kv, d),
+        f"{layer}.self_attn.o_proj.weight": (d, q),
+    }
 
 
-def tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+def mlp(path: str, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of a gated MLP as Llama has it: name -> shape."""
+    return {
+        f"{path}.gate_proj.weight": (width, hidden),
+        f"{path}.up_proj.weight": (width, hidden),
+        f"{path}.down_proj.weight": (hidden, width),
+    }
+
+
+def biases(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The biases of linear maps with these weights."""
+    return {name.removesuffix("weight") + "bias": shape[:1] for name, shape in shapes.items()}
+
+
+def values(name: str, noise: np.ndarray) -> np.ndarray:
+    """The values of a tensor, made of normal noise. A family's module may have its own."""
+    return 1 + 0.3 * noise if "norm" in name else 0.4 * noise
+
+
+MODULES: dict[str, ModuleType] = {  # family -> its module
+    info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)
+}
+CONFIGS: dict[str, dict[str, Any]] = {n: config for module in MODULES.values() for n, config in module.CONFIGS.items()}
+FAMILIES = {name: family for family, module in MODULES.items() for name in module.CONFIGS}  # checkpoint -> family
+
+
+def tensors(name: str) -> dict[str, np.ndarray]:
     """Random float32 tensors from numpy's legacy generator, whose stream never changes."""
-    random = np.random.RandomState(1)
-    out = {}
-    for name, shape in sorted(shapes(config).items()):
-        noise = random.standard_normal(shape)
-        out[name] = (1 + 0.3 * noise if "norm" in name else 0.4 * noise).astype(np.float32)
-    return out
+    random, module = np.random.RandomState(1), MODULES[FAMILIES[name]]
+    make = getattr(module, "values", values)
+    shapes = sorted(module.shapes(CONFIGS[name]).items())
+    return {tensor: make(tensor, random.standard_normal(shape)).astype(np.float32) for tensor, shape in shapes}
 
 
 def write(folder: pathlib.Path, name: str, **changes: Any) -> pathlib.Path:
     """The checkpoint called `name`, as files; `changes` overwrite keys of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[name] | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(tensors(CONFIGS[name]), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    safetensors.numpy.save_file(tensors(name), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def golden() -> dict[str, np.ndarray]:
+    """transformers' logits of TOKENS, by checkpoint, as make_golden.py wrote them."""
+    folder = pathlib.Path(__file__).parents[1] / "golden"
+    return {name: array for path in sorted(folder.glob("*.npz")) for name, array in np.load(path).items()}
 
 
 def write_tokenizer(folder: pathlib.Path) -> None:

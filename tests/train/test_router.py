@@ -1,0 +1,134 @@
+"""A training step of a mixture of experts: what its routers add to the loss, and what moves their biases."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zoo
+from tests.zoo import tiny
+from train.mesh import make_mesh, put_batch
+from train.optim import adamw, make_schedule
+from train.state import init_state
+from train.step import jit_train_step
+from zoo import deepseek3, mixtral
+from zoo.surgery import shardings
+
+
+SGD = optax.sgd(1.0)
+SCHEDULE = make_schedule("cosine", peak=0.01, steps=10, warmup=2, decay=0)
+OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32, chunk=40)
+ROUTER = dict(router_balance=0.5, router_z=0.1)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    random = np.random.RandomState(0)
+    batch = {
+        "tokens": random.randint(0, 64, (8, 12)),
+        "targets": random.randint(0, 64, (8, 12)),
+        "loss_mask": random.rand(8, 12) < 0.5,
+        "segments": np.arange(12) < 10,
+        "positions": np.arange(12),
+    }
+    return {name: jnp.asarray(np.broadcast_to(array, (8, 12)), jnp.int32) for name, array in batch.items()}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return zoo.load(tiny.write(tmp_path_factory.mktemp("checkpoint"), "mixtral"))
+
+
+def assert_close(got, want, tolerance=1e-5):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance), got, want)
+
+
+def test_the_loss_of_the_routers(model, batch):
+    """Against the formulas, with the means over layers written out."""
+
+    def loss(model):
+        x, reports = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(model.unembed(x), batch["targets"])
+        weights = batch["loss_mask"].astype(jnp.float32)
+        _, (routing,), _ = reports
+        mean = routing.probability / routing.tokens[:, None]
+        share = routing.load / jnp.sum(routing.load, axis=1, keepdims=True)
+        balance = jnp.mean(routing.load.shape[1] * jnp.sum(mean * share, axis=1))
+        z = jnp.mean(routing.squared_log_z / routing.tokens)
+        return jnp.sum(losses * weights) / jnp.sum(weights) + 0.5 * balance + 0.1 * z, balance
+
+    gradients, balance = jax.jit(jax.grad(loss, has_aux=True))(model)
+    state = init_state(model, SGD)
+    state, metrics = jit_train_step(state, optimizer=SGD, **OPTIONS, **ROUTER)(state, batch)
+    assert_close(state.model, jax.tree.map(jnp.subtract, model, gradients))
+    assert_close(metrics["balance"], balance)
+    assert metrics["balance"] > 1
+
+
+def test_on_a_mesh(model, batch):
+    step = functools.partial(jit_train_step, optimizer=SGD, **OPTIONS, **ROUTER)
+    alone = init_state(model, SGD)
+    alone = step(alone)(alone, batch)
+    mesh = make_mesh("fsdp=4,tensor=2")
+    with jax.set_mesh(mesh):
+        state = init_state(jax.device_put(model, shardings(model, mixtral.PARTITION_RULES, mesh)), SGD)
+        together = step(state)(state, put_batch(batch, mesh))
+    assert_close(together, alone)
+
+
+def test_microbatches(model, batch):
+    """Without the terms that are of a whole batch at once, in parts or not is the same."""
+    step = functools.partial(jit_train_step, optimizer=SGD, **OPTIONS)
+    states = [init_state(model, SGD) for _ in range(2)]
+    assert_close(step(states[0], microbatches=4)(states[0], batch), step(states[1])(states[1], batch))
+
+
+def test_biases_move_towards_an_even_load(tmp_path, batch):
+    """By the rate at each step, whatever the optimizer does; AdamW leaves them alone."""
+    model = zoo.load(tiny.write(tmp_path, "deepseek3"))
+    optimizer = adamw(SCHEDULE)
+    biases = lambda model: [np.asarray(a) for p, a in jax.tree_util.tree_leaves_with_path(model) if "bias" in str(p)]
+    state = init_state(model, optimizer)
+    before = biases(state.model)
+    step = jit_train_step(state, optimizer=optimizer, **OPTIONS, microbatches=2)
+    state, _ = step(state, batch)
+    assert before and all((a == b).all() for a, b in zip(biases(state.model), before, strict=True))
+
+    rebalance = functools.partial(deepseek3.rebalance, rate=0.01)
+    step = jit_train_step(state, optimizer=optimizer, **OPTIONS, microbatches=2, rebalance=rebalance)
+    first = None
+    for _ in range(40):
+        state, metrics = step(state, batch)
+        first = first or float(metrics["balance"])
+    moves = np.concatenate([(a - b).ravel() for a, b in zip(biases(state.model), before, strict=True)])
+    assert np.abs(moves).max() > 0.05
+    assert float(metrics["balance"]) < first
+
+
+def test_the_token_after_the_next(tmp_path, batch):
+    """Its loss against the formula, on rows of two documents and padding."""
+    config = zoo.config(tiny.write(tmp_path, "deepseek3"))
+    model = deepseek3.Model(config, key=jax.random.key(0), mtp=True)
+    documents = jnp.repeat(jnp.array([1, 2, 0]), jnp.array([5, 5, 2]), total_repeat_length=12)
+    batch = batch | {"segments": jnp.broadcast_to(documents, (8, 12))}
+
+    def loss(model):
+        where = dict(positions=batch["positions"], segments=batch["segments"])
+        x, _ = model.hidden(batch["tokens"], **where)
+        y, _ = model.further(x, batch["targets"], **where)
+        first = optax.softmax_cross_entropy_with_integer_labels(model.unembed(x), batch["targets"])
+        further = optax.softmax_cross_entropy_with_integer_labels(model.unembed(y)[:, :-1], batch["targets"][:, 1:])
+        learnt, same = batch["loss_mask"] != 0, batch["segments"][:, 1:] == batch["segments"][:, :-1]
+        both = learnt[:, 1:] & learnt[:, :-1] & same
+        total = jnp.sum(jnp.where(learnt, first, 0)), jnp.sum(jnp.where(both, further, 0))
+        return (total[0] + 0.3 * total[1]) / jnp.sum(learnt.astype(jnp.float32)), total[1]
+
+    gradients, further = jax.jit(jax.grad(loss, has_aux=True))(model)
+    state = init_state(model, SGD)
+    state, metrics = jit_train_step(state, optimizer=SGD, **OPTIONS, mtp_weight=0.3)(state, batch)
+    assert_close(state.model, jax.tree.map(jnp.subtract, model, gradients))
+    assert_close(metrics["mtp_loss"] * metrics["targets"].astype(jnp.float32), further)
+    assert jnp.abs(gradients.mtp.eh_proj.weight).max() > 0

@@ -1,0 +1,41 @@
+"""Qwen3, the dense models."""
+
+from typing import Any
+
+from tests.zoo.tiny import COMMON, attention, mlp
+
+
+QWEN3 = COMMON | dict(
+    model_type="qwen3", architectures=["Qwen3ForCausalLM"], rms_norm_eps=1e-6, attention_bias=False,
+    max_window_layers=3, use_sliding_window=False, sliding_window=None,
+)  # fmt: skip
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+
+
+def sliding(types: str) -> dict[str, Any]:
+    kinds = ["sliding_attention" if kind == "s" else "full_attention" for kind in types]
+    return dict(layer_types=kinds, num_hidden_layers=len(kinds), use_sliding_window=True, sliding_window=4)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    "qwen3-tied": QWEN3 | dict(tie_word_embeddings=True),
+    "qwen3-yarn": QWEN3 | dict(rope_scaling=YARN),
+    "qwen3-window-tail": QWEN3 | sliding("ssfssfss"),
+    "qwen3-window-head": QWEN3 | sliding("ffsfsfs"),
+    "qwen3-window-max": QWEN3 | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1),
+}
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, as stored on the Hub."""
+    d, v, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
+    if not config["tie_word_embeddings"]:
+        out["lm_head.weight"] = (v, d)
+    for n in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{n}"
+        out |= attention(config, layer) | mlp(f"{layer}.mlp", config["intermediate_size"], d)
+        out |= {f"{layer}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        out |= {f"{layer}.self_attn.{norm}.weight": (head,) for norm in ("q_norm", "k_norm")}
+    return out
