@@ -1,0 +1,109 @@
+"""Checkpoints with a vision tower: their text model is read, under any name it goes by, and saved as a text model."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import convert.tensors
+import zoo
+from tests.zoo import make_golden, tiny
+from zoo import gemma3
+
+
+OUTER = dict(
+    model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], boi_token_index=61, eoi_token_index=62,
+    image_token_index=63, mm_tokens_per_image=4, eos_token_id=[1, 9], torch_dtype="float32", initializer_range=0.02,
+    vision_config=dict(model_type="siglip_vision_model", hidden_size=8),
+)  # fmt: skip
+BEGINNINGS = {  # of the names of the text model's tensors, of its head and of the others
+    "as released": ("language_model.model.", "language_model.lm_head.", ""),
+    "as transformers 4.52 has it": ("model.language_model.", "lm_head.", "model."),
+}
+STRAY = ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.mm_input_projection_weight")
+
+
+def wrap(folder, name, beginnings, **outer):
+    """The text checkpoint `name` as part of a multimodal one."""
+    text, head, other = BEGINNINGS[beginnings]
+    tensors = {text + key.removeprefix("model."): value for key, value in tiny.tensors(name).items()}
+    tensors[f"{head}weight"] = tiny.tensors(name)["model.embed_tokens.weight"]
+    tensors |= {other + key: np.ones(8, np.float16) for key in STRAY}
+    folder.mkdir()
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    inner = {k: v for k, v in tiny.CONFIGS[name].items() if k not in ("architectures", "torch_dtype", "eos_token_id")}
+    (folder / "config.json").write_text(json.dumps(OUTER | dict(text_config=inner) | outer))
+    return folder
+
+
+@pytest.mark.parametrize("beginnings", BEGINNINGS)
+@pytest.mark.parametrize("name", ["gemma3-pattern", "gemma3-new"])
+def test_the_text_model_is_the_same(tmp_path, name, beginnings):
+    plain, wrapped = zoo.load(tiny.write(tmp_path / "text", name)), zoo.load(wrap(tmp_path / "all", name, beginnings))
+    assert wrapped.config == plain.config
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(wrapped), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["gemma3-pattern", "gemma3-new"])
+def test_it_is_saved_as_a_text_model(tmp_path, name):
+    zoo.save(zoo.load(wrap(tmp_path / "all", name, "as released")), tmp_path / "saved")
+    saved, text = (convert.tensors.open_tensors(f) for f in (tmp_path / "saved", tiny.write(tmp_path / "text", name)))
+    assert saved.keys() == text.keys()
+    assert all(saved[key].view().tobytes() == text[key].view().tobytes() for key in text)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["model_type"] == "gemma3_text" and config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["eos_token_id"] == [1, 9]
+    assert not config.keys() & {"text_config", "vision_config", "image_token_index", "rope_parameters"}
+    assert zoo.config(tmp_path / "saved") == zoo.config(tmp_path / "text")
+
+
+@pytest.mark.parametrize("name", ["gemma3-pattern", "gemma3-new"])
+def test_standard_form_is_final(name):
+    once = gemma3.standard_form(OUTER | dict(text_config=tiny.CONFIGS[name]))
+    assert gemma3.standard_form(once) == once
+
+
+def test_unknown_things_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="'audio_config' beside text_config"):
+        zoo.load(wrap(tmp_path / "key", "gemma3-new", "as released", audio_config={}))
+    folder = wrap(tmp_path / "tensor", "gemma3-new", "as released")
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    safetensors.numpy.save_file(tensors | {"audio_tower.weight": np.ones(8)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no place for: audio_tower\.weight"):
+        zoo.load(folder)
+
+
+def test_a_scaled_local_rope_is_refused(tmp_path):
+    ropes = tiny.CONFIGS["gemma3-new"]["rope_parameters"]
+    both = dict(full_attention=ropes["full_attention"], sliding_attention=ropes["full_attention"])
+    with pytest.raises(ValueError, match="sliding_attention, whose rope it does not scale"):
+        zoo.config(tiny.write(tmp_path / "model", "gemma3-new", rope_parameters=both))
+
+
+@pytest.mark.live
+def test_what_transformers_saves(tmp_path):
+    """Its own multimodal model, read by us, has its logits of text."""
+    transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    import torch
+
+    vision = dict(
+        model_type="siglip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, image_size=28, patch_size=14, vision_use_head=False,
+    )  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=tiny.CONFIGS["gemma3-pattern"], vision_config=vision, mm_tokens_per_image=4, image_token_index=64
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    model.save_pretrained(tmp_path)
+    ours = eqx.filter_jit(lambda model, tokens: model(tokens))(zoo.load(tmp_path), jnp.asarray(tiny.TOKENS))
+    theirs = make_golden.logits(tmp_path)
+    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()

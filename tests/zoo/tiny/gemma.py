@@ -1,0 +1,43 @@
+"""Gemma."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.zoo.tiny import COMMON, attention, mlp
+
+
+# A released file: the activation "gelu" is tanh's approximation, and tied embeddings go without saying.
+GEMMA = {k: v for k, v in COMMON.items() if k != "tie_word_embeddings"} | dict(
+    model_type="gemma", architectures=["GemmaForCausalLM"], rms_norm_eps=1e-6, hidden_act="gelu",
+    hidden_activation=None, attention_bias=False, num_key_value_heads=1, rope_scaling=None,
+)  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma": GEMMA,
+    "gemma-new": {k: v for k, v in GEMMA.items() if k not in ("hidden_activation", "rope_theta", "rope_scaling")}
+    | dict(
+        rope_parameters=dict(rope_type="linear", rope_theta=5000.0, factor=2.0), rms_norm_eps=0.01,
+        hidden_act="gelu_pytorch_tanh", num_key_value_heads=4, tie_word_embeddings=True,
+        use_bidirectional_attention=None,
+    ),
+}  # fmt: skip
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, as stored on the Hub."""
+    d = config["hidden_size"]
+    out: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], d),
+        "model.norm.weight": (d,),
+    }
+    for n in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{n}"
+        out |= attention(config, layer) | mlp(f"{layer}.mlp", config["intermediate_size"], d)
+        out |= {f"{layer}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    return out
+
+
+def values(name: str, noise: np.ndarray) -> np.ndarray:
+    """The values of a tensor, made of normal noise. Norms are stored less 1."""
+    return 0.3 * noise

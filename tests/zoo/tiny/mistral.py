@@ -1,0 +1,39 @@
+"""Mistral."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.zoo.tiny import COMMON, attention, mlp
+
+
+MISTRAL = COMMON | dict(
+    model_type="mistral", architectures=["MistralForCausalLM"], rms_norm_eps=1e-5, sliding_window=4,
+)  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mistral": MISTRAL | dict(head_dim=None),
+    "mistral-new": {k: v for k, v in MISTRAL.items() if k != "rope_theta"}
+    | dict(
+        rope_parameters=dict(rope_type="default", rope_theta=5000.0), sliding_window=None, tie_word_embeddings=True,
+        rms_norm_eps=0.01,
+    ),
+}  # fmt: skip
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, as stored on the Hub."""
+    d, v = config["hidden_size"], config["vocab_size"]
+    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
+    if not config["tie_word_embeddings"]:
+        out["lm_head.weight"] = (v, d)
+    for n in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{n}"
+        out |= attention(config, layer) | mlp(f"{layer}.mlp", config["intermediate_size"], d)
+        out |= {f"{layer}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    return out
+
+
+def values(name: str, noise: np.ndarray) -> np.ndarray:
+    """The values of a tensor, made of normal noise; so that attention is not so sharp that it magnifies rounding."""
+    return 1 + 0.3 * noise if "norm" in name else 0.3 * noise
