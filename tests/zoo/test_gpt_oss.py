@@ -1,0 +1,141 @@
+"""gpt-oss as it is released: experts in MXFP4, and what config.json says twice."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import convert.tensors
+import zoo
+from tests.zoo import make_golden, tiny
+from zoo import gpt_oss, surgery
+from zoo.config import read
+
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
+TOKENS = jnp.asarray(tiny.TOKENS)
+forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+
+
+def write(folder, tensors, **changes):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny.CONFIGS["gpt_oss"] | dict(intermediate_size=64) | changes))
+    lazy = {name: (array.shape, array.dtype, lambda array=array: array) for name, array in tensors.items()}
+    convert.tensors.save_tensors(folder, lazy)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The same weights twice, with the experts in MXFP4 and in 16 bits; and the values of one layer's in float64."""
+    random, root = np.random.RandomState(0), tmp_path_factory.mktemp("gpt_oss")
+    packed, plain, values = {}, {}, {}
+    for name, shape in tiny.MODULES["gpt_oss"].shapes(tiny.CONFIGS["gpt_oss"] | dict(intermediate_size=64)).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, width, height = shape
+            codes = random.randint(0, 256, (experts, height, width // 32, 16)).astype(np.uint8)
+            scales = random.randint(122, 125, codes.shape[:3]).astype(np.uint8)
+            pairs = np.stack([FP4[codes % 16], FP4[codes // 16]], axis=-1).reshape(*scales.shape, 32)
+            matrices = (pairs * 2.0 ** (scales[..., None] - 127.0)).reshape(experts, height, width)
+            packed |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+            plain[name], values[name] = matrices.swapaxes(1, 2).astype(BF16), matrices
+        else:
+            value = tiny.MODULES["gpt_oss"].values(name, random.standard_normal(shape)).astype(BF16)
+            packed[name] = plain[name] = value
+    stored = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    return (
+        write(root / "packed", packed, quantization_config=stored),
+        write(root / "plain", plain, torch_dtype="bfloat16"),
+        values[EXPERTS],
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_mxfp4_is_read_as_what_it_stands_for(checkpoint, dtype):
+    packed, plain, values = checkpoint
+    model, same = zoo.load(packed, dtype=dtype), zoo.load(plain, dtype=dtype)
+    weight = model.layers.period[1].mlp.experts.gate_up_proj.weight
+    assert weight.dtype == (dtype or jnp.bfloat16)
+    np.testing.assert_array_equal(weight[0].astype(jnp.float32), values)
+    assert eqx.tree_equal(model, same)
+    np.testing.assert_array_equal(forward(model, TOKENS), forward(same, TOKENS))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_int8_of_mxfp4_as_it_is_read(checkpoint, dtype):
+    packed, *_ = checkpoint
+    assert eqx.tree_equal(
+        zoo.load(packed, dtype=dtype, quantize="int8"), surgery.quantize_int8(zoo.load(packed, dtype=dtype))
+    )
+
+
+def test_saving_writes_16_bits(checkpoint, tmp_path):
+    packed, plain, _ = checkpoint
+    zoo.save(zoo.load(packed), tmp_path)
+    ours, theirs = convert.tensors.open_tensors(tmp_path), convert.tensors.open_tensors(plain)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name].dtype == BF16 and ours[name].view().tobytes() == theirs[name].view().tobytes()
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert zoo.config(tmp_path) == zoo.config(packed)
+
+
+@pytest.mark.live
+def test_transformers_reads_the_same(checkpoint):
+    transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    packed, plain, _ = checkpoint
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        packed, dtype="bfloat16", quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    theirs = loaded.get_parameter(EXPERTS).detach().float().numpy()
+    ours = zoo.load(packed).layers.period[1].mlp.experts.gate_up_proj.weight[0]
+    np.testing.assert_array_equal(ours.astype(jnp.float32).swapaxes(1, 2), theirs)
+    theirs = make_golden.logits(plain)
+    assert np.abs(forward(zoo.load(packed, dtype="float32"), TOKENS) - theirs).max() < 1e-5 * np.abs(theirs).max()
+
+
+def test_the_norm_rounds_once():
+    """In bfloat16 the product with the weight is in float32, unlike Llama's."""
+    x, weight = (jax.random.normal(jax.random.key(i), (64,)).astype(jnp.bfloat16) for i in range(2))
+    norm = eqx.tree_at(lambda m: m.weight, gpt_oss.RMSNorm(64, 1e-5), weight)
+    x64, weight64 = (np.asarray(a, np.float64) for a in (x, weight))
+    exact = x64 / np.sqrt(np.mean(x64**2) + 1e-5) * weight64
+    np.testing.assert_array_equal(norm(x), exact.astype(BF16))
+
+
+def test_sliding_layers_cache_their_window_alone():
+    """At 131,072 positions: 12 layers of them, and 12 of 128; of 8 heads of 64 numbers each."""
+    c = zoo.config("gpt-oss-20b")
+    model = eqx.filter_eval_shape(lambda: gpt_oss.Model(c, key=jax.random.key(0)))
+    _, (sliding, full), _ = jax.eval_shape(lambda: model.init_cache(1, c.max_position_embeddings, jnp.bfloat16))
+    assert sliding.k.shape == sliding.v.shape == (12, 1, 128, 8, 64)
+    assert full.k.shape == full.v.shape == (12, 1, 131072, 8, 64)
+
+
+def test_no_rope_scaling_is_this_familys_own():
+    """As in transformers, a file that says none means YaRN."""
+    hub = {k: v for k, v in tiny.CONFIGS["gpt_oss"].items() if k not in ("rope_scaling", "initial_context_length")}
+    for without in (hub, hub | dict(rope_scaling=None)):
+        assert read(gpt_oss, without).rope_scaling == gpt_oss.YARN
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("experts_per_token", 3),
+        ("initial_context_length", 32),
+        ("rope_scaling", {"rope_type": "default"}),
+        ("layer_types", ["full_attention"] * 4),
+        ("layer_types", ["full_attention"] * 4 + ["chunked_attention"]),
+    ],
+)
+def test_refused(key, value):
+    hub = {k: v for k, v in tiny.CONFIGS["gpt_oss"].items() if k != "initial_context_length"}
+    with pytest.raises(ValueError, match=key):
+        read(gpt_oss, hub | {key: value})

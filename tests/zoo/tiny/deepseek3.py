@@ -1,0 +1,56 @@
+"""DeepSeek V3 and Kimi K2. transformers has no `model_type` kimi_k2, so its checkpoint has V3's here."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.zoo.tiny import COMMON, deepseek2
+
+
+DEEPSEEK3 = {k: v for k, v in COMMON.items() if k != "head_dim"} | dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], rms_norm_eps=1e-5, num_key_value_heads=4,
+    q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=12, moe_intermediate_size=16,
+    n_routed_experts=12, n_shared_experts=1, num_experts_per_tok=3, first_k_dense_replace=1, moe_layer_freq=1,
+    topk_method="noaux_tc", n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
+    scoring_func="sigmoid", attention_bias=False, num_nextn_predict_layers=1, ep_size=1,
+)  # fmt: skip
+YARN = dict(type="yarn", factor=4, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.8)
+KIMI = dict(type="yarn", factor=8.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek3": DEEPSEEK3 | dict(rope_scaling=YARN | dict(original_max_position_embeddings=16)),
+    "deepseek3-kimi": DEEPSEEK3
+    | dict(
+        rope_scaling=KIMI | dict(original_max_position_embeddings=16), rope_theta=50000.0, n_group=1, topk_group=1,
+        num_nextn_predict_layers=0, aux_loss_alpha=0.001, seq_aux=True, pretraining_tp=1,
+    ),
+    "deepseek3-new": {k: v for k, v in DEEPSEEK3.items() if k != "rope_theta"}
+    | dict(
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0), q_lora_rank=None, norm_topk_prob=False,
+        head_dim=8, qk_head_dim=18, rope_interleave=True, first_k_dense_replace=2, num_hidden_layers=4,
+        n_shared_experts=2, routed_scaling_factor=1.0,
+    ),
+}  # fmt: skip
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, as stored on the Hub, without the module that predicts one more token."""
+    experts, first = config["n_routed_experts"], config["first_k_dense_replace"]
+    moe = range(first, config["num_hidden_layers"])
+    biases = {f"model.layers.{n}.mlp.gate.e_score_correction_bias": (experts,) for n in moe}
+    return deepseek2.shapes(config) | biases
+
+
+def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Those of the module that predicts one more token: a layer, with copies of the embedding and the head."""
+    d, v, n = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    layer, more = f"model.layers.{n}.", shapes(config | dict(num_hidden_layers=n + 1))
+    out = {name: shape for name, shape in more.items() if name.startswith(layer)}
+    norms = {f"{layer}{norm}.weight": (d,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    copies = {f"{layer}{name}.weight": (v, d) for name in ("embed_tokens", "shared_head.head")}
+    return out | norms | copies | {f"{layer}eh_proj.weight": (d, 2 * d)}
+
+
+def values(name: str, noise: np.ndarray) -> np.ndarray:
+    """As V2's, and a bias that changes some of the choices."""
+    return 0.1 * noise if "bias" in name else deepseek2.values(name, noise)
