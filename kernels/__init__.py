@@ -112,8 +112,8 @@ def ragged_dot(
     yield zeros, get zero gradients and may hold anything; groups end where the rows do.
 
     Narrower dtypes accumulate in float32. A NaN in a row stays in the row, and in the gradient of its group's matrix;
-    a NaN in a group's matrix stays in the group's rows. `w` may be int8, of which one matrix at a time is brought to the
-    dtype of `x`; it has no gradient then.
+    a NaN in a group's matrix stays in the group's rows. `w` may be int8: then one matrix at a time is brought to the
+    dtype of `x`, and there is no gradient of `w`.
 
     `implementation` is "xla" (in tiles of at most 128 rows: work and memory grow with tokens, not with groups * tokens;
     first derivatives only, in reverse mode) or "reference" (every row times every matrix; every derivative, and float64

@@ -16,6 +16,7 @@ import rich.progress
 
 from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.registry import family_of
+from zoo.stack import Stack
 from zoo.surgery import modules
 
 
@@ -42,9 +43,10 @@ def flops_per_token(config: Any, seq: int) -> float:
     c = config
     model = eqx.filter_eval_shape(lambda: family_of(c).Model(c, key=jax.random.key(0)))
     weights = c.vocab_size * c.hidden_size  # the head
-    for _, linear in modules(model.layers, (AbstractLinear, AbstractExpertLinear)):
-        share = c.num_experts_per_tok / linear.shape[-3] if isinstance(linear, AbstractExpertLinear) else 1
-        weights += math.prod(linear.shape) * share
+    for _, stack in modules(model, Stack):
+        for _, linear in modules(stack, (AbstractLinear, AbstractExpertLinear)):
+            share = c.num_experts_per_tok / linear.shape[-3] if isinstance(linear, AbstractExpertLinear) else 1
+            weights += math.prod(linear.shape) * share
     seen = 0.0
     for n in range(c.num_hidden_layers):
         reach = min(c.window(n) or seq, seq)

@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Literal
 
 
 def _check_shadows() -> None:
@@ -31,7 +31,6 @@ def _check_shadows() -> None:
 
 _check_shadows()
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,20 +38,62 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 import convert.hub
+import convert.packed
 import convert.tensors
 import zoo.checkpoint
 import zoo.config as _config
-from zoo import llama, qwen3, registry
+from zoo import (
+    deepseek2,
+    deepseek3,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt3,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    registry,
+)
 from zoo.generate import generate, stream
 from zoo.tokenizer import Tokenizer
 
 
-__all__ = ["config", "generate", "llama", "load", "names", "qwen3", "save", "stream", "tokenizer"]
+__all__ = [
+    "config",
+    "deepseek2",
+    "deepseek3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "generate",
+    "gpt3",
+    "gpt_oss",
+    "llama",
+    "llama4",
+    "load",
+    "mistral",
+    "mixtral",
+    "names",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "save",
+    "stream",
+    "tokenizer",
+]
 
 
 def names() -> list[str]:
-    """Every name that `load` knows beside Hub repositories and folders."""
-    return [*registry.EMBEDDED, *registry.REPOSITORIES]
+    """Every name that `load`, `config` and `tokenizer` know beside Hub repositories and folders.
+
+    The last ones, gpt3-*, have no published weights to load.
+    """
+    return [*registry.EMBEDDED, *registry.REPOSITORIES, *registry.TOKENIZERS]
 
 
 def load(
@@ -61,6 +102,8 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
+    quantize: Literal["int8"] | None = None,
+    mtp: bool = False,
 ) -> Any:
     """A model with the weights of a checkpoint: the family's `Model`, called as `model(tokens)`.
 
@@ -70,32 +113,42 @@ def load(
         dtype: of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
         mesh: places each weight on its devices by the family's PARTITION_RULES, reading only what they need.
         revision: branch, tag or commit of the repository.
+        quantize: "int8" turns the linear maps of the layers into int8 with a scale for each output, tensor by tensor as
+            they are read; the rest keeps its dtype.
+        mtp: also load the module that predicts one more token (DeepSeek V3 and R1 have it).
 
     Raises:
         OSError: if the checkpoint can't be had, with what to do about it.
-        ValueError: if it is damaged, or says or holds anything that the family does not implement, naming it.
+        ValueError: if it is damaged, or says or holds anything that the family does not implement, naming it; or if
+            weights of that name were never published.
     """
     if dtype is not None:
         dtype = _float_dtype(dtype)
+    if quantize not in (None, "int8"):
+        raise ValueError(f"quantize={quantize!r} is neither 'int8' nor None.")
     folder = _folder(source, revision, weights=True)
     family, parsed = _read_config(folder)
-    skeleton = eqx.filter_eval_shape(lambda: family.Model(parsed, key=jax.random.key(0)))
-    return zoo.checkpoint.fill(skeleton, convert.tensors.open_tensors(folder), family, dtype=dtype, mesh=mesh)
+    skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
+    tensors = convert.packed.unpack(convert.tensors.open_tensors(folder))
+    return zoo.checkpoint.fill(skeleton, tensors, family, dtype=dtype, mesh=mesh, int8=quantize == "int8")
 
 
-def save(model: Any, folder: str | os.PathLike) -> None:
+def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:
     """Writes the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
     transformers and `load` read the result back bit-equal. What the folder held before stays whole until the new
-    weights are.
+    weights are. Of a multimodal checkpoint it is the text model that was loaded. `fp8` stores matrices in 8 bits, with
+    a float32 scale for each block of 128 x 128, as DeepSeek V3 is published.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     family = registry.family_of(model)
-    tensors = zoo.checkpoint.export(model, family)
-    text = json.dumps(_config.write(model.config, family, next(iter(tensors.values()))[1]), indent=2)
+    tensors = zoo.checkpoint.export(model, family, fp8=fp8)
+    hub = _config.write(model.config, family, jax.tree.leaves(model)[0].dtype)
+    if fp8:
+        hub["quantization_config"] = zoo.checkpoint.FP8
     convert.tensors.save_tensors(folder, tensors)
-    (folder / "config.json.tmp").write_text(text + "\n")
+    (folder / "config.json.tmp").write_text(json.dumps(hub, indent=2) + "\n")
     os.replace(folder / "config.json.tmp", folder / "config.json")
     source = model.config.source
     if source and source.is_dir() and source.resolve() != folder.resolve():
@@ -112,7 +165,7 @@ def config(source: str | os.PathLike, *, revision: str | None = None) -> Any:
 
 
 def tokenizer(source: str | os.PathLike, *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer that a checkpoint carries, with its chat template and end tokens."""
+    """The tokenizer that a checkpoint carries, with its chat template and end tokens; for gpt3-*, one that fits."""
     return Tokenizer(_folder(source, revision, weights=False))
 
 
@@ -120,9 +173,16 @@ def _folder(source: str | os.PathLike, revision: str | None, *, weights: bool) -
     if source in registry.EMBEDDED:
         return registry.EMBEDDED[str(source)]
     name = str(source)
-    if name not in registry.REPOSITORIES and "/" not in name and not pathlib.Path(name).is_dir():
+    if weights and name in registry.TOKENIZERS:
+        family = registry.family_of(registry.CONFIGS[name]).__name__
+        raise ValueError(
+            f"The weights of {name} were never published: {family}.Model(zoo.config({name!r}), key=jax.random.key(0)) "
+            f"has random ones, and `python -m train.pretrain --model {name}` trains them."
+        )
+    repositories = registry.REPOSITORIES | registry.TOKENIZERS
+    if name not in repositories and "/" not in name and not pathlib.Path(name).is_dir():
         raise ValueError(f"{name!r} is no zoo name, Hub repository or folder; zoo.names() lists the names.")
-    return convert.hub.folder(registry.REPOSITORIES.get(name, source), revision, weights=weights)
+    return convert.hub.folder(repositories.get(name, source), revision, weights=weights)
 
 
 def _read_config(folder: pathlib.Path) -> tuple[Any, Any]:

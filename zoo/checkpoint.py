@@ -11,6 +11,7 @@ redundant; otherwise the checkpoint is refused.
 import concurrent.futures
 import dataclasses
 import fnmatch
+import functools
 import inspect
 import math
 import os
@@ -187,8 +188,8 @@ def read(
     out = aligned_empty((*names.shape, *shape), dtype)
 
     def fetch(tensor: Source, at: tuple[int, ...], piece: slice) -> None:
-        as_it_is = isinstance(tensor, Tensor) and tensor.dtype == dtype and not parameter.transposed
-        if as_it_is and whole_rows(tensor, inner):
+        plain = whole_rows(tensor, inner) and not parameter.transposed
+        if plain and isinstance(tensor, Tensor) and tensor.dtype == dtype:
             tensor.read_into(out[at][piece], inner[0].start + piece.start)
         else:
             out[at][piece] = rows(tensor, inner, piece, dtype, parameter.transposed)
@@ -336,13 +337,7 @@ def export(model: Any, family: ModuleType, *, fp8: bool = False) -> dict[str, La
         blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.FP8_BLOCKS)
         for at in np.ndindex(parameter.names.shape):
             name, shape = str(parameter.names[at]), parameter.stored_shape
-
-            def get(
-                array: Any = parameter.array, at: tuple = at, transposed: bool = parameter.transposed
-            ) -> np.ndarray:
-                tensor = np.asarray(array[at])
-                return tensor.swapaxes(-1, -2) if transposed else tensor
-
+            get = functools.partial(stored, parameter, at)
             if blocks:
                 scales = tuple(-(-n // 128) for n in shape)
                 out[name] = (shape, np.dtype(ml_dtypes.float8_e4m3fn), lambda get=get: quantize_blocks(get())[0])
@@ -350,3 +345,9 @@ def export(model: Any, family: ModuleType, *, fp8: bool = False) -> dict[str, La
             else:
                 out[name] = (shape, np.dtype(parameter.array.dtype), get)
     return out
+
+
+def stored(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:
+    """The values of the tensor `parameter.names[at]`."""
+    tensor = np.asarray(parameter.array[at])
+    return tensor.swapaxes(-1, -2) if parameter.transposed else tensor

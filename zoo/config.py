@@ -63,8 +63,9 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     check_quantization(hub, where)
     hints = {f.name: typing.get_type_hints(family.Config)[f.name] for f in dataclasses.fields(family.Config)}
     hints.pop("source")
-    # null says no more than leaving the key out, unless it is a value of the field
-    hub = {key: value for key, value in hub.items() if value is not None or is_bearable(None, hints.get(key, Any))}
+    # null says no more than leaving the key out, unless it is a value of its own
+    null = lambda key: is_bearable(None, hints[key]) if key in hints else None in alternatives(family.IMPLIED.get(key))
+    hub = {key: value for key, value in hub.items() if value is not None or null(key)}
     if parameters := hub.pop("rope_parameters", None):
         parameters = dict(parameters)
         if "rope_theta" in parameters:
@@ -79,7 +80,9 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
             if is_bearable(value, int) and not isinstance(value, bool) and is_bearable(1.0, hints[key]):
                 value = float(value)  # JSON writes `"rope_theta": 1000000`
             value = tuple(value) if isinstance(value, list) else value
-            if not is_bearable(value, hints[key]):
+            # One by one: beartype looks at one of a tuple's items, chosen at random.
+            items = [(item,) for item in value] if isinstance(value, tuple) else []
+            if not all(is_bearable(each, hints[key]) for each in (value, *items)):
                 raise ValueError(f"{where} says {key}={value!r}; {family.__name__} needs {hints[key]}.")
             values[key] = value
         elif key in family.IMPLIED:
@@ -96,7 +99,10 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     ]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.__name__} needs.")
-    return family.Config(**values, source=source)
+    try:
+        return family.Config(**values, source=source)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def standard_form(family: ModuleType, hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, An
     outer = {key: value for key, value in hub.items() if key != "text_config"}
     if unknown := outer.keys() - set(beside) - NOT_THE_MODEL - NOT_CARRIED:
         keys = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"config.json has {keys} beside text_config, which is not known to be without effect on it.")
+        raise ValueError(f"config.json has {keys} beside text_config; whether that changes the text is not known here.")
     return dict(hub["text_config"]) | {key: value for key, value in outer.items() if key not in beside}
 
 
@@ -130,8 +136,8 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
         case {"quant_method": "mxfp4"} | {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}:
             return
     raise ValueError(
-        f"{where} has the quantization_config {dict(stored)}; read are fp8 (fmt e4m3, weight_block_size [128, 128]) and "
-        "mxfp4. Load another repository of the model, with plain weights."
+        f"{where} has the quantization_config {dict(stored)}; read are mxfp4, and fp8 with fmt e4m3 and "
+        "weight_block_size [128, 128]. Load another repository of the model, with plain weights."
     )
 
 

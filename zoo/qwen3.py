@@ -7,7 +7,7 @@ released models uses it.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -34,35 +34,48 @@ class Config(AbstractConfig):
     head_dim: int
     max_position_embeddings: int
     max_window_layers: int
-    rope_theta: float = 1_000_000.0
+    rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     use_sliding_window: bool = False
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None  # "full_attention" or "sliding_attention", for every layer
+    sliding_window: int | None = 4096  # without effect, and then None, unless use_sliding_window
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): as max_window_layers says
+
+    def __post_init__(self):
+        # What says the same in other words becomes equal, as in transformers.
+        layers, window = range(self.num_hidden_layers), self.sliding_window if self.use_sliding_window else None
+        slides = lambda n: window is not None and n >= self.max_window_layers
+        kinds = self.layer_types or tuple("sliding_attention" if slides(n) else "full_attention" for n in layers)
+        object.__setattr__(self, "sliding_window", window)
+        object.__setattr__(self, "layer_types", kinds)
+        if len(kinds) != len(layers):
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
         """How many positions, its own included, a token of this layer sees; None: all before it."""
-        slides = self.layer_types[layer] == "sliding_attention" if self.layer_types else layer >= self.max_window_layers
-        return self.sliding_window if self.use_sliding_window and slides else None
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
 
 # fmt: off
-TIED: dict[str, Any] = dict(tie_word_embeddings=True)
-#                              vocab  hidden    mlp  layers  heads  kv  head  positions  (no window)
+QWEN: dict[str, Any] = dict(rope_theta=1_000_000.0)
+TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
+LONG: dict[str, Any] = TIED | dict(rope_theta=5_000_000.0)
+#                                      vocab  hidden    mlp  layers  heads  kv  head  positions  (no window)
 CONFIGS = {
-    "qwen3-0.6b":      Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED),
-    "qwen3-0.6b-base": Config(151936,   1024,  3072,     28,    16,  8,  128,     32768,    28, **TIED),
-    "qwen3-1.7b":      Config(151936,   2048,  6144,     28,    16,  8,  128,     40960,    28, **TIED),
-    "qwen3-1.7b-base": Config(151936,   2048,  6144,     28,    16,  8,  128,     32768,    28, **TIED),
-    "qwen3-4b":        Config(151936,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED),
-    "qwen3-4b-base":   Config(151936,   2560,  9728,     36,    32,  8,  128,     32768,    36, **TIED),
-    "qwen3-8b":        Config(151936,   4096, 12288,     36,    32,  8,  128,     40960,    36),
-    "qwen3-8b-base":   Config(151936,   4096, 12288,     36,    32,  8,  128,     32768,    36),
-    "qwen3-14b":       Config(151936,   5120, 17408,     40,    40,  8,  128,     40960,    40),
-    "qwen3-14b-base":  Config(151936,   5120, 17408,     40,    40,  8,  128,     32768,    40),
-    "qwen3-32b":       Config(151936,   5120, 25600,     64,    64,  8,  128,     40960,    64),
+    "qwen3-0.6b":             Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED),
+    "qwen3-0.6b-base":        Config(151936,   1024,  3072,     28,    16,  8,  128,     32768,    28, **TIED),
+    "qwen3-1.7b":             Config(151936,   2048,  6144,     28,    16,  8,  128,     40960,    28, **TIED),
+    "qwen3-1.7b-base":        Config(151936,   2048,  6144,     28,    16,  8,  128,     32768,    28, **TIED),
+    "qwen3-4b":               Config(151936,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED),
+    "qwen3-4b-base":          Config(151936,   2560,  9728,     36,    32,  8,  128,     32768,    36, **TIED),
+    "qwen3-4b-instruct-2507": Config(151936,   2560,  9728,     36,    32,  8,  128,    262144,    36, **LONG),
+    "qwen3-4b-thinking-2507": Config(151936,   2560,  9728,     36,    32,  8,  128,    262144,    36, **LONG),
+    "qwen3-8b":               Config(151936,   4096, 12288,     36,    32,  8,  128,     40960,    36, **QWEN),
+    "qwen3-8b-base":          Config(151936,   4096, 12288,     36,    32,  8,  128,     32768,    36, **QWEN),
+    "qwen3-14b":              Config(151936,   5120, 17408,     40,    40,  8,  128,     40960,    40, **QWEN),
+    "qwen3-14b-base":         Config(151936,   5120, 17408,     40,    40,  8,  128,     32768,    40, **QWEN),
+    "qwen3-32b":              Config(151936,   5120, 25600,     64,    64,  8,  128,     40960,    64, **QWEN),
 }
 # fmt: on
 

@@ -5,11 +5,44 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from zoo import llama, qwen3
+from zoo import (
+    deepseek2,
+    deepseek3,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt3,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 
 # config.json's model_type -> the file that implements it.
-FAMILIES = {family.IMPLIED["model_type"]: family for family in (llama, qwen3)}
+FAMILIES = {
+    "llama": llama,
+    "llama4": llama4,
+    "llama4_text": llama4,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "deepseek_v2": deepseek2,
+    "deepseek_v3": deepseek3,
+    "kimi_k2": deepseek3,
+    "gpt_oss": gpt_oss,
+    "gpt2": gpt3,
+}
 
 # Zoo name -> Hub repository. Base and instruct models are different names.
 REPOSITORIES = {
@@ -34,23 +67,101 @@ REPOSITORIES = {
     "llama3.2-3b": "meta-llama/Llama-3.2-3B",
     "llama3.2-3b-instruct": "meta-llama/Llama-3.2-3B-Instruct",
     "llama3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "llama4-scout": "meta-llama/Llama-4-Scout-17B-16E",
+    "llama4-scout-instruct": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "llama4-maverick": "meta-llama/Llama-4-Maverick-17B-128E",
+    "llama4-maverick-instruct": "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+    "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
+    "mistral-7b-v0.1-instruct": "mistralai/Mistral-7B-Instruct-v0.1",
+    "mistral-7b-v0.2-instruct": "mistralai/Mistral-7B-Instruct-v0.2",
+    "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
+    "mistral-7b-v0.3-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "mixtral-8x7b-instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
+    "mixtral-8x22b-instruct": "mistralai/Mixtral-8x22B-Instruct-v0.1",
+    "gemma-2b": "google/gemma-2b",
+    "gemma-2b-it": "google/gemma-2b-it",
+    "gemma-7b": "google/gemma-7b",
+    "gemma-7b-it": "google/gemma-7b-it",
+    "gemma2-2b": "google/gemma-2-2b",
+    "gemma2-2b-it": "google/gemma-2-2b-it",
+    "gemma2-9b": "google/gemma-2-9b",
+    "gemma2-9b-it": "google/gemma-2-9b-it",
+    "gemma2-27b": "google/gemma-2-27b",
+    "gemma2-27b-it": "google/gemma-2-27b-it",
+    "gemma3-270m": "google/gemma-3-270m",
+    "gemma3-270m-it": "google/gemma-3-270m-it",
+    "gemma3-1b": "google/gemma-3-1b-pt",
+    "gemma3-1b-it": "google/gemma-3-1b-it",
+    "gemma3-4b": "google/gemma-3-4b-pt",
+    "gemma3-4b-it": "google/gemma-3-4b-it",
+    "gemma3-12b": "google/gemma-3-12b-pt",
+    "gemma3-12b-it": "google/gemma-3-12b-it",
+    "gemma3-27b": "google/gemma-3-27b-pt",
+    "gemma3-27b-it": "google/gemma-3-27b-it",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
+    "qwen2.5-0.5b-instruct": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",
+    "qwen2.5-1.5b-instruct": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5-7b-instruct": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5-14b": "Qwen/Qwen2.5-14B",
+    "qwen2.5-14b-instruct": "Qwen/Qwen2.5-14B-Instruct",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
     "qwen3-0.6b-base": "Qwen/Qwen3-0.6B-Base",
     "qwen3-1.7b": "Qwen/Qwen3-1.7B",
     "qwen3-1.7b-base": "Qwen/Qwen3-1.7B-Base",
     "qwen3-4b": "Qwen/Qwen3-4B",
     "qwen3-4b-base": "Qwen/Qwen3-4B-Base",
+    "qwen3-4b-instruct-2507": "Qwen/Qwen3-4B-Instruct-2507",
+    "qwen3-4b-thinking-2507": "Qwen/Qwen3-4B-Thinking-2507",
     "qwen3-8b": "Qwen/Qwen3-8B",
     "qwen3-8b-base": "Qwen/Qwen3-8B-Base",
     "qwen3-14b": "Qwen/Qwen3-14B",
     "qwen3-14b-base": "Qwen/Qwen3-14B-Base",
     "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-30b-a3b-base": "Qwen/Qwen3-30B-A3B-Base",
+    "qwen3-30b-a3b-instruct-2507": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "qwen3-30b-a3b-thinking-2507": "Qwen/Qwen3-30B-A3B-Thinking-2507",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "qwen3-235b-a22b-instruct-2507": "Qwen/Qwen3-235B-A22B-Instruct-2507",
+    "qwen3-235b-a22b-thinking-2507": "Qwen/Qwen3-235B-A22B-Thinking-2507",
+    "qwen3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
+    "qwen3-coder-480b-a35b-fp8": "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v2-lite-chat": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v2-chat": "deepseek-ai/DeepSeek-V2-Chat",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-v3-base": "deepseek-ai/DeepSeek-V3-Base",
+    "deepseek-v3-0324": "deepseek-ai/DeepSeek-V3-0324",
+    "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
+    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "kimi-k2-base": "moonshotai/Kimi-K2-Base",
+    "kimi-k2-0905": "moonshotai/Kimi-K2-Instruct-0905",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+}
+
+# Zoo name of a model without published weights -> Hub repository of a tokenizer whose ids fit its vocabulary.
+TOKENIZERS = {
+    "gpt3-52k": "hf-internal-testing/tiny-random-GPT2LMHeadModel",
+    "gpt3-6b": "mistralai/Mistral-7B-v0.3",
+    "gpt3-22b": "mistralai/Mistral-7B-v0.3",
+    "gpt3-175b": "openai-community/gpt2",
 }
 
 # Zoo name -> folder, of what the package itself carries.
 EMBEDDED = {"tiny": pathlib.Path(__file__).parent / "tiny"}
 
-CONFIGS = {name: config for family in FAMILIES.values() for name, config in family.CONFIGS.items()}
+CONFIGS = {name: config for family in dict.fromkeys(FAMILIES.values()) for name, config in family.CONFIGS.items()}
 
 
 def family_of(value: Any) -> ModuleType:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Int8, PRNGKeyArray
 
 import kernels
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear
+from zoo.stack import Stack
 
 
 T = TypeVar("T")
@@ -72,9 +73,10 @@ def map_linears(
 
 def quantize_int8(model: T) -> T:
     """`model` with int8 in all linear maps of its layers; routers, norms, embeddings and the head stay as they are."""
-    for kind, int8 in ((AbstractLinear, Int8Linear), (AbstractExpertLinear, Int8ExpertLinear)):
-        if any(path.startswith("layers.") for path, _ in modules(model, kind)):
-            model = map_linears(model, int8, "layers.*", kind=kind)
+    for layers, stack in modules(model, Stack):
+        for kind, int8 in ((AbstractLinear, Int8Linear), (AbstractExpertLinear, Int8ExpertLinear)):
+            if any(modules(stack, kind)):
+                model = map_linears(model, int8, f"{layers}.*", kind=kind)
     return model
 
 

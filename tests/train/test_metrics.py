@@ -37,9 +37,18 @@ def test_flops_per_token(name, seq, giga):
     assert flops_per_token(zoo.config(name), seq) / 1e9 == pytest.approx(giga, rel=0.002)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt3-52k", 1.95e-5), ("gpt2", 0.1235), ("qwen3-30b-a3b", 3.0), ("deepseek-v3", 36.6), ("gpt-oss-20b", 3.6)],
+)
+def test_flops_of_the_active_parameters(name, billions):
+    """6 a token for each, with those of the head, and of the experts those that a token goes to."""
+    assert flops_per_token(zoo.config(name), 1) / 6e9 == pytest.approx(billions, rel=0.03)
+
+
 def test_flops_through_a_window():
     """Against counting the pairs one by one: 12 operations for each, times heads and their size."""
-    full = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2)
+    full = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2, layer_types=())
     half = dataclasses.replace(
         full, use_sliding_window=True, sliding_window=100, layer_types=("full_attention", "sliding_attention")
     )

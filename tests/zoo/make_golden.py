@@ -1,6 +1,6 @@
 """Writes golden/FAMILY.npz: what transformers computes on the checkpoints of tiny/.
 
-    python -m tests.zoo.make_golden [FAMILY ...]
+python -m tests.zoo.make_golden [FAMILY ...]
 """
 
 import pathlib

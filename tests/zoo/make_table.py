@@ -10,7 +10,6 @@ import numpy as np
 
 import zoo
 from tests.zoo import tiny
-from zoo import registry
 
 
 ROOT = pathlib.Path(__file__).parents[2]

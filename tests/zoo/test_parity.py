@@ -4,7 +4,6 @@ The golden logits are transformers' own (make_golden.py), so the table runs with
 installed the live comparison runs too.
 """
 
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,177 @@
+"""Llama 4 beyond parity: chunks and their caches, checkpoints with a vision tower, and every form of config.json."""
+
+import json
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import convert.tensors
+import zoo
+from tests.zoo import tiny
+from zoo import llama4, moe
+from zoo.cache import KV, WindowKV
+from zoo.config import read, write
+
+
+FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
+NAMES = tuple(tiny.MODULES["llama4"].CONFIGS)
+TOKENS, GOLDEN = jnp.asarray(tiny.TOKENS), tiny.golden()
+forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+decode = eqx.filter_jit(lambda model, tokens, cache, positions: model.decode(tokens, cache, positions=positions))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return zoo.load(tiny.write(tmp_path_factory.mktemp("llama4"), "llama4"))
+
+
+def error(ours, theirs):
+    """The largest difference, as a fraction of the largest logit."""
+    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+
+
+def wrap(folder, name, **changes):
+    """The text checkpoint `name` as the text model of a multimodal one, with the names of the released files."""
+    vision = dict(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=1, patch_size=2, num_channels=3, image_size=4,
+        projector_input_dim=8, projector_output_dim=8, vision_output_dim=8,
+    )  # fmt: skip
+    config = dict(
+        architectures=["Llama4ForConditionalGeneration"], boi_token_index=60, eoi_token_index=61, image_token_index=62,
+        model_type="llama4", text_config=tiny.CONFIGS[name], tie_word_embeddings=False, torch_dtype="float32",
+        vision_config=vision,
+    )  # fmt: skip
+    shapes = tiny.MODULES["llama4"].vision_shapes(config)
+    tensors = {f"language_model.{key}": tensor for key, tensor in tiny.tensors(name).items()}
+    tensors |= {key: np.ones(shape, np.float32) for key, shape in shapes.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_a_multimodal_checkpoint_the_text_model_is_read_and_saved(tmp_path, name):
+    text, wrapped = tiny.write(tmp_path / "text", name), wrap(tmp_path / "wrapped", name)
+    model = zoo.load(wrapped)
+    assert model.config == zoo.config(text)
+    zoo.save(model, tmp_path / "saved")
+    before, after = convert.tensors.open_tensors(text), convert.tensors.open_tensors(tmp_path / "saved")
+    assert before.keys() == after.keys()
+    assert all(before[key].view().tobytes() == after[key].view().tobytes() for key in before)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["model_type"] == "llama4_text" and config["architectures"] == ["Llama4ForCausalLM"]
+    assert not config.keys() & {"text_config", "vision_config", "image_token_index"}
+    assert zoo.config(tmp_path / "saved") == model.config
+
+
+@pytest.mark.live
+def test_transformers_saves_the_same_names(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers and torch")
+    config = tiny.CONFIGS["llama4-alternating"]
+    transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**config)).save_pretrained(tmp_path)
+    theirs = {tensor.name: tensor.shape for tensor in convert.tensors.open_tensors(tmp_path).values()}
+    assert theirs == tiny.MODULES["llama4"].shapes(config)
+    assert zoo.load(tmp_path).config == read(llama4, config)
+
+
+@pytest.mark.live
+@pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
+@pytest.mark.parametrize("name", ["llama4-scout", "llama4-maverick"])
+def test_transformers_5_reads_and_writes_the_same_config(name):
+    transformers = pytest.importorskip("transformers", reason="needs transformers and torch")
+    released = transformers.Llama4Config(**json.loads((FACTS / f"{name}.json").read_text())["config"])
+    for config in (released, released.text_config):
+        assert read(llama4, json.loads(config.to_json_string())) == zoo.config(name)
+    text, ours = released.text_config.to_dict(), write(zoo.config(name), llama4, np.dtype(np.float32))
+    back = transformers.Llama4TextConfig(**json.loads(json.dumps(ours))).to_dict()
+    fields = set(ours) & set(text) - {"architectures"}
+    assert {key: back[key] for key in fields} == {key: text[key] for key in fields}
+
+
+def test_fp8_maverick_is_refused(tmp_path):
+    stored = dict(quant_method="compressed-tensors", format="float-quantized")
+    folder = wrap(tmp_path / "fp8", "llama4-alternating", quantization_config=stored)
+    with pytest.raises(ValueError, match=r"'compressed-tensors'.*Load another repository"):
+        zoo.load(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(layer_types=["sliding_attention"] * 8), "sliding_attention.*full_attention and chunked_attention"),
+        (dict(no_rope_layers=[1, 0]), "fewer entries than the 8 layers"),
+        (dict(for_llm_compressor=True), "for_llm_compressor=True"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        zoo.load(tiny.write(tmp_path, "llama4-alternating", **changes))
+
+
+def test_a_model_without_experts():
+    config = read(llama4, tiny.CONFIGS["llama4"] | dict(moe_layers=[], interleave_moe_layer_step=0))
+    model = eqx.filter_eval_shape(lambda: llama4.Model(config, key=jax.random.key(0)))
+    assert all(isinstance(block.feed_forward, llama4.MLP) for block in model.layers.period)
+
+
+def test_a_token_sees_its_chunk_and_no_more():
+    """With chunks of 8 in every layer, a token touches those that follow it in its own chunk, and nothing else."""
+    chunked = dict(num_hidden_layers=2, no_rope_layers=[1, 1])
+    model = llama4.Model(read(llama4, tiny.CONFIGS["llama4"] | chunked), key=jax.random.key(0))
+    changed = forward(model, TOKENS.at[:, 11].add(1)) != forward(model, TOKENS)
+    assert np.flatnonzero(jnp.any(changed, axis=(0, 2))).tolist() == [11, 12, 13, 14, 15]
+
+
+def test_chunks_end_with_documents_too():
+    positions = jnp.array([[-1, 0, 1, 2, 3, 4, 0, 1, 2, 9, 0, -7]])
+    segments = jnp.array([[0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 0]])
+    found = llama4.chunks(jnp.zeros((1, 12, 1, 1)), positions, segments, 3)[0]
+    same = found[:, None] == found[None]
+    expected = [(s, p // 3) for s, p in zip(segments[0].tolist(), positions[0].tolist(), strict=True)]
+    assert np.array_equal(same, [[a == b for b in expected] for a in expected])
+
+
+def test_chunked_layers_keep_one_chunk():
+    """Of 36 layers of Scout the last 8,192 positions, of 12 all 131,072: 30 % of what all of everything would be."""
+    model = eqx.filter_eval_shape(lambda: llama4.Model(zoo.config("llama4-scout"), key=jax.random.key(0)))
+    cache = eqx.filter_eval_shape(lambda: model.init_cache(1, 131_072, jnp.bfloat16))[1]
+    assert [type(part) for part in cache] == [WindowKV, WindowKV, WindowKV, KV]
+    assert [part.k.shape for part in cache] == [(12, 1, 8192, 8, 128)] * 3 + [(12, 1, 131_072, 8, 128)]
+
+
+def test_prefill_in_pieces(model):
+    """That begin and end anywhere in a chunk of 8, and are shorter and longer than it."""
+    start, parts, cache = 0, [], model.init_cache(2, 40, jnp.float32)
+    for size in (5, 11, 1, 11, 1, 11):
+        at = jnp.broadcast_to(jnp.arange(start, start + size), (2, size))
+        logits, cache = decode(model, TOKENS[:, start : start + size], cache, at)
+        parts.append(logits)
+        start += size
+    assert error(jnp.concatenate(parts, axis=1), GOLDEN["llama4"]) < 1e-4
+
+
+def test_padding_is_harmless(model):
+    """A row of nothing but padding is finite, and leaves no trace in the cache."""
+    positions = jnp.stack([jnp.arange(11), jnp.array([-1, -2, -9, -8, -10_000, *[-1] * 6])])
+    logits, cache = decode(model, TOKENS[:, :11], model.init_cache(2, 40, jnp.float32), positions)
+    assert jnp.all(jnp.isfinite(logits))
+    assert error(logits[0], GOLDEN["llama4"][0, :11]) < 1e-4
+    logits, _ = decode(model, TOKENS[:, :1], cache, jnp.array([[30], [0]]))
+    assert error(logits[1], GOLDEN["llama4"][1, :1]) < 1e-4
+
+
+def test_what_the_routers_report(tmp_path):
+    model = zoo.load(tiny.write(tmp_path, "llama4-lists-new"))
+    segments = jnp.where(jnp.arange(40) < 30, 1, 0)[None].repeat(2, axis=0)
+    head, period, tail = eqx.filter_jit(lambda model: model.hidden(TOKENS, segments=segments)[1])(model)
+    assert head == (None,) and [isinstance(report, moe.Routing) for report in (*period, *tail)] == [True, False, True]
+    for routing, layers in ((period[0], (2,)), (tail[0], ())):
+        assert routing.load.shape == (*layers, 4)
+        assert np.allclose(routing.tokens, 60) and np.allclose(routing.load.sum(-1), 120)
+        assert np.allclose(routing.probability.sum(-1), 60, rtol=1e-5)
