@@ -1,8 +1,8 @@
 """A model's parameters <-> the tensors of a checkpoint, by the family's CHECKPOINT_NAMES; knows no family.
 
 CHECKPOINT_NAMES maps a pattern of a parameter's path to its tensor's name. Each `{}` of the name takes what the next
-`*` of the pattern stands for; names in braces are fields of the config. `{expert}` says that the file has one tensor
-for each expert, and `^T` at the end that its last two axes are the other way round there.
+`*` of the pattern stands for, and `{config.x}` the config's x. `{expert}` says that the file has one tensor for each
+expert, and `^T` at the end that its last two axes are the other way round there.
 
 Loading is all or nothing: every parameter is filled from a tensor of its shape, and every tensor is used or known to be
 redundant; otherwise the checkpoint is refused.
@@ -78,7 +78,7 @@ def skeleton(family: ModuleType, config: Any, *, mtp: bool = False) -> Any:
 
 def parameters(model: Any, family: ModuleType) -> Iterator[Parameter]:
     """Every parameter of a model, or of its skeleton."""
-    stacks, fields = dict(modules(model, Stack)), vars(model.config)
+    stacks = dict(modules(model, Stack))
     for key_path, array in jax.tree_util.tree_leaves_with_path(model):
         path = path_name(key_path)
         each, stacked = [path], False
@@ -91,7 +91,7 @@ def parameters(model: Any, family: ModuleType) -> Iterator[Parameter]:
         per_expert = "{expert}" in template
         experts = range(array.shape[stacked]) if per_expert else range(1)
         name = template.removesuffix("^T")
-        names = [[name.format(*stars(pattern, p), expert=m, **fields) for m in experts] for p in each]
+        names = [[name.format(*stars(pattern, p), expert=m, config=model.config) for m in experts] for p in each]
         lead = array.shape[: stacked + per_expert]
         yield Parameter(path, array, np.array(names, object).reshape(lead), template.endswith("^T"))
 
@@ -307,7 +307,7 @@ def check(
 def redundant(name: str, config: Any, family: ModuleType) -> tuple[bool, str | None]:
     """Whether a tensor is one that the model does not need, by the family's REDUNDANT, and which one it repeats."""
     for pattern, twin in family.REDUNDANT.items():
-        if fnmatch.fnmatch(name, pattern.format(**vars(config))):
+        if fnmatch.fnmatch(name, pattern.format(config=config)):
             return True, twin
     return False, None
 

@@ -52,6 +52,8 @@ class Config(AbstractConfig):
     rope_scaling: YarnScaling | None = None
     rms_norm_eps: float = 1e-6
 
+    head_dim = property(lambda self: self.qk_nope_head_dim + self.qk_rope_head_dim)  # of queries and keys
+
 
 # fmt: off
 V2: dict[str, Any] = dict(
@@ -89,7 +91,7 @@ class Attention(eqx.Module):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         c, (q_a, q_b, kv_a, kv_b, o) = config, jax.random.split(key, 5)
-        heads, head_dim, yarn = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim, c.rope_scaling
+        heads, head_dim, yarn = c.num_attention_heads, c.head_dim, c.rope_scaling
         self.config = c
         self.rotary = InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn)
         grown = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0

@@ -53,6 +53,9 @@ class Config(AbstractConfig):
     rms_norm_eps: float = 1e-6
     num_nextn_predict_layers: int = 1
 
+    head_dim = property(lambda self: self.qk_nope_head_dim + self.qk_rope_head_dim)  # of queries and keys
+    mtp_layer = property(lambda self: self.num_hidden_layers if self.num_nextn_predict_layers else None)
+
 
 # fmt: off
 V3: dict[str, Any] = dict(rope_scaling=YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0))
@@ -93,7 +96,7 @@ class Attention(eqx.Module):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         c, (q_a, q_b, kv_a, kv_b, o) = config, jax.random.split(key, 5)
-        heads, head_dim, yarn = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim, c.rope_scaling
+        heads, head_dim, yarn = c.num_attention_heads, c.head_dim, c.rope_scaling
         self.config = c
         self.rotary = InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn)
         grown = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0
@@ -362,11 +365,11 @@ PARTITION_RULES = {
 # Parameter path -> tensor name; `{}` is what `*` stands for. MTP is stored as one more layer.
 CHECKPOINT_NAMES = {
     "lm_head.*": "lm_head.{}",
-    "mtp.block.*.experts.*.weight": "model.layers.{num_hidden_layers}.{}.experts.{expert}.{}.weight",
-    "mtp.block.*_bias.value": "model.layers.{num_hidden_layers}.{}_bias",
-    "mtp.block.*": "model.layers.{num_hidden_layers}.{}",
-    "mtp.norm.*": "model.layers.{num_hidden_layers}.shared_head.norm.{}",
-    "mtp.*": "model.layers.{num_hidden_layers}.{}",
+    "mtp.block.*.experts.*.weight": "model.layers.{config.mtp_layer}.{}.experts.{expert}.{}.weight",
+    "mtp.block.*_bias.value": "model.layers.{config.mtp_layer}.{}_bias",
+    "mtp.block.*": "model.layers.{config.mtp_layer}.{}",
+    "mtp.norm.*": "model.layers.{config.mtp_layer}.shared_head.norm.{}",
+    "mtp.*": "model.layers.{config.mtp_layer}.{}",
     "*.experts.*.weight": "model.{}.experts.{expert}.{}.weight",
     "*_bias.value": "model.{}_bias",
     "*": "model.{}",
@@ -378,9 +381,7 @@ FP8_BLOCKS = ["*.self_attn.*_proj*.weight", "*.mlp.*_proj.weight"]
 # Tensors that checkpoints may hold and the model does not need: with the name of the tensor it repeats, if any.
 REDUNDANT = {
     "model.layers.*.self_attn.rotary_emb.inv_freq": None,
-    "model.layers.{num_hidden_layers}.embed_tokens.weight": "model.embed_tokens.weight",
-    "model.layers.{num_hidden_layers}.shared_head.head.weight": "lm_head.weight",
-    "model.layers.{num_hidden_layers}.*": None,  # all of MTP, for a model without it
+    "model.layers.{config.mtp_layer}.*": None,  # what is not loaded of MTP: all, or its copies of embedding and head
 }
 
 # What config.json may say that this file implements in one way only.
