@@ -44,6 +44,7 @@ Source = Tensor | Fp8Blocks | Mxfp4
 # What config.json says of weights stored in 8 bits.
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 PIECE = 2**25  # bytes that a thread reads at a time
+INT8_PIECE = 2**18  # and where it quantises them: what fits into a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +195,7 @@ def read(
         else:
             out[at][piece] = rows(tensor, inner, piece, dtype, parameter.transposed)
 
-    for_each_piece(fetch, tensors, names, shape, dtype, pool)
+    for_each_piece(fetch, tensors, names, shape, PIECE // dtype.itemsize, pool)
     return out
 
 
@@ -214,7 +215,7 @@ def read_int8(
         quantized[at][piece] = np.rint(weight * (1 / scale)[..., None])
         scales[at][piece] = scale
 
-    for_each_piece(fetch, tensors, parameter.names, shape, dtype, pool)
+    for_each_piece(fetch, tensors, parameter.names, shape, INT8_PIECE // dtype.itemsize, pool)
     return quantized, scales
 
 
@@ -240,11 +241,14 @@ def for_each_piece(
     tensors: Mapping[str, Source],
     names: NDArray[Any],
     shape: tuple[int, ...],
-    dtype: np.dtype,
+    size: int,
     pool: concurrent.futures.Executor,
 ) -> None:
-    """`fetch(tensor, its place among the names, some of its rows)` for all rows of all tensors, by several threads."""
-    step = max(1, PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    """`fetch(tensor, its place among the names, some of its rows)` for all rows of all tensors, by several threads.
+
+    `size`: how many numbers at a time, or one row if that has more.
+    """
+    step = max(1, size // max(1, math.prod(shape[1:])))
     pieces = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
     work = [
         pool.submit(fetch, tensors[str(names[at])], at, piece) for at in np.ndindex(names.shape) for piece in pieces
