@@ -8,6 +8,7 @@ Every load is the first one of a fresh process, whose imports are not counted. T
 import concurrent.futures
 import functools
 import itertools
+import json
 import mmap
 import os
 import pathlib
@@ -55,9 +56,10 @@ def zoo_load(folder: str, quantize: Literal["int8"] | None = None) -> Callable[[
 def transformers_load(folder: str) -> Callable[[], dict[str, float]]:
     import torch
 
-    auto = import_transformers().AutoModelForCausalLM  # imported only by being asked for
+    (name,) = json.loads((pathlib.Path(folder) / "config.json").read_text())["architectures"]
+    model = getattr(import_transformers(), name)  # imported only by being asked for
     return lambda: measure(
-        lambda: auto.from_pretrained(folder, dtype="auto"),
+        lambda: model.from_pretrained(folder, dtype="auto"),
         lambda model: (parameter.detach().view(torch.uint8).numpy() for parameter in model.parameters()),
     )
 
