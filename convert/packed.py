@@ -56,23 +56,20 @@ class Fp8Blocks(_Packed):
     weight_scale_inv. Source: README_WEIGHTS.md of github.com/deepseek-ai/DeepSeek-V3.
     """
 
-    block: tuple[int, int] = (BLOCK, BLOCK)
-
     @property
     def _fits(self) -> bool:
-        blocks = tuple(-(-size // side) for size, side in zip(self.shape, self.block, strict=False))
+        blocks = tuple(-(-size // BLOCK) for size in self.shape)
         return len(self.shape) == 2 and self.scales.shape == blocks and self.scales.dtype in (np.float32, BF16, E8M0)
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """The matrix at `index` (slices without steps) as `dtype`; only what it touches is read."""
         rows, columns = _ranges(index, self.shape)
-        height, width = self.block
         values = BYTES.view(E4M3).astype(np.float64)[:, None]
-        blocks = slice(columns.start // width, -(-columns.stop // width))
-        offsets = (np.arange(columns.start, columns.stop) // width - blocks.start) * len(BYTES)
+        blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
+        offsets = (np.arange(columns.start, columns.stop) // BLOCK - blocks.start) * len(BYTES)
         out = np.empty((len(rows), len(columns)), dtype)
-        for i in range(rows.start // height, -(-rows.stop // height)):
-            band = range(max(i * height, rows.start), min((i + 1) * height, rows.stop))
+        for i in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
+            band = range(max(i * BLOCK, rows.start), min((i + 1) * BLOCK, rows.stop))
             table = _table(values, self.scales.view()[i, blocks].astype(np.float64), out.dtype)
             at = _bytes(self.codes, self.shape[1], band, columns) + offsets[None]
             into = out[band.start - rows.start : band.stop - rows.start].view(table.dtype)
@@ -117,10 +114,8 @@ class Mxfp4(_Packed):
         return out[:, :, columns.start - 2 * pairs.start :][:, :, : len(columns)].swapaxes(1, 2)
 
 
-def unpack(tensors: Mapping[str, Tensor], block: tuple[int, int] = (128, 128)) -> dict[str, Tensor | Fp8Blocks | Mxfp4]:
+def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Fp8Blocks | Mxfp4]:
     """`tensors` with each float8 X and its X_scale_inv as one X, and each X_blocks and its X_scales as one X.
-
-    `block` is the weight_block_size of config.json's quantization_config.
 
     Raises:
         ValueError: naming a tensor without scales, scales without a tensor, or two that do not fit.
@@ -132,7 +127,7 @@ def unpack(tensors: Mapping[str, Tensor], block: tuple[int, int] = (128, 128)) -
         codes, scales = rest.pop(name), rest.pop(partner, None)
         if scales is None:
             raise ValueError(f"{name} in {codes.file} has no scales; the checkpoint lacks {partner}.")
-        both = Mxfp4(codes, scales) if name.endswith("_blocks") else Fp8Blocks(codes, scales, block)
+        both = Mxfp4(codes, scales) if name.endswith("_blocks") else Fp8Blocks(codes, scales)
         if not both._fits:
             first, second = (f"{t.name} in {t.file}, {t.dtype}{list(t.shape)}," for t in (codes, scales))
             raise ValueError(f"{first} and {second} do not fit; the files are damaged.")

@@ -96,12 +96,11 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
     tables = [config_table(folder, family), tensor_table(model, stored, config, family)]
     checks = [Check("config.json", "every key is understood", True), used(model, stored, family)]
 
-    if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
-        logits, layers = reference(folder, ids)
-        more, compared = compare(model, jnp.asarray(ids), logits, layers)
+    if theirs := reference(folder, ids):
+        more, compared = compare(model, jnp.asarray(ids), *theirs)
         checks, tables = checks + more, [*tables, *compared]
     else:
-        checks.append(Check("logits", "not compared: transformers or torch is not installed", None))
+        checks.append(Check("logits", "not compared: torch, or a transformers that has this model, is missing", None))
     checks += [decoding(model, jnp.asarray(ids)), round_trip(folder, stored)]
     return checks, tables
 
@@ -144,15 +143,28 @@ def used(model: Any, stored: dict[str, Any], family: Any) -> Check:
     return Check("tensors", f"{len(wanted):,} used, {skipped:,} skipped as known to be redundant", True)
 
 
-def reference(folder: pathlib.Path, ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+def reference(folder: pathlib.Path, ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]] | None:
     """transformers' logits in float32, and what comes out of each layer (of the last one: after the final norm)."""
+    if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("torch"):
+        return None
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype="float32", attn_implementation="eager"
-    ).eval()
+    # By the name of the class: transformers does not know every model_type, such as kimi_k2, that means one of its own,
+    # and where it does not, it would not find all weights.
+    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    kind = getattr(transformers, architectures[0], None)
+    if kind is None:
+        return None
+    config = kind.config_class.from_pretrained(folder)
+    config.model_type = type(config).model_type
+    theirs, info = kind.from_pretrained(
+        folder, config=config, dtype="float32", attn_implementation="eager", output_loading_info=True
+    )
+    if missing := info["missing_keys"]:
+        raise ValueError(f"transformers finds no weights for {sorted(missing)[0]}, so its logits would say nothing.")
+    theirs.eval()
     with torch.no_grad():
         out = theirs(torch.tensor(ids), output_hidden_states=True)
     return out.logits.numpy(), [h.numpy() for h in out.hidden_states[1:]]
@@ -175,7 +187,7 @@ def compare(
 
     mine = np.asarray(model.unembed(hidden))
     d = Difference.of(mine, logits)
-    log_p, log_q = (np.asarray(jax.nn.log_softmax(jnp.asarray(x), axis=-1), np.float64) for x in (logits, mine))
+    log_p, log_q = (log_softmax(x.astype(np.float64)) for x in (logits, mine))
     kl = float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
     top = lambda x, k: np.sort(np.argsort(-x, axis=-1)[..., :k], axis=-1)
     same = lambda k: float(np.mean(top(mine, k) == top(logits, k)))
@@ -191,6 +203,11 @@ def compare(
         ),
         Check("first layer that diverges", first or "none", first is None),
     ], [table]
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 def decoding(model: Any, ids: Int[Array, "batch seq"]) -> Check:

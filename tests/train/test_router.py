@@ -106,29 +106,3 @@ def test_biases_move_towards_an_even_load(tmp_path, batch):
     moves = np.concatenate([(a - b).ravel() for a, b in zip(biases(state.model), before, strict=True)])
     assert np.abs(moves).max() > 0.05
     assert float(metrics["balance"]) < first
-
-
-def test_the_token_after_the_next(tmp_path, batch):
-    """Its loss against the formula, on rows of two documents and padding."""
-    config = zoo.config(tiny.write(tmp_path, "deepseek3"))
-    model = deepseek3.Model(config, key=jax.random.key(0), mtp=True)
-    documents = jnp.repeat(jnp.array([1, 2, 0]), jnp.array([5, 5, 2]), total_repeat_length=12)
-    batch = batch | {"segments": jnp.broadcast_to(documents, (8, 12))}
-
-    def loss(model):
-        where = dict(positions=batch["positions"], segments=batch["segments"])
-        x, _ = model.hidden(batch["tokens"], **where)
-        y, _ = model.further(x, batch["targets"], **where)
-        first = optax.softmax_cross_entropy_with_integer_labels(model.unembed(x), batch["targets"])
-        further = optax.softmax_cross_entropy_with_integer_labels(model.unembed(y)[:, :-1], batch["targets"][:, 1:])
-        learnt, same = batch["loss_mask"] != 0, batch["segments"][:, 1:] == batch["segments"][:, :-1]
-        both = learnt[:, 1:] & learnt[:, :-1] & same
-        total = jnp.sum(jnp.where(learnt, first, 0)), jnp.sum(jnp.where(both, further, 0))
-        return (total[0] + 0.3 * total[1]) / jnp.sum(learnt.astype(jnp.float32)), total[1]
-
-    gradients, further = jax.jit(jax.grad(loss, has_aux=True))(model)
-    state = init_state(model, SGD)
-    state, metrics = jit_train_step(state, optimizer=SGD, **OPTIONS, mtp_weight=0.3)(state, batch)
-    assert_close(state.model, jax.tree.map(jnp.subtract, model, gradients))
-    assert_close(metrics["mtp_loss"] * metrics["targets"].astype(jnp.float32), further)
-    assert jnp.abs(gradients.mtp.eh_proj.weight).max() > 0

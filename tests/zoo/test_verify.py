@@ -57,6 +57,13 @@ def test_the_first_layer_that_diverges(folder, tmp_path, monkeypatch):
     assert not failed & {"config.json", "tensors", "decoding", "round trip"}
 
 
+@pytest.mark.live
+def test_a_model_type_that_transformers_does_not_know(tmp_path):
+    pytest.importorskip("transformers", reason="the comparison needs transformers and torch")
+    checks, _ = found(tiny.write(tmp_path, "deepseek3-kimi", model_type="kimi_k2"))
+    assert all(check.passed for check in checks.values())
+
+
 def test_without_transformers(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     checks, _ = found(folder)
