@@ -53,9 +53,7 @@ class Parameter:
 
     path: str
     array: Any  # or its jax.ShapeDtypeStruct
-    names: (
-        np.ndarray
-    )  # of the tensors; its axes are the array's first ones: none, layers, experts, or layers and experts
+    names: NDArray[Any]  # of the tensors; its axes are the array's first: none, layers, experts, or both
     transposed: bool  # the tensors' last two axes
 
     @property
