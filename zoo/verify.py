@@ -6,6 +6,7 @@ rest is still checked.
 
 import dataclasses
 import hashlib
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -147,9 +148,8 @@ def reference(folder: pathlib.Path, ids: np.ndarray) -> tuple[np.ndarray, list[n
     """transformers' logits in float32, and what comes out of each layer (of the last one: after the final norm)."""
     if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("torch"):
         return None
-    import torch
-    import transformers
-
+    # Not imported by name: they are no part of the install.
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     # By the name of the class: transformers does not know every model_type, such as kimi_k2, that means one of its own,
     # and where it does not, it would not find all weights.
