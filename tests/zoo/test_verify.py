@@ -49,7 +49,7 @@ def test_the_first_layer_that_diverges(folder, tmp_path, monkeypatch):
     tensors["model.layers.3.mlp.up_proj.weight"][0] += 0.1
     safetensors.numpy.save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     reference = verify.reference
-    monkeypatch.setattr(verify, "reference", lambda folder, ids: reference(other, ids))
+    monkeypatch.setattr(verify, "reference", lambda folder, ids, packed: reference(other, ids, packed=packed))
     checks, _ = found(folder)
     assert checks["first layer that diverges"].found == "3"
     failed = {what for what, check in checks.items() if check.passed is False}
@@ -58,21 +58,25 @@ def test_the_first_layer_that_diverges(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.live
-def test_a_model_type_that_transformers_does_not_know(tmp_path):
+def test_a_model_type_and_a_format_that_transformers_does_not_know(tmp_path):
     pytest.importorskip("transformers", reason="the comparison needs transformers and torch")
-    checks, _ = found(tiny.write(tmp_path, "deepseek3-kimi", model_type="kimi_k2"))
+    folder = tiny.write(tmp_path / "model", "deepseek3-kimi", model_type="kimi_k2")
+    assert all(check.passed for check in found(folder)[0].values())
+    verify.zoo.save(verify.zoo.load(folder), tmp_path / "fp8", fp8=True)  # as Kimi is published
+    checks, tables = found(tmp_path / "fp8")
     assert all(check.passed for check in checks.values())
+    assert "used, stored as float8_e4m3fn" in list(tables[1].columns[0].cells)
 
 
 def test_without_transformers(folder, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     checks, _ = found(folder)
     assert checks["logits"].passed is None
     assert all(check.passed for what, check in checks.items() if what != "logits")
 
 
 def test_a_broken_decode_and_a_broken_export(folder, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr("zoo.cache.KV.update", lambda self, k, v, positions: (self, k, v, positions))
     save = verify.zoo.save
 
