@@ -9,11 +9,11 @@ import pathlib
 import time
 from typing import Any, SupportsFloat, SupportsInt
 
-import equinox as eqx
 import jax
 import rich.console
 import rich.progress
 
+from zoo.checkpoint import skeleton
 from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.registry import family_of
 from zoo.stack import Stack
@@ -41,7 +41,7 @@ def flops_per_token(config: Any, seq: int) -> float:
     does not count.
     """
     c = config
-    model = eqx.filter_eval_shape(lambda: family_of(c).Model(c, key=jax.random.key(0)))
+    model = skeleton(family_of(c), c)
     weights = c.vocab_size * c.hidden_size  # the head
     for _, stack in modules(model, Stack):
         for _, linear in modules(stack, (AbstractLinear, AbstractExpertLinear)):

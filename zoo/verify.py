@@ -93,8 +93,11 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
     stored = checkpoint.standard_names(convert.packed.unpack(convert.tensors.open_tensors(folder)), family)
     model = zoo.load(folder, dtype="float32")
     ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, tokens))
-    tables = [config_table(folder, family), tensor_table(model, stored, config, family)]
-    checks = [Check("config.json", "every key is understood", True), used(model, stored, family)]
+    wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}
+    tables = [config_table(folder, family), tensor_table(wanted, stored, config, family)]
+    # Loading has refused the checkpoint otherwise.
+    used = f"{len(wanted):,} used, {len(stored) - len(wanted):,} skipped as known to be redundant"
+    checks = [Check("config.json", "every key is understood", True), Check("tensors", used, True)]
 
     try:
         theirs = reference(folder, ids, packed=not all(isinstance(t, convert.tensors.Tensor) for t in stored.values()))
@@ -122,10 +125,9 @@ def config_table(folder: pathlib.Path, family: Any) -> rich.table.Table:
     return table
 
 
-def tensor_table(model: Any, stored: dict[str, Any], config: Any, family: Any) -> rich.table.Table:
+def tensor_table(wanted: set[str], stored: dict[str, Any], config: Any, family: Any) -> rich.table.Table:
     """How many tensors of each dtype are used, and each that is not."""
     table = new_table("tensors", "what", "number", "GB")
-    wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}
     groups: dict[str, list[Any]] = {}
     for name, tensor in stored.items():
         if name in wanted:
@@ -137,12 +139,6 @@ def tensor_table(model: Any, stored: dict[str, Any], config: Any, family: Any) -
     for kind, tensors in groups.items():
         table.add_row(kind, f"{len(tensors):,}", f"{sum(t.nbytes for t in tensors) / 1e9:.3f}")
     return table
-
-
-def used(model: Any, stored: dict[str, Any], family: Any) -> Check:
-    wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}
-    skipped = len(stored) - len(wanted)
-    return Check("tensors", f"{len(wanted):,} used, {skipped:,} skipped as known to be redundant", True)
 
 
 def reference(folder: pathlib.Path, ids: np.ndarray, *, packed: bool) -> tuple[np.ndarray, list[np.ndarray]]:
