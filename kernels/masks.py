@@ -1,0 +1,224 @@
+"""Who sees whom in attention: described in a few words, never held as a matrix.
+
+A mask is a value such as `Causal() & Window(1024)`. It answers two questions, from which every implementation is made:
+whether one query sees one key (`visible`), and whether in a pair of blocks some query may see some key, and every query
+every key (`bounds`). So blocks that nobody sees cost nothing, and blocks that everybody sees need no mask.
+"""
+
+import abc
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Int8
+
+
+class Tokens(NamedTuple):
+    """What a mask looks at: for each query, or for each key, its position, its segment and its span.
+
+    The arrays are of one shape, or broadcast to one. None: there are no segments (or spans).
+    """
+
+    positions: Int[Array, "..."]
+    segments: Int[Array, "..."] | None = None
+    spans: Int[Array, "..."] | None = None
+
+
+class Extent(NamedTuple):
+    """The least and the greatest of each of the `Tokens` of a block."""
+
+    least: Tokens
+    most: Tokens
+
+
+Bound = Bool[Array, "..."]
+
+
+class Mask(abc.ABC):
+    """Which queries see which keys. Masks combine: `a & b` is seen where both are, `a | b` where either is."""
+
+    @abc.abstractmethod
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        """Whether the query sees the key, for tokens whose arrays broadcast against each other."""
+
+    @abc.abstractmethod
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        """For pairs of blocks whose arrays broadcast: False where no query sees any key, and True only where all see all.
+
+        Between the two lies what is not known without looking at each token.
+        """
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, other)
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, other)
+
+    def __contains__(self, kind: type["Mask"]) -> bool:
+        """Whether a mask of that kind is, or is part of, this one."""
+        return isinstance(self, kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key, as in an encoder."""
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return jnp.ones(jnp.broadcast_shapes(q.positions.shape, kv.positions.shape), bool)
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        every = self.visible(q.least, kv.least)
+        return every, every
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees the keys whose position is not after its own."""
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return kv.positions <= q.positions
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        return self.visible(q.most, kv.least), self.visible(q.least, kv.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """A query looks back over so many positions, its own among them; it says nothing of what comes after it."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Window({self.size}) hides every key: give 1 or more, or no window at all.")
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return q.positions - kv.positions < self.size
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        return self.visible(q.least, kv.most), self.visible(q.most, kv.least)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk(Mask):
+    """A query sees the keys of its own chunk of so many positions (Llama 4's local layers)."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Chunk({self.size}) hides every key: give 1 or more, or no chunks at all.")
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return q.positions // self.size == kv.positions // self.size
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        chunk = lambda tokens: tokens.positions // self.size
+        return _overlap(chunk(q.least), chunk(q.most), chunk(kv.least), chunk(kv.most))
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments(Mask):
+    """A query sees the keys of its own segment: documents packed into one sequence."""
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return _given(q.segments) == _given(kv.segments)
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        return _overlap(*(_given(x.segments) for x in (q.least, q.most, kv.least, kv.most)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans(Mask):
+    """A query in a span sees that span's keys: `Causal() | Spans()` sees both ways within an image (Gemma 3).
+
+    A span is an id of 0 or more; tokens with a negative one are in none, and see and show nothing.
+    """
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return (_given(q.spans) == _given(kv.spans)) & (_given(q.spans) >= 0)
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        q_least, q_most, kv_least, kv_most = (_given(x.spans) for x in (q.least, q.most, kv.least, kv.most))
+        some, every = _overlap(q_least, q_most, kv_least, kv_most)
+        return some & (q_most >= 0) & (kv_most >= 0), every & (q_least >= 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class And(Mask):
+    """Seen where both masks are."""
+
+    a: Mask
+    b: Mask
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return self.a.visible(q, kv) & self.b.visible(q, kv)
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        (some_a, every_a), (some_b, every_b) = self.a.bounds(q, kv), self.b.bounds(q, kv)
+        return some_a & some_b, every_a & every_b
+
+    def __contains__(self, kind: type[Mask]) -> bool:
+        return kind in self.a or kind in self.b
+
+
+@dataclasses.dataclass(frozen=True)
+class Or(Mask):
+    """Seen where either mask is."""
+
+    a: Mask
+    b: Mask
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return self.a.visible(q, kv) | self.b.visible(q, kv)
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        (some_a, every_a), (some_b, every_b) = self.a.bounds(q, kv), self.b.bounds(q, kv)
+        return some_a | some_b, every_a | every_b
+
+    def __contains__(self, kind: type[Mask]) -> bool:
+        return kind in self.a or kind in self.b
+
+
+SKIP, PARTIAL, FULL = 0, 1, 2
+
+
+def block_classes(
+    mask: Mask, q: Tokens, kv: Tokens, q_block: int, kv_block: int
+) -> Int8[Array, "batch q_blocks kv_blocks"]:
+    """For each pair of blocks SKIP (no query sees any key), FULL (all see all) or PARTIAL (look at each token).
+
+    `q` and `kv` are (batch or 1, tokens). A last block that is not whole is never FULL on the side of the keys, so that
+    a kernel which masks PARTIAL blocks has nothing else to mind.
+    """
+    q_extent, kv_extent = _extent(q, q_block, axis=2), _extent(kv, kv_block, axis=1)
+    some, every = mask.bounds(q_extent, kv_extent)
+    kv_seq, blocks = kv.positions.shape[1], some.shape[2]
+    whole = jnp.arange(1, blocks + 1) * kv_block <= kv_seq
+    every = every & jnp.broadcast_to(whole[None, None, :], every.shape)
+    return jnp.where(some, jnp.where(every, FULL, PARTIAL), SKIP).astype(jnp.int8)
+
+
+def _extent(tokens: Tokens, block: int, axis: int) -> Extent:
+    """The extents of the blocks of (batch, tokens), as (batch, 1, blocks) or (batch, blocks, 1): 1 is at `axis`."""
+
+    def each(reduce: str) -> Tokens:
+        def one(x: Int[Array, "batch tokens"]) -> Int[Array, "batch ..."]:
+            padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), mode="edge")
+            return jnp.expand_dims(getattr(padded.reshape(x.shape[0], -1, block), reduce)(axis=2), axis)
+
+        return jax.tree.map(one, tokens)
+
+    return Extent(each("min"), each("max"))
+
+
+def _overlap(q_least: Array, q_most: Array, kv_least: Array, kv_most: Array) -> tuple[Bound, Bound]:
+    """The bounds of "both have the same id", from the least and greatest ids."""
+    one_id = (q_least == q_most) & (kv_least == kv_most)
+    return (kv_least <= q_most) & (q_least <= kv_most), one_id & (q_least == kv_least)
+
+
+def _given(ids: Int[Array, "..."] | None) -> Int[Array, "..."]:
+    assert ids is not None, "kernels.attention refuses a mask of segments or spans without their ids"
+    return ids
