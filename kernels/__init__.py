@@ -3,36 +3,27 @@
 This package knows no model and imports jax and jaxtyping alone.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from kernels import attention_xla, ragged_dot_xla, reference
+from kernels import dispatch
+from kernels.dispatch import explain
+from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, sliding
 
 
-__all__ = ["attention", "ragged_dot"]
-
-
-class Implementation(NamedTuple):
-    """One way to compute an operation. Both functions take the same arguments."""
-
-    run: Callable[..., Array]
-    refusal: Callable[..., str | None]  # why it cannot take these arguments; None if it can
-
-
-# One more implementation is a module and a row here, and its place in the operation's `preference` below.
-OPERATIONS = {
-    "attention": {
-        "reference": Implementation(reference.attention, lambda *args, **kwargs: None),
-        "xla": Implementation(attention_xla.attention, attention_xla.refusal),
-    },
-    "ragged_dot": {
-        "reference": Implementation(reference.ragged_dot, lambda *args, **kwargs: None),
-        "xla": Implementation(ragged_dot_xla.ragged_dot, ragged_dot_xla.refusal),
-    },
-}
+__all__ = [
+    "Causal",
+    "Chunk",
+    "Full",
+    "Mask",
+    "Spans",
+    "Window",
+    "attention",
+    "decode_attention",
+    "explain",
+    "ragged_dot",
+    "sliding",
+]
 
 
 def attention(
@@ -41,26 +32,26 @@ def attention(
     v: Float[Array, "batch kv_seq kv_heads v_dim"],
     *,
     scale: float,
+    mask: Mask = Causal(),  # noqa: B008 (a value)
     q_positions: Int[Array, "batch seq"] | None = None,
     kv_positions: Int[Array, "batch kv_seq"] | None = None,
     q_segments: Int[Array, "batch seq"] | None = None,
     kv_segments: Int[Array, "batch kv_seq"] | None = None,
-    causal: bool = True,
-    window: int | None = None,
+    q_spans: Int[Array, "batch seq"] | None = None,
+    kv_spans: Int[Array, "batch kv_seq"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch seq heads v_dim"]:
     """For each query, the mean of the values it sees, weighted by the softmax of `scale * q @ k`.
 
-    Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees a key if
-
-    - `causal` is False, or the key's position is not after its own, and
-    - `window` is None, or its own position is less than `window` after the key's, and
-    - there are no segments, or both have the same segment id.
+    Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees the keys that `mask` lets
+    it see, such as `Causal() & Window(1024)`, and, where there are segments, only those of its own segment.
 
     A token's position is its index, unless given: in packed documents positions may restart, and in a decode
-    `q_positions` say how far it has come. A query that sees nothing yields zeros and gets zero gradients.
+    `q_positions` say how far it has come. Positions count from 0; negative ones are padding's. Spans are ids of tokens
+    that see each other both ways, for masks with `Spans()`. A query that sees nothing yields zeros and gets zero
+    gradients.
 
     `softcap` turns each logit x into `softcap * tanh(x / softcap)` (Gemma 2, arXiv:2408.00118). `sinks` are one more
     logit per head, which takes its share of the softmax and has no value (gpt-oss, arXiv:2508.10925).
@@ -68,34 +59,75 @@ def attention(
     The softmax is in float32, and products of narrower dtypes accumulate in float32. A NaN or an infinity in q, k or v
     becomes NaN in every query that sees it, and touches no other: masked keys and padding may hold anything.
 
-    `implementation` is "xla" (in blocks of 128 tokens: never a [seq, kv_seq] buffer, and no work for blocks that no
-    row of the batch sees; first derivatives only, in reverse mode) or "reference" (all at once; every derivative, and
-    float64 in float64). None means "reference" for a single query, as in a decode, for at most 128 tokens, and for
-    what "xla" refuses; otherwise "xla".
+    `implementation` is one of
 
-    Raises ValueError where arguments contradict one another, or the implementation asked for cannot take them.
+    - "reference": all logits at once; every derivative, and float64 in float64.
+    - "xla": in blocks of 128 tokens, in plain JAX. This one and all below make no [seq, kv_seq] buffer, do no work for
+      blocks that no query sees, and have first derivatives only, in reverse mode.
+    - "tpu": the same as a Pallas kernel for TPUs. "triton": as one for NVIDIA GPUs. On a CPU they are interpreted.
+    - "cudnn": NVIDIA's own, for what it can express.
+    - "mosaic": for Hopper GPUs, compiled and never yet run on one: experimental.
+
+    None chooses by the tables of `kernels.dispatch`: "cudnn", "triton" or "tpu" on their devices if they can, else
+    "xla", and "reference" for at most 128 tokens. A single query, as in a decode, goes to `decode_attention`.
+
+    Raises:
+        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
     """
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}: cast them first.")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"The query heads ({q.shape[2]}) must be a multiple of the key/value heads ({k.shape[2]}).")
-    if (q_segments is None) != (kv_segments is None):
-        raise ValueError("Segments of one side alone mean nothing: give both q_segments and kv_segments, or neither.")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} hides every key: give 1 or more, or None for no window.")
+    if q.shape[1] == 1 and implementation is None:
+        each = dict(q_positions=q_positions, q_segments=q_segments, q_spans=q_spans)
+        each = {name: None if ids is None else ids[:, 0] for name, ids in each.items()}
+        keys = dict(kv_positions=kv_positions, kv_segments=kv_segments, kv_spans=kv_spans)
+        more = dict(scale=scale, mask=mask, softcap=softcap, sinks=sinks)
+        return decode_attention(q[:, 0], k, v, **each, **keys, **more)[:, None]
+    _check(q, k, v)
+    q_tokens = _tokens(q.shape[1], q_positions, q_segments, q_spans)
+    kv_tokens = _tokens(k.shape[1], kv_positions, kv_segments, kv_spans)
+    mask = _complete(mask, q_tokens, kv_tokens)
+    first = "reference" if max(q.shape[1], k.shape[1]) <= 128 else None
+    return dispatch.run(
+        "attention", implementation, q, k, v, first=first,
+        scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens,
+    )  # fmt: skip
 
-    arguments = dict(
-        scale=scale,
-        q_tokens=_tokens(q, q_positions, q_segments),
-        kv_tokens=_tokens(k, kv_positions, kv_segments),
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    one_block = max(q.shape[1], k.shape[1]) <= attention_xla.BLOCK
-    preference = ("reference", "xla") if q.shape[1] == 1 or one_block else ("xla", "reference")
-    return _run("attention", implementation, preference, q, k, v, **arguments)
+
+def decode_attention(
+    q: Float[Array, "batch heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    *,
+    scale: float,
+    mask: Mask = Causal(),  # noqa: B008 (a value)
+    q_positions: Int[Array, " batch"] | None = None,
+    kv_positions: Int[Array, "batch kv_seq"] | None = None,
+    q_segments: Int[Array, " batch"] | None = None,
+    kv_segments: Int[Array, "batch kv_seq"] | None = None,
+    q_spans: Int[Array, " batch"] | None = None,
+    kv_spans: Int[Array, "batch kv_seq"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "batch heads v_dim"]:
+    """`attention` of one query in each row of the batch, over a cache that every row has filled to a length of its own.
+
+    That length is `q_positions` + 1 where the mask is causal: later slots may hold anything. Arguments, masks and what
+    becomes of a NaN are `attention`'s.
+
+    `implementation` is "reference" (every slot of the cache is read, and every derivative exists), "tpu" or "triton"
+    (only blocks with a key that is seen are read; no derivatives). None chooses as `attention` does.
+
+    Raises:
+        ValueError: as `attention` does.
+    """
+    _check(q[:, None], k, v)
+    column = lambda ids: None if ids is None else ids[:, None]
+    q_tokens = _tokens(1, column(q_positions), column(q_segments), column(q_spans))
+    kv_tokens = _tokens(k.shape[1], kv_positions, kv_segments, kv_spans)
+    mask = _complete(mask, q_tokens, kv_tokens)
+    return dispatch.run(
+        "decode_attention", implementation, q, k, v,
+        scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens,
+    )  # fmt: skip
 
 
 def ragged_dot(
@@ -112,14 +144,22 @@ def ragged_dot(
     yield zeros, get zero gradients and may hold anything; groups end where the rows do.
 
     Narrower dtypes accumulate in float32. A NaN in a row stays in the row, and in the gradient of its group's matrix;
-    a NaN in a group's matrix stays in the group's rows. `w` may be int8: then one matrix at a time is brought to the
-    dtype of `x`, and there is no gradient of `w`.
+    a NaN in a group's matrix stays in the group's rows. `w` may be int8: then its tiles are brought to the dtype of `x`
+    as they are multiplied, and there is no gradient of `w`.
 
-    `implementation` is "xla" (in tiles of at most 128 rows: work and memory grow with tokens, not with groups * tokens;
-    first derivatives only, in reverse mode) or "reference" (every row times every matrix; every derivative, and float64
-    in float64). None means "xla", and "reference" for what it refuses.
+    `implementation` is one of
 
-    Raises ValueError where arguments contradict one another, or the implementation asked for cannot take them.
+    - "reference": every row times every matrix; every derivative, and float64 in float64.
+    - "xla": in tiles of at most 128 rows, in plain JAX. Its work and memory, and those of all below, grow with tokens,
+      not with groups * tokens; they have first derivatives only, in reverse mode.
+    - "tpu": as Pallas kernels for TPUs. "triton": for NVIDIA GPUs. On a CPU they are interpreted.
+    - "mosaic": for Hopper GPUs, compiled and never yet run on one: experimental.
+
+    None chooses by the tables of `kernels.dispatch`: "triton" or "tpu" on their devices, else "xla", and "reference"
+    for what it refuses.
+
+    Raises:
+        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
     """
     if w.dtype not in (x.dtype, jnp.int8):
         raise ValueError(f"x and w must have one dtype, not {x.dtype} and {w.dtype}: cast them first.")
@@ -127,27 +167,40 @@ def ragged_dot(
         raise ValueError(f"The rows of x have {x.shape[1]} features, and w, (groups, out, in), takes {w.shape[2]}.")
     if len(group_sizes) != len(w):
         raise ValueError(f"w has {len(w)} groups: group_sizes must have one size for each, not {len(group_sizes)}.")
-    return _run("ragged_dot", implementation, ("xla", "reference"), x, w, group_sizes.astype(jnp.int32))
+    return dispatch.run("ragged_dot", implementation, x, w, group_sizes.astype(jnp.int32))
 
 
-def _run(operation: str, implementation: str | None, preference: tuple[str, ...], *args: Any, **kwargs: Any) -> Array:
-    """The result of the implementation asked for, or of the first in `preference` that can take these arguments."""
-    refusals = {name: each.refusal(*args, **kwargs) for name, each in OPERATIONS[operation].items()}
-    able = [name for name, refusal in refusals.items() if refusal is None]
-    if implementation is None:
-        implementation = next(name for name in preference if name in able)
-    if implementation not in able:
-        reason = refusals.get(implementation, "no such implementation")
-        raise ValueError(
-            f"{operation}(implementation={implementation!r}): {reason}. These can do it: {', '.join(able)}."
-        )
-    return OPERATIONS[operation][implementation].run(*args, **kwargs)
+def _check(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}: cast them first.")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"The query heads ({q.shape[2]}) must be a multiple of the key/value heads ({k.shape[2]}).")
 
 
 def _tokens(
-    x: Float[Array, "batch seq heads dim"],
-    positions: Int[Array, "batch seq"] | None,
-    segments: Int[Array, "batch seq"] | None,
-) -> reference.Tokens:
-    indices = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    return reference.Tokens(indices if positions is None else positions.astype(jnp.int32), segments)
+    length: int,
+    positions: Int[Array, "batch length"] | None,
+    segments: Int[Array, "batch length"] | None,
+    spans: Int[Array, "batch length"] | None,
+) -> Tokens:
+    if positions is None:
+        positions = jnp.arange(length, dtype=jnp.int32)[None]
+    # Below -1 the distance to a slot that was never written, at the greatest int32, would wrap around.
+    positions = jnp.maximum(positions.astype(jnp.int32), -1)
+    return Tokens(positions, *(None if ids is None else ids.astype(jnp.int32) for ids in (segments, spans)))
+
+
+def _complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:
+    """The mask with that of the segments, if there are any."""
+    for name, ids, of_keys in (("segments", q.segments, kv.segments), ("spans", q.spans, kv.spans)):
+        if (ids is None) != (of_keys is None):
+            raise ValueError(f"{name.title()} of one side alone mean nothing: give q_{name} and kv_{name}, or neither.")
+    if (q.spans is not None) != (Spans in mask):
+        raise ValueError("Spans go with a mask that has Spans(), such as Causal() | Spans(): give both, or neither.")
+    if q.segments is None and Segments in mask:
+        raise ValueError("The mask has Segments(), and there are none: give q_segments and kv_segments.")
+    return mask if q.segments is None or Segments in mask else mask & Segments()

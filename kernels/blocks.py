@@ -1,7 +1,7 @@
 """The sizes of blocks that kernels work in: read from block_sizes/, which `python -m benchmarks.tune` writes.
 
-There is one file for each module of kernels, keyed by kernel, chip, dtype and class of shape. What was never measured on
-a chip has its platform's row ("gpu" or "tpu"), chosen so that nothing spills on the chips that the compile tests know.
+There is one file for each module of kernels, keyed by kernel, chip, dtype and class of shape. What was never measured
+on a chip has its platform's row ("gpu" or "tpu"), chosen so that nothing spills on the chips of the compile tests.
 """
 
 import functools

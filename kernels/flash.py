@@ -32,9 +32,10 @@ class Formula(NamedTuple):
 class Flash(NamedTuple):
     """The two kernels of an implementation; q is (batch, seq, heads, dim), lse and delta are (batch, heads, seq).
 
-    `forward(formula, q, k, v, q_tokens, kv_tokens)` returns the output, in q's dtype, and lse, in float32: LOWEST and
-    an output of zeros for a query that sees nothing, and both NaN for one that sees NaN. A key that is not finite comes
-    as NaN in all its features, with a finite value; so the mask has to be applied to logits, before anything else.
+    `forward(formula, q, k, v, q_tokens, kv_tokens)` returns the output, in q's dtype or (twice the bytes, half the
+    error of bfloat16's dq and dk) in float32, and lse, in float32: LOWEST and an output of zeros for a query that sees
+    nothing, and both NaN for one that sees NaN. A key that is not finite comes as NaN in all its features, with a
+    finite value; so the mask has to be applied to logits, before anything else.
 
     `backward(formula, q, k, v, q_tokens, kv_tokens, lse, delta, d_out)` returns the gradients of q, k and v. All of
     these are finite, but for lse, delta and d_out: so the mask has to be applied to the weights and to the logits'
@@ -74,14 +75,14 @@ def _forward(
     out, lse = flash.forward(formula, q + poison(q), marked_k, finite(v), q_tokens, kv_tokens)
     if sinks is not None:
         with_sink = jnp.logaddexp(lse, _column(sinks))
-        out = (out * jnp.exp(lse - with_sink).swapaxes(1, 2)[..., None]).astype(q.dtype)
+        out = (out * jnp.exp(lse - with_sink).swapaxes(1, 2)[..., None]).astype(out.dtype)
         lse = with_sink
-    return out, (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
+    return out.astype(q.dtype), (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
 
 
 def _backward(flash: Flash, formula: Formula, residuals: tuple, d_out: Array) -> tuple:
     q, k, v, sinks, q_tokens, kv_tokens, out, lse = residuals
-    delta = jnp.einsum("bshd,bshd->bhs", out, d_out, preferred_element_type=jnp.float32)
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     dq, dk, dv = flash.backward(formula, *map(finite, (q, k, v)), q_tokens, kv_tokens, lse, delta, d_out)
     d_sinks = None
     if sinks is not None:

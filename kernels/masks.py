@@ -44,7 +44,7 @@ class Mask(abc.ABC):
 
     @abc.abstractmethod
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
-        """For pairs of blocks whose arrays broadcast: False where no query sees any key, and True only where all see all.
+        """For pairs of blocks whose arrays broadcast: False where no query sees a key, and True only where all see all.
 
         Between the two lies what is not known without looking at each token.
         """
@@ -56,7 +56,7 @@ class Mask(abc.ABC):
         return Or(self, other)
 
     def __contains__(self, kind: type["Mask"]) -> bool:
-        """Whether a mask of that kind is, or is part of, this one."""
+        """Whether this is a mask of that kind, or has one in it."""
         return isinstance(self, kind)
 
 
@@ -179,6 +179,11 @@ class Or(Mask):
 
     def __contains__(self, kind: type[Mask]) -> bool:
         return kind in self.a or kind in self.b
+
+
+def sliding(window: int | None) -> Mask:
+    """Causal, over the last `window` positions; None: over all."""
+    return Causal() if window is None else Causal() & Window(window)
 
 
 SKIP, PARTIAL, FULL = 0, 1, 2

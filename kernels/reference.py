@@ -1,24 +1,17 @@
 """What each operation means, in plain jax.numpy: the formula in one piece, against which everything else is tested.
 
-Below it stand the definitions that all implementations share: the order of heads, who sees whom, what a NaN becomes.
+Below it stand the definitions that all implementations share: the order of heads, and what a NaN becomes.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8
+
+from kernels.masks import Mask, Tokens
 
 
 # Stands for "no logit". exp(LOWEST - x) is 0 for any other x and, unlike -inf, it can be subtracted from itself.
 LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-class Tokens(NamedTuple):
-    """What decides, beside `causal` and `window`, which query sees which key."""
-
-    positions: Int[Array, "..."]
-    segments: Int[Array, "..."] | None
 
 
 def attention(
@@ -27,12 +20,11 @@ def attention(
     v: Float[Array, "batch kv_seq kv_heads v_dim"],
     *,
     scale: float,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
-    causal: bool,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
     """`kernels.attention`, with all the logits at once. In float32, or in float64 if q has it."""
     (_, seq, heads, _), kv_heads = q.shape, k.shape[2]
@@ -45,7 +37,7 @@ def attention(
         logits = softcap * jnp.tanh(logits / softcap)
     row = lambda x: jnp.tile(x, heads // kv_heads)[:, None, :, None]
     column = lambda x: x[:, None, None, :]
-    seen = visible(jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens), causal=causal, window=window)
+    seen = mask.visible(jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
     logits = jnp.where(seen, logits + not_finite.astype(exact), -jnp.inf)
 
     # No sink is a sink of LOWEST: it weighs nothing, except for a query that sees nothing else.
@@ -56,6 +48,23 @@ def attention(
     weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
     weights = jnp.where(seen, weights, 0).astype(dtype)
     return by_token(jnp.einsum("bnqk,bnkd->bnqd", weights, v, preferred_element_type=exact), heads).astype(dtype)
+
+
+def decode_attention(
+    q: Float[Array, "batch heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    *,
+    scale: float,
+    mask: Mask,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> Float[Array, "batch heads v_dim"]:
+    """`kernels.decode_attention`: `attention` of one query."""
+    more = dict(scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
+    return attention(q[:, None], k, v, **more)[:, 0]
 
 
 def ragged_dot(
@@ -83,19 +92,6 @@ def by_token(x: Float[Array, "batch kv_heads rows dim"], heads: int) -> Float[Ar
     batch, kv_heads, rows, dim = x.shape
     seq = rows * kv_heads // heads
     return x.reshape(batch, kv_heads, -1, seq, dim).transpose(0, 3, 1, 2, 4).reshape(batch, seq, heads, dim)
-
-
-def visible(q: Tokens, kv: Tokens, *, causal: bool, window: int | None) -> Bool[Array, "..."]:
-    """Whether the query sees the key, for tokens whose arrays broadcast against each other."""
-    distance = q.positions - kv.positions
-    seen = jnp.ones(distance.shape, bool)
-    if causal:
-        seen &= distance >= 0
-    if window is not None:
-        seen &= distance < window
-    if q.segments is not None and kv.segments is not None:
-        seen &= q.segments == kv.segments
-    return seen
 
 
 def finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

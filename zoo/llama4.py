@@ -112,19 +112,6 @@ def l2_norm(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch d
     return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def chunks(
-    x: Float[Array, "batch seq heads dim"],
-    positions: Int[Array, "batch seq"] | None,
-    segments: Int[Array, "batch seq"] | None,
-    size: int,
-) -> Int[Array, "batch seq"]:
-    """Segments that end where documents do and after every `size` positions. Padding is in none of the others'."""
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    chunk = positions // size
-    return chunk if segments is None else segments * (jnp.max(chunk) + 2) + chunk
-
-
 class Attention(eqx.Module):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
@@ -168,13 +155,10 @@ class Attention(eqx.Module):
             q = self.temperature(q, positions)
         if cache is not None:
             cache, k, v, kv_positions = cache.update(k, v, positions)
-        q_segments = kv_segments = segments
-        if self.chunk is not None:
-            q_segments = chunks(q, positions, segments, self.chunk)
-            kv_segments = chunks(k, kv_positions, segments, self.chunk)
+        mask = kernels.Causal() if self.chunk is None else kernels.Causal() & kernels.Chunk(self.chunk)
         y = kernels.attention(
-            q, k, v, scale=self.head_dim**-0.5,
-            q_positions=positions, kv_positions=kv_positions, q_segments=q_segments, kv_segments=kv_segments,
+            q, k, v, scale=self.head_dim**-0.5, mask=mask,
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
         )  # fmt: skip
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 

@@ -118,7 +118,7 @@ class Attention(eqx.Module):
         if cache is not None:
             cache, k, v, kv_positions = cache.update(k, v, positions)
         y = kernels.attention(
-            q, k, v, scale=self.head_dim**-0.5, window=self.window,
+            q, k, v, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window),
             q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
         )  # fmt: skip
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache

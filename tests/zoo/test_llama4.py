@@ -128,15 +128,6 @@ def test_a_token_sees_its_chunk_and_no_more():
     assert np.flatnonzero(jnp.any(changed, axis=(0, 2))).tolist() == [11, 12, 13, 14, 15]
 
 
-def test_chunks_end_with_documents_too():
-    positions = jnp.array([[-1, 0, 1, 2, 3, 4, 0, 1, 2, 9, 0, -7]])
-    segments = jnp.array([[0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 0]])
-    found = llama4.chunks(jnp.zeros((1, 12, 1, 1)), positions, segments, 3)[0]
-    same = found[:, None] == found[None]
-    expected = [(s, p // 3) for s, p in zip(segments[0].tolist(), positions[0].tolist(), strict=True)]
-    assert np.array_equal(same, [[a == b for b in expected] for a in expected])
-
-
 def test_chunked_layers_keep_one_chunk():
     """Of 36 layers of Scout the last 8,192 positions, of 12 all 131,072: 30 % of what all of everything would be."""
     model = eqx.filter_eval_shape(lambda: llama4.Model(zoo.config("llama4-scout"), key=jax.random.key(0)))

@@ -1,0 +1,109 @@
+"""What attention means, in float64 numpy, and how tests call `kernels.attention` and measure how far off it is."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kernels
+from kernels.masks import Mask, Segments, Tokens
+
+
+SCALE = 0.3
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of these tests' time; so it takes half of it
+
+
+def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None, **tokens):
+    """Output and the gradients of q, k, v and sinks, in float64, one logit matrix per head.
+
+    Who sees whom is `Mask.visible`'s answer for all pairs; test_masks.py holds that to plain numpy.
+    """
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
+    (batch, seq, heads, _), (kv_seq, kv_heads) = q.shape, k.shape[1:3]
+    k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+    q_tokens, kv_tokens = (
+        Tokens(
+            tokens.get(f"{side}_positions", jnp.arange(length)[None]),
+            tokens.get(f"{side}_segments"),
+            tokens.get(f"{side}_spans"),
+        )
+        for side, length in (("q", seq), ("kv", kv_seq))
+    )
+    mask = kernels.Causal() if mask is None else mask
+    mask = mask & Segments() if "q_segments" in tokens else mask
+    row, column = (lambda x: x[:, :, None]), (lambda x: x[:, None, :])
+    seen = mask.visible(jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
+    seen = np.broadcast_to(seen, (batch, seq, kv_seq))[:, None]
+
+    x = SCALE * np.einsum("bshd,bthd->bhst", q, k)
+    logits = x if softcap is None else softcap * np.tanh(x / softcap)
+    sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+    sink = np.broadcast_to(sink[None, :, None, None], (batch, heads, seq, 1))
+    logits_and_sink = np.concatenate([np.where(seen, logits, -np.inf), sink], axis=-1)
+    top = logits_and_sink.max(axis=-1, keepdims=True)
+    weights = np.exp(logits_and_sink - np.where(np.isinf(top), 0, top))
+    weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+    sink_weight, weights = weights[..., -1], weights[..., :-1]
+
+    out = np.einsum("bhst,bthd->bshd", weights, v)
+    d_weights = np.einsum("bshd,bthd->bhst", d_out, v)
+    delta = (weights * d_weights).sum(axis=-1)
+    d_x = weights * (d_weights - delta[..., None])
+    if softcap is not None:
+        d_x *= 1 - np.tanh(x / softcap) ** 2
+    share = lambda x: x.reshape(batch, kv_seq, kv_heads, -1, x.shape[-1]).sum(axis=3)
+    dq = SCALE * np.einsum("bhst,bthd->bshd", d_x, k)
+    dk = share(SCALE * np.einsum("bhst,bshd->bthd", d_x, q))
+    dv = share(np.einsum("bhst,bshd->bthd", weights, d_out))
+    gradients = [dq, dk, dv]
+    if sinks is not None:
+        gradients.append(-(sink_weight * delta).sum(axis=(0, 2)))
+    return out, gradients
+
+
+def arrays(batch=2, seq=150, heads=4, dim=16, kv_seq=None, kv_heads=2, v_dim=None, dtype=jnp.float32, size=3):
+    """q, k, v and the gradient of the output: logits of about 4, so that the softmax has something to decide."""
+    rng = np.random.default_rng(0)
+    shapes = [(seq, heads, dim), (kv_seq or seq, kv_heads, dim), (kv_seq or seq, kv_heads, v_dim or dim)]
+    shapes.append((seq, heads, v_dim or dim))
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(batch, *shape)), dtype) for shape in shapes)
+    return size * q, k, v, d_out
+
+
+def run(implementation, q, k, v, d_out, *, sinks=None, **options):
+    """Output and the gradients of q, k, v and sinks."""
+    static = {name: options.pop(name) for name in ("mask", "softcap") if name in options}
+    return _run(implementation, tuple(static.items()), q, k, v, d_out, sinks, options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def _run(implementation, static, q, k, v, d_out, sinks, tokens):
+    def attention(arguments):
+        *qkv, sinks = arguments
+        return kernels.attention(
+            *qkv, scale=SCALE, sinks=sinks, **dict(static), **tokens, implementation=implementation
+        )
+
+    out, gradient = jax.vjp(attention, (q, k, v, sinks))
+    return out, [g for g in gradient(d_out)[0] if g is not None]
+
+
+def errors(actual, expected):
+    """The relative errors, in Frobenius norm, of the output and of each gradient."""
+    (out, gradients), (true_out, true_gradients) = actual, expected
+    relative = lambda x, true: np.linalg.norm(np.asarray(x, np.float64) - true) / max(np.linalg.norm(true), 1e-30)
+    return list(map(relative, [out, *gradients], [true_out, *true_gradients]))
+
+
+def tokens(q_positions, kv_positions, q_segments, kv_segments):
+    names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
+    values = (q_positions, kv_positions, q_segments, kv_segments)
+    return {name: jnp.asarray(np.atleast_2d(x), jnp.int32) for name, x in zip(names, values, strict=True)}
+
+
+def packed(*rows):
+    """Tokens of rows of documents of these lengths, with positions that restart; the last is padding, segment 0."""
+    segments = [np.repeat([*range(1, len(lengths)), 0], lengths) for lengths in rows]
+    positions = [np.concatenate([np.arange(n) for n in lengths]) for lengths in rows]
+    return tokens(positions, positions, segments, segments)
