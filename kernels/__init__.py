@@ -3,11 +3,16 @@
 This package knows no model and imports jax and jaxtyping alone.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
 from kernels import dispatch
-from kernels.dispatch import explain
+from kernels.dispatch import explain, prefer
 from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, sliding
 
 
@@ -19,8 +24,10 @@ __all__ = [
     "Spans",
     "Window",
     "attention",
+    "cross_entropy",
     "decode_attention",
     "explain",
+    "prefer",
     "ragged_dot",
     "sliding",
 ]
@@ -75,11 +82,13 @@ def attention(
         ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
     """
     if q.shape[1] == 1 and implementation is None:
-        each = dict(q_positions=q_positions, q_segments=q_segments, q_spans=q_spans)
-        each = {name: None if ids is None else ids[:, 0] for name, ids in each.items()}
-        keys = dict(kv_positions=kv_positions, kv_segments=kv_segments, kv_spans=kv_spans)
-        more = dict(scale=scale, mask=mask, softcap=softcap, sinks=sinks)
-        return decode_attention(q[:, 0], k, v, **each, **keys, **more)[:, None]
+        one = lambda ids: None if ids is None else ids[:, 0]
+        out = decode_attention(
+            q[:, 0], k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
+            q_positions=one(q_positions), q_segments=one(q_segments), q_spans=one(q_spans),
+            kv_positions=kv_positions, kv_segments=kv_segments, kv_spans=kv_spans,
+        )  # fmt: skip
+        return out[:, None]
     _check(q, k, v)
     q_tokens = _tokens(q.shape[1], q_positions, q_segments, q_spans)
     kv_tokens = _tokens(k.shape[1], kv_positions, kv_segments, kv_spans)
@@ -128,6 +137,40 @@ def decode_attention(
         "decode_attention", implementation, q, k, v,
         scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens,
     )  # fmt: skip
+
+
+def cross_entropy(
+    unembed: Callable[[Float[Array, "batch seq embed"]], Float[Array, "batch seq vocab"]],
+    x: Float[Array, "batch seq embed"],
+    targets: Int[Array, "batch seq"],
+    mask: Int[Array, "batch seq"],
+    *,
+    chunk: int = 2048,
+    z_loss: float = 0.0,
+    batch_axes: tuple[str, ...] = (),
+    implementation: str | None = None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Cross-entropy in nats, summed over the targets whose `mask` is not 0. The others count for nothing, even if NaN.
+
+    `unembed` maps features to logits: the product with a matrix, and whatever else a model does there, such as a
+    softcap. What it closes over gets its gradients.
+
+    Returns the sum to minimise, to which every target also adds `z_loss * log(Z)**2` (Z: the sum of the exponentials
+    of its logits; PaLM, arXiv:2204.02311, section 5), and two sums to look at, with no gradient: `loss`, without that
+    term, and `correct`, the number of targets whose logit is the largest.
+
+    `implementation` is "xla" (`unembed` is called for about `chunk` tokens at a time on each device, the same positions
+    of every sequence; gradients are computed in the same pass, so no product is computed twice; first derivatives only,
+    in reverse mode) or "reference" (the logits of all tokens at once; every derivative, and float64 in float64). None
+    means "xla", and "reference" for what it refuses. `batch_axes` names the axes of the mesh in scope that split the
+    batch.
+
+    Raises:
+        ValueError: where the implementation asked for cannot take these arguments.
+    """
+    options = dict(chunk=chunk, z_loss=z_loss, batch_axes=batch_axes)
+    minimised, loss, correct = dispatch.run("cross_entropy", implementation, unembed, x, targets, mask != 0, **options)
+    return minimised, {"loss": jax.lax.stop_gradient(loss), "correct": jax.lax.stop_gradient(correct)}
 
 
 def ragged_dot(
@@ -187,11 +230,12 @@ def _tokens(
     segments: Int[Array, "batch length"] | None,
     spans: Int[Array, "batch length"] | None,
 ) -> Tokens:
+    ids = (None if ids is None else ids.astype(jnp.int32) for ids in (segments, spans))
     if positions is None:
-        positions = jnp.arange(length, dtype=jnp.int32)[None]
+        indices: Any = np.arange(length, dtype=np.int32)[None]  # no array of JAX: so one can tell that nobody gave them
+        return Tokens(indices, *ids)
     # Below -1 the distance to a slot that was never written, at the greatest int32, would wrap around.
-    positions = jnp.maximum(positions.astype(jnp.int32), -1)
-    return Tokens(positions, *(None if ids is None else ids.astype(jnp.int32) for ids in (segments, spans)))
+    return Tokens(jnp.maximum(positions.astype(jnp.int32), -1), *ids)
 
 
 def _complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:

@@ -3,7 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,14 @@ MODULES = {
     "attention": {
         "reference": "reference",
         "xla": "attention_xla",
+        "cudnn": "attention_cudnn",
     },
     "decode_attention": {
         "reference": "reference",
+    },
+    "cross_entropy": {
+        "reference": "reference",
+        "xla": "cross_entropy_xla",
     },
     "ragged_dot": {
         "reference": "reference",
@@ -40,6 +45,11 @@ PREFERENCES = {
         "cpu": ("reference",),
         "gpu": ("triton", "reference"),
         "tpu": ("tpu", "reference"),
+    },
+    "cross_entropy": {
+        "cpu": ("xla", "reference"),
+        "gpu": ("xla", "reference"),
+        "tpu": ("xla", "reference"),
     },
     "ragged_dot": {
         "cpu": ("xla", "reference"),
@@ -60,7 +70,31 @@ class Choice(NamedTuple):
     others: dict[str, str | None]
 
 
-_explained: ContextVar[list[Choice] | None] = ContextVar("explained", default=None)
+# Contexts that JAX knows of: what was traced in another one is not taken from its caches.
+_preferred = jax.make_user_context(())
+_explained = jax.make_user_context(None)
+
+
+class _Choices(list):
+    """A list that is itself, and not what is in it: so that JAX may compare contexts by it."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def prefer(*implementations: str) -> AbstractContextManager[None]:
+    """Within `with prefer("triton"):` these are asked first, in their order, by all calls that ask for none.
+
+    They serve where they can, and elsewhere the tables decide as ever; `explain` tells which it was.
+
+    Raises:
+        ValueError: naming an implementation that no operation has.
+    """
+    known = sorted({name for modules in MODULES.values() for name in modules})
+    for name in implementations:
+        if name not in known:
+            raise ValueError(f"No operation has an implementation {name!r}; there are {', '.join(known)}.")
+    return _preferred(implementations)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
@@ -78,13 +112,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
         args, kwargs = jax.tree.unflatten(structure, given)
         function(*args, **kwargs)
 
-    choices: list[Choice] = []
-    token = _explained.set(choices)
-    try:
+    choices = _Choices()
+    with _explained(choices):
         jax.eval_shape(call, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
-    finally:
-        _explained.reset(token)
-    return choices
+    return list(choices)
 
 
 def run(operation: str, implementation: str | None, *args: Any, first: str | None = None, **kwargs: Any) -> Array:
@@ -96,15 +127,15 @@ def run(operation: str, implementation: str | None, *args: Any, first: str | Non
     refusals = {name: _refusal(operation, name, *args, **kwargs) for name in MODULES[operation]}
     able = [name for name, refusal in refusals.items() if refusal is None]
     if implementation is None:
-        preference = (first, *PREFERENCES[operation][device().platform])
+        preference = (*_preferred.value, first, *PREFERENCES[operation][device().platform])
         implementation = next(name for name in preference if name in able)
     if implementation not in able:
         reason = refusals.get(implementation, "no such implementation")
         others = "; ".join(f"{name}: {why or 'can'}" for name, why in refusals.items() if name != implementation)
         raise ValueError(f"{operation}(implementation={implementation!r}): {reason}. The others: {others}.")
-    choices = _explained.get()
-    if choices is not None:
-        choices.append(Choice(operation, implementation, {n: w for n, w in refusals.items() if n != implementation}))
+    if _explained.value is not None:
+        others = {name: refusal for name, refusal in refusals.items() if name != implementation}
+        _explained.value.append(Choice(operation, implementation, others))
     return getattr(_module(operation, implementation), operation)(*args, **kwargs)
 
 

@@ -7,7 +7,7 @@ every key (`bounds`). So blocks that nobody sees cost nothing, and blocks that e
 
 import abc
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Int, Int8
 class Tokens(NamedTuple):
     """What a mask looks at: for each query, or for each key, its position, its segment and its span.
 
-    The arrays are of one shape, or broadcast to one. None: there are no segments (or spans).
+    The arrays are of one shape, or broadcast to one. None: there are no segments (or spans). Positions that nobody gave
+    are the tokens' indices, as an array of numpy.
     """
 
     positions: Int[Array, "..."]
@@ -209,7 +210,7 @@ def _extent(tokens: Tokens, block: int, axis: int) -> Extent:
     """The extents of the blocks of (batch, tokens), as (batch, 1, blocks) or (batch, blocks, 1): 1 is at `axis`."""
 
     def each(reduce: str) -> Tokens:
-        def one(x: Int[Array, "batch tokens"]) -> Int[Array, "batch ..."]:
+        def one(x: Any) -> Int[Array, "batch ..."]:
             padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), mode="edge")
             return jnp.expand_dims(getattr(padded.reshape(x.shape[0], -1, block), reduce)(axis=2), axis)
 

@@ -3,9 +3,11 @@
 Below it stand the definitions that all implementations share: the order of heads, and what a NaN becomes.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from kernels.masks import Mask, Tokens
 
@@ -63,8 +65,10 @@ def decode_attention(
     kv_tokens: Tokens,
 ) -> Float[Array, "batch heads v_dim"]:
     """`kernels.decode_attention`: `attention` of one query."""
-    more = dict(scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
-    return attention(q[:, None], k, v, **more)[:, 0]
+    out = attention(
+        q[:, None], k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens
+    )
+    return out[:, 0]
 
 
 def ragged_dot(
@@ -79,6 +83,28 @@ def ragged_dot(
     # Masked before the product and after it: else a NaN would pass, in one of them or in the other one's gradient.
     out = jnp.einsum("gti,goi->gto", jnp.where(member, x[None], 0), w.astype(x.dtype), preferred_element_type=exact)
     return jnp.where(member, out, 0).sum(axis=0).astype(x.dtype)
+
+
+def cross_entropy(
+    unembed: Callable[[Float[Array, "batch seq embed"]], Float[Array, "batch seq vocab"]],
+    x: Float[Array, "batch seq embed"],
+    targets: Int[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
+    *,
+    chunk: int,
+    z_loss: float,
+    batch_axes: tuple[str, ...],
+) -> Float[Array, "3"]:
+    """`kernels.cross_entropy`, with the logits of all tokens. In float32, or in float64 if x has it."""
+    del chunk, batch_axes  # what others split
+    logits = unembed(jnp.where(mask[..., None], x, 0))
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    targets = jnp.where(mask, targets, 0)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    loss = log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    correct = (jnp.argmax(logits, axis=-1) == targets).astype(logits.dtype)
+    sums = jnp.stack([loss + z_loss * jnp.square(log_z), loss, correct])
+    return jnp.sum(jnp.where(mask[None], sums, 0), axis=(1, 2))
 
 
 def by_head(x: Float[Array, "batch seq heads dim"], kv_heads: int) -> Float[Array, "batch kv_heads rows dim"]:

@@ -12,9 +12,10 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from train.loss import cross_entropy
+import kernels
 from train.state import TrainState
 from zoo.moe import Routing
+from zoo.stack import BATCH_AXES
 from zoo.surgery import cast
 
 
@@ -58,7 +59,7 @@ def train_step(
         remat: one of `REMAT`.
         microbatches: parts the batch is worked through in, one after another, to save memory. The update is the same:
             every part's gradient weighs as much as it has targets.
-        chunk, z_loss: see `train.loss.cross_entropy`.
+        chunk, z_loss: see `kernels.cross_entropy`.
         router_balance, router_z, mtp_weight: see `loss_sums`.
         rebalance: makes a new model of the updated one and of what its routers did with the batch, such as
             `zoo.deepseek3.rebalance`.
@@ -138,7 +139,7 @@ def loss_sums(
     router_z: float = 0.0,
     mtp_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
-    """`train.loss.cross_entropy` of a model on a batch; and what the model's layers reported.
+    """`kernels.cross_entropy` of a model on a batch; and what the model's layers reported.
 
     Every target also adds the mean, over the layers of a mixture of experts, of `router_balance` times the load-
     balancing loss and `router_z` times the router z-loss (see `zoo.moe.Routing`). With `mtp_weight`, every target whose
@@ -148,12 +149,13 @@ def loss_sums(
     targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
     where = dict(positions=batch["positions"], segments=segments)
     x, reports = model.hidden(batch["tokens"], **where, remat=remat)
-    total, sums = cross_entropy(model.unembed, x, targets, batch["loss_mask"], chunk=chunk, z_loss=z_loss)
+    cross_entropy = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk, batch_axes=BATCH_AXES)
+    total, sums = cross_entropy(x, targets, batch["loss_mask"], z_loss=z_loss)
     if mtp_weight:
         y, routing = model.further(x, targets, **where)
         after = lambda a: jnp.pad(a[:, 1:], ((0, 0), (0, 1)))
         both = mask & after(mask) & (segments == after(segments))
-        more, further = cross_entropy(model.unembed, y, after(targets), both.astype(jnp.int32), chunk=chunk)
+        more, further = cross_entropy(y, after(targets), both.astype(jnp.int32))
         total += mtp_weight * more
         reports, sums = (reports, routing), sums | {"mtp_loss": further["loss"]}
     if (router_balance or router_z) and (routings := routings_of(reports)):

@@ -1,40 +1,38 @@
-"""Next-token cross-entropy that never holds the logits of a whole batch, and computes none of them twice."""
+"""Cross-entropy that never holds the logits of all tokens, and computes none of them twice."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.stack import BATCH_AXES
+
+def refusal(_: Callable, x: Float[Array, "batch seq embed"], *__: object, **___: object) -> str | None:
+    """Why this implementation cannot take these arguments of `cross_entropy`, or None if it can."""
+    return "it computes in float32, and x is float64" if x.dtype == jnp.float64 else None
 
 
 def cross_entropy(
     unembed: Callable[[Float[Array, "batch seq embed"]], Float[Array, "batch seq vocab"]],
     x: Float[Array, "batch seq embed"],
     targets: Int[Array, "batch seq"],
-    mask: Int[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
     *,
     chunk: int,
-    z_loss: float = 0.0,
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Cross-entropy in nats, summed over the targets whose `mask` is not 0. The others count for nothing, even if NaN.
+    z_loss: float,
+    batch_axes: tuple[str, ...],
+) -> Float[Array, "3"]:
+    """`kernels.cross_entropy`, in chunks of tokens.
 
-    `unembed` maps hidden states to logits: a model's `unembed`. It is called for about `chunk` tokens at a time on each
-    device, the same positions of every sequence. Under differentiation the gradients of a chunk are computed right
-    after its logits, so a scan over the chunks keeps only their sum, and the backward pass has only to scale it.
-
-    Returns the sum to minimise, to which every target also adds `z_loss * log(Z)**2` (Z: the sum of the exponentials
-    of its logits; PaLM, arXiv:2204.02311, section 5), and two sums to look at, with no gradient: `loss`, without that
-    term, and `correct`, the number of targets whose logit is the largest.
+    Under differentiation the gradients of a chunk are computed right after its logits, so a scan over the chunks keeps
+    only their sum, and the backward pass has only to scale it.
     """
     batch, seq, _ = x.shape
     mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+    axes = tuple(axis for axis in batch_axes if axis in mesh.axis_names)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     size = min(seq, -(-chunk * shards // batch))  # positions of one chunk
     count = -(-seq // size)
@@ -52,25 +50,25 @@ def cross_entropy(
     # What `unembed` uses becomes an argument, and nothing else of the model: the rest would get gradients of zeros.
     head, weights = jax.closure_convert(lambda x: unembed(x), split(x)[0, 0])
 
-    @eqx.filter_custom_vjp
-    def sums(differentiable: Any, targets: Array, mask: Array) -> Float[Array, "3"]:
-        xs, weights = differentiable
-
+    @jax.custom_vjp
+    def sums(xs: Array, weights: list[Array], targets: Array, mask: Array) -> Float[Array, "3"]:
         def one(x: Array, targets: Array, mask: Array) -> Array:
-            return _sums_and_gradient(head(x, *weights), targets, mask, z_loss)[0]
+            return sums_and_gradient(head(x, *weights), targets, mask, z_loss)[0]
 
         add = lambda total, chunk: (total + jax.vmap(one)(*chunk), None)
         return jnp.sum(jax.lax.scan(add, zero((3,)), (xs, targets, mask))[0], axis=0)
 
-    @sums.def_fwd
-    def forward(perturbed: Any, differentiable: Any, targets: Array, mask: Array) -> tuple[Float[Array, "3"], Any]:
-        xs, weights = differentiable
-        trained, frozen = eqx.partition(weights, perturbed[1])
+    def forward(xs: Any, weights: list[Any], targets: Any, mask: Any) -> tuple[Float[Array, "3"], Any]:
+        trained = [w.perturbed and jnp.issubdtype(w.value.dtype, jnp.inexact) for w in weights]
 
         def one(x: Array, targets: Array, mask: Array) -> tuple[Any, Array]:
+            def logits_of(x: Array, trained_weights: list[Array]) -> Array:
+                rest = iter(trained_weights)
+                return head(x, *(next(rest) if t else w.value for t, w in zip(trained, weights, strict=True)))
+
             x = jnp.where(mask[..., None], x, 0)  # or a NaN where nothing counts would reach the weights' gradients
-            logits, pull_back = jax.vjp(lambda x, trained: head(x, *eqx.combine(trained, frozen)), x, trained)
-            total, gradient = _sums_and_gradient(logits, targets, mask, z_loss)
+            logits, pull_back = jax.vjp(logits_of, x, [w.value for t, w in zip(trained, weights, strict=True) if t])
+            total, gradient = sums_and_gradient(logits, targets, mask, z_loss)
             dx, dw = pull_back(gradient)
             return (total, dw), dx
 
@@ -78,27 +76,27 @@ def cross_entropy(
             more, dx = jax.vmap(one)(*chunk)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more), dx
 
-        zeros = (zero((3,)), jax.tree.map(lambda w: zero(w.shape), trained))
-        total, dxs = jax.lax.scan(add, zeros, (xs, targets, mask))
+        zeros = (zero((3,)), [zero(w.value.shape) for t, w in zip(trained, weights, strict=True) if t])
+        total, dxs = jax.lax.scan(add, zeros, (xs.value, targets.value, mask.value))
         total, dw = jax.tree.map(lambda a: jnp.sum(a, axis=0), total)
-        return total, (dxs, dw)
+        rest = iter(dw)
+        return total, (dxs, [next(rest) if t else None for t in trained])
 
-    @sums.def_bwd
-    def backward(gradients: Any, cotangent: Float[Array, "3"], _: Any, differentiable: Any, *labels: Array) -> Any:
-        scale = lambda g, primal: None if g is None else (g * cotangent[0].astype(g.dtype)).astype(primal.dtype)
-        return jax.tree.map(scale, gradients, differentiable, is_leaf=lambda g: g is None)
+    def backward(gradients: Any, cotangent: Any) -> Any:
+        dxs, dw = jax.tree.map(lambda g: g * cotangent[0].astype(g.dtype), gradients)
+        return dxs, [None if g is None else g.astype(w.dtype) for g, w in zip(dw, weights, strict=True)], None, None
 
-    minimised, loss, correct = sums((split(x), weights), split(targets), split(mask != 0))
-    return minimised, {"loss": loss, "correct": correct}
+    sums.defvjp(forward, backward, symbolic_zeros=True)
+    return sums(split(x), weights, split(targets), split(mask))
 
 
-def _sums_and_gradient(
+def sums_and_gradient(
     logits: Float[Array, "batch size vocab"],
     targets: Int[Array, "batch size"],
     mask: Bool[Array, "batch size"],
     z_loss: float,
 ) -> tuple[Float[Array, "3"], Float[Array, "batch size vocab"]]:
-    """The sums of one chunk (to minimise, loss, correct), and the gradient of the first by the logits."""
+    """The three sums of one chunk, and the gradient of the first by the logits."""
     dtype, logits = logits.dtype, logits.astype(jnp.float32)
     # A comparison, not an index: it fuses with what is around it, and works on a vocabulary split over devices.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]

@@ -1,0 +1,109 @@
+"""Attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`: the fastest there is, for what it can express.
+
+That is plain sequences: every row full, positions that are indices, one head size. It knows no softcap. Sinks could be
+added to its output afterwards from the logarithm of each softmax's denominator, as `kernels.flash` does; but the public
+API rounds that to the dtype of q, 8 bits of it in bfloat16, and has no gradient for it. So sinks are refused.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kernels.device import device
+from kernels.masks import And, Causal, Full, Mask, Tokens, Window
+from kernels.reference import finite, poison
+
+
+def refusal(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    *,
+    scale: float,
+    mask: Mask,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> str | None:
+    """Why this implementation cannot take these arguments of `attention`, or None if it can."""
+    platform, kind = device()
+    most = 256 if any(name in kind for name in ("H100", "H200", "GH200", "B200", "GB200", "B300")) else 128
+    reasons = {
+        f"it is for NVIDIA GPUs, and this is a {kind}": platform != "gpu",
+        f"it takes float16 and bfloat16, not {q.dtype}": q.dtype not in (jnp.float16, jnp.bfloat16),
+        "it has no softcap": softcap is not None,
+        "JAX rounds the log-sum-exp that sinks need to the dtype of q": sinks is not None,
+        f"it has no mask {mask}": _static(mask) is None,
+        "it takes positions that are indices": not _indices(q_tokens, kv_tokens),
+        "queries and keys must be of one number": mask != Full() and q.shape[1] != k.shape[1],
+        "keys and values must be of one size": k.shape[3] != v.shape[3],
+        f"head sizes are multiples of 8 up to {most}, not {q.shape[3]}": q.shape[3] % 8 != 0 or q.shape[3] > most,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def attention(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    *,
+    scale: float,
+    mask: Mask,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """`kernels.attention` by cuDNN."""
+    causal, window = _static(mask) or (False, None)
+    out = jax.nn.dot_product_attention(
+        finite(q),
+        finite(k),
+        finite(v),
+        scale=scale,
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    return out + poison(q) + _seen_poison(k, v, q.shape[1], causal, window, q.shape[2])
+
+
+def _static(mask: Mask) -> tuple[bool, int | None] | None:
+    """Whether it is causal, and its window: for the masks that cuDNN has."""
+    match mask:
+        case Full():
+            return False, None
+        case Causal():
+            return True, None
+        case And(Causal(), Window(size)):
+            return True, size
+        case _:
+            return None
+
+
+def _indices(*sides: Tokens) -> bool:
+    """Whether positions were not given: then they are no arrays of JAX, and known before anything runs."""
+    return all(isinstance(tokens.positions, np.ndarray) for tokens in sides)
+
+
+def _seen_poison(
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    seq: int,
+    causal: bool,
+    window: int | None,
+    heads: int,
+) -> Float[Array, "batch seq heads 1"]:
+    """NaN for each query that sees a key or a value that is not finite, else zero.
+
+    How many such keys lie before each index tells how many lie within a window. cuDNN itself is given finite arrays:
+    what it makes of a NaN that is masked is not written down.
+    """
+    spoilt = jnp.isnan(poison(k) + poison(v))[..., 0]
+    before = jnp.pad(jnp.cumsum(spoilt, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    end = np.arange(1, seq + 1) if causal else np.full(seq, k.shape[1])
+    start = np.zeros(seq, int) if window is None else np.maximum(end - window, 0)
+    seen = jnp.repeat(before[:, end] > before[:, start], heads // k.shape[2], axis=2)
+    return jnp.where(seen, jnp.nan, 0).astype(k.dtype)[..., None]
