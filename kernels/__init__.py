@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Int8
 from kernels import dispatch
 from kernels.dispatch import explain, prefer
 from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, sliding
+from kernels.matmul import fp8_matmul, int8_matmul
 
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "cross_entropy",
     "decode_attention",
     "explain",
+    "fp8_matmul",
+    "int8_matmul",
     "prefer",
     "ragged_dot",
     "sliding",
@@ -168,8 +171,10 @@ def cross_entropy(
     Raises:
         ValueError: where the implementation asked for cannot take these arguments.
     """
-    options = dict(chunk=chunk, z_loss=z_loss, batch_axes=batch_axes)
-    minimised, loss, correct = dispatch.run("cross_entropy", implementation, unembed, x, targets, mask != 0, **options)
+    minimised, loss, correct = dispatch.run(
+        "cross_entropy", implementation, unembed, x, targets, mask != 0,
+        chunk=chunk, z_loss=z_loss, batch_axes=batch_axes,
+    )  # fmt: skip
     return minimised, {"loss": jax.lax.stop_gradient(loss), "correct": jax.lax.stop_gradient(correct)}
 
 

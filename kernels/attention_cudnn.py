@@ -29,7 +29,6 @@ def refusal(
 ) -> str | None:
     """Why this implementation cannot take these arguments of `attention`, or None if it can."""
     platform, kind = device()
-    most = 256 if any(name in kind for name in ("H100", "H200", "GH200", "B200", "GB200", "B300")) else 128
     reasons = {
         f"it is for NVIDIA GPUs, and this is a {kind}": platform != "gpu",
         f"it takes float16 and bfloat16, not {q.dtype}": q.dtype not in (jnp.float16, jnp.bfloat16),
@@ -39,9 +38,9 @@ def refusal(
         "it takes positions that are indices": not _indices(q_tokens, kv_tokens),
         "queries and keys must be of one number": mask != Full() and q.shape[1] != k.shape[1],
         "keys and values must be of one size": k.shape[3] != v.shape[3],
-        f"head sizes are multiples of 8 up to {most}, not {q.shape[3]}": q.shape[3] % 8 != 0 or q.shape[3] > most,
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    return reason or _refusal_of_jax(q, k, v, scale, mask)
 
 
 def attention(
@@ -58,16 +57,24 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """`kernels.attention` by cuDNN."""
     causal, window = _static(mask) or (False, None)
-    out = jax.nn.dot_product_attention(
-        finite(q),
-        finite(k),
-        finite(v),
-        scale=scale,
-        is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
-    )
+    out = _cudnn(finite(q), finite(k), finite(v), scale, causal, window)
     return out + poison(q) + _seen_poison(k, v, q.shape[1], causal, window, q.shape[2])
+
+
+def _cudnn(q: Array, k: Array, v: Array, scale: float, causal: bool, window: int | None) -> Array:
+    last = None if window is None else (window - 1, 0)  # how far it looks back, and ahead
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=scale, is_causal=causal, local_window_size=last, implementation="cudnn"
+    )
+
+
+def _refusal_of_jax(q: Array, k: Array, v: Array, scale: float, mask: Mask) -> str | None:
+    """What JAX finds missing: cuDNN itself, or heads that this GPU can take."""
+    try:
+        jax.eval_shape(lambda q, k, v: _cudnn(q, k, v, scale, *(_static(mask) or (False, None))), q, k, v)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"JAX says: {str(error).splitlines()[0].rstrip('.')}"
+    return None
 
 
 def _static(mask: Mask) -> tuple[bool, int | None] | None:

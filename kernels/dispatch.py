@@ -19,6 +19,7 @@ MODULES = {
     "attention": {
         "reference": "reference",
         "xla": "attention_xla",
+        "triton": "attention_triton",
         "cudnn": "attention_cudnn",
     },
     "decode_attention": {
@@ -28,9 +29,17 @@ MODULES = {
         "reference": "reference",
         "xla": "cross_entropy_xla",
     },
+    "quantized_matmul": {
+        "reference": "matmul_reference",
+        "xla": "matmul_xla",
+        "tpu": "matmul_tpu",
+        "triton": "matmul_triton",
+    },
     "ragged_dot": {
         "reference": "reference",
         "xla": "ragged_dot_xla",
+        "tpu": "ragged_dot_tpu",
+        "triton": "ragged_dot_triton",
     },
 }
 
@@ -50,6 +59,11 @@ PREFERENCES = {
         "cpu": ("xla", "reference"),
         "gpu": ("xla", "reference"),
         "tpu": ("xla", "reference"),
+    },
+    "quantized_matmul": {
+        "cpu": ("xla", "reference"),
+        "gpu": ("triton", "xla", "reference"),
+        "tpu": ("tpu", "xla", "reference"),
     },
     "ragged_dot": {
         "cpu": ("xla", "reference"),
@@ -75,11 +89,11 @@ _preferred = jax.make_user_context(())
 _explained = jax.make_user_context(None)
 
 
-class _Choices(list):
-    """A list that is itself, and not what is in it: so that JAX may compare contexts by it."""
+class _Log:
+    """The choices of one `explain`. No list, since JAX tells contexts apart by hash."""
 
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
 
 
 def prefer(*implementations: str) -> AbstractContextManager[None]:
@@ -112,10 +126,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
         args, kwargs = jax.tree.unflatten(structure, given)
         function(*args, **kwargs)
 
-    choices = _Choices()
-    with _explained(choices):
+    log = _Log()
+    with _explained(log):
         jax.eval_shape(call, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
-    return list(choices)
+    return log.choices
 
 
 def run(operation: str, implementation: str | None, *args: Any, first: str | None = None, **kwargs: Any) -> Array:
@@ -124,18 +138,18 @@ def run(operation: str, implementation: str | None, *args: Any, first: str | Non
     Raises:
         ValueError: if the implementation asked for cannot take these arguments, with its reason and who can.
     """
-    refusals = {name: _refusal(operation, name, *args, **kwargs) for name in MODULES[operation]}
-    able = [name for name, refusal in refusals.items() if refusal is None]
-    if implementation is None:
+    refusal = lambda name: _refusal(operation, name, *args, **kwargs)
+    refusals = lambda: {name: refusal(name) for name in MODULES[operation] if name != implementation}
+    if implementation is None:  # only those on the way to the answer are asked, and imported
         preference = (*_preferred.value, first, *PREFERENCES[operation][device().platform])
-        implementation = next(name for name in preference if name in able)
-    if implementation not in able:
-        reason = refusals.get(implementation, "no such implementation")
-        others = "; ".join(f"{name}: {why or 'can'}" for name, why in refusals.items() if name != implementation)
-        raise ValueError(f"{operation}(implementation={implementation!r}): {reason}. The others: {others}.")
+        implementation = next(name for name in preference if name in MODULES[operation] and refusal(name) is None)
+    else:
+        reason = refusal(implementation) if implementation in MODULES[operation] else "no such implementation"
+        if reason is not None:
+            others = "; ".join(f"{name}: {why or 'can'}" for name, why in refusals().items())
+            raise ValueError(f"{operation}(implementation={implementation!r}): {reason}. The others: {others}.")
     if _explained.value is not None:
-        others = {name: refusal for name, refusal in refusals.items() if name != implementation}
-        _explained.value.append(Choice(operation, implementation, others))
+        _explained.value.choices.append(Choice(operation, implementation, refusals()))
     return getattr(_module(operation, implementation), operation)(*args, **kwargs)
 
 

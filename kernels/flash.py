@@ -44,9 +44,9 @@ class Flash(NamedTuple):
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
+    features: int = 1  # heads come with a multiple of so many: those of other sizes end with zeros
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(
     flash: Flash,
     formula: Formula,
@@ -58,6 +58,22 @@ def attention(
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
     """`kernels.attention` by these kernels."""
+    whole = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % flash.features)])
+    out = _attention(flash, formula, whole(q), whole(k), whole(v), sinks, q_tokens, kv_tokens)
+    return out[..., : v.shape[3]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    flash: Flash,
+    formula: Formula,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> Array:
     return _forward(flash, formula, q, k, v, sinks, q_tokens, kv_tokens)[0]
 
 
@@ -75,7 +91,8 @@ def _forward(
     out, lse = flash.forward(formula, q + poison(q), marked_k, finite(v), q_tokens, kv_tokens)
     if sinks is not None:
         with_sink = jnp.logaddexp(lse, _column(sinks))
-        out = (out * jnp.exp(lse - with_sink).swapaxes(1, 2)[..., None]).astype(out.dtype)
+        share = jnp.exp(lse - with_sink).swapaxes(1, 2)[..., None]
+        out = (out.astype(jnp.float32) * share).astype(out.dtype)
         lse = with_sink
     return out.astype(q.dtype), (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
 
@@ -90,7 +107,7 @@ def _backward(flash: Flash, formula: Formula, residuals: tuple, d_out: Array) ->
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None, None
 
 
-attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)
 
 
 def _column(sinks: Float[Array, " heads"]) -> Float[Array, "1 heads 1"]:

@@ -1,0 +1,110 @@
+"""What every `ragged_dot` has in common around its kernels: the tiles that sorted rows are cut into, and derivatives.
+
+An implementation brings two kernels. One multiplies rows by the matrix of their group, and serves for the output and,
+along the matrix's other axis, for the gradient of the rows. The other sums, over a group's rows, the products of each
+output's gradient with its input: the gradient of the matrices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Int8
+
+
+Matrices = Float[Array, "groups out in"] | Int8[Array, "groups out in"]
+
+
+class Kernels(NamedTuple):
+    """The two kernels of an implementation.
+
+    `rows_times_matrices(x, w, group_sizes, axis)` sums each row of x, times its group's matrix, over that axis of w: 2
+    for the output, 1 for the gradient of the rows. Rows of no group give zeros.
+
+    `sums_of_products(d_out, x, group_sizes)` are [groups, out, in], in their dtype, and zeros for a group without rows.
+    """
+
+    rows_times_matrices: Callable[..., Array]
+    sums_of_products: Callable[..., Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ragged_dot(
+    kernels: Kernels, x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
+) -> Float[Array, "tokens out"]:
+    """`kernels.ragged_dot` by these kernels."""
+    return kernels.rows_times_matrices(x, w, group_sizes, axis=2)
+
+
+def _forward(kernels: Kernels, x: Array, w: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return ragged_dot(kernels, x, w, group_sizes), (x, w, group_sizes)
+
+
+def _backward(
+    kernels: Kernels, residuals: tuple[Array, Array, Array], d_out: Array
+) -> tuple[Array, Array | None, None]:
+    x, w, group_sizes = residuals
+    dx = kernels.rows_times_matrices(d_out, w, group_sizes, axis=1)
+    return dx, None if w.dtype == jnp.int8 else kernels.sums_of_products(d_out, x, group_sizes), None
+
+
+ragged_dot.defvjp(_forward, _backward)
+
+
+def refusal(x: Float[Array, "tokens in"], w: Matrices) -> str | None:
+    """Why no kernel can take these arguments of `ragged_dot`, or None."""
+    if x.dtype == jnp.float64:
+        return "it computes in float32, and x is float64"
+    return None if x.size and w.size else "it needs a row, a group and a feature at least"
+
+
+def mean_rows(tokens: int, groups: int, *, least: int, most: int) -> int:
+    """The power of two, from `least` to `most`, that holds a group of mean size."""
+    mean = -(-tokens // groups)
+    return max(least, min(1 << (mean - 1).bit_length(), most))
+
+
+def spans(group_sizes: Int[Array, " groups"], tokens: int) -> tuple[Int[Array, " groups"], Int[Array, " groups"]]:
+    """Where each group's rows start and end. Groups end where the rows do."""
+    ends = jnp.minimum(jnp.cumsum(group_sizes), tokens)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def with_rest(group_sizes: Int[Array, " groups"], tokens: int) -> Int[Array, " groups+1"]:
+    """One more group, for the rows beyond the last one."""
+    return jnp.append(group_sizes, jnp.int32(tokens))  # more than there can be, but groups end where the rows do
+
+
+class Tiles(NamedTuple):
+    """Sorted rows, cut where a group ends and after `size` rows at most.
+
+    Only the first `count` are used. Those that follow belong to the last group, and have no rows.
+    """
+
+    size: int
+    count: Int[Array, ""]
+    group: Int[Array, " tiles"]
+    first: Int[Array, " tiles"]  # its first row
+    end: Int[Array, " tiles"]  # the row after its last
+
+    @classmethod
+    def of(
+        cls, group_sizes: Int[Array, " groups"], tokens: int, size: int, *, aligned: bool = False, empty: bool = False
+    ) -> "Tiles":
+        """`aligned` tiles are also cut at the multiples of `size`, so that each lies within one block of rows.
+
+        With `empty`, a group without rows has a tile without rows.
+        """
+        starts, ends = spans(group_sizes, tokens)
+        origins = starts // size * size if aligned else starts
+        counts = jnp.where(ends > starts, (ends - origins + size - 1) // size, int(empty))
+        groups = len(group_sizes)
+        most = -(-tokens // size) + (groups if empty else min(groups, tokens))
+        group = jnp.repeat(jnp.arange(groups, dtype=jnp.int32), counts, total_repeat_length=most)
+        ordinal = jnp.arange(most, dtype=jnp.int32) - (jnp.cumsum(counts) - counts)[group]
+        origin = origins[group] + size * ordinal
+        first = jnp.clip(origin, starts[group], ends[group])
+        return cls(size, jnp.cumsum(counts)[-1], group, first, jnp.minimum(origin + size, ends[group]))

@@ -1,0 +1,217 @@
+"""Products with a matrix in int8 or float8: the two operations, and what every implementation of them has in common.
+
+An implementation brings two products: of float rows with a quantised matrix, and of both sides quantised. What is
+quantised when, and the gradients, are here. Rounding has no derivative of use, so gradients pass straight through it
+(the straight-through estimator of arXiv:1308.3432).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float8e4m3fn, Int8
+
+from kernels import dispatch
+from kernels.quantize import BLOCK, LARGEST, Quantized, dequantize, exact_dtype, quantize
+
+
+Granularity = Literal["tensor", "channel", "block"]
+Gradients = Literal["float", "quantized"]
+INT32_TERMS = 1 << 17  # so many products of two int8 cannot overflow an int32
+DECODE_ROWS = 64  # at most; then reading the matrix is most of the time
+
+
+def int8_matmul(
+    x: Float[Array, "*batch in"],
+    w: Float[Array, "out in"] | Int8[Array, "out in"],
+    scale: Float[Array, "..."] | None = None,
+    *,
+    granularity: Granularity = "channel",
+    activations: bool = False,
+    gradients: Gradients = "float",
+    implementation: str | None = None,
+) -> Float[Array, "*batch out"]:
+    """`x` times the transpose of `w`, where `w` is int8, and `x` too if `activations`.
+
+    `w` is either int8 already, with its `scale`: () if all of it shares one, (out,) if each row has its own, or
+    (ceil(out / 128), ceil(in / 128)) for blocks of 128 x 128, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3); it has
+    no gradient then, nor has its scale, and `granularity` is that of the scale. Or it is a float array of the dtype of
+    `x`: then it is quantised here, with a scale for the whole "tensor", for each "channel" (row) or for each "block".
+
+    `activations` quantises `x` as well, at each call: with one scale ("tensor"), one for each row ("channel"), or one
+    for each 128 features of a row ("block"). How values are rounded, and what becomes of zeros, NaN and infinities, is
+    `kernels.quantize.quantize`'s: in short, to the nearest of -127...127 times the scale, and a group of values with
+    one that is not finite becomes NaN, and so does every output that it takes part in.
+
+    Products of two int8 sum up exactly in int32 and are then scaled, in float32; all others accumulate in float32. The
+    output is rounded to the dtype of `x` at the end.
+
+    Gradients pass straight through the rounding (arXiv:1308.3432): with w' for what the quantised `w` stands for, that
+    of `x` is `d_out @ w'`, and that of a float `w` is `d_out.T @ x`. "float" computes them so, in the dtype of `x`.
+    "quantized" computes both as products of two int8: `d_out`, and for the gradient of `w` its transpose, are quantised
+    as `activations` are, and against them the transposes of `w` and `x` as `w` is. There are first derivatives only, in
+    reverse mode.
+
+    `implementation` is one of
+
+    - "reference": what the quantised values stand for is multiplied in float32, or in float64 if `x` is.
+    - "xla": plain JAX, for the int8 products of cuBLASLt and of TPUs. Where it multiplies int8 by blocks it is a loop.
+    - "tpu": as Pallas kernels for TPUs. "triton": for NVIDIA GPUs, if products of two int8 are by blocks. On a CPU they
+      are interpreted.
+
+    None is "triton" or "tpu" on their devices for blocks, and for 64 rows at most where `x` stays as it is; else "xla",
+    and "reference" for what that refuses.
+
+    Raises:
+        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+    """
+    return _matmul(jnp.int8, x, w, scale, granularity, activations, gradients, implementation)
+
+
+def fp8_matmul(
+    x: Float[Array, "*batch in"],
+    w: Float[Array, "out in"] | Float8e4m3fn[Array, "out in"],
+    scale: Float[Array, "..."] | None = None,
+    *,
+    granularity: Granularity = "channel",
+    activations: bool = False,
+    gradients: Gradients = "float",
+    implementation: str | None = None,
+) -> Float[Array, "*batch out"]:
+    """`int8_matmul` in float8_e4m3fn (arXiv:2209.05433): a `w` of that dtype is quantised already.
+
+    Values are rounded to the nearest of float8, whose largest is 448, times the scale; all products accumulate in
+    float32. With "quantized" gradients `d_out` is float8_e5m2 (largest 57,344), which has a wider range in place of a
+    bit of precision; but float8_e4m3fn, like all else, where scales are of blocks, as in DeepSeek-V3.
+    """
+    return _matmul(jnp.float8_e4m3fn, x, w, scale, granularity, activations, gradients, implementation)
+
+
+class Formula(NamedTuple):
+    """The arguments that are no arrays."""
+
+    dtype: DTypeLike  # int8 or float8_e4m3fn
+    granularity: Granularity
+    activations: bool
+    gradients: Gradients
+
+    @property
+    def gradient_dtype(self) -> DTypeLike:
+        by_range = self.dtype == jnp.float8_e4m3fn and self.granularity != "block"
+        return jnp.float8_e5m2 if by_range else self.dtype
+
+    def quantize_rows(self, x: Float[Array, "*batch in"], dtype: DTypeLike) -> Quantized:
+        return quantize(x, dtype, "piece" if self.granularity == "block" else self.granularity)
+
+    def quantize_matrix(self, w: Float[Array, "out in"]) -> Quantized:
+        return quantize(w, self.dtype, self.granularity)
+
+
+class Kernels(NamedTuple):
+    """The two products of an implementation. Both sum over the last axes and return the dtype asked for.
+
+    `weight_only(x, w, dtype)` multiplies float rows (*batch, in) by a `Quantized` matrix (out, in), `both(x, w, dtype)`
+    two `Quantized`, whose scales are of one granularity: those of rows by pieces where the matrix's are by blocks.
+    """
+
+    weight_only: Callable[[Array, Quantized, DTypeLike], Array]
+    both: Callable[[Quantized, Quantized, DTypeLike], Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def quantized_matmul(
+    kernels: Kernels, formula: Formula, x: Array, w: Array, scale: Array | None
+) -> Float[Array, "*batch out"]:
+    """`int8_matmul` or `fp8_matmul` by these kernels."""
+    matrix = _matrix(formula, w, scale)
+    if formula.activations:
+        return kernels.both(formula.quantize_rows(x, formula.dtype), matrix, x.dtype)
+    return kernels.weight_only(x, matrix, x.dtype)
+
+
+def _forward(
+    kernels: Kernels, formula: Formula, x: Array, w: Array, scale: Array | None
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    return quantized_matmul(kernels, formula, x, w, scale), (x, w, scale)
+
+
+def _backward(
+    kernels: Kernels, formula: Formula, residuals: tuple[Array, Array, Array | None], d_out: Array
+) -> tuple[Array, Array | None, None]:
+    x, w, scale = residuals
+    matrix = _matrix(formula, w, scale)
+    rows = lambda side: side.reshape(-1, side.shape[-1])
+    exact = exact_dtype(x)
+
+    if formula.gradients == "float":
+        meant = dequantize(matrix).astype(x.dtype)
+        dx = jnp.einsum("...o,oi->...i", d_out, meant, preferred_element_type=exact).astype(x.dtype)
+        if scale is not None:
+            return dx, None, None
+        dw = jnp.einsum("to,ti->oi", rows(d_out), rows(x), preferred_element_type=exact)
+        return dx, dw.astype(w.dtype), None
+
+    if formula.granularity == "channel":  # now a row is what was a column
+        transposed = formula.quantize_matrix((w if scale is None else dequantize(matrix)).T)
+    else:
+        transposed = Quantized(matrix.values.T, matrix.scale.T)
+    dx = kernels.both(formula.quantize_rows(d_out, formula.gradient_dtype), transposed, x.dtype)
+    if scale is not None:
+        return dx, None, None
+    d_out_rows = formula.quantize_rows(rows(d_out).T, formula.gradient_dtype)
+    return dx, kernels.both(d_out_rows, formula.quantize_matrix(rows(x).T), w.dtype), None
+
+
+quantized_matmul.defvjp(_forward, _backward)
+
+
+def refusal(x: Float[Array, "*batch in"], w: Array) -> str | None:
+    """Why no implementation but the reference can take these arguments, or None."""
+    if x.dtype == jnp.float64:
+        return "it computes in float32, and x is float64"
+    return None if x.size and w.size else "it needs a row, a feature and an output at least"
+
+
+def _matrix(formula: Formula, w: Array, scale: Array | None) -> Quantized:
+    return formula.quantize_matrix(w) if scale is None else Quantized(w, scale)
+
+
+def _matmul(
+    dtype: DTypeLike,
+    x: Array,
+    w: Array,
+    scale: Array | None,
+    granularity: Granularity,
+    activations: bool,
+    gradients: Gradients,
+    implementation: str | None,
+) -> Array:
+    for name, value, choices in (("granularity", granularity, Granularity), ("gradients", gradients, Gradients)):
+        if value not in get_args(choices):
+            raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, get_args(choices)))}.")
+    if x.dtype in LARGEST:
+        raise ValueError(f"x is {x.dtype}, and its products would be too: give it in bfloat16 or wider.")
+    if x.shape[-1] != w.shape[1]:
+        raise ValueError(f"The rows of x have {x.shape[-1]} features, and w, (out, in), takes {w.shape[1]}.")
+    if w.dtype == dtype:
+        shapes: dict[tuple[int, ...], Granularity] = {(): "tensor", w.shape[:1]: "channel"}
+        shapes[-(-w.shape[0] // BLOCK), -(-w.shape[1] // BLOCK)] = "block"
+        if scale is None:
+            raise ValueError(f"w is {w.dtype} already, so its scale must be given.")
+        if scale.shape not in shapes:
+            known = ", ".join(map(str, shapes))
+            raise ValueError(f"A w of shape {w.shape} has a scale of one of the shapes {known}, not {scale.shape}.")
+        granularity = shapes[scale.shape]
+        scale = scale.astype(exact_dtype(x))
+    elif scale is not None:
+        raise ValueError(f"w is {w.dtype}, so its scale is found here: leave it out, or give w in {jnp.dtype(dtype)}.")
+    elif w.dtype != x.dtype:
+        raise ValueError(f"x and a w that is not quantised must have one dtype, not {x.dtype} and {w.dtype}.")
+    few_rows = not activations and x.size <= DECODE_ROWS * x.shape[-1]
+    return dispatch.run(
+        "quantized_matmul", implementation, x, w, scale, first=None if granularity == "block" or few_rows else "xla",
+        formula=Formula(dtype, granularity, activations, gradients),
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+"""Products with a quantised matrix, as they are defined: what the values stand for is multiplied, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kernels import matmul
+from kernels.matmul import Formula, Kernels
+from kernels.quantize import Quantized, dequantize
+
+
+def quantized_matmul(
+    x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
+) -> Float[Array, "*batch out"]:
+    """`kernels.int8_matmul` or `kernels.fp8_matmul`. In float32, or in float64 if x has it."""
+    return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
+
+
+def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
+    return _product(x.astype(w.scale.dtype), dequantize(w)).astype(dtype)
+
+
+def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    return _product(dequantize(x), dequantize(w)).astype(dtype)
+
+
+def _product(x: Array, w: Array) -> Array:
+    return jnp.einsum("...i,oi->...o", x, w, precision=jax.lax.Precision.HIGHEST)

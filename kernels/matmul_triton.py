@@ -1,0 +1,193 @@
+"""Products with a quantised matrix for NVIDIA GPUs, in Pallas-Triton: by blocks of both sides, and of float rows.
+
+Where both sides are quantised, one program makes one block of the output. It multiplies 128 features at a time, scales
+what comes out by the scales of that piece of the rows and that block of the matrix, and adds it to a sum in float32.
+That is also what makes float8 exact enough: the tensor cores alone would sum it up in fewer bits (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2).
+
+Float rows are multiplied by a matrix that stays 8 bits wide until it is in registers: so a few rows take half the time
+to read it that they would for bfloat16. As Hopper's tensor cores take no side of a product but the left one from
+registers, the matrix is that side, and what a program makes is a block of the transposed output.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import core, lax
+from jax._src.pallas.triton import lowering
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.interpreters import mlir
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect as tt
+from jaxtyping import Array, Bool, Float
+
+from kernels import blocks, matmul, triton
+from kernels.device import elsewhere
+from kernels.matmul import Formula, Kernels
+from kernels.quantize import BLOCK, Quantized
+
+
+BAND = 8  # blocks of rows
+
+
+def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
+    """Why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
+    both = formula.activations or formula.gradients == "quantized"
+    if both and formula.granularity != "block":
+        return f"it multiplies two quantised sides only by blocks, not by {formula.granularity}"
+    return elsewhere("gpu") or matmul.refusal(x, w)
+
+
+@functools.partial(jax.jit, static_argnames="formula")  # outside jit too, compile once
+def quantized_matmul(
+    x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
+) -> Float[Array, "*batch out"]:
+    """`kernels.int8_matmul` or `kernels.fp8_matmul`, in Triton."""
+    return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
+
+
+def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    rows = x.scale.size // x.scale.shape[-1]
+    sizes = blocks.sizes("matmul_triton", "both", w.values.dtype, "rows64" if rows <= 64 else "rows128")
+    x_values, x_scale = (side.reshape(-1, side.shape[-1]) for side in x)
+    # Transposed, so that the scales that a program reads at a time lie together.
+    out = _launch("matmul_both", _both_kernel, sizes, dtype, x_values, x_scale.T, *w)
+    return out.reshape(*x.values.shape[:-1], len(w.values))
+
+
+def _both_kernel(
+    sizes: dict[str, int], x_ref: Any, x_scale_ref: Any, w_ref: Any, w_scale_ref: Any, out_ref: Any
+) -> None:
+    row, column = _output_block(sizes, out_ref)
+
+    def add_piece(i: Array, out: Array) -> Array:
+        piece = _block(i, BLOCK, x_ref.shape[1])
+        x, w = _load(x_ref, row, piece), _load(w_ref, column, piece)
+        product = _dot8(x, w)
+        x_scale = triton.load(x_scale_ref.at[i, row.indices], row.inside)
+        scale = x_scale * w_scale_ref[column.indices.start // BLOCK, i]
+        return out + product.astype(jnp.float32) * scale[:, None]
+
+    out = jnp.zeros((sizes["rows"], sizes["columns"]), jnp.float32)
+    out = lax.fori_loop(0, w_scale_ref.shape[1], add_piece, out)
+    _store(out_ref, out, row, column)
+
+
+def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
+    rows = x.reshape(-1, x.shape[-1])
+    w_scale = w.scale if w.by_pieces else jnp.broadcast_to(w.scale, len(w.values))
+    fitting = max(triton.SMALLEST, min(1 << (len(rows) - 1).bit_length(), 128))
+    sizes = blocks.sizes("matmul_triton", "weight_only", x.dtype, f"rows{fitting}")
+    out = _launch("matmul_weight_only", _weight_only_kernel, sizes, dtype, rows, w.values, w_scale)
+    return out.reshape(*x.shape[:-1], len(w.values))
+
+
+def _weight_only_kernel(sizes: dict[str, int], x_ref: Any, w_ref: Any, w_scale_ref: Any, out_ref: Any) -> None:
+    row, column = _output_block(sizes, out_ref)
+    features, by_blocks = x_ref.shape[1], len(w_scale_ref.shape) == 2
+    depth = BLOCK if by_blocks else sizes["depth"]
+
+    def add(step: Array, out: Array) -> Array:
+        piece = _block(step, depth, features)
+        x, w = _load(x_ref, row, piece), _load(w_ref, column, piece)
+        product = triton.dot(w.astype(x.dtype), x, over=(1, 1))
+        return out + (product * w_scale_ref[column.indices.start // BLOCK, step] if by_blocks else product)
+
+    out = jnp.zeros((sizes["columns"], sizes["rows"]), jnp.float32)
+    out = lax.fori_loop(0, pl.cdiv(features, depth), add, out)
+    if not by_blocks:
+        out *= triton.load(w_scale_ref.at[column.indices], column.inside)[:, None]
+    _store(out_ref, out.T, row, column)
+
+
+def _launch(
+    name: str, kernel: Callable[..., None], sizes: dict[str, int], dtype: DTypeLike, x: Array, *others: Array
+) -> Array:
+    """The output in blocks, a program for each; `others` end with the matrix and its scale."""
+    (rows, depth), columns = x.shape, len(others[-2])
+    # Programs start in the order of the grid's first axis, then of the second. Bands of rows meet block after block of
+    # columns, so that both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
+    row_blocks = pl.cdiv(rows, sizes["rows"])
+    band = min(BAND, row_blocks)
+    return triton.launch(
+        functools.partial(kernel, sizes),
+        x,
+        *others,
+        name=name,
+        grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(row_blocks, band)),
+        results=jax.ShapeDtypeStruct((rows, columns), dtype),
+        warps=sizes["warps"],
+        stages=sizes["stages"],
+        cost=pl.CostEstimate(
+            flops=2 * rows * depth * columns,
+            bytes_accessed=sum(a.nbytes for a in (x, *others)) + rows * columns * jnp.dtype(dtype).itemsize,
+            transcendentals=0,
+        ),
+    )
+
+
+class Side(NamedTuple):
+    """One side of a block: its indices, and which of them are within the array. None: all."""
+
+    indices: pl.Slice
+    inside: Bool[Array, " size"] | None
+
+
+def _block(i: Array, size: int, length: int) -> Side:
+    return Side(pl.ds(i * size, size), triton.inside(i * size, size, length))
+
+
+def _output_block(sizes: dict[str, int], out_ref: Any) -> tuple[Side, Side]:
+    """The rows and columns that a program makes. Rows beyond the last, in the last band, are masked altogether."""
+    i = pl.program_id(2) * pl.num_programs(0) + pl.program_id(0)
+    rows, columns = out_ref.shape
+    return _block(i, sizes["rows"], rows), _block(pl.program_id(1), sizes["columns"], columns)
+
+
+def _load(ref: Any, rows: Side, columns: Side) -> Array:
+    block, mask = ref.at[rows.indices, columns.indices], _mask(rows, columns)
+    return plt.load(block) if mask is None else plt.load(block, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _store(ref: Any, block: Array, rows: Side, columns: Side) -> None:
+    plt.store(ref.at[rows.indices, columns.indices], block.astype(ref.dtype), mask=_mask(rows, columns))
+
+
+def _mask(rows: Side, columns: Side) -> Bool[Array, "rows columns"] | None:
+    masks = [jnp.expand_dims(s.inside, 1 - axis) for axis, s in enumerate((rows, columns)) if s.inside is not None]
+    if not masks:
+        return None
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (rows.indices.size, columns.indices.size))
+
+
+def _dot8(x: Array, w: Array) -> Array:
+    """The sum over the last axes, in int32 of int8, and in float32 of float8."""
+    return _dot8_primitive.bind(x, w)
+
+
+def _dot8_type(x: Any, w: Any) -> Any:
+    return core.ShapedArray((x.shape[0], w.shape[0]), jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
+
+
+def _dot8_in_jax(x: Array, w: Array) -> Array:
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=_dot8_type(x, w).dtype)
+
+
+def _dot8_in_triton(context: Any, x: Any, w: Any) -> Any:
+    (out,) = context.avals_out
+    zeros = lowering._zeros(ir.RankedTensorType.get(out.shape, lowering._dtype_to_ir_type(out.dtype)))
+    return tt.dot(x, tt.trans(w, (1, 0)), zeros, max_num_imprecise_acc=BLOCK)
+
+
+# Triton multiplies float8 by Hopper's own instructions only if it may sum up so many products before it adds them to a
+# float32: JAX's own lowering of products has no way to say so, and gets them converted to float16, at half the speed.
+_dot8_primitive = jax.extend.core.Primitive("dot8")
+_dot8_primitive.def_abstract_eval(_dot8_type)
+mlir.register_lowering(_dot8_primitive, mlir.lower_fun(_dot8_in_jax, multiple_results=False))
+lowering.register_lowering(_dot8_primitive)(_dot8_in_triton)

@@ -1,0 +1,72 @@
+"""Products with a quantised matrix in plain JAX, for whatever XLA compiles for.
+
+XLA knows products of two int8 or two float8 as such: on NVIDIA GPUs they become cuBLASLt's, and on TPUs the matrix
+unit's. As a scale for a whole row of either side can wait until the row's sum is there, one product is all it takes.
+Scales that change along a row cannot: then there is a loop over pieces of 128 features, which adds up their products.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kernels import matmul
+from kernels.matmul import INT32_TERMS, Formula, Kernels
+from kernels.quantize import BLOCK, Quantized, dequantize, spread, whole_pieces
+
+
+def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
+    """Why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
+    return matmul.refusal(x, w)
+
+
+@functools.partial(jax.jit, static_argnames="formula")  # outside jit too, compile once
+def quantized_matmul(
+    x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
+) -> Float[Array, "*batch out"]:
+    """`kernels.int8_matmul` or `kernels.fp8_matmul`, by XLA."""
+    return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
+
+
+def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
+    if w.by_pieces:
+        return _product(x, dequantize(w).astype(x.dtype)).astype(dtype)
+    out = _product(x, w.values.astype(x.dtype))  # exact: bfloat16 has every int8 and float8
+    return (out * _per_column(w.scale, out.ndim)).astype(dtype)
+
+
+def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    if not w.by_pieces:
+        pieces = [slice(i, i + INT32_TERMS) for i in range(0, x.values.shape[-1], INT32_TERMS)]
+        out = functools.reduce(jnp.add, [_product(x.values[..., piece], w.values[:, piece]) for piece in pieces])
+        return (out * spread(x.scale, out.shape) * _per_column(w.scale, out.ndim)).astype(dtype)
+
+    x_values, w_values = (whole_pieces(side.values) for side in (x, w))
+
+    def add_piece(i: Array, out: Array) -> Array:
+        x_i, w_i = (lax.dynamic_slice_in_dim(side, i * BLOCK, BLOCK, axis=-1) for side in (x_values, w_values))
+        x_scale, w_scale = (lax.dynamic_index_in_dim(side.scale, i, axis=-1, keepdims=False) for side in (x, w))
+        w_scale = jnp.repeat(w_scale, BLOCK)[: out.shape[-1]]
+        return out + _product(x_i, w_i) * (spread(x_scale, out.shape) * _per_column(w_scale, out.ndim))
+
+    out = jnp.zeros((*x.values.shape[:-1], len(w.values)), jnp.float32)
+    return lax.fori_loop(0, x_values.shape[-1] // BLOCK, add_piece, out).astype(dtype)
+
+
+def _product(x: Array, w: Array) -> Float[Array, "*batch out"]:
+    """The sum over the last axes. Of float8 too it is exact to float32, which cuBLASLt has to be asked for."""
+    integers = x.dtype == jnp.int8
+    precision = lax.Precision.HIGHEST if x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2) else None
+    out = lax.dot_general(
+        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=precision,
+        preferred_element_type=jnp.int32 if integers else jnp.float32,
+    )  # fmt: skip
+    return out.astype(jnp.float32)
+
+
+def _per_column(scale: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+    """The scale of each column of an array with so many axes, or of all."""
+    return scale.reshape((1,) * (ndim - scale.ndim) + scale.shape)

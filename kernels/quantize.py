@@ -1,0 +1,96 @@
+"""Numbers of eight bits, int8 or float8, with a scale for each group of them: how a float array becomes them, and back.
+
+The formula is here once, for weights and activations, in every implementation of the quantised matrix product.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float8e4m3fn, Float8e5m2, Int8, Num
+
+
+BLOCK = 128  # the side of a block, and the length of a piece of a row
+# The largest magnitude of a value. Of the two formats of float8 (arXiv:2209.05433) e4m3fn is the more precise, and e5m2
+# the one with the wider range.
+LARGEST = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.float8_e4m3fn): 448, jnp.dtype(jnp.float8_e5m2): 57344}
+
+Granularity = Literal["tensor", "channel", "block", "piece"]
+Values = Int8[Array, "*shape"] | Float8e4m3fn[Array, "*shape"] | Float8e5m2[Array, "*shape"]
+
+
+class Quantized(NamedTuple):
+    """`values` times `scale`. The shape of the scale says which values share one.
+
+    For values (*rows, in) it is () if all share one, (*rows,) if those of a row do, and (*rows, ceil(in / 128)) if 128
+    neighbours in a row do; for (out, in) also (ceil(out / 128), ceil(in / 128)), for blocks of 128 x 128.
+    """
+
+    values: Values
+    scale: Float[Array, "..."]
+
+    @property
+    def by_pieces(self) -> bool:
+        """Whether the scale changes along a row."""
+        return self.scale.ndim == self.values.ndim
+
+
+def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, granularity: Granularity) -> Quantized:
+    """`x` in int8, float8_e4m3fn or float8_e5m2.
+
+    Groups that share a scale are, by `granularity`, the whole "tensor", each "channel" (a row: what lies along the last
+    axis), each "block" of 128 x 128 in the last two axes, or each "piece" of 128 neighbours in a row. Blocks and pieces
+    at the edges may be smaller.
+
+    The scale of a group is its largest magnitude / the dtype's largest magnitude (127, 448 or 57344), in float32, or in
+    float64 if x has it; values are x * (1 / scale), rounded to the nearest, halfway to the even one. Where the scale
+    would be 0, or below the smallest normal number, it is 1, and all values of the group are 0. A NaN or an infinity
+    makes the scale NaN, and with it the whole group: nothing ever saturates.
+    """
+    exact, limit = exact_dtype(x), LARGEST[jnp.dtype(dtype)]
+    # Written as XLA would rewrite divisions; `zoo.checkpoint.read_int8` computes the same bits in numpy.
+    scale = _largest_magnitudes(x, granularity).astype(exact) * (1 / limit)
+    scale = jnp.where(jnp.isinf(scale), jnp.nan, jnp.where(scale < jnp.finfo(exact).tiny, 1, scale))
+    values = x.astype(exact) * spread(1 / scale, x.shape)
+    return Quantized((jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), scale)
+
+
+def exact_dtype(x: Float[Array, "*shape"]) -> DTypeLike:
+    """Of scales, and of sums: float32, or float64 if x has it."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def dequantize(x: Quantized) -> Float[Array, "*shape"]:
+    """The numbers that it stands for, in the dtype of the scale."""
+    return x.values.astype(x.scale.dtype) * spread(x.scale, x.values.shape)
+
+
+def spread(scale: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """The scale of each value of an array of that shape. Axes along which all share one may have length 1."""
+    if scale.ndim < len(shape):
+        return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
+    for axis, length in enumerate(shape):
+        if scale.shape[axis] != length:
+            scale = lax.slice_in_dim(jnp.repeat(scale, BLOCK, axis=axis), 0, length, axis=axis)
+    return scale
+
+
+def whole_pieces(values: Num[Array, "*rows in"]) -> Num[Array, "*rows padded"]:
+    """The values with as many zeros after each row, which add nothing to a product, as its last piece lacks."""
+    return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % BLOCK)])
+
+
+def _largest_magnitudes(x: Float[Array, "*shape"], granularity: Granularity) -> Float[Array, "..."]:
+    """In the dtype of x, and infinite where one is NaN, which a maximum may overlook (XLA's does on CPUs)."""
+    magnitudes = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+    if granularity == "tensor":
+        return magnitudes.max(initial=0)
+    if granularity == "channel":
+        return magnitudes.max(axis=-1, initial=0)
+    kept = x.ndim - (2 if granularity == "block" else 1)
+    counts = [-(-length // BLOCK) for length in x.shape[kept:]]
+    edges = [(0, n * BLOCK - length) for n, length in zip(counts, x.shape[kept:], strict=True)]
+    cut = [side for n in counts for side in (n, BLOCK)]
+    blocks = jnp.pad(magnitudes, [(0, 0)] * kept + edges).reshape(*x.shape[:kept], *cut)
+    return blocks.max(axis=tuple(range(kept + 1, blocks.ndim, 2)), initial=0)

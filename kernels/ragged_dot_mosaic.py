@@ -1,0 +1,303 @@
+"""EXPERIMENTAL: groups of rows times a matrix each, for Hopper GPUs, in Pallas Mosaic GPU.
+
+Compiled for an H200, and never yet run on one: no speed is known. What is known of its numbers comes from JAX's
+interpreter of such kernels, on a CPU, where products are done at once (tests/kernels/test_mosaic.py).
+
+As many programs as the GPU has multiprocessors share the blocks of the result, 128 rows by 256 columns each, between
+them. Of a program's three warpgroups one copies blocks of both sides to shared memory, through a ring of slots, and
+runs ahead into the program's next block; the other two multiply 64 rows each, and store them while they go on. A side
+that has to be transposed is read so by the product itself.
+
+For the output and the gradient of the rows, the rows are cut into tiles of one group each by a schedule that XLA
+computes beforehand. The rows that belong to no group are one more group at the end, whose tiles sum nothing. In the
+gradient of the matrices a block of one group's sums over the group's rows; the last of these are followed by rows of
+others in their slot, which are overwritten by zeros.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from kernels import blocks, grouped, mosaic
+from kernels.grouped import Matrices, Tiles
+from kernels.mosaic import ROWS, Ring
+
+
+BAND = 8  # tiles that meet block after block of columns, so that both sides of what runs at a time stay in the L2 cache
+WIDTH = 64  # columns of what is stored at a time
+
+
+def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
+    """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
+    if w.dtype != x.dtype:
+        return f"it multiplies matrices of one dtype, not {x.dtype} by {w.dtype}"
+    if w.shape[1] % WIDTH or w.shape[2] % WIDTH:
+        return f"its matrices have multiples of {WIDTH} rows and columns, not {w.shape[1]} and {w.shape[2]}"
+    return mosaic.refusal(x.dtype) or grouped.refusal(x, w)
+
+
+@jax.jit  # outside jit too, compile once
+def ragged_dot(
+    x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
+) -> Float[Array, "tokens out"]:
+    """`kernels.ragged_dot`, in Mosaic GPU."""
+    return grouped.ragged_dot(grouped.Kernels(rows_times_matrices, sums_of_products), x, w, group_sizes)
+
+
+def rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
+    """`grouped.Kernels.rows_times_matrices`."""
+    (tokens, depth), columns = x.shape, w.shape[3 - axis]
+    size = blocks.sizes("ragged_dot_mosaic", "matrices", x.dtype, "*")
+    tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, 2 * ROWS)
+    w_block = (size["columns"], size["depth"]) if axis == 2 else (size["depth"], size["columns"])
+    return mosaic.launch(
+        functools.partial(_rows_times_matrices_kernel, axis),
+        *(tiles.count[None], tiles.group, tiles.first, tiles.end, x, w),
+        name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
+        grid={"program": size["programs"]},
+        results=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
+        scratch=dict(
+            ring=Ring.of(size["slots"], ((2 * ROWS, size["depth"]), x.dtype), (w_block, w.dtype)),
+            whole=plgpu.SMEM((2, size["columns"] // WIDTH, ROWS, WIDTH), x.dtype),
+            part=plgpu.SMEM((2, ROWS, WIDTH), x.dtype),
+        ),
+        cost=_cost(tokens, depth * columns, bytes_accessed=(x.size + tokens * columns + w.size) * x.dtype.itemsize),
+    )
+
+
+def _rows_times_matrices_kernel(
+    axis: int,
+    count_ref: Any,
+    group_ref: Any,
+    first_ref: Any,
+    end_ref: Any,
+    x_ref: Any,
+    w_ref: Any,
+    out_ref: Any,
+    *,
+    ring: Ring,
+    whole: Any,
+    part: Any,
+) -> None:
+    me, depth_size, column_size = lax.axis_index("warpgroup"), ring.buffers[0].shape[2], ring.buffers[1].shape[3 - axis]
+    column_blocks = pl.cdiv(out_ref.shape[1], column_size)
+    total = pl.cdiv(count_ref[0], BAND) * BAND * column_blocks
+
+    def block(item: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """Its group, its first row and its end, its first column, and how many steps it takes."""
+        band, item = _divide(item, BAND * column_blocks)
+        column, row = _divide(item, BAND)
+        # The last band may be short of tiles: then there are some without rows, or the last one is done again.
+        tile = jnp.minimum(band * BAND + row, group_ref.shape[0] - 1)
+        group, first, end = group_ref[tile], first_ref[tile], end_ref[tile]
+        steps = jnp.where((first < end) & (group < w_ref.shape[0]), x_ref.shape[1] // depth_size, 0)
+        return group, first, end, column * column_size, steps
+
+    @mosaic.copying
+    def _() -> None:
+        def copy(item: Array, done: Array) -> Array:
+            group, first, _, column, steps = block(item)
+            columns = pl.ds(column, column_size)
+
+            @pl.loop(0, steps)
+            def _(n: Array) -> None:
+                inner = pl.ds(n * depth_size, depth_size)
+                w = w_ref.at[group, columns, inner] if axis == 2 else w_ref.at[group, inner, columns]
+                ring.fill(done + n, x_ref.at[pl.ds(first, 2 * ROWS), inner], w)
+
+            return done + steps
+
+        _share(total, copy)
+
+    @mosaic.multiplying
+    def _() -> None:
+        def multiply(item: Array, done: Array) -> Array:
+            _, first, end, column, steps = block(item)
+
+            def loop(out: Any) -> Array:
+                @pl.loop(0, steps)
+                def _(n: Array) -> None:
+                    x, w = ring.take(done + n)
+                    plgpu.wgmma(out, x.at[pl.ds(me * ROWS, ROWS)], w.T if axis == 2 else w)
+                    plgpu.wgmma_wait(0)
+                    ring.release(done + n)
+
+                return out[...]
+
+            out = pl.run_scoped(loop, plgpu.ACC((ROWS, column_size))).astype(out_ref.dtype)
+            first += me * ROWS
+            own = end - first
+
+            @pl.when(own >= ROWS)
+            def _() -> None:
+                _store(whole.at[me], out, out_ref, first, column)
+
+            @pl.when((own > 0) & (own < ROWS))
+            def _() -> None:
+                _store_part(part.at[me], out, out_ref, first, column, own)
+
+            return done + steps
+
+        _share(total, multiply)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
+    """`grouped.Kernels.sums_of_products`."""
+    (tokens, outs), (_, ins), groups = d_out.shape, x.shape, len(group_sizes)
+    size = blocks.sizes("ragged_dot_mosaic", "sums", x.dtype, "*")
+    return mosaic.launch(
+        _sums_of_products_kernel,
+        *(*grouped.spans(group_sizes, tokens), d_out, x),
+        name="ragged_dot_dw",
+        grid={"program": size["programs"]},
+        results=jax.ShapeDtypeStruct((groups, outs, ins), x.dtype),
+        scratch=dict(
+            ring=Ring.of(
+                size["slots"], ((size["rows"], 2 * ROWS), d_out.dtype), ((size["rows"], size["columns"]), x.dtype)
+            ),
+            cleared=plgpu.Barrier(num_arrivals=2),
+            whole=plgpu.SMEM((2, size["columns"] // WIDTH, ROWS, WIDTH), x.dtype),
+        ),
+        cost=_cost(tokens, outs * ins, bytes_accessed=(d_out.size + x.size + groups * outs * ins) * x.dtype.itemsize),
+    )
+
+
+def _sums_of_products_kernel(
+    start_ref: Any,
+    end_ref: Any,
+    d_out_ref: Any,
+    x_ref: Any,
+    dw_ref: Any,
+    *,
+    ring: Ring,
+    cleared: Any,
+    whole: Any,
+) -> None:
+    me = lax.axis_index("warpgroup")
+    (_, rows, _), (_, _, column_size) = (buffer.shape for buffer in ring.buffers)
+    groups, outs, ins = dw_ref.shape
+    row_blocks, column_blocks = pl.cdiv(outs, 2 * ROWS), pl.cdiv(ins, column_size)
+    total = groups * row_blocks * column_blocks
+
+    def block(item: Array) -> tuple[Array, Array, Array, Array]:
+        """Its group, its first row and its first column, and how many steps it takes."""
+        group, item = _divide(item, row_blocks * column_blocks)
+        row, column = _divide(item, column_blocks)
+        return group, row * 2 * ROWS, column * column_size, pl.cdiv(end_ref[group] - start_ref[group], rows)
+
+    @mosaic.copying
+    def _() -> None:
+        def copy(item: Array, done: Array) -> Array:
+            group, row, column, steps = block(item)
+
+            @pl.loop(0, steps)
+            def _(n: Array) -> None:
+                inner = pl.ds(start_ref[group] + n * rows, rows)
+                ring.fill(
+                    done + n, d_out_ref.at[inner, pl.ds(row, 2 * ROWS)], x_ref.at[inner, pl.ds(column, column_size)]
+                )
+
+            return done + steps
+
+        _share(total, copy)
+
+    @mosaic.multiplying
+    def _() -> None:
+        def multiply(item: Array, done: Array) -> Array:
+            group, row, column, steps = block(item)
+            own = end_ref[group] - start_ref[group] - (steps - 1) * rows  # rows in the last slot
+
+            def loop(dw: Any) -> Array:
+                @pl.loop(0, steps)
+                def _(n: Array) -> None:
+                    d_out, x = ring.take(done + n)
+                    d_out = d_out.at[:, pl.ds(me * ROWS, ROWS)]
+
+                    @pl.when((n == steps - 1) & (own < rows))
+                    def _() -> None:
+                        # Both sides: zero times a neighbour's NaN would be NaN. Each warpgroup clears its own rows of
+                        # the product and half of the columns, and waits for the other one's half: both come here for
+                        # the same steps, and `cleared` completes once for each of them.
+                        half = column_size // 2
+                        for side in (d_out, x.at[:, pl.ds(me * half, half)]):
+                            _clear(side, own)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(cleared)
+                        plgpu.barrier_wait(cleared)
+
+                    plgpu.wgmma(dw, d_out.T, x)
+                    plgpu.wgmma_wait(0)
+                    ring.release(done + n)
+
+                return dw[...]
+
+            dw = pl.run_scoped(loop, plgpu.ACC((ROWS, column_size))).astype(dw_ref.dtype)
+            row += me * ROWS
+            pl.when(row < outs)(lambda: _store(whole.at[me], dw, dw_ref.at[group], row, column))
+            return done + steps
+
+        _share(total, multiply)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _share(total: Array | int, body: Callable[[Array, Array], Array]) -> None:
+    """Calls `body(item, done)` for every so many-th item. It returns how many steps of the ring are done after it."""
+    program, programs = lax.axis_index("program"), lax.axis_size("program")
+    lax.fori_loop(
+        0, lax.div(total - program + programs - 1, programs), lambda i, done: body(program + i * programs, done), jnp.int32(0)
+    )
+
+
+def _clear(ref: Any, own: Array) -> None:
+    """Overwrites all rows after so many of its own by zeros."""
+    row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA)
+    ref[...] = jnp.where(row < own, ref[...], jnp.zeros((), ref.dtype))
+
+
+def _store(slots: Any, block: Array, ref: Any, row: Array, column: Array) -> None:
+    """Copies the block by way of shared memory, which the copies of the block before have to be done with."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i in range(slots.shape[0]):
+        slots[i] = block[:, i * WIDTH : (i + 1) * WIDTH]
+    plgpu.commit_smem()
+    for i in range(slots.shape[0]):
+        columns = pl.ds(column + i * WIDTH, WIDTH)
+        pl.when(columns.start < ref.shape[1])(
+            lambda i=i, columns=columns: plgpu.copy_smem_to_gmem(slots.at[i], ref.at[pl.ds(row, ROWS), columns])
+        )
+
+
+def _store_part(slot: Any, block: Array, ref: Any, row: Array, column: Array, own: Array) -> None:
+    """Copies the block's first `own` rows, fewer than there are.
+
+    A copy's size is part of the program, so there is one for each power of two. The greatest that fits is copied twice,
+    at the beginning and at the end of these rows, and so covers all of them; where it overlaps, it writes the same.
+    """
+    for i in range(block.shape[1] // WIDTH):
+        columns = pl.ds(column + i * WIDTH, WIDTH)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.store(slot, block[:, i * WIDTH : (i + 1) * WIDTH], optimized=False)  # not tiled: it is cut anywhere
+        plgpu.commit_smem()
+        for size in (1, 2, 4, 8, 16, 32):
+
+            @pl.when((size <= own) & (own < 2 * size) & (columns.start < ref.shape[1]))
+            def _(size: int = size, columns: Any = columns) -> None:
+                for start in (0, own - size):
+                    source = slot.at[pl.ds(start, size)]
+                    plgpu.copy_smem_to_gmem(source, ref.at[pl.ds(row + start, size), columns])
+
+
+def _divide(x: Array, by: int) -> tuple[Array, Array]:
+    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
+
+
+def _cost(rows: int, size: int, bytes_accessed: int) -> pl.CostEstimate:
+    return pl.CostEstimate(flops=2 * rows * size, bytes_accessed=bytes_accessed, transcendentals=0)

@@ -1,0 +1,280 @@
+"""Groups of rows times a matrix each, for TPUs: grouped matrix products in Pallas.
+
+Rows come and go in whole blocks, since a TPU moves nothing else, and a block may hold rows of several groups. So the
+rows are cut into tiles where a group ends and where a block does; a block is visited once for each of its tiles, in a
+row, and each visit keeps what is its own. A schedule that XLA computes beforehand says which tile is when, and the grid
+has as many steps as there are tiles at run time. The rows that belong to no group are one more group at the end: its
+tiles load and multiply nothing, and store zeros.
+
+In the gradient of the matrices the sum over a group's tiles is kept, and stored after the last. A group without rows
+has one tile, so that its zeros are stored.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels import blocks, grouped
+from kernels.device import device, elsewhere
+from kernels.grouped import Matrices, Tiles
+
+
+VMEM = 48 << 20  # bytes that a kernel may take; the default of 16 MiB is not a TPU's own limit
+LANES = 128  # the width of a TPU's registers
+
+
+def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
+    """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
+    why = elsewhere("tpu") or grouped.refusal(x, w)
+    most = _sizes("matrices", x, len(w))["depth"]
+    if why is None and any(length > most and length % LANES for length in w.shape[1:]):
+        why = f"it takes matrices of up to {most} features, or of a multiple of {LANES}, and w is {w.shape}"
+    return why
+
+
+@jax.jit  # outside jit too, compile once
+def ragged_dot(
+    x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
+) -> Float[Array, "tokens out"]:
+    """`kernels.ragged_dot`, in Pallas for TPUs."""
+    return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
+
+
+def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
+    if _lies_transposed(*w.shape[1:]):
+        return _rows_times_matrices(x, w.swapaxes(1, 2), group_sizes, axis=3 - axis)
+    (tokens, depth), groups, columns = x.shape, len(w), w.shape[3 - axis]
+    sizes = _sizes("matrices", x, groups)
+    rows = _rows(sizes, tokens)
+    column_block, depth_block = min(sizes["columns"], columns), _depth_block(sizes, depth)
+    last = depth // depth_block - 1
+    tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, rows, aligned=True)
+    _, ends = grouped.spans(group_sizes, tokens)
+
+    # What has no group to be multiplied by, names again what is there already. So it is not loaded anew.
+    source = jnp.minimum(tiles.first, jnp.maximum(ends[-1] - 1, 0)) // rows
+    step = lambda k, group: jnp.where(group < groups, k, last)
+    x_block = lambda j, i, k, group, first, end, source: (source[i], step(k, group[i]))
+
+    def w_block(j: Array, i: Array, k: Array, group: Any, *_: Any) -> tuple[Array, Array, Array]:
+        row, column = (j, step(k, group[i])) if axis == 2 else (step(k, group[i]), j)
+        return jnp.minimum(group[i], groups - 1), row, column
+
+    w_shape = (column_block, depth_block)
+    return pl.pallas_call(
+        functools.partial(_rows_times_matrices_kernel, sizes, groups, axis),
+        out_shape=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(pl.cdiv(columns, column_block), tiles.count, last + 1),
+            in_specs=[
+                pl.BlockSpec((rows, depth_block), x_block),
+                pl.BlockSpec((None, *(w_shape if axis == 2 else w_shape[::-1])), w_block),
+            ],
+            out_specs=pl.BlockSpec((rows, column_block), lambda j, i, k, group, first, *_: (first[i] // rows, j)),
+            scratch_shapes=[pltpu.VMEM((rows, column_block), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * tokens * depth * columns,
+            bytes_accessed=(x.size + tokens * columns) * x.dtype.itemsize + w.size * w.dtype.itemsize,
+            transcendentals=0,
+        ),
+        interpret=device().platform == "cpu",
+        name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
+    )(tiles.group, tiles.first, tiles.end, source, x, w)
+
+
+def _rows_times_matrices_kernel(
+    sizes: dict[str, int],
+    groups: int,
+    axis: int,
+    group_ref: Any,
+    first_ref: Any,
+    end_ref: Any,
+    _: Any,
+    x_ref: Any,
+    w_ref: Any,
+    out_ref: Any,
+    sum_ref: Any,
+) -> None:
+    i, k, piece = pl.program_id(1), pl.program_id(2), sizes["piece"]
+
+    def multiply(start: Array, own: Callable[..., Array]) -> None:
+        rows = pl.ds(start, piece)
+
+        @pl.when(k == 0)
+        def begin() -> None:
+            sum_ref[rows, :] = jnp.zeros((piece, sum_ref.shape[1]), jnp.float32)
+
+        @pl.when(group_ref[i] < groups)
+        def add() -> None:
+            for column in _passes(sum_ref.shape[1], sizes["pass"]):
+                for inner in _passes(x_ref.shape[1], sizes["pass"]):
+                    x, w = x_ref[rows, inner], w_ref[(column, inner) if axis == 2 else (inner, column)]
+                    sum_ref[rows, column] += _product(x, w.astype(x.dtype), axes=(1, axis - 1))
+
+        @pl.when(k == pl.num_programs(2) - 1)
+        def store() -> None:
+            out = jnp.where(own(start, piece), sum_ref[rows, :], out_ref[rows, :].astype(jnp.float32))
+            out_ref[rows, :] = out.astype(out_ref.dtype)
+
+    _for_pieces(multiply, piece, len(out_ref), first_ref[i], end_ref[i])
+
+
+def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
+    if _lies_transposed(d_out.shape[1], x.shape[1]):
+        return _sums_of_products(x, d_out, group_sizes).swapaxes(1, 2)
+    (tokens, outs), (_, ins), groups = d_out.shape, x.shape, len(group_sizes)
+    sizes = _sizes("sums", x, groups)
+    rows = _rows(sizes, tokens)
+    out_block, in_block = min(sizes["out"], outs), min(sizes["in"], ins)
+    tiles = Tiles.of(group_sizes, tokens, rows, aligned=True, empty=True)
+    row_block = lambda first: jnp.minimum(first, tokens - 1) // rows  # a group without rows may be beyond the last one
+    return pl.pallas_call(
+        functools.partial(_sums_of_products_kernel, sizes),
+        out_shape=jax.ShapeDtypeStruct((groups, outs, ins), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(pl.cdiv(outs, out_block), pl.cdiv(ins, in_block), tiles.count),
+            in_specs=[
+                pl.BlockSpec((rows, out_block), lambda j, k, i, group, first, *_: (row_block(first[i]), j)),
+                pl.BlockSpec((rows, in_block), lambda j, k, i, group, first, *_: (row_block(first[i]), k)),
+            ],
+            out_specs=pl.BlockSpec((None, out_block, in_block), lambda j, k, i, group, *_: (group[i], j, k)),
+            scratch_shapes=[
+                pltpu.VMEM((sizes["piece"], out_block), x.dtype),
+                pltpu.VMEM((sizes["piece"], in_block), x.dtype),
+                pltpu.VMEM((out_block, in_block), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * tokens * outs * ins,
+            bytes_accessed=(d_out.size + x.size + groups * outs * ins) * x.dtype.itemsize,
+            transcendentals=0,
+        ),
+        interpret=device().platform == "cpu",
+        name="ragged_dot_dw",
+    )(tiles.group, tiles.first, tiles.end, *grouped.spans(group_sizes, tokens), d_out, x)
+
+
+def _sums_of_products_kernel(
+    sizes: dict[str, int],
+    group_ref: Any,
+    first_ref: Any,
+    end_ref: Any,
+    group_start_ref: Any,
+    group_end_ref: Any,
+    d_out_ref: Any,
+    x_ref: Any,
+    dw_ref: Any,
+    own_d_out_ref: Any,
+    own_x_ref: Any,
+    sum_ref: Any,
+) -> None:
+    i, piece = pl.program_id(2), sizes["piece"]
+    group, first, end = group_ref[i], first_ref[i], end_ref[i]
+
+    @pl.when(first == group_start_ref[group])
+    def begin() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def add(d_out: Any, x: Any) -> None:
+        for out in _passes(d_out.shape[1], sizes["pass"]):
+            for in_ in _passes(x.shape[1], sizes["pass"]):
+                sum_ref[out, in_] += _product(d_out[:, out], x[:, in_], axes=(0, 0))
+
+    def multiply(start: Array, own: Callable[..., Array]) -> None:
+        block_start = first // len(x_ref) * len(x_ref)
+        whole = (block_start + start >= first) & (block_start + start + piece <= end)
+
+        @pl.when(whole)
+        def add_all() -> None:
+            rows = pl.ds(start, piece)
+            add(d_out_ref.at[rows], x_ref.at[rows])
+
+        @pl.when(jnp.logical_not(whole))
+        def add_own() -> None:
+            # Both sides are masked: zero times a neighbour's NaN would be NaN. A few rows at a time fit the registers.
+            few = min(piece, 32)
+
+            def mask(j: Array, _: None) -> None:
+                at = pl.multiple_of(j * few, few)
+                for ref, own_ref in ((d_out_ref, own_d_out_ref), (x_ref, own_x_ref)):
+                    own_ref[pl.ds(at, few), :] = jnp.where(own(start + at, few), ref[pl.ds(start + at, few), :], 0)
+
+            lax.fori_loop(0, piece // few, mask, None)
+            add(own_d_out_ref, own_x_ref)
+
+    _for_pieces(multiply, piece, len(x_ref), first, end)
+
+    @pl.when(end == group_end_ref[group])
+    def store() -> None:
+        dw_ref[...] = sum_ref[...].astype(dw_ref.dtype)
+
+
+def _lies_transposed(outs: int, ins: int) -> bool:
+    """Whether XLA keeps matrices with `outs` innermost, which fill registers. A kernel has to take them as they lie.
+
+    Else all of them would be copied.
+    """
+    return ins % LANES > 0 and outs % LANES == 0
+
+
+def _sizes(kernel: str, x: Array, groups: int) -> dict[str, int]:
+    """The table's, but for pieces of no more rows than a group of mean size has."""
+    sizes = blocks.sizes("ragged_dot_tpu", kernel, x.dtype, "*")
+    return {**sizes, "piece": grouped.mean_rows(len(x), groups, least=16, most=sizes["piece"])}
+
+
+def _rows(sizes: dict[str, int], tokens: int) -> int:
+    """The rows of a block: whole pieces, and no more than it takes."""
+    return min(sizes["rows"], pl.cdiv(tokens, sizes["piece"]) * sizes["piece"])
+
+
+def _depth_block(sizes: dict[str, int], length: int) -> int:
+    """As many features as can be summed over at once, so that all blocks are full: what lies beyond an end may be NaN."""
+    if length <= sizes["depth"]:
+        return length
+    return max(size for size in range(LANES, sizes["depth"] + 1, LANES) if length % size == 0)
+
+
+def _for_pieces(do: Callable[..., None], piece: int, block: int, first: Array, end: Array) -> None:
+    """Calls `do(start, own)` with the start of each piece of a block that has rows of the tile from `first` to `end`.
+
+    `own(start, size)` says which of that many rows of the block, from that one on, are the tile's.
+    """
+    block_start = first // block * block
+
+    def own(start: Array, size: int) -> Bool[Array, "size 1"]:
+        rows = block_start + start + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        return (rows >= first) & (rows < end)
+
+    def step(i: Array, _: None) -> None:
+        do(pl.multiple_of(i * piece, piece), own)
+
+    lax.fori_loop((first - block_start) // piece, pl.cdiv(end - block_start, piece), step, None)
+
+
+def _passes(length: int, size: int) -> list[slice]:
+    """An axis in slices of that size: as much as is multiplied at once, so that the sums fit into the registers."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
+    """The product summed over those axes."""
+    dimensions = (((axes[0],), (axes[1],)), ((), ()))
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)

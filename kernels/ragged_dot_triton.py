@@ -1,0 +1,164 @@
+"""Groups of rows times a matrix each, for NVIDIA GPUs: grouped matrix products in Pallas-Triton.
+
+The rows are cut into tiles of one group each, at most `rows` long, by a schedule that XLA computes beforehand. One
+program multiplies one tile by one block of its group's matrix, block by block along the features that are summed over.
+The rows that belong to no group are one more group at the end: its tiles sum nothing, and store zeros. There is room
+for as many tiles as there can ever be, and those left over have no rows to store.
+
+In the gradient of the matrices one program makes one block of one group's, and goes through the group's rows.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels import blocks, grouped, triton
+from kernels.device import elsewhere
+from kernels.grouped import Matrices, Tiles
+
+
+BAND = 8  # tiles of rows
+SHALLOW = 1024  # terms in a sum, or fewer: then much of a program's time goes to its first loads and its stores
+
+
+def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
+    """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
+    if w.dtype == jnp.int8 and 2**31 < w.size <= 2**32:
+        return "Pallas-Triton would address int8 w of 2 to 4 GB by too few bits"
+    return elsewhere("gpu") or grouped.refusal(x, w)
+
+
+@jax.jit  # outside jit too, compile once
+def ragged_dot(
+    x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
+) -> Float[Array, "tokens out"]:
+    """`kernels.ragged_dot`, in Triton."""
+    return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
+
+
+def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
+    (tokens, depth), groups, columns = x.shape, len(w), w.shape[3 - axis]
+    rows = grouped.mean_rows(tokens, groups, least=triton.SMALLEST, most=128)
+    shape_class = f"rows{rows}" if rows < 128 else "shallow" if depth <= SHALLOW else "deep"
+    sizes = blocks.sizes("ragged_dot_triton", "int8" if w.dtype == jnp.int8 else "matrices", x.dtype, shape_class)
+    tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, sizes["rows"])
+
+    # Programs start in the order of the grid's first axis, then of the second. Bands of rows meet block after block of
+    # columns, so that both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
+    band = min(BAND, len(tiles.group))
+    return triton.launch(
+        functools.partial(_rows_times_matrices_kernel, sizes, axis),
+        tiles.group,
+        tiles.first,
+        tiles.end,
+        x,
+        w,
+        name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
+        grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(len(tiles.group), band)),
+        results=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
+        warps=sizes["warps"],
+        stages=sizes["stages"],
+        cost=pl.CostEstimate(
+            flops=2 * tokens * depth * columns,
+            bytes_accessed=(x.size + tokens * columns) * x.dtype.itemsize + w.size * w.dtype.itemsize,
+            transcendentals=0,
+        ),
+    )
+
+
+def _rows_times_matrices_kernel(
+    sizes: dict[str, int], axis: int, group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any
+) -> None:
+    (_, depth), (_, columns), groups = x_ref.shape, out_ref.shape, w_ref.shape[0]
+    # The last band may be short of tiles: then the last tile, which has rows only in the worst case, is done again.
+    tile = jnp.minimum(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0), group_ref.shape[0] - 1)
+    group = group_ref[tile]
+    row = _span(first_ref[tile], sizes["rows"], end_ref[tile])
+    column = _block(pl.program_id(1), sizes["columns"], columns)
+
+    def add(step: Array, out: Array) -> Array:
+        inner = _block(step, sizes["depth"], depth)
+        x = _load(x_ref, row, inner)
+        w = _load(w_ref, *((column, inner) if axis == 2 else (inner, column)), group)
+        return out + triton.dot(x, w.astype(x.dtype), over=(1, axis - 1))
+
+    steps = pl.cdiv(depth, sizes["depth"]) * (group < groups).astype(jnp.int32)
+    out = lax.fori_loop(0, steps, add, jnp.zeros((sizes["rows"], sizes["columns"]), jnp.float32))
+    _store(out_ref, out, row, column)
+
+
+def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
+    (tokens, outs), (_, ins), groups = d_out.shape, x.shape, len(group_sizes)
+    shape_class = "shallow" if tokens <= SHALLOW * groups else "deep"
+    sizes = blocks.sizes("ragged_dot_triton", "sums", x.dtype, shape_class)
+    return triton.launch(
+        functools.partial(_sums_of_products_kernel, sizes),
+        *grouped.spans(group_sizes, tokens),
+        d_out,
+        x,
+        name="ragged_dot_dw",
+        grid=(pl.cdiv(ins, sizes["in"]), pl.cdiv(outs, sizes["out"]), groups),
+        results=jax.ShapeDtypeStruct((groups, outs, ins), x.dtype),
+        warps=sizes["warps"],
+        stages=sizes["stages"],
+        cost=pl.CostEstimate(
+            flops=2 * tokens * outs * ins,
+            bytes_accessed=(d_out.size + x.size + groups * outs * ins) * x.dtype.itemsize,
+            transcendentals=0,
+        ),
+    )
+
+
+def _sums_of_products_kernel(
+    sizes: dict[str, int], start_ref: Any, end_ref: Any, d_out_ref: Any, x_ref: Any, dw_ref: Any
+) -> None:
+    (_, outs), (_, ins), group = d_out_ref.shape, x_ref.shape, pl.program_id(2)
+    start, end = start_ref[group], end_ref[group]
+    out, in_ = _block(pl.program_id(1), sizes["out"], outs), _block(pl.program_id(0), sizes["in"], ins)
+
+    def add(step: Array, dw: Array) -> Array:
+        # Both sides are masked beyond the group: zero times a neighbour's NaN would be NaN.
+        row = _span(start + step * sizes["rows"], sizes["rows"], end)
+        return dw + triton.dot(_load(d_out_ref, row, out), _load(x_ref, row, in_), over=(0, 0))
+
+    dw = jnp.zeros((sizes["out"], sizes["in"]), jnp.float32)
+    dw = lax.fori_loop(0, pl.cdiv(end - start, sizes["rows"]), add, dw)
+    _store(dw_ref, dw, out, in_, group)
+
+
+class Side(NamedTuple):
+    """One side of a block: its indices, and which of them are the block's. None: all of them."""
+
+    indices: pl.Slice
+    own: Bool[Array, " size"] | None
+
+
+def _block(i: Array, size: int, length: int) -> Side:
+    """Block `i` of a whole axis."""
+    return Side(pl.ds(i * size, size), triton.inside(i * size, size, length))
+
+
+def _span(start: Array, size: int, end: Array) -> Side:
+    return Side(pl.ds(start, size), start + jnp.arange(size, dtype=jnp.int32) < end)
+
+
+def _load(ref: Any, rows: Side, columns: Side, *matrix: Array) -> Array:
+    return triton.load(ref.at[*matrix, rows.indices, columns.indices], _mask(rows, columns))
+
+
+def _store(ref: Any, block: Array, rows: Side, columns: Side, *matrix: Array) -> None:
+    plt.store(ref.at[*matrix, rows.indices, columns.indices], block.astype(ref.dtype), mask=_mask(rows, columns))
+
+
+def _mask(rows: Side, columns: Side) -> Bool[Array, "rows columns"] | None:
+    sides = [side.own for side in (rows, columns)]
+    masks = [jnp.expand_dims(own, 1 - axis) for axis, own in enumerate(sides) if own is not None]
+    if not masks:
+        return None
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (rows.indices.size, columns.indices.size))
