@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from typing import Any, Self
 # Contestants inherit these. Without the first, torch's threads spin between operations and take the time of whatever
 # else runs, so that a machine that is not quite idle slows torch down several times as much as JAX.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a first call is to compile
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -33,12 +33,13 @@ REFERENCE: dict[str, Any] = dict(
 
 
 class Contestant:
-    """`build(*args)` in a fresh process, which takes turns in calling the function that it returns.
+    """`build(*args)` in a fresh process on the CPU, which takes turns in calling the function that it returns.
 
     `ready` is the number of seconds from the start of the process until it had that function, imports included.
     """
 
     def __init__(self, build: Callable[..., Callable[[], Any]], *args: Any):
+        os.environ["JAX_PLATFORMS"] = "cpu"
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, build, args))
@@ -142,22 +143,33 @@ def report(
         table.add_row(quantity, *(cell(values.get(quantity, [])) for values in results.values()))
     rich.console.Console(width=120).print(table)
 
-    describe = ["git", "describe", "--always", "--dirty"]
-    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
     summary = lambda v: {"median": statistics.median(v), "min": min(v), "max": max(v), "rounds": len(v)}
     record = {
         "settings": settings,
         "results": {who: {quantity: summary(v) for quantity, v in values.items()} for who, values in results.items()},
         "device": device,
-        "processor": cpuinfo.split("model name")[1].split("\n")[0].strip("\t :") if "model name" in cpuinfo else "",
-        "cores": len(os.sched_getaffinity(0)),
-        "load average": os.getloadavg(),  # a contestant counts as 1 or more; what exceeds the cores was in the way
-        "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
-        "commit": subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip(),
-        "versions": {"python": platform.python_version()}
-        | {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "equinox", "optax", "torch", "transformers")},
-    }
+    } | circumstances(("jax", "jaxlib", "equinox", "optax", "torch", "transformers"))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{device}-{datetime.date.today()}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"Written to {path}.")
+
+
+def circumstances(packages: Iterable[str]) -> dict[str, Any]:
+    """What a result depends on: the machine, how busy it is, the commit, and the versions of what is installed."""
+    commit, versions = "", {"python": platform.python_version()}
+    with contextlib.suppress(FileNotFoundError):  # there may be no git
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "processor": cpuinfo.split("model name")[1].split("\n")[0].strip("\t :") if "model name" in cpuinfo else "",
+        "cores": len(os.sched_getaffinity(0)),
+        "load average": os.getloadavg(),  # a contestant counts as 1 or more; what exceeds the cores was in the way
+        "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
+        "commit": commit,
+        "versions": versions,
+    }

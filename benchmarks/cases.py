@@ -1,0 +1,295 @@
+"""What `benchmarks.kernels` measures and `benchmarks.tune` tunes by: operations at the sizes of real models, as data.
+
+Most important first: a run that is out of time leaves out the end. Nothing here knows JAX or torch; `in_jax` and
+`in_torch` make arrays and programs of a case.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+
+TOKENS = 16_384  # in a batch of attention's, however long its sequences are
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(abc.ABC):
+    """One operation at one size.
+
+    Of its `passes`, "forward" is the output, "all" forward and backward in one program, and the others gradients alone,
+    from what a forward pass has left. `in_jax` and `in_torch` name the opponents.
+    """
+
+    name: str
+    sets: int = 1  # of arguments, used in turns: enough that none is still in the L2 cache, nor a launch too short
+
+    operation: ClassVar[str]  # of `kernels`
+    passes: ClassVar[tuple[str, ...]] = ("forward",)
+    in_jax: ClassVar[tuple[str, ...]] = ()
+    in_torch: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def flops(self, which: str) -> float:
+        """Useful floating point operations of a pass: what masks hide does not count."""
+
+    def bytes(self) -> float | None:
+        """Bytes that have to be read, where that is what takes the time."""
+        return None
+
+    @abc.abstractmethod
+    def tiny(self) -> Self:
+        """The same at a size for a CPU that interprets kernels."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dense(Case):
+    """A bfloat16 matrix product: the rate that others are compared with."""
+
+    size: int = 8192
+    operation = "matmul"
+    in_jax = ("jnp",)
+    in_torch = ("torch",)
+
+    def flops(self, which: str) -> float:
+        return 2.0 * self.size**3
+
+    def tiny(self) -> Self:
+        return dataclasses.replace(self, size=64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention(Case):
+    seq: int = 8192
+    batch: int = 0  # 0: as many sequences as TOKENS are
+    heads: int = 16
+    kv_heads: int = 0  # 0: as many as heads
+    dim: int = 128
+    v_dim: int = 0  # 0: as wide as dim
+    causal: bool = True
+    window: int = 0
+    chunk: int = 0
+    documents: int = 0  # of one length, packed into each sequence
+    softcap: float = 0.0
+    sinks: bool = False
+    dtype: str = "bfloat16"
+    operation = "attention"
+    passes = ("forward", "backward")
+
+    def __post_init__(self):
+        for name, value in (("batch", TOKENS // self.seq), ("kv_heads", self.heads), ("v_dim", self.dim)):
+            object.__setattr__(self, name, getattr(self, name) or value)
+
+    @property
+    def in_jax(self) -> tuple[str, ...]:
+        plain = not (self.chunk or self.documents or self.softcap or self.sinks or self.v_dim != self.dim)
+        return ("jax.nn cudnn",) if plain and self.dtype == "bfloat16" else ()
+
+    @property
+    def in_torch(self) -> tuple[str, ...]:
+        if self.window or self.chunk or self.documents or self.softcap:
+            return () if self.sinks else ("torch flex",)
+        return () if self.sinks else ("torch cudnn", "torch flash")
+
+    def pairs(self, block: int = 1) -> int:
+        """Pairs of a query and a key that it sees, for one head of one sequence; or those in blocks that have any."""
+        if not self.causal:
+            return self.seq**2
+        query, first = np.arange(self.seq), np.zeros(self.seq, int)
+        if self.window:
+            first = np.maximum(first, query - self.window + 1)
+        for length in (self.chunk, self.seq // self.documents if self.documents else 0):
+            first = np.maximum(first, query // length * length) if length else first
+        first_blocks = first.reshape(-1, block).min(axis=1) // block
+        return int((np.arange(len(first_blocks)) - first_blocks + 1).sum()) * block**2
+
+    def flops(self, which: str) -> float:
+        products = 2.0 * self.batch * self.heads * self.pairs() * (self.dim + self.v_dim)
+        return products if which == "forward" else 2.5 * products
+
+    def tiny(self) -> Self:
+        group = self.heads // self.kv_heads
+        return dataclasses.replace(
+            self, batch=2, seq=64, heads=2 * group, kv_heads=2, dim=16, v_dim=16, window=self.window and 24,
+            chunk=self.chunk and 16, documents=self.documents and 2,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode(Case):
+    """One token of each sequence, over a cache that is full, or `ragged`: filled to lengths anywhere from 1/32 on."""
+
+    batch: int = 16
+    kv_seq: int = 32_768
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    ragged: bool = False
+    operation = "decode_attention"
+    in_torch = ("torch SDPA",)
+
+    def lengths(self) -> np.ndarray:
+        lengths = np.random.default_rng(0).integers(self.kv_seq // 32, self.kv_seq + 1, self.batch)
+        return (lengths if self.ragged else np.full(self.batch, self.kv_seq)).astype(np.int32)
+
+    def flops(self, which: str) -> float:
+        return 4.0 * self.heads * self.dim * self.lengths().sum()
+
+    def bytes(self) -> float:
+        return 2.0 * 2 * self.kv_heads * self.dim * self.lengths().sum()
+
+    def tiny(self) -> Self:
+        return dataclasses.replace(self, batch=2, kv_seq=64, heads=4, kv_heads=2, dim=16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped(Case):
+    """Rows times their expert's matrix. Routers send them anywhere alike, or if `skewed` as 1, 1/2, 1/3, ..."""
+
+    rows: int
+    groups: int
+    ins: int
+    outs: int
+    skewed: bool = False
+    int8: bool = False  # the matrices
+    operation = "ragged_dot"
+    in_jax = ("lax.ragged_dot",)
+    in_torch = ("torch grouped_mm",)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("forward",) if self.int8 else ("forward", "dx", "dw")
+
+    def group_sizes(self) -> np.ndarray:
+        weights = 1 / np.arange(1, self.groups + 1) if self.skewed else np.ones(self.groups)
+        return np.random.default_rng(0).multinomial(self.rows, weights / weights.sum()).astype(np.int32)
+
+    def flops(self, which: str) -> float:
+        return (6.0 if which == "all" else 2.0) * self.rows * self.ins * self.outs
+
+    def tiny(self) -> Self:
+        return dataclasses.replace(self, rows=64, groups=4, ins=32, outs=16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts(Grouped):
+    """A SwiGLU of experts, `ins` wide outside and `outs` inside, on rows that are sorted: three products."""
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("all",)
+
+    def flops(self, which: str) -> float:
+        return 3 * super().flops(which)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized(Case):
+    """A product with a matrix of 8 bits. `training`: it is quantised on the way, as gradients are on theirs."""
+
+    dtype: str  # "int8" or "fp8"
+    granularity: str
+    rows: int = 8192
+    ins: int = 8192
+    outs: int = 8192
+    training: bool = False
+    operation = "quantized_matmul"
+    in_jax = ("bf16 matmul",)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("all",) if self.training else ("forward",)
+
+    @property
+    def activations(self) -> bool:
+        """Whether the rows are quantised too: not where there are so few that reading the matrix takes the time."""
+        return self.rows > 64
+
+    @property
+    def in_torch(self) -> tuple[str, ...]:
+        if self.training or not self.activations:
+            return ()
+        return ("torch scaled_mm",) if self.dtype == "fp8" else ("torch int_mm",)
+
+    def flops(self, which: str) -> float:
+        return (6.0 if which == "all" else 2.0) * self.rows * self.ins * self.outs
+
+    def bytes(self) -> float | None:
+        return None if self.activations else 1.0 * self.ins * self.outs
+
+    def tiny(self) -> Self:
+        return dataclasses.replace(self, rows=min(self.rows, 80), ins=128, outs=128, sets=min(self.sets, 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CrossEntropy(Case):
+    batch: int = 8
+    seq: int = 4096
+    embed: int = 2048
+    vocab: int = 151_936
+    operation = "cross_entropy"
+    passes = ("all",)
+    in_jax = ("whole logits",)
+
+    def logits_bytes(self) -> float:
+        """In float32, in which their softmax is."""
+        return 4.0 * self.batch * self.seq * self.vocab
+
+    def flops(self, which: str) -> float:
+        return 6.0 * self.batch * self.seq * self.embed * self.vocab
+
+    def tiny(self) -> Self:
+        return dataclasses.replace(self, batch=2, seq=64, embed=16, vocab=96)
+
+
+QWEN3_30B: dict[str, Any] = dict(groups=128, ins=2048, outs=768)
+
+CASES: tuple[Case, ...] = (
+    Dense(name="bf16 matmul 8192^3"),
+    Attention(name="causal D128 T8k"),
+    Attention(name="causal D256 T8k", heads=8, dim=256),
+    Attention(name="causal D64 T8k", heads=32, dim=64),
+    Grouped(name="Qwen3-30B-A3B up", rows=65_536, **QWEN3_30B),
+    Experts(name="Qwen3-30B-A3B experts", rows=32_768, **QWEN3_30B),
+    Quantized(name="fp8 blocks 8192^3", dtype="fp8", granularity="block"),
+    CrossEntropy(name="cross-entropy of 152k words, 32k tokens"),
+    Decode(name="decode Llama 3 8B, 16 x 32k"),
+    # What the plain causal case costs with more: the targets compare these with it.
+    Attention(name="sinks D128 T8k", sinks=True),
+    Attention(name="softcap D128 T8k", softcap=50.0),
+    Attention(name="8 documents D128 T8k", documents=8),
+    Attention(name="window 1024 D128 T8k", window=1024),
+    Decode(name="decode Llama 3 8B, 16 ragged", ragged=True),
+    Attention(name="full D128 T8k", causal=False),
+    Attention(name="Llama 3 8B T4k", seq=4096, heads=32, kv_heads=8),
+    Attention(name="Gemma 3 27B local T8k", heads=32, kv_heads=16, window=1024),
+    Attention(name="gpt-oss local T4k", seq=4096, heads=64, kv_heads=8, dim=64, window=128, sinks=True),
+    Attention(name="gpt-oss global T4k", seq=4096, heads=64, kv_heads=8, dim=64, sinks=True),
+    Attention(name="DeepSeek V3 T4k", seq=4096, batch=1, heads=128, dim=192, v_dim=128),
+    Attention(name="Gemma 2 9B T4k", seq=4096, heads=16, kv_heads=8, dim=256, softcap=50.0),
+    Attention(name="Llama 4 chunks T16k", seq=16_384, heads=40, kv_heads=8, chunk=8192),
+    Grouped(name="Qwen3-30B-A3B up, skewed", rows=65_536, skewed=True, **QWEN3_30B),
+    Grouped(name="Qwen3-30B-A3B down", rows=65_536, groups=128, ins=768, outs=2048),
+    Grouped(name="Mixtral 8x7B up", rows=16_384, groups=8, ins=4096, outs=14_336),
+    Grouped(name="gpt-oss-120b", rows=32_768, groups=128, ins=2880, outs=2880),
+    Grouped(name="DeepSeek V3 up", rows=65_536, groups=256, ins=7168, outs=2048),
+    Grouped(name="Qwen3-30B-A3B up, int8, 64 tokens", rows=512, int8=True, **QWEN3_30B),
+    Grouped(name="DeepSeek V3 up, int8, 256 tokens", rows=2048, groups=256, ins=7168, outs=2048, int8=True),
+    Quantized(name="fp8 tensor 8192^3", dtype="fp8", granularity="tensor"),
+    Quantized(name="fp8 channels 8192^3", dtype="fp8", granularity="channel"),
+    Quantized(name="int8 channels 8192^3", dtype="int8", granularity="channel"),
+    Quantized(name="int8 blocks 8192^3", dtype="int8", granularity="block"),
+    Quantized(name="fp8 blocks 4096^3", dtype="fp8", granularity="block", rows=4096, ins=4096, outs=4096, sets=4),
+    Quantized(name="int8 matrix, 16 rows", dtype="int8", granularity="channel", rows=16, sets=8),
+    Quantized(name="fp8 blocks matrix, 16 rows", dtype="fp8", granularity="block", rows=16, sets=8),
+    Quantized(name="int8 matrix, 1 row", dtype="int8", granularity="channel", rows=1, ins=4096, outs=4096, sets=16),
+    Quantized(name="fp8 tensor 8192^3, training", dtype="fp8", granularity="tensor", training=True),
+    Quantized(name="int8 channels 8192^3, training", dtype="int8", granularity="channel", training=True),
+    Attention(name="causal D128 T2k, float32", seq=2048, batch=1, dtype="float32"),
+    *(
+        Attention(name=f"causal D{dim} T{seq // 1024}k", seq=seq, heads=2048 // dim, dim=dim)
+        for dim in (128, 64, 256)
+        for seq in (2048, 4096, 16_384)
+    ),
+)

@@ -1,0 +1,197 @@
+"""Fills kernels/block_sizes/ for the GPU at hand: the quickest sizes of blocks, found by trying.
+
+    python -m benchmarks.tune --help
+
+`benchmarks.cases` are run in order, and which sizes their kernels look up is watched. For each kernel, dtype and class
+of shapes that was not seen yet, the search starts from the sizes in use, and goes from the best to its neighbours: one
+side of a block, or the number of warps, doubled or halved, or one stage more or less; until none is better. A candidate
+that does not compile, fails on the device or is wrong is left out, and its process replaced. What beats the sizes in
+use by more than chance would is written for this kind of device. All else in the files stays.
+"""
+
+import contextlib
+import fnmatch
+import functools
+import json
+import math
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from benchmarks.cases import CASES, Case
+from benchmarks.gpu import Failed, Worker, device, prepare
+
+
+Lookup = tuple[str, str, str, str]  # module, kernel, dtype, class of shapes
+Sizes = dict[str, int]
+
+TABLES = pathlib.Path(__file__).parents[1] / "kernels" / "block_sizes"
+PATIENCE = 60  # seconds for one candidate
+GAIN = 0.02  # of the time: what is less may be chance
+
+
+@contextlib.contextmanager
+def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
+    """In a worker: these sizes in place of the tables', and the sizes that are looked up."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels import blocks
+
+    used: dict[Lookup, Sizes] = {}
+    look_up = blocks.sizes
+
+    def replaced(module: str, kernel: str, dtype: Any, shape_class: str) -> Sizes:
+        key = module, kernel, str(jnp.dtype(dtype)), shape_class
+        used[key] = sizes.get(key) or look_up(module, kernel, dtype, shape_class)
+        return used[key]
+
+    jax.clear_caches()  # or nothing would be looked up again
+    blocks.sizes = replaced
+    try:
+        yield used
+    finally:
+        blocks.sizes = look_up
+
+
+def lookups(case: Case, name: str, which: str) -> dict[Lookup, Sizes]:
+    """In a worker: what a pass looks up, without running it."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.in_jax import pull_back
+    from benchmarks.programs import program_of
+
+    program = program_of(case)
+    function = program.function(name)
+
+    def run(arguments: Any) -> Any:
+        if which == "forward":
+            return function(*arguments)
+        out, pull = pull_back(program, function, which, arguments)
+        return pull(jnp.ones_like(out))
+
+    with watched({}) as used:
+        jax.eval_shape(run, jax.eval_shape(program.arguments, jax.random.key(0)))
+    return used
+
+
+def trial(case: Case, name: str, which: str, lookup: Lookup, sizes: Sizes, timing: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: `in_jax.measure` with these sizes."""
+    from benchmarks import in_jax
+
+    with watched({lookup: sizes}):
+        return in_jax.measure(case, name, which, **timing)
+
+
+def neighbours(sizes: Sizes) -> list[Sizes]:
+    """The sizes that differ in one thing by one step."""
+    found = []
+    for name, value in sizes.items():
+        if name.endswith(("stages", "slots")):
+            steps, least, most = (value - 1, value + 1), 1, 6
+        else:
+            steps, least, most = (value // 2, value * 2), *((4, 8) if name == "warps" else (16, 256))
+        found += [sizes | {name: step} for step in steps if least <= step <= most]
+    return found
+
+
+def search(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: int) -> tuple[Sizes, float]:
+    """The best sizes, and their time as a part of that of `start`, both measured once more."""
+    times = {json.dumps(start): milliseconds(start)}
+    best, moved = start, True
+    while moved:
+        for sizes in neighbours(best):
+            if json.dumps(sizes) not in times and len(times) <= candidates:
+                times[json.dumps(sizes)] = milliseconds(sizes)
+        leader = json.loads(min(times, key=lambda key: times[key]))
+        best, moved = leader, leader != best
+    return best, 1.0 if best == start else milliseconds(best) / milliseconds(start)
+
+
+def write(folder: pathlib.Path, kind: str, lookup: Lookup, sizes: Sizes) -> None:
+    """Puts one row into its file."""
+    module, kernel, dtype, shape_class = lookup
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{module}.json"
+    table = json.loads((path if path.exists() else TABLES / path.name).read_text())
+    table[kernel].setdefault(kind, {}).setdefault(dtype, {})[shape_class] = sizes
+    innermost = re.compile(r"\{\s*([^{}]*?)\s*\}")  # on one line
+    text = innermost.sub(lambda found: "{" + " ".join(found[1].split()) + "}", json.dumps(table, indent=1))
+    path.write_text(text + "\n")
+
+
+def main(
+    only: str = "*",
+    kernels: str = "*",
+    candidates: int = 40,
+    seconds: float = 1500,
+    regions: int = 5,
+    region: float = 20,
+    rehearse: bool = False,
+    out: pathlib.Path = TABLES,
+) -> None:
+    """Tries sizes of blocks on this machine's GPU, and writes the best into the tables that the kernels read.
+
+    Args:
+        only: cases whose names this pattern matches, such as "causal*".
+        kernels: what to tune, as a pattern of module.kernel, such as "attention_triton.*" or "*.dkv".
+        candidates: that are tried at most, for each kernel, dtype and class of shapes.
+        seconds: after so many no further candidate is tried.
+        regions: measurements of each candidate's time, of which the median counts.
+        region: milliseconds that each of them lasts at least.
+        rehearse: on the CPU, with interpreted kernels and very small cases: shows that it runs. Give `out` with it.
+        out: folder of the tables.
+    """
+    if rehearse and out == TABLES:
+        raise SystemExit("A rehearsal would write what means nothing into the tables: give another folder as --out.")
+    end = time.monotonic() + seconds
+    prepare(rehearse, memory=0.9)
+    timing = dict(seconds=region / 1e3, count=regions)
+    chosen = [case.tiny() if rehearse else case for case in CASES if fnmatch.fnmatchcase(case.name, only)]
+    seen: set[Lookup] = set()
+    with Worker() as worker:
+        kind = device(worker, rehearse)
+
+        def ask(function: str, *arguments: Any) -> dict[Any, Any]:
+            """What it returns in the worker, or nothing, and says why."""
+            try:
+                return worker(f"benchmarks.{function}", *arguments, patience=PATIENCE)
+            except Failed as failure:
+                print(f"    {function}: {failure}", flush=True)
+                return {}
+
+        def milliseconds(case: Case, name: str, which: str, lookup: Lookup, sizes: Sizes) -> float:
+            result = ask("tune.trial", case, name, which, lookup, sizes, timing) if time.monotonic() < end else {}
+            right = bool(result) and result["error"] <= result["bound"]
+            ms = statistics.median(result["ms"]) if right else math.inf
+            wrong = f", WRONG: {result['error']:.1e}" if result and not right else ""
+            print(f"    {sizes}: {ms:.4g} ms{wrong}", flush=True)
+            return ms
+
+        for case in chosen:
+            refusals = ask("in_jax.refusals", case)
+            for name, which in (
+                (name, w) for name, refusal in refusals.items() if refusal is None for w in case.passes
+            ):
+                for lookup, start in ask("tune.lookups", case, name, which).items():
+                    wanted = fnmatch.fnmatchcase(".".join(lookup[:2]), kernels)
+                    if lookup in seen or not wanted or time.monotonic() > end:
+                        continue
+                    seen.add(lookup)
+                    print(f"{' '.join(lookup)}, by {case.name}, {which}")
+                    best, part = search(functools.partial(milliseconds, case, name, which, lookup), start, candidates)
+                    if part < 1 - GAIN:
+                        write(out, kind, lookup, best)
+                        print(f"  {start} -> {best}: {part:.3f} of the time", flush=True)
+                    else:
+                        print("  stays", flush=True)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main)

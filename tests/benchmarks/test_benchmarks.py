@@ -1,0 +1,140 @@
+"""The benchmarks of GPUs, rehearsed on the CPU: all of it runs, small and interpreted, and what it writes is there."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from benchmarks import kernels, train, tune
+from benchmarks.cases import CASES, Attention
+from benchmarks.gpu import Failed, Target, Worker, regions
+from benchmarks.tune import TABLES, neighbours, write
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """The scripts set variables for the processes that they start."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def written(folder):
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_kernels(tmp_path, capsys):
+    kernels.main(rehearse=True, only="Qwen3-30B-A3B up", out=tmp_path)
+    record = written(tmp_path)
+    for name in ("xla", "triton", "lax.ragged_dot"):
+        rows = [row for row in record["rows"] if row["by"] == name]
+        assert [row["pass"] for row in rows] == ["forward", "dx", "dw"], name
+        assert all(0 < row["error"] < row["bound"] and row["ms"] > 0 and not row["note"] for row in rows), name
+    torch = [row for row in record["rows"] if row["by"] == "torch grouped_mm"]
+    assert all("ms" in row or row["note"] == "not installed: torch" for row in torch) and len(torch) == 3
+    assert any(target["name"].startswith("grouped dx, Qwen3-30B-A3B up /") for target in record["targets"])
+    assert record["versions"]["jax"] and "Left out, as there was no more time: nothing" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_makes_the_run_fail(tmp_path, monkeypatch):
+    wrong = dict(ms=[1.0], error=float("nan"), bound=1e-2, memory=0)
+    answers = {"platform": ("cpu", "cpu"), "refusals": {"mosaic": None, "cudnn": "it has no softcap"}, "measure": wrong}
+    monkeypatch.setattr(Worker, "__call__", lambda _, function, *__, **___: answers[function.split(".")[-1]])
+    with pytest.raises(SystemExit, match="WRONG: mosaic in causal D128 T8k, forward"):
+        kernels.main(rehearse=True, only="causal D128 T8k", out=tmp_path)
+    rows = written(tmp_path)["rows"]
+    assert [row["note"] for row in rows if row["by"] == "mosaic"] == ["WRONG", "WRONG"]
+    assert [row["note"] for row in rows if row["by"] == "cudnn"] == ["refuses: it has no softcap"]
+
+
+def test_what_is_left_out_is_listed(tmp_path):
+    kernels.main(rehearse=True, only="*D128*", seconds=0, out=tmp_path)
+    assert written(tmp_path)["settings"]["skipped"] == ["causal D128 T8k"]
+
+
+def test_tune(tmp_path, capsys):
+    pattern = "ragged_dot_triton.matrices"
+    tune.main(rehearse=True, only="Qwen3-30B-A3B up", kernels=pattern, candidates=1, out=tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.startswith("ragged_dot_triton matrices bfloat16 rows16, by Qwen3-30B-A3B up, forward\n")
+    assert printed.count(" ms\n") >= 2 and "WRONG" not in printed and "Error" not in printed
+    with pytest.raises(SystemExit, match="--out"):
+        tune.main(rehearse=True)
+
+
+def test_search_goes_on_from_the_best():
+    times = {16: 3.0, 32: 2.0, 64: 1.0, 128: math.inf}  # the last one does not compile
+    milliseconds = lambda sizes: times[sizes["kv"]]
+    assert tune.search(milliseconds, {"kv": 16}, candidates=40) == ({"kv": 64}, 1 / 3)
+    assert tune.search(milliseconds, {"kv": 64}, candidates=40) == ({"kv": 64}, 1.0)
+    assert tune.search(milliseconds, {"kv": 16}, candidates=1) == ({"kv": 32}, 2 / 3)
+
+
+def test_a_tuned_row_changes_nothing_else(tmp_path):
+    sizes = {"rows": 64, "columns": 128, "depth": 64, "warps": 8, "stages": 3}
+    for shape_class in ("deep", "rows16"):
+        write(tmp_path, "NVIDIA H200", ("ragged_dot_triton", "matrices", "bfloat16", shape_class), sizes)
+    table, before = written(tmp_path), json.loads((TABLES / "ragged_dot_triton.json").read_text())
+    assert table["matrices"].pop("NVIDIA H200") == {"bfloat16": {"deep": sizes, "rows16": sizes}}
+    before["matrices"].pop("NVIDIA H200", None)
+    assert table == before
+
+
+def test_neighbours_differ_by_one_step():
+    sizes = {"kv": 16, "warps": 8, "stages": 2}
+    assert neighbours(sizes) == [
+        sizes | change for change in ({"kv": 32}, {"warps": 4}, {"stages": 1}, {"stages": 3})
+    ]  # fmt: skip
+
+
+def test_train(tmp_path):
+    train.main(rehearse=True, only="qwen3-8b*", out=tmp_path)
+    zoo, torch = written(tmp_path)["rows"]
+    assert zoo["tokens/s"] > 0 and 0 < zoo["trained"] < zoo["parameters"] and not zoo["note"]
+    assert abs(zoo["losses"][0] - np.log(256)) < 0.5
+    assert not torch["note"] or torch["note"].startswith("not installed")
+
+
+@pytest.mark.parametrize("case", [case.tiny() for case in CASES if isinstance(case, Attention)], ids=lambda c: c.name)
+def test_pairs_of_tokens_that_see_each_other(case):
+    i, j = np.indices((case.seq, case.seq))
+    seen = (j <= i) | (not case.causal)
+    seen &= (i - j < case.window) | (not case.window)
+    for length in filter(None, (case.chunk, case.documents and case.seq // case.documents)):
+        seen &= i // length == j // length
+    assert case.pairs() == seen.sum()
+    assert case.pairs(16) == seen.reshape(4, 16, 4, 16).any(axis=(1, 3)).sum() * 16**2
+
+
+def test_worker_outlives_failures():
+    with Worker() as worker:
+        for function, argument, reason in (
+            ("math.sqrt", -1, "ValueError"),
+            ("os._exit", 3, "its process died"),
+            ("time.sleep", 60, "it took more than"),
+            ("nothing_of_this_name.at_all", 0, "not installed: nothing_of_this_name"),
+        ):
+            with pytest.raises(Failed, match=reason):
+                worker(function, argument, patience=5 if function == "time.sleep" else 60)
+        assert worker("math.sqrt", 4, patience=60) == 2
+
+
+def test_regions_are_long_enough_and_of_one_call():
+    queued = []
+
+    def queue(calls: int) -> float:
+        queued.append(calls)
+        return 1e-3 * calls
+
+    assert regions(queue, seconds=0.02, count=5) == pytest.approx([1.0] * 5)
+    assert queued[0] == 1 and queued[-5:] == queued[-1:] * 5 and 20 <= queued[-1] <= 40
+
+
+def test_verdicts():
+    verdict = lambda value: Target("", value, acceptable=0.9, aim=1.0).verdict
+    assert [verdict(v) for v in (1.0, 0.95, 0.5, None)] == ["aim reached", "acceptable", "MISSED", "not measured"]
