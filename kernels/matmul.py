@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Int8
 
@@ -20,6 +21,7 @@ from kernels.quantize import BLOCK, LARGEST, Quantized, dequantize, exact_dtype,
 
 Granularity = Literal["tensor", "channel", "block"]
 Gradients = Literal["float", "quantized"]
+SAVED = "matmul"  # the name of the results, for policies of jax.checkpoint
 INT32_TERMS = 1 << 17  # so many products of two int8 cannot overflow an int32
 DECODE_ROWS = 64  # at most; then reading the matrix is most of the time
 
@@ -211,7 +213,8 @@ def _matmul(
     elif w.dtype != x.dtype:
         raise ValueError(f"x and a w that is not quantised must have one dtype, not {x.dtype} and {w.dtype}.")
     few_rows = not activations and x.size <= DECODE_ROWS * x.shape[-1]
-    return dispatch.run(
+    out = dispatch.run(
         "quantized_matmul", implementation, x, w, scale, first=None if granularity == "block" or few_rows else "xla",
         formula=Formula(dtype, granularity, activations, gradients),
     )  # fmt: skip
+    return checkpoint_name(out, SAVED)  # policies of jax.checkpoint do not see the product in it

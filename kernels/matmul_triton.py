@@ -133,7 +133,7 @@ def _launch(
 
 
 class Side(NamedTuple):
-    """One side of a block: its indices, and which of them are within the array. None: all."""
+    """One side of a block: its indices, and which of them are within the array. None: all of them."""
 
     indices: pl.Slice
     inside: Bool[Array, " size"] | None
@@ -156,7 +156,7 @@ def _load(ref: Any, rows: Side, columns: Side) -> Array:
 
 
 def _store(ref: Any, block: Array, rows: Side, columns: Side) -> None:
-    plt.store(ref.at[rows.indices, columns.indices], block.astype(ref.dtype), mask=_mask(rows, columns))
+    triton.store(ref.at[rows.indices, columns.indices], block.astype(ref.dtype), _mask(rows, columns))
 
 
 def _mask(rows: Side, columns: Side) -> Bool[Array, "rows columns"] | None:

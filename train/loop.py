@@ -35,7 +35,7 @@ from train.step import REMAT, jit_train_step, loss_sums
 from train.stop import StopRequest
 from zoo.checkpoint import skeleton
 from zoo.config import write as write_config
-from zoo.surgery import cast, shardings
+from zoo.surgery import cast, quantize_training, shardings
 from zoo.tokenizer import Tokenizer
 
 
@@ -78,6 +78,10 @@ class Options:
     0: without that module."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
+    matmul: Literal["float", "int8", "fp8"] = "float"
+    """What linear maps of the layers multiply in: --compute-dtype, or eight bits, to which weights and activations are
+    rounded row by row; fp8 rounds gradients too. Weights are kept in float32 all the same. Embedding, head, routers and
+    experts stay as with float."""
     remat: Literal["none", "dots", "full"] = "dots"
     """What the backward pass computes again to save memory: nothing, all but matrix products, or whole layers."""
     mesh: str = "fsdp=-1"
@@ -173,7 +177,8 @@ def run(
     """
     # ---------------------------------------------------------------------------------------------- state, new or old
     optimizer, schedule = make_optimizer(o)
-    abstract = abstract_state(abstract_model(config, family, mesh, mtp=o.mtp_weight > 0), optimizer)
+    prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
+    abstract = abstract_state(prepared(abstract_model(config, family, mesh, mtp=o.mtp_weight > 0)), optimizer)
     dtype = jnp.dtype(o.compute_dtype)
     if o.router_bias_rate and not hasattr(family, "rebalance"):
         raise ValueError(
@@ -204,7 +209,7 @@ def run(
         n = int(state.step)
         rich.print(f"Going on from step {n:,} of {o.out}.")
     else:
-        state, n = init_state(make_model(), optimizer), 0
+        state, n = init_state(prepared(make_model()), optimizer), 0
     step = step(state)
     metrics, samples = (MetricsFile(o.out / name, step=n or -1) for name in ("metrics.jsonl", "samples.jsonl"))
 

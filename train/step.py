@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kernels
+from kernels.matmul import SAVED
 from train.state import TrainState
 from zoo.moe import Routing
 from zoo.stack import BATCH_AXES
@@ -27,7 +28,11 @@ REMAT: dict[str, Callable[[Callable], Callable] | None] = {
     "none": None,
     # The results of matrix products with weights; attention and what is elementwise is computed again.
     "dots": functools.partial(
-        jax.checkpoint, policy=checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False
+        jax.checkpoint,
+        policy=checkpoint_policies.save_from_both_policies(
+            checkpoint_policies.dots_with_no_batch_dims_saveable, checkpoint_policies.save_only_these_names(SAVED)
+        ),
+        prevent_cse=False,
     ),
     # The layer's input only: one more forward pass, a third more work.
     "full": functools.partial(jax.checkpoint, prevent_cse=False),

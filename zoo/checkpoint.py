@@ -35,7 +35,7 @@ from convert.packed import Fp8Blocks, Mxfp4, quantize_blocks
 from convert.tensors import Lazy, Tensor
 from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.stack import Stack
-from zoo.surgery import modules, path_name, quantize_int8, shardings
+from zoo.surgery import QuantizedLinear, modules, path_name, quantize_int8, shardings
 
 
 T = TypeVar("T")
@@ -332,7 +332,7 @@ def export(model: Any, family: ModuleType, *, fp8: bool = False) -> dict[str, La
     if fp8 and not hasattr(family, "FP8_BLOCKS"):
         raise ValueError(f"{family.__name__} has no layout with fp8 blocks.")
     for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
-        if not isinstance(linear, Linear | ExpertLinear):
+        if not isinstance(linear, Linear | QuantizedLinear | ExpertLinear):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, PRNGKeyArray
 
 import kernels
+from kernels.quantize import quantize
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear
 from zoo.stack import Stack
 
@@ -80,6 +81,13 @@ def quantize_int8(model: T) -> T:
     return model
 
 
+def quantize_training(model: T, dtype: Literal["int8", "fp8"]) -> T:
+    """`model` with a `QuantizedLinear` for each `Linear` of its layers; all else, and every array, stays as it is."""
+    linear = lambda m: QuantizedLinear(m, dtype) if isinstance(m, Linear) else m
+    layers = lambda m: jax.tree.map(linear, m, is_leaf=lambda m: isinstance(m, Linear)) if isinstance(m, Stack) else m
+    return jax.tree.map(layers, model, is_leaf=lambda m: isinstance(m, Stack))
+
+
 def partition_specs(model: T, rules: Mapping[str, P]) -> T:
     """`model` with each array replaced by its `PartitionSpec`.
 
@@ -126,11 +134,8 @@ def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
 
 def int8_rows(weight: Float[Array, "*rows in"]) -> tuple[Int8[Array, "*rows in"], Float[Array, "*rows"]]:
     """Rows of int8, and the scale of each: its largest magnitude / 127."""
-    weight32 = weight.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(weight32), axis=-1)
-    # Written as XLA would rewrite divisions; `zoo.checkpoint.read_int8` computes the same bits in numpy.
-    scale = jnp.where(largest > 0, largest * (1 / 127), 1)
-    return jnp.round(weight32 * (1 / scale)[..., None]).astype(jnp.int8), scale.astype(weight.dtype)
+    rows, scale = quantize(weight, jnp.int8, "channel")
+    return rows, scale.astype(weight.dtype)
 
 
 class Int8Linear(AbstractLinear):
@@ -149,8 +154,7 @@ class Int8Linear(AbstractLinear):
         return self.weight.shape
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        y = jnp.einsum("...i,oi->...o", x, self.weight.astype(x.dtype))
-        y = y * jnp.broadcast_to(self.scale.astype(x.dtype), y.shape)
+        y = kernels.int8_matmul(x, self.weight, self.scale)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
 
     def matrix(self) -> Float[Array, "out in"]:
@@ -158,6 +162,39 @@ class Int8Linear(AbstractLinear):
 
     def partition_specs(self, spec: P) -> "Int8Linear":
         placed = eqx.tree_at(lambda m: (m.weight, m.scale), self, (spec, P(*spec[:1])))
+        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
+
+
+class QuantizedLinear(AbstractLinear):
+    """A `Linear` that trains in eight bits: its parameters are floats, and rounded only as they are multiplied.
+
+    Weight and activations are rounded row by row, in "fp8" for all three products of a training step, with gradients
+    rounded too; in "int8" the backward pass multiplies floats.
+    """
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None
+    dtype: Literal["int8", "fp8"] = eqx.field(static=True)
+
+    def __init__(self, linear: Linear, dtype: Literal["int8", "fp8"]):
+        self.weight, self.bias, self.dtype = linear.weight, linear.bias, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        if self.dtype == "int8":
+            y = kernels.int8_matmul(x, self.weight, activations=True)
+        else:
+            y = kernels.fp8_matmul(x, self.weight, activations=True, gradients="quantized")
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+
+    def matrix(self) -> Float[Array, "out in"]:
+        return self.weight
+
+    def partition_specs(self, spec: P) -> "QuantizedLinear":
+        placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
 
 

@@ -111,6 +111,22 @@ def test_killed_and_resumed(base, whole):
     assert all(ours[name].view().tobytes() == theirs[name].view().tobytes() for name in theirs)
 
 
+@pytest.mark.parametrize("matmul", ["int8", "fp8"])
+def test_eight_bits(base, whole, matmul):
+    """The losses are nearly those of the float run, though this one stops in between and goes on."""
+    out = base / matmul
+    process = start(base, out, "--matmul", matmul)
+    wait_for_step(process, out, 9)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert "Going on from step" in finish(start(base, out, "--matmul", matmul))
+    assert list(losses(out)) == list(range(1, STEPS + 1))
+    ours, theirs = (np.array(list(losses(folder).values())) for folder in (out, whole[1]))
+    assert np.mean(ours[-8:]) < np.mean(ours[:8]) - 0.3
+    assert 0 < np.mean(np.abs(ours - theirs)) < 0.1 and abs(np.mean(ours[-8:]) - np.mean(theirs[-8:])) < 0.05
+    assert zoo.load(out / "model").config == zoo.load(base / "model").config
+
+
 def test_told_to_stop(base, whole):
     out = base / "stopped"
     process = start(base, out)

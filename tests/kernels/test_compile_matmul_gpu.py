@@ -1,0 +1,83 @@
+"""The quantised matrix products compile for an H200: on its tensor cores, without spilling, and without copies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels import matmul_triton, matmul_xla
+from kernels.matmul import Formula
+from tests.kernels.gpu import H200, Case, complaints, needs_compiler
+
+
+MB = 1 << 20
+
+
+def case(dtype, granularity, rows, ins, outs, *, activations=False, hgmma=("matmul_weight_only",), temporary=0):
+    """A product with a matrix that is quantised already."""
+    formula = Formula(dtype, granularity, activations, "float")
+    shapes = {"channel": (outs,), "block": (-(-outs // 128), -(-ins // 128))}
+    arrays = [((rows, ins), jnp.bfloat16), ((outs, ins), dtype), (shapes[granularity], jnp.float32)]
+    function = lambda x, w, scale: matmul_triton.quantized_matmul(x, w, scale, formula=formula)
+    return Case(function, tuple(jax.ShapeDtypeStruct(*a) for a in arrays), hgmma, temporary)
+
+
+def step(dtype, rows, ins, outs, temporary):
+    """Forward and backward of a training step in which all three products are quantised, by blocks."""
+    formula = Formula(dtype, "block", True, "quantized")
+
+    def function(x, w, d_out):
+        out, gradient = jax.vjp(lambda x, w: matmul_triton.quantized_matmul(x, w, None, formula=formula), x, w)
+        return out, gradient(d_out)
+
+    shapes = (rows, ins), (outs, ins), (rows, outs)
+    arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    return Case(function, arguments, ("matmul_both",), temporary)
+
+
+BOTH = dict(activations=True, hgmma=("matmul_both",))
+FP8 = jnp.float8_e4m3fn
+CASES = {
+    # Beside arguments and result: the rows in 8 bits, and scales.
+    "fp8, block, 4096 x 7168 x 4096": case(FP8, "block", 4096, 7168, 4096, **BOTH, temporary=32 * MB),
+    "fp8, block, 8192 x 8192 x 8192": case(FP8, "block", 8192, 8192, 8192, **BOTH, temporary=72 * MB),
+    "fp8, block, decode": case(FP8, "block", 16, 4096, 14336, **BOTH, temporary=MB),
+    "fp8, block, training": step(FP8, 4096, 4096, 14336, temporary=320 * MB),
+    # Its instruction, IGMMA, is not among those that are counted.
+    "int8, block, prefill": case(jnp.int8, "block", 4096, 4096, 4096, activations=True, hgmma=(), temporary=20 * MB),
+    "fp8, block, edges": case(FP8, "block", 1000, 2880, 2880, **BOTH, temporary=4 * MB),
+    "weights only, fp8, block, decode": case(FP8, "block", 16, 4096, 14336, hgmma=()),
+    "weights only, int8, channel, decode": case(jnp.int8, "channel", 16, 4096, 14336, hgmma=()),
+    "weights only, int8, channel, 64 rows": case(jnp.int8, "channel", 64, 4096, 4096),
+    "weights only, int8, channel, prefill": case(jnp.int8, "channel", 4096, 4096, 14336),
+    "weights only, fp8, block, prefill": case(FP8, "block", 4096, 4096, 14336),
+    "weights only, int8, channel, edges": case(jnp.int8, "channel", 1000, 2880, 2880),
+    "weights only, fp8, block, edges": case(FP8, "block", 100, 2880, 2880),
+}
+
+
+@needs_compiler
+def test_gpu():
+    assert not complaints(__file__)
+
+
+@needs_compiler
+@pytest.mark.parametrize("granularity, shape", [("tensor", ()), ("channel", (8192,))])
+@pytest.mark.parametrize("dtype, call", [(FP8, "__cublas$lt$matmul$f8"), (jnp.int8, "__cublas$lt$matmul")])
+def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
+    """Where it does not prefer a Triton kernel of its own, as it may after measuring both."""
+    version = 'gpu_device_info {\n  runtime_version: "12.8.0"'  # of CUDA: XLA knows no float8 of an unknown one
+    target = H200.read_text().replace("gpu_device_info {", version, 1)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = Mesh(np.array(topology.devices)[:1], ("device",))
+    formula = Formula(dtype, granularity, True, "float")
+    arguments = [((4096, 4096), jnp.bfloat16), ((8192, 4096), dtype), (shape, jnp.float32)]
+    arguments = [jax.ShapeDtypeStruct(*a, sharding=NamedSharding(mesh, P())) for a in arguments]
+    with jax.set_mesh(mesh):
+        product = jax.jit(lambda x, w, scale: matmul_xla.quantized_matmul(x, w, scale, formula=formula))
+        compiled = product.lower(*arguments).compile({"xla_gpu_enable_triton_gemm": False})
+    assert f'custom_call_target="{call}"' in compiled.as_text()
+    assert "s8[4096,4096]" in compiled.as_text() or dtype == FP8

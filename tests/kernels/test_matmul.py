@@ -1,0 +1,302 @@
+"""kernels.int8_matmul and fp8_matmul: all implementations against a float64 oracle that rounds just as they should."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import kernels
+from kernels.matmul import SAVED
+from kernels.quantize import LARGEST, dequantize, quantize
+
+
+IMPLEMENTATIONS = ["reference", "xla", "tpu", "triton"]
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
+FP8, FP8_WIDE = jnp.float8_e4m3fn, jnp.float8_e5m2
+OPERATIONS = {jnp.int8: kernels.int8_matmul, FP8: kernels.fp8_matmul}
+
+
+def rounded(x, dtype, granularity):
+    """The values and scales of `quantize`, and what they stand for in float64: group by group, in numpy."""
+    height, width = dict(tensor=x.shape, channel=(1, x.shape[1]), piece=(1, 128), block=(128, 128))[granularity]
+    x, values = np.asarray(x, np.float32), np.zeros(x.shape, dtype)
+    scales = np.ones([-(-x.shape[0] // height), -(-x.shape[1] // width)], np.float32)
+    stands_for = np.zeros(x.shape)
+    for i, j in np.ndindex(scales.shape):
+        group = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
+        scale = np.abs(x[group]).max() * np.float32(1 / LARGEST[np.dtype(dtype)])
+        if np.isfinite(scale) and scale < np.finfo(np.float32).tiny:
+            scale = np.float32(1)
+        scales[i, j] = scale if np.isfinite(scale) else np.nan
+        exact = x[group] * (np.float32(1) / scales[i, j])
+        values[group] = (np.rint(np.nan_to_num(exact)) if dtype == jnp.int8 else exact).astype(dtype)
+        stands_for[group] = values[group].astype(np.float64) * np.float64(scales[i, j])
+    return values, scales, stands_for
+
+
+def oracle(x, w, d_out, dtype, granularity, activations, gradients):
+    """The output and the gradients of x and w, in float64."""
+    shape = x.shape
+    x, d_out = (np.asarray(a, np.float32).reshape(-1, a.shape[-1]) for a in (x, d_out))
+    w = np.asarray(w, np.float32)
+    of_rows = "piece" if granularity == "block" else granularity
+    wide = FP8_WIDE if dtype == FP8 and granularity != "block" else dtype
+    matrix = lambda w: rounded(w, dtype, granularity)[2]
+    rows = lambda x, dtype=dtype: rounded(x, dtype, of_rows)[2]
+    out = (rows(x) if activations else x.astype(np.float64)) @ matrix(w).T
+    if gradients == "float":
+        dx, dw = d_out @ matrix(w), d_out.astype(np.float64).T @ x
+    else:
+        dx, dw = rows(d_out, wide) @ matrix(w.T).T, rows(d_out.T, wide) @ matrix(x.T).T
+    return out.reshape(*shape[:-1], -1), dx.reshape(shape), dw
+
+
+def arrays(rows=(3, 50), ins=200, outs=150, dtype=jnp.float32):
+    """x, w and the gradient of the output. Rows and columns are of very different sizes: each scale matters."""
+    rng = np.random.default_rng(0)
+    one = lambda *shape: rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)) + rng.normal(size=shape[-1]))
+    return [jnp.asarray(one(*shape), dtype) for shape in ((*rows, ins), (outs, ins), (*rows, outs))]
+
+
+def run(implementation, dtype, x, w, d_out, scale=None, **options):
+    """The output and the gradients, of x and of a w that is a float array."""
+    return _run(implementation, dtype, tuple(options.items()), x, w, d_out, scale)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=QUICK)
+def _run(implementation, dtype, options, x, w, d_out, scale):
+    product = lambda x, w: OPERATIONS[dtype](x, w, scale, **dict(options), implementation=implementation)
+    if scale is None:
+        out, gradient = jax.vjp(product, x, w)
+    else:
+        out, gradient = jax.vjp(lambda x: product(x, w), x)
+    return out, *gradient(d_out)
+
+
+def errors(actual, expected):
+    """The relative errors, in Frobenius norm, of the output and of each gradient."""
+    relative = lambda x, true: np.linalg.norm(np.asarray(x, np.float64) - true) / np.linalg.norm(true)
+    return list(map(relative, actual, expected))
+
+
+CASES = [
+    # dtype, granularity, activations, gradients
+    (jnp.int8, "tensor", True, "quantized"),
+    (jnp.int8, "channel", False, "float"),
+    (jnp.int8, "channel", True, "quantized"),
+    (jnp.int8, "block", False, "float"),
+    (jnp.int8, "block", True, "quantized"),
+    (FP8, "tensor", False, "float"),
+    (FP8, "tensor", True, "quantized"),
+    (FP8, "channel", False, "quantized"),
+    (FP8, "channel", True, "float"),
+    (FP8, "block", True, "quantized"),
+]
+CASES_OF = [
+    (implementation, *case)
+    for implementation in IMPLEMENTATIONS
+    for case in CASES
+    if implementation != "triton" or case[1] == "block" or case[2:] == (False, "float")
+]
+
+
+@pytest.mark.parametrize("implementation, dtype, granularity, activations, gradients", CASES_OF)
+def test_float32_equals_the_oracle(implementation, dtype, granularity, activations, gradients):
+    options = dict(granularity=granularity, activations=activations, gradients=gradients)
+    actual = run(implementation, dtype, *arrays(), **options)
+    assert max(errors(actual, oracle(*arrays(), dtype, **options))) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("dtype, activations, gradients", [(jnp.int8, False, "float"), (FP8, True, "quantized")])
+def test_bfloat16_is_as_exact_as_the_reference(implementation, dtype, activations, gradients):
+    options = dict(granularity="block", activations=activations, gradients=gradients)
+    given = arrays(ins=384, dtype=jnp.bfloat16)
+    expected = oracle(*given, dtype, **options)
+    actual = run(implementation, dtype, *given, **options)
+    assert {a.dtype for a in actual} == {jnp.dtype(jnp.bfloat16)}
+    (out, *gradients), theirs = errors(actual, expected), errors(run("reference", dtype, *given, **options), expected)
+    assert out < 4e-3 and max(gradients) < 1e-2
+    assert all(a < 1.5 * b for a, b in zip([out, *gradients], theirs, strict=True))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.int8, FP8])
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_a_matrix_that_is_quantised_already(implementation, dtype, granularity):
+    """The shape of its scale says the granularity, and only x has a gradient. A decode has few rows."""
+    x, w, d_out = arrays(rows=(7,))
+    values, scales, _ = rounded(w, dtype, granularity)
+    scale = jnp.asarray(scales if granularity == "block" else scales[:, 0], jnp.bfloat16)  # of a bfloat16 model
+    spread = np.asarray(scale, np.float64).reshape(scales.shape)
+    spread = np.kron(spread, np.ones((128, 128)))[:150, :200] if granularity == "block" else spread
+    stands_for = values.astype(np.float64) * spread
+    actual = run(implementation, dtype, x, jnp.asarray(values), d_out, scale)
+    assert max(errors(actual, (np.float64(x) @ stands_for.T, np.float64(d_out) @ stands_for))) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "tpu"])
+def test_quantised_gradients_of_a_matrix_that_is_quantised_already(implementation):
+    """By channel, what was a column is a row, and is quantised anew."""
+    x, w, d_out = arrays()
+    values, scales, stands_for = rounded(w, jnp.int8, "channel")
+    options = dict(activations=True, gradients="quantized")
+    actual = run(implementation, jnp.int8, x, jnp.asarray(values), d_out, jnp.asarray(scales[:, 0]), **options)
+    again = jnp.asarray(stands_for, jnp.float32)
+    expected = oracle(x, again, d_out, jnp.int8, "channel", **options)
+    assert max(errors(actual, expected)) < 1e-5
+
+
+def nan_at(x, *index):
+    return x.at[index].set(jnp.nan)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("garbage", [np.nan, -np.inf])
+def test_what_is_not_finite_becomes_nan_in_all_of_its_group(implementation, garbage):
+    x, w, d_out = arrays(rows=(40,))
+    options = dict(granularity="block", activations=True)
+    dirty_x, dirty_w = x.at[3, 199].set(garbage), w.at[140, 5].set(garbage)
+    out, dx, dw = run(implementation, FP8, x, w, d_out, **options)
+    out_x, *_ = run(implementation, FP8, dirty_x, w, d_out, **options)
+    np.testing.assert_array_equal(out_x, nan_at(out, 3))
+    out_w, dx_w, dw_w = run(implementation, FP8, x, dirty_w, d_out, **options)
+    np.testing.assert_array_equal(out_w, nan_at(out, slice(None), slice(128, None)))
+    np.testing.assert_array_equal(dx_w, nan_at(dx, slice(None), slice(0, 128)))
+    np.testing.assert_array_equal(dw_w, dw)
+    out_x, *_ = run(implementation, jnp.int8, dirty_x, w, d_out)  # float rows
+    assert np.isnan(out_x[3]).all() or not np.isfinite(out_x[3]).any()
+    assert np.isfinite(np.delete(out_x, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_zeros(implementation):
+    x, w, d_out = arrays(rows=(40,))
+    out, *gradients = run(implementation, FP8, x.at[3].set(0), w.at[:128].set(0), d_out, granularity="block")
+    assert not out[3].any() and not out[:, :128].any() and out[4, 128:].all()
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_long_sums_of_int8_do_not_overflow(implementation):
+    """127 * 127 * 140,000 is more than an int32 holds."""
+    out = kernels.int8_matmul(jnp.ones((1, 140_000)), jnp.ones((2, 140_000)), activations=True)
+    np.testing.assert_allclose(out, 140_000, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"'tpu'\): it sums up int8 in int32, which 140000 terms may overflow"):
+        kernels.int8_matmul(jnp.ones((1, 140_000)), jnp.ones((2, 140_000)), activations=True, implementation="tpu")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, FP8])
+def test_memory_does_not_grow_with_the_blocks(dtype):
+    rows, ins, outs = 64, 4096, 256
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, ins), (outs, ins)))
+    product = functools.partial(OPERATIONS[dtype], granularity="block", activations=True, implementation="xla")
+    memory = jax.jit(product).lower(x, w).compile().memory_analysis().temp_size_in_bytes
+    assert memory < 4 * (5 * rows * ins + 5 * outs * ins) / 2 + 4 * 4 * rows * outs  # in 8, 16 and once in 32 bits
+    assert memory < 4 * (ins / 128) * rows * outs * 4
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tpu", "triton"])
+def test_inside_scan_checkpoint_and_vmap(implementation):
+    x, w, _ = arrays(rows=(2, 20), ins=130, outs=130)
+
+    def loss(x, layers, implementation):
+        product = functools.partial(kernels.fp8_matmul, granularity="block", implementation=implementation)
+        layer = lambda x, w: (jnp.tanh(product(x, w, activations=True, gradients="quantized")), None)
+        return jnp.square(lax.scan(jax.checkpoint(layer), x, layers)[0]).sum()
+
+    def gradients(implementation):
+        one = jax.grad(functools.partial(loss, implementation=implementation), (0, 1))
+        return jax.jit(jax.vmap(one, (0, None)), compiler_options=QUICK)(x, jnp.stack([w, 2 * w]))
+
+    for ours, theirs in zip(gradients(implementation), gradients("reference"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2 * np.abs(theirs).max())  # rounding may tip over
+
+
+def test_a_checkpoint_policy_can_keep_the_results():
+    """Else the backward pass would multiply again: policies do not see products inside of custom derivatives."""
+    x, w, _ = arrays()
+
+    def products(policy):
+        layer = lambda x, w: jnp.sin(kernels.int8_matmul(jnp.sin(x), w, activations=True)).sum()
+        gradient = jax.grad(jax.checkpoint(layer, policy=policy), (0, 1))
+        return str(jax.make_jaxpr(gradient)(x, w)).count(" dot_general[")
+
+    assert products(jax.checkpoint_policies.save_only_these_names(SAVED)) == 3
+    assert products(jax.checkpoint_policies.dots_saveable) == 4
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        x, w, d_out = arrays(dtype=jnp.float64)
+        out, dx, _ = run(None, jnp.int8, x, w, d_out)
+        stands_for = np.asarray(dequantize(quantize(w, jnp.int8, "channel")))
+        assert stands_for.dtype == np.float64
+        assert max(errors((out, dx), (np.asarray(x) @ stands_for.T, np.asarray(d_out) @ stands_for))) < 1e-14
+        with pytest.raises(ValueError, match=r"'xla'\): it computes in float32, and x is float64"):
+            run("xla", jnp.int8, x, w, d_out)
+
+
+def test_nothing_to_multiply():
+    x, w, _ = arrays()
+    assert kernels.int8_matmul(x[:0], w, activations=True).shape == (0, 50, 150)
+    assert not kernels.fp8_matmul(x[..., :0], w[:, :0], granularity="block", activations=True).any()
+
+
+def test_contradictions_are_refused():
+    x, w, _ = arrays()
+    values, scale = quantize(w, jnp.int8, "channel")
+    for message, call in {
+        "granularity='row' is none of 'tensor', 'channel', 'block'": lambda: kernels.int8_matmul(
+            x, w, granularity="row"
+        ),
+        "gradients='int8' is none of 'float', 'quantized'": lambda: kernels.int8_matmul(x, w, gradients="int8"),
+        "w is int8 already, so its scale must be given": lambda: kernels.int8_matmul(x, values),
+        r"scale of one of the shapes \(\), \(150,\), \(2, 2\), not \(149,\)": lambda: kernels.int8_matmul(
+            x, values, scale[1:]
+        ),
+        "w is float32, so its scale is found here: leave it out, or give w in int8": lambda: kernels.int8_matmul(
+            x, w, scale
+        ),
+        "must have one dtype, not float32 and int8": lambda: kernels.fp8_matmul(x, values),
+        "x is float8_e4m3fn, and its products would be too": lambda: kernels.fp8_matmul(x.astype(FP8), w),
+        "x have 200 features, and w, .out, in., takes 150": lambda: kernels.int8_matmul(x, w.T),
+        "'triton'.: it multiplies two quantised sides only by blocks, not by channel": lambda: kernels.int8_matmul(
+            x, w, activations=True, implementation="triton"
+        ),
+    }.items():
+        jaxtyping.config.update("jaxtyping_disable", True)  # or these are found in annotations before
+        try:
+            with pytest.raises(ValueError, match=message):
+                call()
+        finally:
+            jaxtyping.config.update("jaxtyping_disable", False)
+
+
+shapes = st.sampled_from([(1, 1), (3, 130), (129, 5), (140, 260)])
+dtypes = st.sampled_from([jnp.int8, FP8, FP8_WIDE])
+granularities = st.sampled_from(["tensor", "channel", "piece", "block"])
+
+
+@settings(derandomize=True, deadline=None, max_examples=24)
+@given(shapes, dtypes, granularities, st.integers(-50, 38), st.integers(0, 9))
+def test_quantize(shape, dtype, granularity, exponent, seed):
+    """Bit by bit as in numpy, from the smallest numbers to the largest, with zeros, and sometimes an infinity."""
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=shape) * 10.0**exponent).clip(-3e38, 3e38).astype(np.float32)
+    x[rng.random(shape) < 0.3] = 0
+    if seed == 0:
+        x[0, 0] = np.inf
+    values, scales, stands_for = rounded(x, dtype, granularity)
+    scales = scales.reshape(dict(tensor=(), channel=shape[:1]).get(granularity, scales.shape))
+    actual = quantize(jnp.asarray(x), dtype, granularity)
+    np.testing.assert_array_equal(actual.scale, scales)
+    finite = np.isfinite(stands_for)
+    np.testing.assert_array_equal(np.asarray(actual.values)[finite], values[finite])
+    np.testing.assert_allclose(dequantize(actual), stands_for, rtol=1e-6, atol=1e-38)
