@@ -3,8 +3,8 @@
 One program computes one block of queries of one head, and goes through the blocks of keys that it meets. Which these
 are is listed beforehand, by XLA, from the mask: first those that every query of the block sees in full, which need no
 mask, then those where each token has to be looked at. So a window, a chunk, a document or an image costs its visible
-blocks, whatever the mask. Backward there is one kernel for dk and dv, whose programs hold a block of keys and go through
-the queries of the group's heads, and one for dq; both compute the weights anew from their logarithm's sum.
+blocks, whatever the mask. Backward, one kernel is for dk and dv, whose programs hold a block of keys and go through the
+queries of the group's heads, and one for dq; both compute the weights anew from `lse`.
 
 The softmax is in powers of two: exp(scale * s) is exp2(c * s) with c = scale * log2(e), one instruction once a multiply
 and add has brought it under the running maximum. Arrays are read as they lie, with no transposed or padded copy: a head
@@ -46,8 +46,8 @@ def refusal(
     if q.dtype == jnp.float64:
         return "it computes in float32, and q is float64"
     dim, v_dim = q.shape[3], v.shape[3]
-    if dim % SMALLEST or v_dim % SMALLEST or max(dim, v_dim) > WIDTHS[-1]:
-        return f"its heads have multiples of {SMALLEST} features, {WIDTHS[-1]} at most, and these {dim} and {v_dim}"
+    if max(dim, v_dim) > WIDTHS[-1]:
+        return f"its heads have at most {WIDTHS[-1]} features, and these {dim} and {v_dim}"
     if not q.size or not v.size:
         return "it needs a query, a key and a feature at least"
     if scale <= 0:
@@ -70,7 +70,9 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """`kernels.attention`, in Triton."""
     formula = Formula(scale, mask, softcap)
-    return flash.attention(flash.Flash(forward, backward), formula, q, k, v, sinks, q_tokens, kv_tokens)
+    return flash.attention(
+        flash.Flash(forward, backward, features=SMALLEST), formula, q, k, v, sinks, q_tokens, kv_tokens
+    )
 
 
 class Schedule(NamedTuple):
@@ -82,8 +84,10 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, classes: Int8[Array, "batch blocks others"]) -> "Schedule":
-        order = jnp.argsort(classes, axis=2, descending=True).astype(jnp.int32)
-        return cls(order, (classes == FULL).sum(axis=2, dtype=jnp.int32), (classes != SKIP).sum(axis=2, dtype=jnp.int32))
+        order = jnp.argsort(-classes, axis=2).astype(jnp.int32)
+        return cls(
+            order, (classes == FULL).sum(axis=2, dtype=jnp.int32), (classes != SKIP).sum(axis=2, dtype=jnp.int32)
+        )
 
 
 class Block(NamedTuple):
@@ -109,11 +113,11 @@ class Block(NamedTuple):
         for piece, value in zip(pieces(ref.shape[3]), values, strict=True):
             store(ref.at[self.batch, self.tokens, head, piece], value.astype(ref.dtype), self.rows)
 
-    def numbers(self, ref: Any, head: ArrayLike, other: float = 0) -> Float[Array, " size"]:
+    def numbers(self, ref: Any, head: ArrayLike, other: ArrayLike = 0) -> Float[Array, " size"]:
         return load(ref.at[self.batch, head, self.tokens], self.exist, other)
 
     def ids(self, refs: Tokens) -> Tokens:
-        return jax.tree.map(lambda ref: load(ref.at[_row(ref, self.batch), self.tokens], self.exist), refs)
+        return jax.tree.map(lambda ref: load(ref.at[row_of(ref, self.batch), self.tokens], self.exist), refs)
 
 
 def forward(
@@ -152,19 +156,19 @@ def _forward_kernel(
 ) -> None:
     head, i, batch = pl.program_id(0), _last_first(1), pl.program_id(2)
     seq, heads, kv_seq, kv_heads = *q_ref.shape[1:3], *k_ref.shape[1:3]
-    kv_head, to_log2 = lax.div(head, heads // kv_heads), _to_log2(formula)
+    kv_head = lax.div(head, heads // kv_heads)
     q_block = Block.of(batch, i, size["q"], seq)
     q, q_tokens = q_block.vectors(q_ref, head), _column(q_block.ids(q_tokens_ref))
-    row = _row(schedule.order, batch)
+    row = row_of(schedule.order, batch)
 
     def step(masked: bool, n: Array, state: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
         top, total, out = state
         kv_block = Block.of(batch, schedule.order[row, i, n], size["kv"], kv_seq if masked else size["kv"])
-        x = _products(formula, q, kv_block.vectors(k_ref, kv_head))
+        x = capped(formula, product(q, kv_block.vectors(k_ref, kv_head)))
         if masked:
             x = jnp.where(_seen(formula, q_tokens, kv_block, kv_tokens_ref), x, -jnp.inf)
-        new_top = jnp.maximum(top, to_log2 * x.max(axis=1))
-        weights = exp2(x, to_log2, less=new_top[:, None])
+        new_top = jnp.maximum(top, to_log2(formula) * x.max(axis=1))
+        weights = exp2(x, to_log2(formula), less=new_top[:, None])
         fade = jnp.exp2(top - new_top)
         total = total * fade + weights.sum(axis=1)
         v = kv_block.vectors(v_ref, kv_head)
@@ -258,7 +262,7 @@ def _dkv_kernel(
     kv_block = Block.of(batch, j, size["kv"], kv_seq)
     k, v = kv_block.vectors(k_ref, kv_head), kv_block.vectors(v_ref, kv_head)
     kv_tokens = _column(kv_block.ids(kv_tokens_ref))
-    row = _row(schedule.order, batch)
+    row = row_of(schedule.order, batch)
 
     def step(masked: bool, n: Array, state: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         dk, dv = state
@@ -268,9 +272,9 @@ def _dkv_kernel(
         # A query beyond the end has no weights, as if its softmax had an infinite sum.
         lse, delta = q_block.numbers(lse_ref, head, jnp.inf)[None, :], q_block.numbers(delta_ref, head)[None, :]
         seen = formula.mask.visible(_line(q_block.ids(q_tokens_ref)), kv_tokens) if masked else None
-        weights, slopes = _weights_and_slopes(formula, _products(formula, k, q), lse, seen)
+        weights, slopes = _weights_and_slopes(formula, capped(formula, product(k, q)), lse, seen)
         dv = [a + dot(weights.astype(p.dtype), p) for a, p in zip(dv, d_out, strict=False)]
-        d_x = _times(slopes, _product(v, d_out, less=delta), masked)
+        d_x = _times(slopes, product(v, d_out, less=delta), masked)
         dk = [a + dot(d_x.astype(p.dtype), p) for a, p in zip(dk, q, strict=False)]
         return dk, dv
 
@@ -306,13 +310,13 @@ def _dq_kernel(
     q, d_out = q_block.vectors(q_ref, head), q_block.vectors(d_out_ref, head)
     lse, delta = q_block.numbers(lse_ref, head)[:, None], q_block.numbers(delta_ref, head)[:, None]
     q_tokens = _column(q_block.ids(q_tokens_ref))
-    row = _row(schedule.order, batch)
+    row = row_of(schedule.order, batch)
 
     def step(masked: bool, n: Array, dq: list[Array]) -> list[Array]:
         kv_block = Block.of(batch, schedule.order[row, i, n], size["kv"], kv_seq if masked else size["kv"])
         k, v = kv_block.vectors(k_ref, kv_head), kv_block.vectors(v_ref, kv_head)
         seen = _seen(formula, q_tokens, kv_block, kv_tokens_ref) if masked else None
-        x, d_weights = _products(formula, q, k), _product(d_out, v, less=delta)
+        x, d_weights = capped(formula, product(q, k)), product(d_out, v, less=delta)
         _, slopes = _weights_and_slopes(formula, x, lse, seen)
         d_x = _times(slopes, d_weights, masked)
         return [a + dot(d_x.astype(p.dtype), p) for a, p in zip(dq, k, strict=True)]
@@ -324,26 +328,28 @@ def _dq_kernel(
     q_block.put_vectors(dq_ref, head, [formula.scale * x for x in dq])
 
 
-def _products(formula: Formula, x: list[Array], y: list[Array]) -> Float[Array, "rows columns"]:
-    """The logits but for a positive factor, which `_to_log2` includes: q @ k, or with a softcap its tanh."""
-    product = _product(x, y)
+def capped(formula: Formula, products: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
+    """The logits, but for a positive factor that `to_log2` has: q @ k as it is, or with a softcap its tanh."""
     if formula.softcap is None:
-        return product
+        return products
     # tanh(z) = 1 - 2 / (exp(2 z) + 1): two special instructions, where CUDA's own takes a branch and twenty others.
-    to_log2 = 2 * math.log2(math.e) * formula.scale / formula.softcap
-    return 1 - 2 / (exp2(product, to_log2, less=jnp.zeros_like(product)) + 1)
+    factor = 2 * math.log2(math.e) * formula.scale / formula.softcap
+    return 1 - 2 / (exp2(products, factor, less=jnp.zeros_like(products)) + 1)
 
 
-def _to_log2(formula: Formula) -> float:
-    """What turns `_products` into logits of a softmax in powers of two."""
+def to_log2(formula: Formula) -> float:
+    """What turns `capped` into logits of a softmax in powers of two."""
     return math.log2(math.e) * (formula.scale if formula.softcap is None else formula.softcap)
 
 
 def _weights_and_slopes(
-    formula: Formula, x: Float[Array, "rows columns"], lse: Float[Array, "..."], seen: Bool[Array, "rows columns"] | None
+    formula: Formula,
+    x: Float[Array, "rows columns"],
+    lse: Float[Array, "..."],
+    seen: Bool[Array, "rows columns"] | None,
 ) -> tuple[Float[Array, "rows columns"], Float[Array, "rows columns"]]:
-    """The softmax of logits given as `_products`, and what turns its gradients, less delta, into `scale` * q @ k's."""
-    weights = exp2(x, _to_log2(formula), less=math.log2(math.e) * lse)
+    """The softmax of logits given as `capped`, and what turns its gradients, less delta, into `scale` * q @ k's."""
+    weights = exp2(x, to_log2(formula), less=math.log2(math.e) * lse)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
     return weights, weights if formula.softcap is None else weights * (1 - jnp.square(x))
@@ -354,10 +360,12 @@ def _times(slopes: Float[Array, "rows columns"], d_weights: Float[Array, "rows c
     return jnp.where(slopes == 0, 0, slopes * d_weights) if masked else slopes * d_weights
 
 
-def _product(x: list[Array], y: list[Array], less: Float[Array, "..."] | None = None) -> Float[Array, "rows columns"]:
+def product(x: list[Array], y: list[Array], less: Float[Array, "..."] | None = None) -> Float[Array, "rows columns"]:
     """Each vector of x with each of y, both in pieces. What it is to be less by, is where the sum begins."""
     products = [dot(a, b, over=(1, 1)) for a, b in zip(x, y, strict=True)]
-    return functools.reduce(jnp.add, products if less is None else [jnp.broadcast_to(-less, products[0].shape), *products])
+    return functools.reduce(
+        jnp.add, products if less is None else [jnp.broadcast_to(-less, products[0].shape), *products]
+    )
 
 
 def _seen(formula: Formula, q_tokens: Tokens, kv_block: Block, kv_tokens_ref: Tokens) -> Bool[Array, "queries keys"]:
@@ -373,7 +381,7 @@ def _line(tokens: Tokens) -> Tokens:
     return jax.tree.map(lambda x: x[None, :], tokens)
 
 
-def _row(ref: Any, batch: Array) -> Array:
+def row_of(ref: Any, batch: Array) -> Array:
     """Where a row of the batch is in an array that may have one for all."""
     return jnp.minimum(batch, ref.shape[0] - 1)
 
@@ -395,5 +403,7 @@ def _cost(q: Array, k: Array, v: Array, products: int) -> pl.CostEstimate:
     """Of so many multiplications for each query and key, if all see all."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     return pl.CostEstimate(
-        flops=2 * pairs * products, transcendentals=pairs, bytes_accessed=(2 * q.size + k.size + v.size) * q.dtype.itemsize
+        flops=2 * pairs * products,
+        transcendentals=pairs,
+        bytes_accessed=(2 * q.size + k.size + v.size) * q.dtype.itemsize,
     )

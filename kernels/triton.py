@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from kernels.device import device
 
@@ -58,12 +58,12 @@ def pieces(width: int) -> list[Any]:
     return [pl.ds(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def inside(start: ArrayLike, size: int, length: int) -> Bool[Array, " size"] | None:
+def inside(start: Array, size: int, length: int) -> Bool[Array, " size"] | None:
     """Which indices of a block from `start` on are below `length`. None: all, since such blocks fill the length."""
     return None if length % size == 0 else start + jnp.arange(size, dtype=jnp.int32) < length
 
 
-def load(ref: Any, mask: Bool[Array, "..."] | None = None, other: float = 0) -> Array:
+def load(ref: Any, mask: Bool[Array, "..."] | None = None, other: ArrayLike = 0) -> Array:
     """The block, with `other` where the mask, which broadcasts to it, is False."""
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=other)
 
@@ -72,9 +72,7 @@ def store(ref: Any, value: Array, mask: Bool[Array, "..."] | None = None) -> Non
     plt.store(ref, value, mask=mask)
 
 
-def dot(
-    x: Float[Array, "..."], y: Float[Array, "..."], over: tuple[int, int] = (1, 0)
-) -> Float[Array, "rows columns"]:
+def dot(x: Float[Array, "..."], y: Float[Array, "..."], over: tuple[int, int] = (1, 0)) -> Float[Array, "rows columns"]:
     """The product of two matrices, summed in float32 over these axes of theirs. It never falls to TF32."""
     return lax.dot_general(
         x, y, (((over[0],), (over[1],)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32

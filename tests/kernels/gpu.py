@@ -1,0 +1,183 @@
+"""Compiles kernels for an NVIDIA H200 on any machine that has JAX's CUDA plugin, and reads what became of them.
+
+It says for each kernel how many registers a thread has and how many bytes of them it spills to memory, how much shared
+memory a block takes, and how many of its instructions multiply matrices: HGMMA is Hopper's own, of four warps at once,
+QGMMA the same in fp8 and IGMMA in int8, HMMA the older one of a single warp, at about half the speed. For the whole program it says how
+much memory it takes beside arguments and results. None of this is a time.
+
+A module of tests named test_compile*_gpu.py holds `CASES: dict[str, Case]`, and asserts that `complaints(__file__)` is
+empty. All cases of a module are compiled in one process of their own, since XLA reads its flags once. To look at them:
+
+    python -m tests.kernels.gpu test_compile_gpu [part]    # only cases whose name has the part
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+H200 = Path(__file__).with_name("h200.txtpb")
+ARCHITECTURE = "sm_90a"
+SHARED_BYTES = 227 * 1024  # that a block may have
+
+
+def _wheel_has(distribution: str, name: str) -> Path | None:
+    """Where a wheel that is installed keeps the file of this name."""
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())) for file in files if file.name == name), None)
+
+
+PTXAS, NVDISASM = _wheel_has("nvidia-cuda-nvcc", "ptxas"), _wheel_has("nvidia-cuda-nvdisasm", "nvdisasm")
+MISSING = [
+    name
+    for name, present in {
+        "jax-cuda13-plugin": importlib.util.find_spec("jax_cuda13_plugin"),
+        "nvidia-cuda-nvcc": PTXAS,
+        "nvidia-cuda-nvdisasm": NVDISASM,
+    }.items()
+    if not present
+]
+
+needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
+
+
+class Case(NamedTuple):
+    """A function to be compiled for arguments of these shapes (jax.ShapeDtypeStruct, in any pytree)."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    hgmma: tuple[str, ...]  # the kernels that have to multiply by HGMMA, QGMMA or IGMMA
+    temporary: int  # bytes that the program may take beside arguments and results
+
+
+def measure(module: str, part: str = "") -> dict[str, dict]:
+    """For each case {"error"}, or {"seconds", "temporary" bytes, "kernels": {name: {"registers", "spilled", ...}}}."""
+    with tempfile.TemporaryDirectory() as work:
+        result, dump = Path(work) / "result.json", Path(work) / "dump"
+        flags = f"--xla_dump_to={dump} --xla_dump_emitter_re=.*ptx.*"
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.kernels.gpu", "--compile", module, part, str(dump), str(result)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr[-5000:]
+        return json.loads(result.read_text())
+
+
+def complaints(file: str) -> list[str]:
+    """What is wrong with the cases of this file of tests."""
+    cases = importlib.import_module(f"tests.kernels.{Path(file).stem}").CASES
+    return [
+        f"{name}: {fault}" for name, found in measure(Path(file).stem).items() for fault in _faults(cases[name], found)
+    ]
+
+
+def _faults(case: Case, found: dict) -> list[str]:
+    if "error" in found:
+        return [found["error"]]
+    kernels, faults = found["kernels"], []
+    for name, kernel in kernels.items():
+        if kernel["spilled"]:
+            faults.append(f"{name} spills {kernel['spilled']} bytes of registers")
+        if kernel["serialized"]:
+            faults.append(f"{name} has too few registers to multiply while it does anything else")
+        if kernel["shared"] > SHARED_BYTES:
+            faults.append(f"{name} takes {kernel['shared']} bytes of shared memory")
+    for name in case.hgmma:
+        called = [kernel for each, kernel in kernels.items() if each.split("__")[0] == name]  # twice: "name__1"
+        if not called or not all(kernel["HGMMA"] + kernel["QGMMA"] + kernel["IGMMA"] for kernel in called):
+            faults.append(f"{name} does not multiply by HGMMA")
+    if found["temporary"] > case.temporary:
+        faults.append(f"it takes {found['temporary']} bytes, and {case.temporary} are allowed")
+    return faults
+
+
+def _compile(module: str, part: str, dump: Path, result: Path) -> None:
+    """Compiles the cases, in the process made for it, and writes what `measure` returns."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
+    mesh = Mesh(np.array(topology.devices)[:1], ("device",))
+    cases = importlib.import_module(f"tests.kernels.{module}").CASES
+    found = {name: _compile_one(case, mesh, dump) for name, case in cases.items() if part in name}
+    result.write_text(json.dumps(found))
+
+
+def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
+    start = time.monotonic()
+    on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    try:
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(case.function).lower(*jax.tree.map(on_mesh, case.arguments)).compile()
+    except Exception as error:  # any: it is one case's result, and others follow
+        return {"error": f"{type(error).__name__}: {str(error)[:3000]}"}
+    seconds = time.monotonic() - start
+    kernels: dict[str, dict] = {}
+    for file in sorted(dump.glob("*.ptx")):
+        kernels |= _kernels(file)
+    for file in dump.glob("*.thunk_sequence.txt"):
+        for name, shared in re.findall(r"(\S+) grid: .*shared_memory: (\d+) bytes", file.read_text()):
+            kernels[name]["shared"] = int(shared)
+    for file in dump.iterdir():
+        file.unlink()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return {"seconds": round(seconds, 1), "temporary": memory.temp_size_in_bytes, "kernels": kernels}
+
+
+def _kernels(ptx: Path) -> dict[str, dict]:
+    """What the kernels of a file become: `ptxas` says what it gives them, `nvdisasm` which instructions they are."""
+    assert PTXAS is not None and NVDISASM is not None, MISSING
+    cubin = ptx.with_suffix(".cubin")
+    said = _run(PTXAS, "--verbose", f"--gpu-name={ARCHITECTURE}", "--output-file", str(cubin), str(ptx))
+    assembly = dict(re.findall(r"\n\.text\.(\w+):\n(.*?)(?=\n\.text\.|\Z)", _run(NVDISASM, str(cubin)), re.DOTALL))
+    kernels = {}
+    properties = (
+        r"Function properties for (\w+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads\n.*?Used (\d+) reg"
+    )
+    for name, stored, loaded, registers in re.findall(properties, said):
+        kernels[name] = {
+            "registers": int(registers),
+            "spilled": int(stored) + int(loaded),
+            "serialized": bool(re.search(rf"wgmma.* serialized .*'{name}'", said)),
+            "shared": 0,
+            **{kind: assembly[name].count(f"{kind}.") for kind in ("HGMMA", "QGMMA", "IGMMA", "HMMA")},
+        }
+    return kernels
+
+
+def _run(*command: object) -> str:
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout + process.stderr
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["--compile", module, part, dump, result]:
+            _compile(module, part, Path(dump), Path(result))
+        case [module, *part]:
+            for name, found in measure(module, *part).items():
+                print(f"{name}: {json.dumps(found)}")
+        case _:
+            sys.exit(__doc__)
