@@ -38,9 +38,11 @@ from kernels.reference import LOWEST
 
 
 LOG2_E = math.log2(math.e)
-SUBLANES = 8  # rows of a register
+SUBLANES, LANES = 8, 128  # of a register
 FIRST, LAST = 4, 8  # steps of a block; beside SKIP, PARTIAL and FULL in a step's lowest bits
-INDEX_BITS = 13  # of a block's index in a step, above these
+MOST_BLOCKS = 1 << 13  # of one kind: a step has room for so many, above these bits
+FIRST, LAST = 4, 8  # steps of a block; beside SKIP, PARTIAL and FULL in a step's lowest bits
+MOST_BLOCKS = 1 << 13  # of one kind: a step has room for so many, above these bits
 ONES = 16  # rows of ones below the values: one would do, but rows come by 16 in bfloat16
 VMEM = 48 << 20  # bytes that a kernel may take; every TPU has at least 64 MiB
 SMEM = 256 << 10  # bytes that the list of steps may take; every TPU has 1 MiB
@@ -92,29 +94,26 @@ def attention(
 
 
 class Cut(NamedTuple):
-    """How a kernel cuts queries and keys into blocks, and brings what belongs to them into an order of blocks.
+    """How a kernel cuts queries and keys, and brings what belongs to them into its order: by head, then by token.
 
-    All arrays become (batch, kv_heads, blocks, ...), and a kernel is given what follows. Tokens that only fill the last
-    block are zeros.
+    A model that has its heads in that order in memory pays nothing for it. The tokens that fill the last block are 0.
     """
 
     seq: int
     kv_seq: int
-    kv_heads: int
     group: int  # query heads that share a key/value head
     q: int  # tokens in a block of queries
     kv: int  # and in one of keys
     strip: int  # queries at a time, of one head
-    piece: int  # keys at a time
 
     @classmethod
     def of(cls, kernel: str, q: Array, k: Array) -> "Cut":
         (seq, heads, dim), (kv_seq, kv_heads) = q.shape[1:], k.shape[1:3]
-        sizes = blocks.sizes("attention_tpu", kernel, q.dtype, f"d{dim}")
-        strip, piece, group = sizes["strip"], sizes["piece"], heads // kv_heads
-        whole = lambda most, length, unit: max(unit, min(most, -(-length // unit) * unit) // unit * unit)
-        q_block = whole(min(sizes["q"], sizes["rows"] // group), seq, strip)
-        return cls(seq, kv_seq, kv_heads, group, q_block, whole(sizes["kv"], kv_seq, piece), strip, piece)
+        sizes = blocks.sizes("attention_tpu", kernel, q.dtype, f"d{-(-dim // 64) * 64}")
+        group, strip = heads // kv_heads, sizes["strip"]
+        up = lambda length, unit: -(-length // unit) * unit
+        q_block = min(sizes["q"], max(sizes["rows"] // group, strip) // strip * strip, up(seq, strip))
+        return cls(seq, kv_seq, group, q_block, min(sizes["kv"], up(kv_seq, LANES)), strip)
 
     @property
     def q_blocks(self) -> int:
@@ -125,100 +124,173 @@ class Cut(NamedTuple):
         return -(-self.kv_seq // self.kv)
 
     @property
-    def strips(self) -> int:
-        return self.group * self.q // self.strip
+    def parts(self) -> int:
+        """Strips of one head in a block."""
+        return self.q // self.strip
 
-    def queries(self, x: Float[Array, "batch seq heads dim"]) -> Float[Array, "batch kv_heads blocks strips strip dim"]:
-        x = _pad(x, 1, self.q_blocks * self.q)
-        x = x.reshape(len(x), self.q_blocks, self.q, self.kv_heads, self.group, -1).transpose(0, 3, 1, 4, 2, 5)
-        return x.reshape(*x.shape[:3], self.strips, self.strip, -1)
+    @property
+    def strips(self) -> int:
+        """Strips in a block."""
+        return self.group * self.parts
+
+    def queries(self, x: Float[Array, "batch seq heads dim"]) -> Float[Array, "batch kv_heads group strips strip dim"]:
+        x = _pad(x, 1, self.q_blocks * self.q).swapaxes(1, 2)
+        return x.reshape(len(x), -1, self.group, self.q_blocks * self.parts, self.strip, x.shape[3])
 
     def from_queries(
-        self, x: Float[Array, "batch kv_heads blocks strips strip dim"]
+        self, x: Float[Array, "batch kv_heads group strips strip dim"]
     ) -> Float[Array, "batch seq heads dim"]:
-        x = x.reshape(*x.shape[:3], self.group, self.q, -1).transpose(0, 2, 4, 1, 3, 5)
-        return x.reshape(len(x), self.q_blocks * self.q, self.kv_heads * self.group, -1)[:, : self.seq]
+        return x.reshape(len(x), -1, self.q_blocks * self.q, x.shape[5]).swapaxes(1, 2)[:, : self.seq]
 
-    def keys(self, x: Float[Array, "batch kv_seq kv_heads dim"]) -> Float[Array, "batch kv_heads blocks kv dim"]:
-        x = _pad(x, 1, self.kv_blocks * self.kv)
-        return x.reshape(len(x), self.kv_blocks, self.kv, self.kv_heads, -1).transpose(0, 3, 1, 2, 4)
-
-    def from_keys(self, x: Float[Array, "batch kv_heads blocks kv dim"]) -> Float[Array, "batch kv_seq kv_heads dim"]:
-        x = x.transpose(0, 2, 3, 1, 4)
-        return x.reshape(len(x), self.kv_blocks * self.kv, self.kv_heads, -1)[:, : self.kv_seq]
-
-    def rows(self, x: Float[Array, "batch heads seq"]) -> Float[Array, "batch kv_heads blocks strips 1 strip"]:
+    def rows(self, x: Float[Array, "batch heads seq"]) -> Float[Array, "batch kv_heads group strips 1 strip"]:
         return self.queries(x.swapaxes(1, 2)[..., None]).swapaxes(4, 5)
 
-    def tokens(self, x: Tokens, block: int, part: int) -> Tokens:
-        """Of (batch or 1, tokens), each array as (batch or 1, 1, blocks, parts of a block, 1, part)."""
-        cut = lambda x: _pad(x, 1, -(-x.shape[1] // block) * block).reshape(len(x), 1, -1, block // part, 1, part)
-        return jax.tree.map(cut, x)
+    def from_rows(self, x: Float[Array, "batch kv_heads group strips 1 strip"]) -> Float[Array, "batch heads seq"]:
+        return self.from_queries(x.swapaxes(4, 5))[..., 0].swapaxes(1, 2)
+
+    def keys(self, x: Float[Array, "batch kv_seq kv_heads dim"]) -> Float[Array, "batch kv_heads blocks kv dim"]:
+        x = _pad(x, 1, self.kv_blocks * self.kv).swapaxes(1, 2)
+        return x.reshape(*x.shape[:2], self.kv_blocks, self.kv, x.shape[3])
+
+    def from_keys(self, x: Float[Array, "batch kv_heads blocks kv dim"]) -> Float[Array, "batch kv_seq kv_heads dim"]:
+        return x.reshape(*x.shape[:2], -1, x.shape[4]).swapaxes(1, 2)[:, : self.kv_seq]
+
+    def q_tokens(self, x: Tokens) -> Tokens:
+        """Each array as (batch or 1, 1, 1, strips, 1, strip)."""
+        return jax.tree.map(lambda x: _pad(x, 1, self.q_blocks * self.q).reshape(len(x), 1, 1, -1, 1, self.strip), x)
+
+    def kv_tokens(self, x: Tokens) -> Tokens:
+        """Each array as (batch or 1, 1, blocks, pieces, 1, piece)."""
+        shape = (1, self.kv_blocks, -1, 1, min(self.kv, LANES))
+        return jax.tree.map(lambda x: _pad(x, 1, self.kv_blocks * self.kv).reshape(len(x), *shape), x)
+
+
+class Strip(NamedTuple):
+    """A strip of a block of queries, as an index: which head of the group, and which part of the tokens."""
+
+    head: Any
+    part: Any
+
+
+# masked(x, i, fill) is `x`, with a value for each key and for each query of strip i, and `fill` where it is not seen.
+Masked = Callable[[Array, Strip, float], Array]
+
+
+class Step(NamedTuple):
+    """One step of a kernel: a block of keys, and one of queries with all heads of the group."""
+
+    bits: Int[Array, ""]  # as `_steps` packs them
+    formula: Formula
+    cut: Cut
+    q_tokens: Any  # Refs (1, parts, 1, strip)
+    kv_tokens: Any  # Refs (pieces, 1, piece)
+    seen: Any  # a Ref (parts, kv, strip), for 1 where the query sees the key
+
+    def when(self, flag: int) -> Callable:
+        return pl.when(self.bits & flag != 0)
+
+    def strip(self, n: Any) -> Strip:
+        return Strip(lax.div(n, jnp.int32(self.cut.parts)), lax.rem(n, jnp.int32(self.cut.parts)))
+
+    def for_each_strip(self, body: Callable[[Strip], None]) -> Callable[[], None]:
+        return lambda: lax.fori_loop(0, self.cut.strips, lambda n, _: body(self.strip(n)), None)
+
+    def work(self, multiply: Callable[[Strip, Masked], None], add: Callable[[Strip, Masked], None]) -> None:
+        """`multiply(i, masked)` for each strip i, and one strip later `add(i, masked)`, which uses up what that left.
+
+        Nothing happens where no query sees any key.
+        """
+
+        def all_strips(masked: Masked) -> None:
+            def both(n: Any, _: None) -> None:
+                add(self.strip(n), masked)
+                multiply(self.strip(n + 1), masked)
+
+            first, last = jnp.int32(0), jnp.int32(self.cut.strips - 1)
+            multiply(self.strip(first), masked)
+            lax.fori_loop(first, last, both, None)
+            add(self.strip(last), masked)
+
+        @pl.when(self.bits & 3 == FULL)
+        def _() -> None:
+            all_strips(lambda x, i, fill: x)
+
+        @pl.when(self.bits & 3 == PARTIAL)
+        def _() -> None:
+            self._look()
+            all_strips(lambda x, i, fill: jnp.where(self.seen[i.part] != 0, x, fill))
+
+    def _look(self) -> None:
+        """Fills `seen`, for all heads at once."""
+        cut, pieces = self.cut, len(self.kv_tokens.positions)
+        first = (self.bits >> 4 & MOST_BLOCKS - 1) * cut.kv
+
+        def look(n: Any, _: None) -> None:
+            part, piece = n // pieces, n % pieces
+            q = jax.tree.map(lambda x: x[0, part], self.q_tokens)
+            kv = jax.tree.map(lambda x: jnp.broadcast_to(x[piece], (cut.strip, x.shape[2])).T, self.kv_tokens)
+            seen = self.formula.mask.visible(q, kv)
+            start = pl.multiple_of(piece * len(seen), len(seen))
+            if cut.kv_seq % cut.kv:
+                seen &= first + start + lax.broadcasted_iota(jnp.int32, seen.shape, 0) < cut.kv_seq
+            self.seen[part, pl.ds(start, len(seen)), :] = seen.astype(jnp.int32)
+
+        lax.fori_loop(0, cut.parts * pieces, look, None)
 
 
 def forward(formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens) -> tuple[Array, Array]:
     """`flash.Flash.forward`, with the output in float32."""
     cut, (dim, v_dim) = Cut.of("forward", q, k), (q.shape[3], v.shape[3])
-    ones_below = jnp.pad(cut.keys(v).swapaxes(3, 4), ((0, 0),) * 3 + ((0, ONES), (0, 0)), constant_values=1)
+    queries = cut.queries(q)
+    v_and_ones = jnp.pad(cut.keys(v).swapaxes(3, 4), ((0, 0),) * 3 + ((0, ONES), (0, 0)), constant_values=1)
     out, lse = _launch(
         _forward_kernel,
         "forward",
         (formula, cut, q_tokens, kv_tokens),
-        q_side=(cut.queries(q),),
-        kv_side=(cut.keys(k), ones_below),
-        results=[((cut.strips, cut.strip, v_dim), jnp.float32), ((cut.strips, 1, cut.strip), jnp.float32)],
+        q_side=(queries,),
+        kv_side=(cut.keys(k), v_and_ones),
+        results=[((*queries.shape[:5], v_dim), jnp.float32), ((*queries.shape[:4], 1, cut.strip), jnp.float32)],
         scratch=[
-            ((cut.strips, 1, cut.strip), jnp.float32),
-            ((cut.strips, v_dim + ONES, cut.strip), jnp.float32),
-            ((SUBLANES, cut.strip), jnp.float32),
-            ((cut.kv, cut.strip), jnp.float32),
-            ((cut.kv, cut.strip), q.dtype),
+            (cut.group, cut.parts, 1, cut.strip),
+            (cut.group, cut.parts, v_dim + ONES, cut.strip),
+            (SUBLANES, cut.strip),
+            (cut.kv, cut.strip),
         ],
         depth=dim + v_dim,
     )
-    return cut.from_queries(out), cut.from_queries(lse.swapaxes(4, 5))[..., 0].swapaxes(1, 2)
+    return cut.from_queries(out), cut.from_rows(lse)
 
 
 def _forward_kernel(
-    step: "Step", q: Any, k: Any, v_and_ones: Any, out: Any, lse: Any,
-    top: Any, total: Any, peak: Any, logits: Any, weights: Any,
-) -> None:  # fmt: skip
+    step: Step, q: Any, k: Any, v_and_ones: Any, out: Any, lse: Any, top: Any, total: Any, peak: Any, logits: Any
+) -> None:
     """`top` is each query's greatest logit so far; `peak` is that of the strip ahead, for every eighth key."""
-    v_dim = out.shape[2]
+    v_dim = out.shape[3]
 
     @step.when(FIRST)
     def _() -> None:
         top[...] = jnp.full_like(top, LOWEST)
         total[...] = jnp.zeros_like(total)
-        peak[...] = jnp.full_like(peak, LOWEST)
 
-    def multiply(i: Any, keys: Any, masked: Masked) -> None:
-        x = masked(_logits(step.formula, k[keys, :], q[i]), i, keys, -jnp.inf)
-        logits[keys, :] = x
-        peak[...] = jnp.maximum(peak[...], x.reshape(-1, *peak.shape).max(axis=0))
+    def multiply(i: Strip, masked: Masked) -> None:
+        x = masked(_logits(step.formula, k[...], q[i]), i, -jnp.inf)
+        logits[...] = x
+        peak[...] = x.reshape(-1, *peak.shape).max(axis=0)
 
-    def begin(i: Any) -> Array:
+    def add(i: Strip, _: Masked) -> None:
         before = top[i]
         top[i] = jnp.maximum(before, peak[...].max(axis=0, keepdims=True))
-        peak[...] = jnp.full_like(peak, LOWEST)
-        return jnp.exp2(before - top[i])
+        weights = jnp.exp2(logits[...] - top[i]).astype(v_and_ones.dtype)
+        total[i] = total[i] * jnp.exp2(before - top[i]) + _dot(v_and_ones[...], weights, 1, 0)
 
-    def weigh(i: Any, keys: Any, masked: Masked) -> None:
-        weights[keys, :] = jnp.exp2(logits[keys, :] - top[i]).astype(weights.dtype)
-
-    def add(i: Any, fade: Array) -> None:
-        total[i] = total[i] * fade + _dot(v_and_ones[...], weights[...], 1, 0)
-
-    step.for_each_strip(multiply, begin, weigh, add)
+    step.work(multiply, add)
 
     @step.when(LAST)
-    def _() -> None:
-        def write(i: Any, _: None) -> None:
-            weight = total[i, v_dim : v_dim + 1, :]
-            out[i] = (total[i, :v_dim, :] / jnp.where(weight == 0, 1, weight)).T
-            lse[i] = jnp.where(weight == 0, LOWEST, (top[i] + jnp.log2(weight)) / LOG2_E)
-
-        lax.fori_loop(0, len(out), write, None)
+    @step.for_each_strip
+    def _(i: Strip) -> None:
+        weight = total[*i, v_dim : v_dim + 1, :]
+        out[i] = (total[*i, :v_dim, :] / jnp.where(weight == 0, 1, weight)).T
+        lse[i] = jnp.where(weight == 0, LOWEST, (top[i] + jnp.log2(weight)) / LOG2_E)
 
 
 def backward(
@@ -230,83 +302,73 @@ def backward(
     lse = jnp.maximum(lse * LOG2_E, LOWEST)  # in powers of two, and finite, which LOWEST * LOG2_E is not
 
     cut = Cut.of("dq", q, k)
+    queries, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)
     (dq,) = _launch(
         _dq_kernel,
         "dq",
         (formula, cut, q_tokens, kv_tokens),
-        q_side=(*map(cut.queries, (q, d_out)), *map(cut.rows, (lse, delta))),
-        kv_side=(cut.keys(k), cut.keys(v), cut.keys(k).swapaxes(3, 4)),
-        results=[((cut.strips, cut.strip, dim), q.dtype)],
-        scratch=[
-            ((cut.strips, dim, cut.strip), jnp.float32),
-            *[((cut.kv, cut.strip), dtype) for dtype in (jnp.float32, jnp.float32, q.dtype)],
-        ],
+        q_side=(queries, cut.queries(d_out), cut.rows(lse), cut.rows(delta)),
+        kv_side=(keys, values, keys.swapaxes(3, 4)),
+        results=[(queries.shape, q.dtype)],
+        scratch=[(cut.group, cut.parts, dim, cut.strip), (cut.kv, cut.strip), (cut.kv, cut.strip)],
         depth=2 * dim + v_dim,
     )
     dq = cut.from_queries(dq)
 
     cut = Cut.of("dkv", q, k)
+    queries, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)
     dk, dv = _launch(
         _dkv_kernel,
         "dkv",
         (formula, cut, q_tokens, kv_tokens),
-        q_side=(*map(cut.queries, (q, d_out)), *map(cut.rows, (lse, delta))),
-        kv_side=(cut.keys(k), cut.keys(v)),
-        results=[((cut.kv, dim), q.dtype), ((cut.kv, v_dim), q.dtype)],
-        scratch=[
-            ((cut.kv, dim), jnp.float32),
-            ((cut.kv, v_dim), jnp.float32),
-            *[((cut.kv, cut.strip), dtype) for dtype in (jnp.float32, jnp.float32, q.dtype, q.dtype)],
-        ],
+        q_side=(queries, cut.queries(d_out), cut.rows(lse), cut.rows(delta)),
+        kv_side=(keys, values),
+        results=[(keys.shape, q.dtype), (values.shape, q.dtype)],
+        scratch=[(cut.kv, dim), (cut.kv, v_dim), (cut.kv, cut.strip), (cut.kv, cut.strip)],
         depth=2 * dim + 2 * v_dim,
     )
     return dq, cut.from_keys(dk), cut.from_keys(dv)
 
 
 def _dq_kernel(
-    step: "Step", q: Any, d_out: Any, lse: Any, delta: Any, k: Any, v: Any, k_transposed: Any, dq: Any,
-    total: Any, logits: Any, d_weights: Any, d_logits: Any,
+    step: Step, q: Any, d_out: Any, lse: Any, delta: Any, k: Any, v: Any, k_transposed: Any, dq: Any,
+    total: Any, logits: Any, d_weights: Any,
 ) -> None:  # fmt: skip
     @step.when(FIRST)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    def weigh(i: Any, keys: Any, masked: Masked) -> None:
-        _, slope = _weights(step.formula, logits[keys, :], d_weights[keys, :], lse[i], delta[i], i, keys, masked)
-        d_logits[keys, :] = slope.astype(d_logits.dtype)
+    multiply, weigh = _both(step.formula, q, d_out, lse, delta, k, v, logits, d_weights)
 
-    def add(i: Any, _: None) -> None:
-        total[i] += _dot(k_transposed[...], d_logits[...], 1, 0)
+    def add(i: Strip, masked: Masked) -> None:
+        _, slopes = weigh(i, masked)
+        total[i] += _dot(k_transposed[...], slopes, 1, 0)
 
-    step.for_each_strip(_multiplier(step.formula, q, k, v, d_out, logits, d_weights), lambda i: None, weigh, add)
+    step.work(multiply, add)
 
     @step.when(LAST)
-    def _() -> None:
-        def write(i: Any, _: None) -> None:
-            dq[i] = (step.formula.scale * total[i]).T.astype(dq.dtype)
-
-        lax.fori_loop(0, len(dq), write, None)
+    @step.for_each_strip
+    def _(i: Strip) -> None:
+        dq[i] = (step.formula.scale * total[i]).T.astype(dq.dtype)
 
 
 def _dkv_kernel(
-    step: "Step", q: Any, d_out: Any, lse: Any, delta: Any, k: Any, v: Any, dk: Any, dv: Any,
-    k_total: Any, v_total: Any, logits: Any, d_weights: Any, weights: Any, d_logits: Any,
+    step: Step, q: Any, d_out: Any, lse: Any, delta: Any, k: Any, v: Any, dk: Any, dv: Any,
+    k_total: Any, v_total: Any, logits: Any, d_weights: Any,
 ) -> None:  # fmt: skip
     @step.when(FIRST)
     def _() -> None:
         k_total[...] = jnp.zeros_like(k_total)
         v_total[...] = jnp.zeros_like(v_total)
 
-    def weigh(i: Any, keys: Any, masked: Masked) -> None:
-        w, slope = _weights(step.formula, logits[keys, :], d_weights[keys, :], lse[i], delta[i], i, keys, masked)
-        weights[keys, :] = w.astype(weights.dtype)
-        d_logits[keys, :] = slope.astype(d_logits.dtype)
+    multiply, weigh = _both(step.formula, q, d_out, lse, delta, k, v, logits, d_weights)
 
-    def add(i: Any, _: None) -> None:
-        k_total[...] += _dot(d_logits[...], q[i], 1, 0)
-        v_total[...] += _dot(weights[...], d_out[i], 1, 0)
+    def add(i: Strip, masked: Masked) -> None:
+        weights, slopes = weigh(i, masked)
+        v_total[...] += _dot(weights, d_out[i], 1, 0)
+        k_total[...] += _dot(slopes, q[i], 1, 0)
 
-    step.for_each_strip(_multiplier(step.formula, q, k, v, d_out, logits, d_weights), lambda i: None, weigh, add)
+    step.work(multiply, add)
 
     @step.when(LAST)
     def _() -> None:
@@ -314,193 +376,24 @@ def _dkv_kernel(
         dv[...] = v_total[...].astype(dv.dtype)
 
 
-def _multiplier(formula: Formula, q: Any, k: Any, v: Any, d_out: Any, logits: Any, d_weights: Any) -> Callable:
-    """What both kernels of the gradients multiply ahead."""
+def _both(
+    formula: Formula, q: Any, d_out: Any, lse: Any, delta: Any, k: Any, v: Any, logits: Any, d_weights: Any
+) -> tuple[Callable[[Strip, Masked], None], Callable[[Strip, Masked], tuple[Array, Array]]]:
+    """What the kernels of dq and of dk and dv have in common."""
 
-    def multiply(i: Any, keys: Any, masked: Masked) -> None:
-        logits[keys, :] = _logits(formula, k[keys, :], q[i])
-        d_weights[keys, :] = _dot(v[keys, :], d_out[i], 1, 1)
+    def multiply(i: Strip, _: Masked) -> None:
+        logits[...] = _logits(formula, k[...], q[i])
+        d_weights[...] = _dot(v[...], d_out[i], 1, 1)
 
-    return multiply
+    def weigh(i: Strip, masked: Masked) -> tuple[Array, Array]:
+        """The weights, and the gradients of the logits, but for the scale."""
+        weights = masked(jnp.exp2(logits[...] - lse[i]), i, 0.0)
+        slopes = weights * (d_weights[...] - delta[i])
+        if formula.softcap is not None:
+            slopes *= 1 - jnp.square(logits[...] / (formula.softcap * LOG2_E))
+        return weights.astype(q.dtype), masked(slopes, i, 0.0).astype(q.dtype)
 
-
-def _weights(
-    formula: Formula, logits: Array, d_weights: Array, lse: Array, delta: Array, i: Any, keys: Any, masked: "Masked"
-) -> tuple[Array, Array]:
-    """The weights, and the gradients of the logits, but for the scale."""
-    weights = masked(jnp.exp2(logits - lse), i, keys, 0.0)
-    slope = weights * (d_weights - delta)
-    if formula.softcap is not None:
-        slope *= 1 - jnp.square(logits / (formula.softcap * LOG2_E))
-    return weights, masked(slope, i, keys, 0.0)
-
-
-# masked(x, i, keys, fill): `x`, a value for each of these keys and of the queries of strip i, and `fill` where unseen.
-Masked = Callable[[Array, Any, Any, float], Array]
-
-
-class Step(NamedTuple):
-    """One step of a kernel: a block of keys, and one of queries with all heads of the group."""
-
-    bits: Int[Array, ""]  # as `_steps` packs them
-    formula: Formula
-    cut: Cut
-    q_tokens: Any  # Refs (parts, 1, strip)
-    kv_tokens: Any  # Refs (pieces, 1, piece)
-    seen: Any  # a Ref (parts, kv, strip), for 1 where the query sees the key
-
-    def when(self, flag: int) -> Callable:
-        return pl.when(self.bits & flag != 0)
-
-    def for_each_strip(self, multiply: Callable, begin: Callable, weigh: Callable, add: Callable) -> None:
-        """For each strip i of queries, unless nobody sees anything,
-
-        - `multiply(i, keys, masked)` for each piece of the keys, during the strip before,
-        - `state = begin(i)`,
-        - `weigh(i, keys, masked)` for each piece, which uses up what `multiply` left for it, and
-        - `add(i, state)`.
-        """
-        cut = self.cut
-        pieces = [pl.ds(start, cut.piece) for start in range(0, cut.kv, cut.piece)]
-
-        def all_strips(masked: Masked) -> None:
-            def strip(i: Any, is_last: bool) -> None:
-                state = begin(i)
-                for keys in pieces:
-                    weigh(i, keys, masked)
-                    if not is_last:
-                        multiply(i + 1, keys, masked)
-                add(i, state)
-
-            for keys in pieces:
-                multiply(0, keys, masked)
-            lax.fori_loop(0, cut.strips - 1, lambda i, _: strip(i, is_last=False), None)
-            strip(cut.strips - 1, is_last=True)
-
-        @pl.when(self.bits & 3 == FULL)
-        def _() -> None:
-            all_strips(lambda x, i, keys, fill: x)
-
-        @pl.when(self.bits & 3 == PARTIAL)
-        def _() -> None:
-            self._look()
-            all_strips(lambda x, i, keys, fill: jnp.where(self.seen[i % len(self.seen), keys, :] != 0, x, fill))
-
-    def _look(self) -> None:
-        """Fills `seen`, for all heads at once."""
-        cut = self.cut
-        start = (self.bits >> 4 & (1 << INDEX_BITS) - 1) * cut.kv
-
-        def part(i: Any, _: None) -> None:
-            def piece(j: Any, _: None) -> None:
-                q = jax.tree.map(lambda x: x[i], self.q_tokens)
-                kv = jax.tree.map(lambda x: jnp.broadcast_to(x[j], (cut.strip, cut.piece)).T, self.kv_tokens)
-                keys = pl.ds(pl.multiple_of(j * cut.piece, cut.piece), cut.piece)
-                seen = self.formula.mask.visible(q, kv)
-                if cut.kv_seq % cut.kv:
-                    index = start + j * cut.piece + lax.broadcasted_iota(jnp.int32, seen.shape, 0)
-                    seen &= index < cut.kv_seq
-                self.seen[i, keys, :] = seen.astype(jnp.int32)
-
-            lax.fori_loop(0, cut.kv // cut.piece, piece, None)
-
-        lax.fori_loop(0, len(self.seen), part, None)
-
-
-def _steps(
-    classes: Int8[Array, "rows q_blocks kv_blocks"], by_key: bool
-) -> tuple[Int[Array, "rows length"], Int[Array, ""]]:
-    """The pairs of blocks to visit, sorted by block of queries, or of keys, and how many these are in the longest row.
-
-    Each is packed into 32 bits: the block of queries, that of keys, whether it is the first or the last of its block of
-    the sorted side, and its class. A block that no other sees has one step of class SKIP, so that its result is
-    written. Shorter rows repeat their last pair, which loads nothing, as a step of class SKIP without flags.
-    """
-    rows, q_blocks, kv_blocks = classes.shape
-    pairs = jnp.arange(q_blocks)[:, None] << INDEX_BITS | jnp.arange(kv_blocks)[None, :]
-    steps = (pairs << 4)[None] | classes.astype(jnp.int32)
-    if by_key:
-        steps = steps.swapaxes(1, 2)
-    seen = steps & 3 != SKIP
-    visited = seen.at[:, :, 0].set(seen[:, :, 0] | ~seen.any(axis=2))
-    ordinal = jnp.cumsum(visited, axis=2, dtype=jnp.int32)
-    steps |= jnp.where(ordinal == 1, FIRST, 0) | jnp.where(ordinal == ordinal[:, :, -1:], LAST, 0)
-
-    steps, visited = steps.reshape(rows, -1), visited.reshape(rows, -1)
-    order = jnp.argsort(~visited, axis=1)
-    count = visited.sum(axis=1, dtype=jnp.int32)[:, None]
-    index = jnp.arange(steps.shape[1])[None, :]
-    steps = jnp.take_along_axis(steps, jnp.take_along_axis(order, jnp.minimum(index, count - 1), axis=1), axis=1)
-    return jnp.where(index < count, steps, steps & -16), count.max()
-
-
-def _launch(
-    kernel: Callable[..., None],
-    name: str,
-    on: tuple[Formula, Cut, Tokens, Tokens],
-    q_side: tuple[Array, ...],
-    kv_side: tuple[Array, ...],
-    results: list[tuple[tuple[int, ...], Any]],
-    scratch: list[tuple[tuple[int, ...], Any]],
-    depth: int,
-) -> list[Array]:
-    """Runs `kernel(step, *q_side, *kv_side, *results, *scratch)` for each step, with Refs of one block of each array.
-
-    The arrays are (batch, kv_heads, blocks, ...). So are the results, given without these axes; those of "dkv" have
-    blocks of keys, and the others blocks of queries. `depth` is how many features are multiplied for each logit.
-    """
-    formula, cut, q_tokens, kv_tokens = on
-    by_key = name == "dkv"
-    classes = block_classes(formula.mask, q_tokens, kv_tokens, cut.q, cut.kv)
-    steps, count = _steps(classes, by_key)
-    batch = len(q_side[0])
-    of_query, of_key = INDEX_BITS + 4, 4
-
-    def spec(shift: int, x: Any) -> pl.BlockSpec:
-        def index(b: Any, h: Any, s: Any, steps: Any) -> tuple[Any, ...]:
-            block = steps[jnp.minimum(b, len(classes) - 1), s] >> shift & (1 << INDEX_BITS) - 1
-            first = (jnp.minimum(i, size - 1) for i, size in zip((b, h), x.shape, strict=False))
-            return (*first, block, *(0,) * (x.ndim - 3))
-
-        return pl.BlockSpec((None, None, None, *x.shape[3:]), index)
-
-    q_side = (cut.tokens(q_tokens, cut.q, cut.strip), *q_side)
-    kv_side = (cut.tokens(kv_tokens, cut.kv, cut.piece), *kv_side)
-    axes = (batch, cut.kv_heads, cut.kv_blocks if by_key else cut.q_blocks)
-    out_shape = [jax.ShapeDtypeStruct((*axes, *shape), dtype) for shape, dtype in results]
-    scratch = [((cut.q // cut.strip, cut.kv, cut.strip), jnp.int32), *scratch]
-
-    def run(steps: Any, q_side: Any, kv_side: Any, *rest: Any) -> None:
-        bits = steps[jnp.minimum(pl.program_id(0), len(classes) - 1), pl.program_id(2)]
-        *results, seen = rest[: len(out_shape) + 1]
-        step = Step(bits, formula, cut, q_side[0], kv_side[0], seen)
-        kernel(step, *q_side[1:], *kv_side[1:], *results, *rest[len(out_shape) + 1 :])
-
-    pairs = batch * cut.kv_heads * cut.group * cut.seq * cut.kv_seq // 2  # as if causal
-    return pl.pallas_call(
-        run,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, cut.kv_heads, count),
-            in_specs=[
-                jax.tree.map(functools.partial(spec, of_query), q_side),
-                jax.tree.map(functools.partial(spec, of_key), kv_side),
-            ],
-            out_specs=jax.tree.map(functools.partial(spec, of_key if by_key else of_query), out_shape),
-            scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch],
-        ),
-        out_shape=out_shape,
-        name=f"attention_{name}",
-        interpret=device().platform == "cpu",
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * pairs * depth,
-            transcendentals=pairs,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((q_side, kv_side, out_shape))),
-        ),
-    )(steps, q_side, kv_side)
+    return multiply, weigh
 
 
 def _logits(
@@ -518,6 +411,103 @@ def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     axes = (((x_axis,), (y_axis,)), ((), ()))
     return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _launch(
+    kernel: Callable[..., None],
+    name: str,
+    on: tuple[Formula, Cut, Tokens, Tokens],
+    q_side: tuple[Array, ...],
+    kv_side: tuple[Array, ...],
+    results: list[tuple[tuple[int, ...], Any]],
+    scratch: list[tuple[int, ...]],
+    depth: int,
+) -> list[Array] | tuple[Array, ...]:
+    """Runs `kernel(step, *q_side, *kv_side, *results, *scratch)` for each step, with Refs of one block of each array.
+
+    The arrays are as `Cut` brings them. `results` have shapes and dtypes, and are on the side of the keys for "dkv",
+    else of the queries. `scratch` is in float32. `depth` is how many features are multiplied for each logit.
+    """
+    formula, cut, q_tokens, kv_tokens = on
+    by_key = name == "dkv"
+    classes = block_classes(formula.mask, q_tokens, kv_tokens, cut.q, cut.kv)
+    steps, count = _steps(classes, by_key)
+    sides = (cut.q_tokens(q_tokens), *q_side), (cut.kv_tokens(kv_tokens), *kv_side)
+    out_shape = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    step_of = lambda steps, b, s: steps[jnp.minimum(b, len(classes) - 1), s]  # tokens may be the same in all rows
+
+    def of_queries(x: Any) -> pl.BlockSpec:
+        def index(b: Any, h: Any, s: Any, steps: Any) -> tuple[Any, ...]:
+            row, head = jnp.minimum(b, x.shape[0] - 1), jnp.minimum(h, x.shape[1] - 1)
+            return row, head, 0, step_of(steps, b, s) // (16 * MOST_BLOCKS), 0, 0
+
+        return pl.BlockSpec((None, None, x.shape[2], cut.parts, *x.shape[4:]), index)
+
+    def of_keys(x: Any) -> pl.BlockSpec:
+        def index(b: Any, h: Any, s: Any, steps: Any) -> tuple[Any, ...]:
+            row, head = jnp.minimum(b, x.shape[0] - 1), jnp.minimum(h, x.shape[1] - 1)
+            return row, head, step_of(steps, b, s) >> 4 & MOST_BLOCKS - 1, *(0,) * (x.ndim - 3)
+
+        return pl.BlockSpec((None, None, None, *x.shape[3:]), index)
+
+    def run(steps: Any, q_side: Any, kv_side: Any, *results_and_scratch: Any) -> None:
+        *rest, seen = results_and_scratch
+        bits = step_of(steps, pl.program_id(0), pl.program_id(2))
+        kernel(Step(bits, formula, cut, q_side[0], kv_side[0], seen), *q_side[1:], *kv_side[1:], *rest)
+
+    (batch, kv_heads), pairs = q_side[0].shape[:2], cut.group * cut.seq * cut.kv_seq // 2  # as if causal
+    return pl.pallas_call(
+        run,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, kv_heads, count),
+            in_specs=[jax.tree.map(of_queries, sides[0]), jax.tree.map(of_keys, sides[1])],
+            out_specs=[of_keys(x) if by_key else of_queries(x) for x in out_shape],
+            scratch_shapes=[
+                *[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+                pltpu.VMEM((cut.parts, cut.kv, cut.strip), jnp.int32),
+            ],
+        ),
+        out_shape=out_shape,
+        name=f"attention_{name}",
+        interpret=device().platform == "cpu",
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * kv_heads * pairs * depth,
+            transcendentals=batch * kv_heads * pairs,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((sides, out_shape))),
+        ),
+    )(steps, *sides)
+
+
+def _steps(
+    classes: Int8[Array, "rows q_blocks kv_blocks"], by_key: bool
+) -> tuple[Int[Array, "rows length"], Int[Array, ""]]:
+    """The pairs of blocks to visit, sorted by block of queries, or of keys, and how many these are in the longest row.
+
+    Each is packed into 32 bits: the block of queries, that of keys, whether it is the first or the last of its block of
+    the sorted side, and its class. A block that no other sees has one step of class SKIP, so that its result is
+    written. Shorter rows repeat their last pair, which loads nothing, as a step of class SKIP without flags.
+    """
+    rows = len(classes)
+    q, kv = (jnp.arange(blocks, dtype=jnp.int32) for blocks in classes.shape[1:])
+    steps = (q[None, :, None] * MOST_BLOCKS + kv[None, None, :]) * 16 + classes.astype(jnp.int32)
+    if by_key:
+        steps = steps.swapaxes(1, 2)
+    seen = steps & 3 != SKIP
+    visited = seen.at[:, :, 0].set(seen[:, :, 0] | ~seen.any(axis=2))
+    ordinal = jnp.cumsum(visited, axis=2, dtype=jnp.int32)
+    steps |= jnp.where(ordinal == 1, FIRST, 0) | jnp.where(ordinal == ordinal[:, :, -1:], LAST, 0)
+
+    steps, visited = steps.reshape(rows, -1), visited.reshape(rows, -1)
+    count = visited.sum(axis=1, dtype=jnp.int32)[:, None]
+    index = jnp.broadcast_to(jnp.arange(steps.shape[1]), steps.shape)
+    order = jnp.argsort(~visited, axis=1)
+    order = jnp.take_along_axis(order, jnp.minimum(index, count - 1), axis=1)
+    steps = jnp.take_along_axis(steps, order, axis=1)
+    return jnp.where(index < count, steps, steps & -16), count.max()
 
 
 def _pad(x: Array, axis: int, length: int) -> Array:

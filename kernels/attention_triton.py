@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Int8
+from jaxtyping import Array, Bool, Float
 
 from kernels import blocks, flash
 from kernels.device import elsewhere
 from kernels.flash import Formula
-from kernels.masks import FULL, SKIP, Mask, Tokens, block_classes
+from kernels.masks import Mask, Schedule, Tokens, block_classes
 from kernels.reference import LOWEST
 from kernels.triton import SMALLEST, dot, exp2, inside, launch, load, pieces, store
 
@@ -73,21 +73,6 @@ def attention(
     return flash.attention(
         flash.Flash(forward, backward, features=SMALLEST), formula, q, k, v, sinks, q_tokens, kv_tokens
     )
-
-
-class Schedule(NamedTuple):
-    """For each block of one side, the blocks of the other that it meets: first those that all of it sees in full."""
-
-    order: Int[Array, "batch blocks others"]
-    full: Int[Array, "batch blocks"]  # how many these are
-    met: Int[Array, "batch blocks"]  # and how many with those that have to be masked
-
-    @classmethod
-    def of(cls, classes: Int8[Array, "batch blocks others"]) -> "Schedule":
-        order = jnp.argsort(-classes, axis=2).astype(jnp.int32)
-        return cls(
-            order, (classes == FULL).sum(axis=2, dtype=jnp.int32), (classes != SKIP).sum(axis=2, dtype=jnp.int32)
-        )
 
 
 class Block(NamedTuple):

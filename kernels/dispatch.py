@@ -19,11 +19,15 @@ MODULES = {
     "attention": {
         "reference": "reference",
         "xla": "attention_xla",
+        "tpu": "attention_tpu",
         "triton": "attention_triton",
         "cudnn": "attention_cudnn",
+        "mosaic": "attention_mosaic",
     },
     "decode_attention": {
         "reference": "reference",
+        "tpu": "decode_attention_tpu",
+        "triton": "decode_attention_triton",
     },
     "cross_entropy": {
         "reference": "reference",
@@ -40,6 +44,7 @@ MODULES = {
         "xla": "ragged_dot_xla",
         "tpu": "ragged_dot_tpu",
         "triton": "ragged_dot_triton",
+        "mosaic": "ragged_dot_mosaic",
     },
 }
 

@@ -206,6 +206,19 @@ def block_classes(
     return jnp.where(some, jnp.where(every, FULL, PARTIAL), SKIP).astype(jnp.int8)
 
 
+class Schedule(NamedTuple):
+    """For each block of one side, the blocks of the other that it meets: first those that all of it sees in full."""
+
+    order: Int[Array, "*batch blocks others"]
+    full: Int[Array, "*batch blocks"]  # how many these are
+    met: Int[Array, "*batch blocks"]  # and how many with those that have to be masked
+
+    @classmethod
+    def of(cls, classes: Int8[Array, "*batch blocks others"]) -> "Schedule":
+        count = lambda chosen: chosen.sum(axis=-1, dtype=jnp.int32)
+        return cls(jnp.argsort(-classes, axis=-1).astype(jnp.int32), count(classes == FULL), count(classes != SKIP))
+
+
 def _extent(tokens: Tokens, block: int, axis: int) -> Extent:
     """The extents of the blocks of (batch, tokens), as (batch, 1, blocks) or (batch, blocks, 1): 1 is at `axis`."""
 

@@ -10,8 +10,8 @@ that has to be transposed is read so by the product itself.
 
 For the output and the gradient of the rows, the rows are cut into tiles of one group each by a schedule that XLA
 computes beforehand. The rows that belong to no group are one more group at the end, whose tiles sum nothing. In the
-gradient of the matrices a block of one group's sums over the group's rows; the last of these are followed by rows of
-others in their slot, which are overwritten by zeros.
+gradient of the matrices a block of one group's sums over the group's rows; what shares their first or their last slot
+is overwritten by zeros.
 """
 
 import functools
@@ -55,7 +55,7 @@ def rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Ar
     """`grouped.Kernels.rows_times_matrices`."""
     (tokens, depth), columns = x.shape, w.shape[3 - axis]
     size = blocks.sizes("ragged_dot_mosaic", "matrices", x.dtype, "*")
-    tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, 2 * ROWS)
+    tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, 2 * ROWS, aligned=True)
     w_block = (size["columns"], size["depth"]) if axis == 2 else (size["depth"], size["columns"])
     return mosaic.launch(
         functools.partial(_rows_times_matrices_kernel, axis),
@@ -94,23 +94,24 @@ def _rows_times_matrices_kernel(
         """Its group, its first row and its end, its first column, and how many steps it takes."""
         band, item = _divide(item, BAND * column_blocks)
         column, row = _divide(item, BAND)
-        # The last band may be short of tiles: then there are some without rows, or the last one is done again.
-        tile = jnp.minimum(band * BAND + row, group_ref.shape[0] - 1)
-        group, first, end = group_ref[tile], first_ref[tile], end_ref[tile]
+        tile = band * BAND + row
+        used, tile = tile < count_ref[0], jnp.minimum(tile, group_ref.shape[0] - 1)
+        # What the last band is short of are tiles without rows.
+        group, first, end = group_ref[tile], first_ref[tile], jnp.where(used, end_ref[tile], 0)
         steps = jnp.where((first < end) & (group < w_ref.shape[0]), x_ref.shape[1] // depth_size, 0)
         return group, first, end, column * column_size, steps
 
     @mosaic.copying
     def _() -> None:
         def copy(item: Array, done: Array) -> Array:
-            group, first, _, column, steps = block(item)
+            group, first, _end, column, steps = block(item)
             columns = pl.ds(column, column_size)
 
             @pl.loop(0, steps)
             def _(n: Array) -> None:
-                inner = pl.ds(n * depth_size, depth_size)
+                rows, inner = pl.ds(_down(first, 2 * ROWS), 2 * ROWS), pl.ds(n * depth_size, depth_size)
                 w = w_ref.at[group, columns, inner] if axis == 2 else w_ref.at[group, inner, columns]
-                ring.fill(done + n, x_ref.at[pl.ds(first, 2 * ROWS), inner], w)
+                ring.fill(done + n, x_ref.at[rows, inner], w)
 
             return done + steps
 
@@ -119,7 +120,7 @@ def _rows_times_matrices_kernel(
     @mosaic.multiplying
     def _() -> None:
         def multiply(item: Array, done: Array) -> Array:
-            _, first, end, column, steps = block(item)
+            _group, first, end, column, steps = block(item)
 
             def loop(out: Any) -> Array:
                 @pl.loop(0, steps)
@@ -131,17 +132,17 @@ def _rows_times_matrices_kernel(
 
                 return out[...]
 
-            out = pl.run_scoped(loop, plgpu.ACC((ROWS, column_size))).astype(out_ref.dtype)
-            first += me * ROWS
-            own = end - first
+            out = pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, column_size))).astype(out_ref.dtype)
+            row = _down(first, 2 * ROWS) + me * ROWS
+            first, end = jnp.maximum(first - row, 0), jnp.minimum(end - row, ROWS)
 
-            @pl.when(own >= ROWS)
+            @pl.when(end - first == ROWS)
             def _() -> None:
-                _store(whole.at[me], out, out_ref, first, column)
+                _store(whole.at[me], out, out_ref, row, column)
 
-            @pl.when((own > 0) & (own < ROWS))
+            @pl.when((end - first > 0) & (end - first < ROWS))
             def _() -> None:
-                _store_part(part.at[me], out, out_ref, first, column, own)
+                _store_part(part.at[me], out, out_ref, row, column, first, end)
 
             return done + steps
 
@@ -191,7 +192,9 @@ def _sums_of_products_kernel(
         """Its group, its first row and its first column, and how many steps it takes."""
         group, item = _divide(item, row_blocks * column_blocks)
         row, column = _divide(item, column_blocks)
-        return group, row * 2 * ROWS, column * column_size, pl.cdiv(end_ref[group] - start_ref[group], rows)
+        start, end = start_ref[group], end_ref[group]
+        steps = jnp.where(start < end, pl.cdiv(end - _down(start, rows), rows), 0)
+        return group, row * 2 * ROWS, column * column_size, steps
 
     @mosaic.copying
     def _() -> None:
@@ -200,7 +203,7 @@ def _sums_of_products_kernel(
 
             @pl.loop(0, steps)
             def _(n: Array) -> None:
-                inner = pl.ds(start_ref[group] + n * rows, rows)
+                inner = pl.ds(_down(start_ref[group], rows) + n * rows, rows)
                 ring.fill(
                     done + n, d_out_ref.at[inner, pl.ds(row, 2 * ROWS)], x_ref.at[inner, pl.ds(column, column_size)]
                 )
@@ -213,7 +216,7 @@ def _sums_of_products_kernel(
     def _() -> None:
         def multiply(item: Array, done: Array) -> Array:
             group, row, column, steps = block(item)
-            own = end_ref[group] - start_ref[group] - (steps - 1) * rows  # rows in the last slot
+            start, end = start_ref[group], end_ref[group]
 
             def loop(dw: Any) -> Array:
                 @pl.loop(0, steps)
@@ -221,14 +224,16 @@ def _sums_of_products_kernel(
                     d_out, x = ring.take(done + n)
                     d_out = d_out.at[:, pl.ds(me * ROWS, ROWS)]
 
-                    @pl.when((n == steps - 1) & (own < rows))
+                    base = _down(start, rows) + n * rows
+
+                    @pl.when((base < start) | (base + rows > end))
                     def _() -> None:
                         # Both sides: zero times a neighbour's NaN would be NaN. Each warpgroup clears its own rows of
                         # the product and half of the columns, and waits for the other one's half: both come here for
                         # the same steps, and `cleared` completes once for each of them.
                         half = column_size // 2
                         for side in (d_out, x.at[:, pl.ds(me * half, half)]):
-                            _clear(side, own)
+                            _clear(side, start - base, end - base)
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(cleared)
                         plgpu.barrier_wait(cleared)
@@ -239,7 +244,7 @@ def _sums_of_products_kernel(
 
                 return dw[...]
 
-            dw = pl.run_scoped(loop, plgpu.ACC((ROWS, column_size))).astype(dw_ref.dtype)
+            dw = pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((ROWS, column_size))).astype(dw_ref.dtype)
             row += me * ROWS
             pl.when(row < outs)(lambda: _store(whole.at[me], dw, dw_ref.at[group], row, column))
             return done + steps
@@ -252,14 +257,17 @@ def _share(total: Array | int, body: Callable[[Array, Array], Array]) -> None:
     """Calls `body(item, done)` for every so many-th item. It returns how many steps of the ring are done after it."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     lax.fori_loop(
-        0, lax.div(total - program + programs - 1, programs), lambda i, done: body(program + i * programs, done), jnp.int32(0)
+        0,
+        lax.div(total - program + programs - 1, programs),
+        lambda i, done: body(program + i * programs, done),
+        jnp.int32(0),
     )
 
 
-def _clear(ref: Any, own: Array) -> None:
-    """Overwrites all rows after so many of its own by zeros."""
+def _clear(ref: Any, first: Array, end: Array) -> None:
+    """Overwrites all rows but those from `first` to `end` by zeros."""
     row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA)
-    ref[...] = jnp.where(row < own, ref[...], jnp.zeros((), ref.dtype))
+    ref[...] = jnp.where((row >= first) & (row < end), ref[...], jnp.zeros((), ref.dtype))
 
 
 def _store(slots: Any, block: Array, ref: Any, row: Array, column: Array) -> None:
@@ -275,24 +283,29 @@ def _store(slots: Any, block: Array, ref: Any, row: Array, column: Array) -> Non
         )
 
 
-def _store_part(slot: Any, block: Array, ref: Any, row: Array, column: Array, own: Array) -> None:
-    """Copies the block's first `own` rows, fewer than there are.
+def _store_part(slot: Any, block: Array, ref: Any, row: Array, column: Array, first: Array, end: Array) -> None:
+    """Copies only the block's rows from `first` to `end`, fewer than there are.
 
-    A copy's size is part of the program, so there is one for each power of two. The greatest that fits is copied twice,
-    at the beginning and at the end of these rows, and so covers all of them; where it overlaps, it writes the same.
+    A copy's size is part of the program: so there is one for each power of two, of those that add up to the rows.
     """
+    count = end - first
     for i in range(block.shape[1] // WIDTH):
-        columns = pl.ds(column + i * WIDTH, WIDTH)
+        columns, start = pl.ds(column + i * WIDTH, WIDTH), first
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.store(slot, block[:, i * WIDTH : (i + 1) * WIDTH], optimized=False)  # not tiled: it is cut anywhere
         plgpu.commit_smem()
-        for size in (1, 2, 4, 8, 16, 32):
+        for size in (32, 16, 8, 4, 2, 1):
 
-            @pl.when((size <= own) & (own < 2 * size) & (columns.start < ref.shape[1]))
-            def _(size: int = size, columns: Any = columns) -> None:
-                for start in (0, own - size):
-                    source = slot.at[pl.ds(start, size)]
-                    plgpu.copy_smem_to_gmem(source, ref.at[pl.ds(row + start, size), columns])
+            @pl.when((count & size != 0) & (columns.start < ref.shape[1]))
+            def _(size: int = size, columns: Any = columns, start: Array = start) -> None:
+                plgpu.copy_smem_to_gmem(slot.at[pl.ds(start, size)], ref.at[pl.ds(row + start, size), columns])
+
+            start += count & size
+
+
+def _down(x: Array, multiple: int) -> Array:
+    """The greatest multiple that is not greater. Copies to shared memory start at one of 8."""
+    return lax.div(x, jnp.int32(multiple)) * multiple
 
 
 def _divide(x: Array, by: int) -> tuple[Array, Array]:

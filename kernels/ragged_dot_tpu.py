@@ -33,10 +33,14 @@ LANES = 128  # the width of a TPU's registers
 def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
     """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     why = elsewhere("tpu") or grouped.refusal(x, w)
+    if why is not None:
+        return why
+    if x.dtype == jnp.float16:
+        return "a TPU does not compute in float16"
     most = _sizes("matrices", x, len(w))["depth"]
-    if why is None and any(length > most and length % LANES for length in w.shape[1:]):
-        why = f"it takes matrices of up to {most} features, or of a multiple of {LANES}, and w is {w.shape}"
-    return why
+    if any(length > most and length % LANES for length in w.shape[1:]):
+        return f"it takes matrices of up to {most} features, or of a multiple of {LANES}, and w is {w.shape}"
+    return None
 
 
 @jax.jit  # outside jit too, compile once
@@ -52,7 +56,7 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
         return _rows_times_matrices(x, w.swapaxes(1, 2), group_sizes, axis=3 - axis)
     (tokens, depth), groups, columns = x.shape, len(w), w.shape[3 - axis]
     sizes = _sizes("matrices", x, groups)
-    rows = _rows(sizes, tokens)
+    rows = _whole(tokens, sizes["piece"], sizes["rows"])
     column_block, depth_block = min(sizes["columns"], columns), _depth_block(sizes, depth)
     last = depth // depth_block - 1
     tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, rows, aligned=True)
@@ -90,7 +94,7 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
             transcendentals=0,
         ),
         interpret=device().platform == "cpu",
-        name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
+        name="ragged_dot_nt" if axis == 2 else "ragged_dot_nn",  # BLAS's names: the second side transposed, or not
     )(tiles.group, tiles.first, tiles.end, source, x, w)
 
 
@@ -101,12 +105,13 @@ def _rows_times_matrices_kernel(
     group_ref: Any,
     first_ref: Any,
     end_ref: Any,
-    _: Any,
+    source_ref: Any,
     x_ref: Any,
     w_ref: Any,
     out_ref: Any,
     sum_ref: Any,
 ) -> None:
+    del source_ref  # it says where x_ref comes from
     i, k, piece = pl.program_id(1), pl.program_id(2), sizes["piece"]
 
     def multiply(start: Array, own: Callable[..., Array]) -> None:
@@ -118,8 +123,8 @@ def _rows_times_matrices_kernel(
 
         @pl.when(group_ref[i] < groups)
         def add() -> None:
-            for column in _passes(sum_ref.shape[1], sizes["pass"]):
-                for inner in _passes(x_ref.shape[1], sizes["pass"]):
+            for column in _slices(sum_ref.shape[1], sizes["pass"]):
+                for inner in _slices(x_ref.shape[1], sizes["pass"]):
                     x, w = x_ref[rows, inner], w_ref[(column, inner) if axis == 2 else (inner, column)]
                     sum_ref[rows, column] += _product(x, w.astype(x.dtype), axes=(1, axis - 1))
 
@@ -136,8 +141,8 @@ def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
         return _sums_of_products(x, d_out, group_sizes).swapaxes(1, 2)
     (tokens, outs), (_, ins), groups = d_out.shape, x.shape, len(group_sizes)
     sizes = _sizes("sums", x, groups)
-    rows = _rows(sizes, tokens)
-    out_block, in_block = min(sizes["out"], outs), min(sizes["in"], ins)
+    rows, out_block = _whole(tokens, sizes["piece"], sizes["rows"]), _whole(outs, sizes["pass"], sizes["out"])
+    in_block = min(sizes["in"], ins)
     tiles = Tiles.of(group_sizes, tokens, rows, aligned=True, empty=True)
     row_block = lambda first: jnp.minimum(first, tokens - 1) // rows  # a group without rows may be beyond the last one
     return pl.pallas_call(
@@ -166,7 +171,7 @@ def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
             transcendentals=0,
         ),
         interpret=device().platform == "cpu",
-        name="ragged_dot_dw",
+        name="ragged_dot_tn",
     )(tiles.group, tiles.first, tiles.end, *grouped.spans(group_sizes, tokens), d_out, x)
 
 
@@ -192,9 +197,11 @@ def _sums_of_products_kernel(
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     def add(d_out: Any, x: Any) -> None:
-        for out in _passes(d_out.shape[1], sizes["pass"]):
-            for in_ in _passes(x.shape[1], sizes["pass"]):
-                sum_ref[out, in_] += _product(d_out[:, out], x[:, in_], axes=(0, 0))
+        def to(j: Array, _: None) -> None:
+            out = pl.ds(pl.multiple_of(j * sizes["pass"], sizes["pass"]), sizes["pass"])
+            sum_ref[out, :] += _product(d_out[:, out], x[...], axes=(0, 0))
+
+        lax.fori_loop(0, d_out.shape[1] // sizes["pass"], to, None)
 
     def multiply(start: Array, own: Callable[..., Array]) -> None:
         block_start = first // len(x_ref) * len(x_ref)
@@ -226,9 +233,9 @@ def _sums_of_products_kernel(
 
 
 def _lies_transposed(outs: int, ins: int) -> bool:
-    """Whether XLA keeps matrices with `outs` innermost, which fill registers. A kernel has to take them as they lie.
+    """Whether XLA lays out such matrices with `outs` innermost, for that fills registers and `ins` does not.
 
-    Else all of them would be copied.
+    A kernel takes them as they lie: else XLA would copy all of them, to and fro.
     """
     return ins % LANES > 0 and outs % LANES == 0
 
@@ -239,13 +246,13 @@ def _sizes(kernel: str, x: Array, groups: int) -> dict[str, int]:
     return {**sizes, "piece": grouped.mean_rows(len(x), groups, least=16, most=sizes["piece"])}
 
 
-def _rows(sizes: dict[str, int], tokens: int) -> int:
-    """The rows of a block: whole pieces, and no more than it takes."""
-    return min(sizes["rows"], pl.cdiv(tokens, sizes["piece"]) * sizes["piece"])
+def _whole(length: int, part: int, most: int) -> int:
+    """The size of a block of whole parts: `most`, or less if the axis is shorter."""
+    return min(pl.cdiv(length, part) * part, most)
 
 
 def _depth_block(sizes: dict[str, int], length: int) -> int:
-    """As many features as can be summed over at once, so that all blocks are full: what lies beyond an end may be NaN."""
+    """How many features to sum over at once. All blocks are full, since what lies beyond an axis may be NaN."""
     if length <= sizes["depth"]:
         return length
     return max(size for size in range(LANES, sizes["depth"] + 1, LANES) if length % size == 0)
@@ -265,11 +272,10 @@ def _for_pieces(do: Callable[..., None], piece: int, block: int, first: Array, e
     def step(i: Array, _: None) -> None:
         do(pl.multiple_of(i * piece, piece), own)
 
-    lax.fori_loop((first - block_start) // piece, pl.cdiv(end - block_start, piece), step, None)
+    lax.fori_loop((first - block_start) // piece, (end - block_start + piece - 1) // piece, step, None)
 
 
-def _passes(length: int, size: int) -> list[slice]:
-    """An axis in slices of that size: as much as is multiplied at once, so that the sums fit into the registers."""
+def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 

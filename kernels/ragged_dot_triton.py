@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import blocks, grouped, triton
@@ -23,8 +22,8 @@ from kernels.device import elsewhere
 from kernels.grouped import Matrices, Tiles
 
 
-BAND = 8  # tiles of rows
-SHALLOW = 1024  # terms in a sum, or fewer: then much of a program's time goes to its first loads and its stores
+BAND = 8  # tiles of rows that meet the same columns at about the same time
+SHALLOW = 1024  # terms in a sum. With so few, small programs are better: while one starts or stores, another multiplies
 
 
 def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
@@ -128,7 +127,8 @@ def _sums_of_products_kernel(
         return dw + triton.dot(_load(d_out_ref, row, out), _load(x_ref, row, in_), over=(0, 0))
 
     dw = jnp.zeros((sizes["out"], sizes["in"]), jnp.float32)
-    dw = lax.fori_loop(0, pl.cdiv(end - start, sizes["rows"]), add, dw)
+    steps = (end - start + sizes["rows"] - 1) // sizes["rows"]
+    dw = lax.fori_loop(0, steps, add, dw)
     _store(dw_ref, dw, out, in_, group)
 
 
@@ -145,6 +145,7 @@ def _block(i: Array, size: int, length: int) -> Side:
 
 
 def _span(start: Array, size: int, end: Array) -> Side:
+    """The rows from `start` on, of which those before `end` are the group's."""
     return Side(pl.ds(start, size), start + jnp.arange(size, dtype=jnp.int32) < end)
 
 
@@ -153,12 +154,10 @@ def _load(ref: Any, rows: Side, columns: Side, *matrix: Array) -> Array:
 
 
 def _store(ref: Any, block: Array, rows: Side, columns: Side, *matrix: Array) -> None:
-    plt.store(ref.at[*matrix, rows.indices, columns.indices], block.astype(ref.dtype), mask=_mask(rows, columns))
+    triton.store(ref.at[*matrix, rows.indices, columns.indices], block.astype(ref.dtype), _mask(rows, columns))
 
 
 def _mask(rows: Side, columns: Side) -> Bool[Array, "rows columns"] | None:
-    sides = [side.own for side in (rows, columns)]
-    masks = [jnp.expand_dims(own, 1 - axis) for axis, own in enumerate(sides) if own is not None]
-    if not masks:
-        return None
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (rows.indices.size, columns.indices.size))
+    if rows.own is None:
+        return None if columns.own is None else columns.own[None, :]
+    return rows.own[:, None] if columns.own is None else rows.own[:, None] & columns.own[None, :]

@@ -17,7 +17,7 @@ from kernels.masks import Segments, Tokens
 from tests.kernels.oracle import QUICK, SCALE, arrays, errors, oracle, packed, run, tokens
 
 
-IMPLEMENTATIONS = ["reference", "xla"]
+IMPLEMENTATIONS = ["reference", "xla", "triton", "tpu"]  # the latter two are interpreted
 
 
 SINKS = jnp.array([1.0, -2.0, 5.0, -jnp.inf])
@@ -45,12 +45,13 @@ def test_float32_equals_the_oracle(case, implementation):
     assert max(errors(run(implementation, *x, **options), oracle(*x, **options))) < 1e-5
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 @pytest.mark.parametrize("case", ["causal", "all"])
-def test_bfloat16_is_as_exact_as_the_reference(case):
+def test_bfloat16_is_as_exact_as_the_reference(case, implementation):
     shapes, options = CASES[case]
     x = arrays(**shapes, dtype=jnp.bfloat16)
     expected = oracle(*x, **options)
-    out, *gradients = errors(run("xla", *x, **options), expected)
+    out, *gradients = errors(run(implementation, *x, **options), expected)
     theirs = errors(run("reference", *x, **options), expected)
     assert out < 4e-3 and max(gradients) < 1e-2
     assert all(a < 1.5 * b for a, b in zip([out, *gradients[:3]], theirs[:4], strict=True))
@@ -214,3 +215,29 @@ def test_contradictions_are_refused():
         attention(q, k, v, mask=Causal() | Spans())
     with pytest.raises(ValueError, match=r"The mask has Segments\(\), and there are none"):
         attention(q, k, v, mask=Causal() & Segments())
+
+
+DECODES = {
+    "causal": (dict(seq=1, kv_seq=150, kv_heads=1), {}),
+    "all": (dict(seq=1, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=SINKS)),
+    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, dim=64), dict(mask=Causal() & Chunk(64))),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton", "tpu"])
+@pytest.mark.parametrize("case", DECODES)
+def test_decode_of_a_ragged_cache(case, implementation):
+    """One row is at its first position, another in the middle. Later slots hold garbage, which reaches nobody."""
+    shapes, options = DECODES[case]
+    *qkv, d_out = arrays(**shapes)
+    positions = jnp.array([[0], [67]])
+    later = jnp.arange(shapes["kv_seq"])[None] > positions
+    expected, _ = oracle(*qkv, d_out, q_positions=positions, **options)
+    q, k, v = qkv
+    k, v = jnp.where(later[..., None, None], jnp.nan, k), jnp.where(later[..., None, None], jnp.inf, v)
+    decode = functools.partial(kernels.decode_attention, scale=SCALE, implementation=implementation, **options)
+    out = jax.jit(decode, compiler_options=QUICK)(q[:, 0], k, v, q_positions=positions[:, 0])
+    assert np.linalg.norm(out - expected[:, 0]) < 1e-5 * np.linalg.norm(expected)
+    seen_now = v.at[1, 67].set(jnp.nan)
+    out = jax.jit(decode, compiler_options=QUICK)(q[:, 0], k, seen_now, q_positions=positions[:, 0])
+    assert np.isnan(out[1]).all() and np.isfinite(out[0]).all()

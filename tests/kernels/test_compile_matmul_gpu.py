@@ -46,8 +46,7 @@ CASES = {
     "fp8, block, 8192 x 8192 x 8192": case(FP8, "block", 8192, 8192, 8192, **BOTH, temporary=72 * MB),
     "fp8, block, decode": case(FP8, "block", 16, 4096, 14336, **BOTH, temporary=MB),
     "fp8, block, training": step(FP8, 4096, 4096, 14336, temporary=320 * MB),
-    # Its instruction, IGMMA, is not among those that are counted.
-    "int8, block, prefill": case(jnp.int8, "block", 4096, 4096, 4096, activations=True, hgmma=(), temporary=20 * MB),
+    "int8, block, prefill": case(jnp.int8, "block", 4096, 4096, 4096, **BOTH, temporary=20 * MB),
     "fp8, block, edges": case(FP8, "block", 1000, 2880, 2880, **BOTH, temporary=4 * MB),
     "weights only, fp8, block, decode": case(FP8, "block", 16, 4096, 14336, hgmma=()),
     "weights only, int8, channel, decode": case(jnp.int8, "channel", 16, 4096, 14336, hgmma=()),

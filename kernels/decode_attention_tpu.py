@@ -1,0 +1,220 @@
+"""Attention of one query for each row of the batch over a ragged cache, for TPUs, in Pallas. It has no gradient.
+
+All the time goes into reading the cache, so it is read once, and only where there is anything to see. From the mask XLA
+lists beforehand, for each row, the blocks of slots with a key that its query sees; the grid has as many steps as the
+longest list, and a shorter one repeats its last block, which loads nothing. Softmax and output build up from block to
+block (FlashAttention, arXiv:2205.14135); the sink is there first.
+
+The heads of a slot lie below one another, and a TPU is slow at picking one of each. So every query head is multiplied
+with the keys of all heads, as one matrix of [slots * kv_heads, dim], and sees those of its own: the matrix unit has to
+take in each key anyway, and has time for more queries than there are.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from kernels import blocks
+from kernels.device import device, elsewhere
+from kernels.flash import Formula
+from kernels.masks import Mask, Schedule, Tokens, block_classes
+from kernels.reference import LOWEST, poison
+
+
+VMEM = 48 << 20  # bytes that the kernel may take; every TPU has at least 64 MiB
+LANES = 128  # the width of a register
+
+
+def refusal(
+    q: Float[Array, "batch heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    **_: object,
+) -> str | None:
+    """Why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"it computes in float32 and bfloat16, and q is {q.dtype}"
+    if not q.size or not v.size:
+        return "it needs a query, a key and a feature at least"
+    if device().platform == "tpu" and not _lies_flat(k.shape[2], k.shape[3], v.shape[3]):
+        return f"XLA would copy a cache of {k.shape[2]} heads with {k.shape[3]} and {v.shape[3]} features to flatten it"
+    return elsewhere("tpu")
+
+
+def _lies_flat(kv_heads: int, dim: int, v_dim: int) -> bool:
+    """Whether [slots, kv_heads, dim] is [slots * kv_heads, dim] already, as a TPU stores them: in tiles of 8 x 128.
+
+    So the compiler does it, which pads no tile for 1, 2 or 4 heads of 128 features.
+    """
+    whole_rows = dim % LANES == 0 and v_dim % LANES == 0
+    return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and dim == v_dim == LANES)))
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # outside jit too, compile once
+def decode_attention(
+    q: Float[Array, "batch heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    *,
+    scale: float,
+    mask: Mask,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> Float[Array, "batch heads v_dim"]:
+    """`kernels.decode_attention`, in Pallas for TPUs."""
+    (batch, kv_seq, kv_heads, dim), (heads, v_dim) = k.shape, (q.shape[1], v.shape[3])
+    size = _block_size(k, v)
+    schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, 1, size)[:, 0])
+    row = lambda b, x: jnp.minimum(b, x.shape[0] - 1)  # of what may be one for all rows of the batch
+
+    def block(b: Any, j: Any, schedule: Any) -> Any:
+        """The j-th that row b looks at, or the last again."""
+        at = row(b, schedule.met)
+        return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
+
+    columns = size * kv_heads  # of logits in a block: one for each key of each head
+    flat = lambda x: x.reshape(batch, kv_seq * kv_heads, -1)
+    kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
+    head_of_column = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), size)[None]
+    head_of_row = jnp.repeat(jnp.arange(kv_heads, dtype=jnp.int32), heads // kv_heads)[:, None]
+    sink = jnp.full(heads, LOWEST, jnp.float32) if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
+    wide = lambda x: jnp.broadcast_to(x, (heads, LANES))
+
+    of_row = lambda *shape: pl.BlockSpec((None, *shape), lambda b, j, *_: (b, 0, 0))
+    of_keys = lambda width: pl.BlockSpec((None, columns, width), lambda b, j, s, _: (b, block(b, j, s), 0))
+    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, j, s, _: (row(b, x), 0, block(b, j, s)))
+    of_all = lambda *shape: pl.BlockSpec(shape, lambda b, j, *_: (0, 0))
+    return pl.pallas_call(
+        functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * kv_heads),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, jnp.maximum(schedule.met.max(), 1)),
+            in_specs=[
+                of_row(heads, dim),
+                of_keys(dim),
+                of_keys(v_dim),
+                jax.tree.map(of_ids, kv_ids),
+                of_all(1, columns),
+                of_all(heads, LANES),
+                of_all(heads, LANES),
+            ],
+            out_specs=of_row(heads, v_dim),
+            scratch_shapes=[
+                pltpu.VMEM((heads, LANES), jnp.float32),
+                pltpu.VMEM((heads, LANES), jnp.float32),
+                pltpu.VMEM((heads, v_dim), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, v_dim), q.dtype),
+        name="decode_attention",
+        interpret=device().platform == "cpu",
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * heads * kv_seq * kv_heads * (dim + v_dim),
+            transcendentals=batch * heads * kv_seq * kv_heads,
+            bytes_accessed=(k.size + v.size) * k.dtype.itemsize,
+        ),
+    )(
+        schedule,
+        jax.tree.map(lambda x: x[:, 0], q_tokens),
+        q + poison(q),
+        flat(k),
+        flat(v),
+        kv_ids,
+        head_of_column,
+        wide(head_of_row),
+        wide(sink[:, None]),
+    )
+
+
+def _kernel(
+    formula: Formula,
+    all_columns: int,
+    schedule: Any,
+    q_tokens: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    kv_ids: Any,
+    head_of_column: Any,
+    head_of_row: Any,
+    sinks_ref: Any,
+    out_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    sum_ref: Any,
+) -> None:
+    """`top`, `total`: of each head's softmax so far, spread over a register's width. `sum`: of the weighted values."""
+    b, j, columns = pl.program_id(0), pl.program_id(1), len(k_ref)
+    row = lambda x: jnp.minimum(b, x.shape[0] - 1)
+
+    @pl.when(j == 0)
+    def begin() -> None:
+        top_ref[...] = sinks_ref[...]
+        total_ref[...] = jnp.ones_like(total_ref)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    # A few columns at a time, so that their logits stay in registers.
+    few = LANES if columns % LANES == 0 else columns
+
+    def add(i: Any, _: None) -> None:
+        at = pl.ds(pl.multiple_of(i * few, few), few)
+        k, spoilt_k = _cleaned(k_ref[at, :])
+        x = formula.scale * _dot(q_ref[...], k, 1, 1)
+        if formula.softcap is not None:
+            x = formula.softcap * jnp.tanh(x / formula.softcap)
+        query = jax.tree.map(lambda x: x[row(x)], q_tokens)
+        seen = formula.mask.visible(query, jax.tree.map(lambda x: x[:, at], kv_ids))
+        start = schedule.order[row(schedule.order), j] * columns + i * few
+        seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
+        own = head_of_row[:, :1] == head_of_column[:, at]
+        v, spoilt_v = _cleaned(v_ref[at, :])
+        x = jnp.where(spoilt_k + spoilt_v > 0, jnp.nan, x)
+        x = jnp.where(own & seen, x, -jnp.inf)
+        top = top_ref[...]
+        new_top = jnp.maximum(top, x.max(axis=1, keepdims=True))
+        fade, weights = jnp.exp(top - new_top), jnp.exp(x - new_top[:, :1])
+        top_ref[...] = new_top
+        total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
+        sum_ref[...] = sum_ref[...] * fade[:, :1] + _dot(weights.astype(v.dtype), v, 1, 0)
+
+    steps = jnp.where(j < schedule.met[row(schedule.met)], columns // few, 0)
+    lax.fori_loop(0, steps, add, None)
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def store() -> None:
+        out_ref[...] = (sum_ref[...] / total_ref[:, :1]).astype(out_ref.dtype)
+
+
+def _cleaned(x: Float[Array, "slots dim"]) -> tuple[Float[Array, "slots dim"], Float[Array, "1 slots"]]:
+    """`kernels.reference.finite`, and how many features of each slot it changes.
+
+    These are counted by a product, which makes a row of what would be a column.
+    """
+    wide = x.astype(jnp.float32)  # a TPU asks nothing else whether it is finite
+    is_finite = jnp.isfinite(wide)
+    ones, changed = jnp.ones((1, x.shape[1]), x.dtype), jnp.where(is_finite, 0.0, 1.0).astype(x.dtype)
+    return jnp.where(is_finite, wide, 0).astype(x.dtype), _dot(ones, changed, 1, 1)
+
+
+def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
+    """The product summed over those axes."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    axes = (((x_axis,), (y_axis,)), ((), ()))
+    return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _block_size(k: Array, v: Array) -> int:
+    """As many slots as have so many bytes of keys and values; all of them, if these are few."""
+    sizes = blocks.sizes("decode_attention_tpu", "decode", k.dtype, "*")
+    slot = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    whole = lambda slots: max(1, slots // sizes["unit"]) * sizes["unit"]
+    return min(whole(sizes["bytes"] // slot), whole(k.shape[1]) if k.shape[1] > sizes["unit"] else k.shape[1])

@@ -1,0 +1,87 @@
+"""What becomes of the Mosaic GPU kernels at the shapes of real models, compiled for an H200: no GPU is needed.
+
+XLA knows nothing of what is in these kernels. Mosaic GPU writes it out itself, where the environment asks for that.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels import attention_mosaic, ragged_dot_mosaic, sliding
+from kernels.masks import Tokens
+from tests.kernels import gpu
+
+
+CAUSAL = sliding(None)
+FORWARD, BACKWARD = {"attention_forward"}, {"attention_forward", "attention_dkv", "attention_dq"}
+RAGGED_DOT = {"ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw"}
+
+
+def attention(*, heads, kv_heads, dim, v_dim=None, seq=8192, mask=CAUSAL, softcap=None, gradients=False):
+    """A function and its arguments: the forward pass of one sequence, or forward and backward."""
+    array = lambda heads, dim: jax.ShapeDtypeStruct((1, seq, heads, dim), jnp.bfloat16)
+    v_dim = v_dim or dim
+    tokens = Tokens(np.arange(seq, dtype=np.int32)[None])
+    options = dict(scale=dim**-0.5, mask=mask, softcap=softcap, sinks=None, q_tokens=tokens, kv_tokens=tokens)
+
+    def forward(q, k, v):
+        assert attention_mosaic.refusal(q, k, v, **options) is None
+        return attention_mosaic.attention(q, k, v, **options)
+
+    arguments = array(heads, dim), array(kv_heads, dim), array(kv_heads, v_dim)
+    if not gradients:
+        return forward, arguments, FORWARD
+    return lambda *a: jax.vjp(forward, *a[:3])[1](a[3]), (*arguments, array(heads, v_dim)), BACKWARD
+
+
+def ragged_dot(*, tokens, groups, out, in_):
+    """A function and its arguments: forward and backward."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def gradients(x, w, sizes, d_out):
+        assert ragged_dot_mosaic.refusal(x, w, sizes) is None
+        out, vjp = jax.vjp(lambda x, w: ragged_dot_mosaic.ragged_dot(x, w, sizes), x, w)
+        return out, vjp(d_out)
+
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    return gradients, (array(tokens, in_), array(groups, out, in_), sizes, array(tokens, out)), RAGGED_DOT
+
+
+CASES = {
+    "Llama 3 8B": attention(heads=32, kv_heads=8, dim=128),
+    "Gemma 3 27B local": attention(heads=32, kv_heads=16, dim=128, mask=sliding(1024)),
+    "Gemma 3 12B": attention(heads=16, kv_heads=8, dim=256, gradients=True),
+    "Gemma 2 9B": attention(heads=16, kv_heads=8, dim=256, softcap=50.0, gradients=True),
+    "DeepSeek V3": attention(heads=128, kv_heads=128, dim=192, v_dim=128, seq=4096, gradients=True),
+    "Mixtral 8x7B": ragged_dot(tokens=16384, groups=8, out=14336, in_=4096),
+    "Qwen3 30B A3B": ragged_dot(tokens=65536, groups=128, out=2048, in_=768),
+}
+
+
+@gpu.needs_compiler
+@pytest.mark.parametrize("case", CASES)
+def test_no_register_is_spilled_and_all_products_are_hoppers(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    function, arguments, expected = CASES[case]
+    topology = topologies.get_topology_desc(platform="cuda", target_config=gpu.H200.read_text(), topology="1x1x1")
+    mesh = Mesh(np.array(topology.devices)[:1], ("device",))
+    on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        jax.jit(function).lower(*jax.tree.map(on_mesh, arguments)).compile()
+
+    name = lambda file: re.match(r"(\w+)_\d+\.", file.name)[1]  # numbered by whoever writes it: not the same
+    kernels = {name(file): next(iter(gpu._kernels(file).values())) for file in tmp_path.glob("*.ptx")}
+    for file in tmp_path.glob("*.resources.txt"):
+        kernels[name(file)]["shared"] = int(re.search(r"smem_scratch_bytes=(\d+)", file.read_text())[1])
+    print(case, kernels)
+    assert kernels.keys() == expected
+    for found in kernels.values():
+        assert not found["spilled"] and not found["serialized"] and found["HGMMA"] and not found["HMMA"]
+        assert 0 < found["shared"] <= gpu.SHARED_BYTES

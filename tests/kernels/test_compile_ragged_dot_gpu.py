@@ -1,0 +1,26 @@
+"""The GPU's ragged_dot, compiled for an H200 at the shapes of real models, multiplies by wgmma and spills nothing."""
+
+import jax.numpy as jnp
+
+from kernels import ragged_dot_triton
+from tests.kernels.experts import DECODE, EXPERTS, fixed_matrices, training
+from tests.kernels.gpu import Case, complaints, needs_compiler
+
+
+OUT, DX, DW = "ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw"
+
+
+def case(product, *hgmma, step=training, w_dtype=jnp.bfloat16):
+    """Beside arguments and results there may be the schedule of tiles, and nothing that has features."""
+    return Case(step(ragged_dot_triton.ragged_dot), product.arguments(w_dtype), hgmma, temporary=64 << 10)
+
+
+CASES = {f"ragged_dot {name}": case(product, OUT, DX, DW) for name, product in EXPERTS.items()} | {
+    "ragged_dot int8": case(EXPERTS["Qwen3 30B-A3B up"], OUT, DX, step=fixed_matrices, w_dtype=jnp.int8),
+    "ragged_dot decode": case(DECODE, DW),  # tiles of 16 rows are too small for HGMMA
+}
+
+
+@needs_compiler
+def test_gpu():
+    assert not complaints(__file__)

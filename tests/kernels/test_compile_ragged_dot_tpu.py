@@ -1,0 +1,25 @@
+"""The TPU's ragged_dot compiles at the shapes of real models without spilling, and stays as large as it is."""
+
+import jax.numpy as jnp
+import pytest
+
+from kernels import ragged_dot_tpu
+from tests.kernels.experts import DECODE, EXPERTS, fixed_matrices, training
+from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
+
+
+def case(product, step=training, w_dtype=jnp.bfloat16):
+    """No array may be larger than the arguments, as one with a row for each token and group would be by far."""
+    return Case(step(ragged_dot_tpu.ragged_dot), product.arguments(w_dtype), product.largest + 1)
+
+
+CASES = {f"ragged_dot {name}": case(product) for name, product in EXPERTS.items()} | {
+    "ragged_dot int8": case(EXPERTS["Qwen3 30B-A3B up"], fixed_matrices, jnp.int8),
+    "ragged_dot decode": case(DECODE),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", CHIPS)
+def test_tpu(chip):
+    assert not complaints(chip, __file__)
