@@ -5,7 +5,7 @@ beforehand which pairs of blocks anybody sees; XLA lists these, the grid has as 
 sees is neither loaded nor visited. Where all see all, the mask is not looked at.
 
 Within a step the queries come in strips, each of one head. Logits lie as [keys, queries]: whatever belongs to a query
-(its greatest logit, its position) is then a row, which a TPU spreads over a matrix for nothing, while a column costs the
+(its greatest logit, its position) is then a row, which a TPU spreads over a matrix for nothing; a column costs the
 scarce cross-lane unit. The output is [features, queries] until it is done. The values bring a row of ones with them, so
 that the sum of the weights is one more row of the output. The softmax is in powers of two.
 

@@ -2,8 +2,8 @@
 
 It says for each kernel how many registers a thread has and how many bytes of them it spills to memory, how much shared
 memory a block takes, and how many of its instructions multiply matrices: HGMMA is Hopper's own, of four warps at once,
-QGMMA the same in fp8 and IGMMA in int8, HMMA the older one of a single warp, at about half the speed. For the whole program it says how
-much memory it takes beside arguments and results. None of this is a time.
+QGMMA the same in fp8 and IGMMA in int8, HMMA the older one of a single warp, at about half the speed. For the whole
+program it says how much memory it takes beside arguments and results. None of this is a time.
 
 A module of tests named test_compile*_gpu.py holds `CASES: dict[str, Case]`, and asserts that `complaints(__file__)` is
 empty. All cases of a module are compiled in one process of their own, since XLA reads its flags once. To look at them:
