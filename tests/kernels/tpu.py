@@ -165,7 +165,7 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
             kernels[re.sub(r"\.\d+$", "", schedule[1])].update(_slots(file))
         file.unlink()
     assert all(kernels.values()), f"{kernels}: no schedule was written for one"
-    shapes = re.findall(r"\w\[([\d,]+)\]", text)
+    shapes = re.findall(r"\w\[([\d,]+)\]", re.sub(r"s8\[\d+\]", "", text))  # these are others, on the move as bytes
     return {
         "seconds": round(time.monotonic() - start, 1),
         "temporary": compiled.memory_analysis().temp_size_in_bytes,
