@@ -9,10 +9,9 @@ Within a step the queries come in strips, each of one head. Logits lie as [keys,
 scarce cross-lane unit. The output is [features, queries] until it is done. The values bring a row of ones with them, so
 that the sum of the weights is one more row of the output. The softmax is in powers of two.
 
-The matrix units (products) and the vector units (exponentials) work at the same time, on two strips: while the weights
-of one are computed from its logits, those of the next are multiplied. Logits wait in VMEM, piece by piece, each in the
-place of the one just used up. It also keeps the compiler from holding a block of them in registers, of which there are
-64, and a block would take 256.
+The matrix units are a strip ahead: they multiply one strip's logits, which wait in VMEM, before the vector units are
+through with those of the strip before. It also keeps the compiler from holding the logits of a block in registers, of
+which there are 64, where it would take 128 for a strip.
 
 The gradients have two kernels, one for dq and one for dk and dv. Each holds its sums in VMEM and writes them once; one
 kernel for all three would spare two products of seven, but have to add to one of the sums in HBM at every step.
@@ -41,12 +40,10 @@ LOG2_E = math.log2(math.e)
 SUBLANES, LANES = 8, 128  # of a register
 FIRST, LAST = 4, 8  # steps of a block; beside SKIP, PARTIAL and FULL in a step's lowest bits
 MOST_BLOCKS = 1 << 13  # of one kind: a step has room for so many, above these bits
-FIRST, LAST = 4, 8  # steps of a block; beside SKIP, PARTIAL and FULL in a step's lowest bits
-MOST_BLOCKS = 1 << 13  # of one kind: a step has room for so many, above these bits
 ONES = 16  # rows of ones below the values: one would do, but rows come by 16 in bfloat16
 VMEM = 48 << 20  # bytes that a kernel may take; every TPU has at least 64 MiB
-SMEM = 256 << 10  # bytes that the list of steps may take; every TPU has 1 MiB
-MOST_HEADS = 64  # that share a key/value head, for VMEM's sake
+SMEM = 256 << 10  # bytes that the list of steps may take: compiled on every TPU, and enough for 128k tokens
+MOST_FEATURES = 8192  # of all query heads that share a key/value head: more would not fit VMEM
 
 
 def refusal(
@@ -65,8 +62,9 @@ def refusal(
         return f"it computes in float32 and bfloat16, and q is {q.dtype}"
     if not q.size or not v.size:
         return "it needs a query, a key and a feature at least"
-    if q.shape[2] > MOST_HEADS * k.shape[2]:
-        return f"at most {MOST_HEADS} query heads may share a key/value head, not {q.shape[2] // k.shape[2]}"
+    group, width = q.shape[2] // k.shape[2], -(-max(q.shape[3], v.shape[3]) // LANES) * LANES
+    if group * width > MOST_FEATURES:
+        return f"{group} query heads of {width} features share a key/value head, and VMEM has room for {MOST_FEATURES}"
     rows = max(len(q_tokens.positions), len(kv_tokens.positions))
     for kernel in ("forward", "dq", "dkv"):
         cut = Cut.of(kernel, q, k)

@@ -156,7 +156,8 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
             compiled = jax.jit(case.function).lower(*jax.tree.map(on_mesh, case.arguments)).compile()
     except Exception as error:  # any: it is one case's result, and others follow
         return {"error": f"{type(error).__name__}: {str(error)[:3000]}"}
-    text = compiled.as_text() or ""
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert memory is not None
     names = set(re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", text))
     kernels: dict[str, Counter[str]] = {re.sub(r"\.\d+$", "", name): Counter() for name in names}
     for file in dump.iterdir():
@@ -168,7 +169,7 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
     shapes = re.findall(r"\w\[([\d,]+)\]", re.sub(r"s8\[\d+\]", "", text))  # these are others, on the move as bytes
     return {
         "seconds": round(time.monotonic() - start, 1),
-        "temporary": compiled.memory_analysis().temp_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
         "largest": max(math.prod(map(int, shape.split(","))) for shape in shapes),
         "limit": case.elements,
         "kernels": kernels,

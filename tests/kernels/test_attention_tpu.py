@@ -1,0 +1,93 @@
+"""What is special about the TPU's attention kernels; test_attention.py has what all implementations share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+import kernels
+from kernels import Causal, Chunk, Full, Spans, attention_tpu, sliding
+from kernels.attention_tpu import FIRST, LAST, MOST_BLOCKS
+from kernels.masks import FULL, PARTIAL, SKIP, Tokens, block_classes
+from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run
+
+
+SINKS = jnp.array([1.0, -2.0, 5.0, -jnp.inf])
+IMAGES = jnp.asarray(np.repeat([[-1, 4, -1, 7]], [20, 30, 20, 30], axis=1))
+CASES = {
+    "heads of unlike widths": (dict(batch=1, seq=100, dim=24, v_dim=16), dict(softcap=4.0, sinks=SINKS)),
+    "rows of unlike lengths": (dict(seq=130, heads=2, dim=8), dict(mask=sliding(30), **packed([70, 1, 59], [90, 40]))),
+    "images and chunks": (
+        dict(batch=1, seq=100, heads=6, dim=8),
+        dict(mask=(Causal() & Chunk(48)) | Spans(), q_spans=IMAGES, kv_spans=IMAGES),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_races(case):
+    """In an interpreter that moves blocks as a TPU does, fills memory with NaN, and reports races."""
+    shapes, options = CASES[case]
+    x = arrays(**shapes)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        actual = jax.block_until_ready(run("tpu", *x, **options))
+    assert max(errors(actual, oracle(*x, **options))) < 1e-5
+    assert interpreter.races is not None and not interpreter.races.races_found
+
+
+def steps(mask, seq, block, by_key=False, **ids):
+    """(block of queries, block of keys, class, whether the first of its block, whether the last) of each step."""
+    tokens = Tokens(jnp.arange(seq, dtype=jnp.int32)[None], **ids)
+    bits, count = attention_tpu._steps(block_classes(mask, tokens, tokens, block, block), by_key)
+    split = lambda x: (x // 16 // MOST_BLOCKS, x // 16 % MOST_BLOCKS, x & 3, x & FIRST > 0, x & LAST > 0)
+    return [[split(x) for x in row[:count]] for row in np.asarray(bits).tolist()]
+
+
+def test_steps_are_the_pairs_that_anybody_sees():
+    yes, no = True, False
+    assert steps(Causal(), 96, 32) == [
+        [
+            (0, 0, PARTIAL, yes, yes),
+            (1, 0, FULL, yes, no),
+            (1, 1, PARTIAL, no, yes),
+            (2, 0, FULL, yes, no),
+            (2, 1, FULL, no, no),
+            (2, 2, PARTIAL, no, yes),
+        ]
+    ]
+    assert steps(sliding(32), 96, 32, by_key=True) == [
+        [
+            (0, 0, PARTIAL, yes, no),
+            (1, 0, PARTIAL, no, yes),
+            (1, 1, PARTIAL, yes, no),
+            (2, 1, PARTIAL, no, yes),
+            (2, 2, PARTIAL, yes, yes),
+        ]
+    ]
+
+
+def test_blocks_that_nobody_sees_have_a_step_and_short_rows_idle():
+    in_no_span = jnp.array([[-1] * 64, [0] * 64])
+    assert steps(Spans(), 64, 32, spans=in_no_span) == [
+        [(0, 0, SKIP, True, True), (1, 0, SKIP, True, True), *[(1, 0, SKIP, False, False)] * 2],
+        [(i, j, FULL, j == 0, j == 1) for i in range(2) for j in range(2)],
+    ]
+
+
+def test_what_it_refuses():
+    reason = lambda q, k: next(
+        c for c in kernels.explain(kernels.attention, q, k, k, scale=SCALE, mask=Full(), implementation="xla")
+    ).others["tpu"]
+    x = lambda seq, heads, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, seq, heads, 128), dtype)
+    assert reason(x(200, 64), x(200, 1)) is None
+    assert reason(x(200, 65), x(200, 1)) == (
+        "65 query heads of 128 features share a key/value head, and VMEM has room for 8192"
+    )
+    assert reason(x(200, 1, jnp.float16), x(200, 1, jnp.float16)) == (
+        "it computes in float32 and bfloat16, and q is float16"
+    )
+    assert reason(x(1 << 15, 1), x(1 << 15, 1)) == (
+        "the list of its blocks does not fit: 1 rows of 32768 queries and 32768 keys"
+    )
