@@ -33,7 +33,7 @@ def test_without_races(case):
     x = arrays(**shapes)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         actual = jax.block_until_ready(run("tpu", *x, **options))
-    assert max(errors(actual, oracle(*x, **options))) < 1e-5
+    assert np.max(errors(actual, oracle(*x, **options))) < 1e-5
     assert interpreter.races is not None and not interpreter.races.races_found
 
 

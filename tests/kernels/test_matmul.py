@@ -110,7 +110,7 @@ CASES_OF = [
 def test_float32_equals_the_oracle(implementation, dtype, granularity, activations, gradients):
     options = dict(granularity=granularity, activations=activations, gradients=gradients)
     actual = run(implementation, dtype, *arrays(), **options)
-    assert max(errors(actual, oracle(*arrays(), dtype, **options))) < 1e-5
+    assert np.max(errors(actual, oracle(*arrays(), dtype, **options))) < 1e-5
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
@@ -122,7 +122,7 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation, dtype, activation
     actual = run(implementation, dtype, *given, **options)
     assert {a.dtype for a in actual} == {jnp.dtype(jnp.bfloat16)}
     (out, *gradients), theirs = errors(actual, expected), errors(run("reference", dtype, *given, **options), expected)
-    assert out < 4e-3 and max(gradients) < 1e-2
+    assert out < 4e-3 and np.max(gradients) < 1e-2
     assert all(a < 1.5 * b for a, b in zip([out, *gradients], theirs, strict=True))
 
 
@@ -138,7 +138,7 @@ def test_a_matrix_that_is_quantised_already(implementation, dtype, granularity):
     spread = np.kron(spread, np.ones((128, 128)))[:150, :200] if granularity == "block" else spread
     stands_for = values.astype(np.float64) * spread
     actual = run(implementation, dtype, x, jnp.asarray(values), d_out, scale)
-    assert max(errors(actual, (np.float64(x) @ stands_for.T, np.float64(d_out) @ stands_for))) < 1e-5
+    assert np.max(errors(actual, (np.float64(x) @ stands_for.T, np.float64(d_out) @ stands_for))) < 1e-5
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "tpu"])
@@ -150,7 +150,7 @@ def test_quantised_gradients_of_a_matrix_that_is_quantised_already(implementatio
     actual = run(implementation, jnp.int8, x, jnp.asarray(values), d_out, jnp.asarray(scales[:, 0]), **options)
     again = jnp.asarray(stands_for, jnp.float32)
     expected = oracle(x, again, d_out, jnp.int8, "channel", **options)
-    assert max(errors(actual, expected)) < 1e-5
+    assert np.max(errors(actual, expected)) < 1e-5
 
 
 def nan_at(x, *index):
@@ -238,7 +238,7 @@ def test_float64_stays_float64():
         out, dx, _ = run(None, jnp.int8, x, w, d_out)
         stands_for = np.asarray(dequantize(quantize(w, jnp.int8, "channel")))
         assert stands_for.dtype == np.float64
-        assert max(errors((out, dx), (np.asarray(x) @ stands_for.T, np.asarray(d_out) @ stands_for))) < 1e-14
+        assert np.max(errors((out, dx), (np.asarray(x) @ stands_for.T, np.asarray(d_out) @ stands_for))) < 1e-14
         with pytest.raises(ValueError, match=r"'xla'\): it computes in float32, and x is float64"):
             run("xla", jnp.int8, x, w, d_out)
 
