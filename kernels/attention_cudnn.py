@@ -35,7 +35,7 @@ def refusal(
         "it has no softcap": softcap is not None,
         "JAX rounds the log-sum-exp that sinks need to the dtype of q": sinks is not None,
         f"it has no mask {mask}": _static(mask) is None,
-        "it takes positions that are indices": not _indices(q_tokens, kv_tokens),
+        "it takes positions that are indices": not (q_tokens.in_order and kv_tokens.in_order),
         "queries and keys must be of one number": mask != Full() and q.shape[1] != k.shape[1],
         "keys and values must be of one size": k.shape[3] != v.shape[3],
     }
@@ -88,11 +88,6 @@ def _static(mask: Mask) -> tuple[bool, int | None] | None:
             return True, size
         case _:
             return None
-
-
-def _indices(*sides: Tokens) -> bool:
-    """Whether positions were not given: then they are no arrays of JAX, and known before anything runs."""
-    return all(isinstance(tokens.positions, np.ndarray) for tokens in sides)
 
 
 def _seen_poison(

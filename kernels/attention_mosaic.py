@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -55,7 +54,7 @@ def refusal(
     seq, kv_seq, dim, v_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
     if Segments in mask or Spans in mask:
         return f"it has no segments and no spans, and the mask is {mask}"
-    if not all(isinstance(tokens.positions, np.ndarray) for tokens in (q_tokens, kv_tokens)):
+    if not (q_tokens.in_order and kv_tokens.in_order):
         return "it takes positions that are indices"
     if dim % ROWS or v_dim % ROWS or max(dim, v_dim) > WIDEST:
         return f"its heads have multiples of {ROWS} features, {WIDEST} at most, and these {dim} and {v_dim}"

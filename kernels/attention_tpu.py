@@ -279,7 +279,7 @@ def _forward_kernel(
         before = top[i]
         top[i] = jnp.maximum(before, peak[...].max(axis=0, keepdims=True))
         weights = jnp.exp2(logits[...] - top[i]).astype(v_and_ones.dtype)
-        total[i] = total[i] * jnp.exp2(before - top[i]) + _dot(v_and_ones[...], weights, 1, 0)
+        total[i] = total[i] * jnp.exp2(before - top[i]) + dot(v_and_ones[...], weights, 1, 0)
 
     step.work(multiply, add)
 
@@ -340,7 +340,7 @@ def _dq_kernel(
 
     def add(i: Strip, masked: Masked) -> None:
         _, slopes = weigh(i, masked)
-        total[i] += _dot(k_transposed[...], slopes, 1, 0)
+        total[i] += dot(k_transposed[...], slopes, 1, 0)
 
     step.work(multiply, add)
 
@@ -363,8 +363,8 @@ def _dkv_kernel(
 
     def add(i: Strip, masked: Masked) -> None:
         weights, slopes = weigh(i, masked)
-        v_total[...] += _dot(weights, d_out[i], 1, 0)
-        k_total[...] += _dot(slopes, q[i], 1, 0)
+        v_total[...] += dot(weights, d_out[i], 1, 0)
+        k_total[...] += dot(slopes, q[i], 1, 0)
 
     step.work(multiply, add)
 
@@ -381,7 +381,7 @@ def _both(
 
     def multiply(i: Strip, _: Masked) -> None:
         logits[...] = _logits(formula, k[...], q[i])
-        d_weights[...] = _dot(v[...], d_out[i], 1, 1)
+        d_weights[...] = dot(v[...], d_out[i], 1, 1)
 
     def weigh(i: Strip, masked: Masked) -> tuple[Array, Array]:
         """The weights, and the gradients of the logits, but for the scale."""
@@ -398,13 +398,13 @@ def _logits(
     formula: Formula, k: Float[Array, "keys dim"], q: Float[Array, "queries dim"]
 ) -> Float[Array, "keys queries"]:
     """In powers of two."""
-    x = _dot(k, q, 1, 1)
+    x = dot(k, q, 1, 1)
     if formula.softcap is None:
         return x * (formula.scale * LOG2_E)
     return formula.softcap * LOG2_E * jnp.tanh(x * (formula.scale / formula.softcap))
 
 
-def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
+def dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
     """The product summed over those axes."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     axes = (((x_axis,), (y_axis,)), ((), ()))

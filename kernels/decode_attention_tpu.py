@@ -21,14 +21,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kernels import blocks
+from kernels.attention_tpu import LANES, VMEM, dot
 from kernels.device import device, elsewhere
 from kernels.flash import Formula
 from kernels.masks import Mask, Schedule, Tokens, block_classes
 from kernels.reference import LOWEST, poison
-
-
-VMEM = 48 << 20  # bytes that the kernel may take; every TPU has at least 64 MiB
-LANES = 128  # the width of a register
 
 
 def refusal(
@@ -168,7 +165,7 @@ def _kernel(
     def add(i: Any, _: None) -> None:
         at = pl.ds(pl.multiple_of(i * few, few), few)
         k, spoilt_k = _cleaned(k_ref[at, :])
-        x = formula.scale * _dot(q_ref[...], k, 1, 1)
+        x = formula.scale * dot(q_ref[...], k, 1, 1)
         if formula.softcap is not None:
             x = formula.softcap * jnp.tanh(x / formula.softcap)
         query = jax.tree.map(lambda x: x[row(x)], q_tokens)
@@ -184,7 +181,7 @@ def _kernel(
         fade, weights = jnp.exp(top - new_top), jnp.exp(x - new_top[:, :1])
         top_ref[...] = new_top
         total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
-        sum_ref[...] = sum_ref[...] * fade[:, :1] + _dot(weights.astype(v.dtype), v, 1, 0)
+        sum_ref[...] = sum_ref[...] * fade[:, :1] + dot(weights.astype(v.dtype), v, 1, 0)
 
     steps = jnp.where(j < schedule.met[row(schedule.met)], columns // few, 0)
     lax.fori_loop(0, steps, add, None)
@@ -202,14 +199,7 @@ def _cleaned(x: Float[Array, "slots dim"]) -> tuple[Float[Array, "slots dim"], F
     wide = x.astype(jnp.float32)  # a TPU asks nothing else whether it is finite
     is_finite = jnp.isfinite(wide)
     ones, changed = jnp.ones((1, x.shape[1]), x.dtype), jnp.where(is_finite, 0.0, 1.0).astype(x.dtype)
-    return jnp.where(is_finite, wide, 0).astype(x.dtype), _dot(ones, changed, 1, 1)
-
-
-def _dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-    """The product summed over those axes."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    axes = (((x_axis,), (y_axis,)), ((), ()))
-    return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.where(is_finite, wide, 0).astype(x.dtype), dot(ones, changed, 1, 1)
 
 
 def _block_size(k: Array, v: Array) -> int:

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from kernels import blocks
-from kernels.attention_triton import Block, Schedule, capped, product, row_of, to_log2
+from kernels.attention_triton import Block, capped, product, row_of, to_log2
 from kernels.device import elsewhere
 from kernels.flash import Formula
-from kernels.masks import Mask, Tokens, block_classes
+from kernels.masks import Mask, Schedule, Tokens, block_classes
 from kernels.reference import LOWEST, poison
 from kernels.triton import SMALLEST, dot, exp2, inside, launch, load, pieces, store
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Int8
 
 
@@ -24,6 +25,11 @@ class Tokens(NamedTuple):
     positions: Int[Array, "..."]
     segments: Int[Array, "..."] | None = None
     spans: Int[Array, "..."] | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether nobody gave positions: then they are known before anything runs."""
+        return isinstance(self.positions, np.ndarray)
 
 
 class Extent(NamedTuple):
