@@ -12,7 +12,7 @@ registers, the matrix is that side, and what a program makes is a block of the t
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
@@ -20,17 +20,17 @@ import jax.numpy as jnp
 from jax import core, lax
 from jax._src.pallas.triton import lowering
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jax.interpreters import mlir
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as tt
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from kernels import blocks, matmul, triton
 from kernels.device import elsewhere
 from kernels.matmul import Formula, Kernels
 from kernels.quantize import BLOCK, Quantized
+from kernels.triton import Side, load_block, store_block
 
 
 BAND = 8  # blocks of rows
@@ -67,16 +67,16 @@ def _both_kernel(
     row, column = _output_block(sizes, out_ref)
 
     def add_piece(i: Array, out: Array) -> Array:
-        piece = _block(i, BLOCK, x_ref.shape[1])
-        x, w = _load(x_ref, row, piece), _load(w_ref, column, piece)
+        piece = Side.of(i, BLOCK, x_ref.shape[1])
+        x, w = load_block(x_ref, row, piece), load_block(w_ref, column, piece)
         product = _dot8(x, w)
-        x_scale = triton.load(x_scale_ref.at[i, row.indices], row.inside)
+        x_scale = triton.load(x_scale_ref.at[i, row.indices], row.own)
         scale = x_scale * w_scale_ref[column.indices.start // BLOCK, i]
         return out + product.astype(jnp.float32) * scale[:, None]
 
     out = jnp.zeros((sizes["rows"], sizes["columns"]), jnp.float32)
     out = lax.fori_loop(0, w_scale_ref.shape[1], add_piece, out)
-    _store(out_ref, out, row, column)
+    store_block(out_ref, out, row, column)
 
 
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
@@ -94,16 +94,16 @@ def _weight_only_kernel(sizes: dict[str, int], x_ref: Any, w_ref: Any, w_scale_r
     depth = BLOCK if by_blocks else sizes["depth"]
 
     def add(step: Array, out: Array) -> Array:
-        piece = _block(step, depth, features)
-        x, w = _load(x_ref, row, piece), _load(w_ref, column, piece)
+        piece = Side.of(step, depth, features)
+        x, w = load_block(x_ref, row, piece), load_block(w_ref, column, piece)
         product = triton.dot(w.astype(x.dtype), x, over=(1, 1))
         return out + (product * w_scale_ref[column.indices.start // BLOCK, step] if by_blocks else product)
 
     out = jnp.zeros((sizes["columns"], sizes["rows"]), jnp.float32)
     out = lax.fori_loop(0, pl.cdiv(features, depth), add, out)
     if not by_blocks:
-        out *= triton.load(w_scale_ref.at[column.indices], column.inside)[:, None]
-    _store(out_ref, out.T, row, column)
+        out *= triton.load(w_scale_ref.at[column.indices], column.own)[:, None]
+    store_block(out_ref, out.T, row, column)
 
 
 def _launch(
@@ -132,38 +132,11 @@ def _launch(
     )
 
 
-class Side(NamedTuple):
-    """One side of a block: its indices, and which of them are within the array. None: all of them."""
-
-    indices: pl.Slice
-    inside: Bool[Array, " size"] | None
-
-
-def _block(i: Array, size: int, length: int) -> Side:
-    return Side(pl.ds(i * size, size), triton.inside(i * size, size, length))
-
-
 def _output_block(sizes: dict[str, int], out_ref: Any) -> tuple[Side, Side]:
     """The rows and columns that a program makes. Rows beyond the last, in the last band, are masked altogether."""
     i = pl.program_id(2) * pl.num_programs(0) + pl.program_id(0)
     rows, columns = out_ref.shape
-    return _block(i, sizes["rows"], rows), _block(pl.program_id(1), sizes["columns"], columns)
-
-
-def _load(ref: Any, rows: Side, columns: Side) -> Array:
-    block, mask = ref.at[rows.indices, columns.indices], _mask(rows, columns)
-    return plt.load(block) if mask is None else plt.load(block, mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def _store(ref: Any, block: Array, rows: Side, columns: Side) -> None:
-    triton.store(ref.at[rows.indices, columns.indices], block.astype(ref.dtype), _mask(rows, columns))
-
-
-def _mask(rows: Side, columns: Side) -> Bool[Array, "rows columns"] | None:
-    masks = [jnp.expand_dims(s.inside, 1 - axis) for axis, s in enumerate((rows, columns)) if s.inside is not None]
-    if not masks:
-        return None
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (rows.indices.size, columns.indices.size))
+    return Side.of(i, sizes["rows"], rows), Side.of(pl.program_id(1), sizes["columns"], columns)
 
 
 def _dot8(x: Array, w: Array) -> Array:

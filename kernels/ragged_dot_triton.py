@@ -9,17 +9,18 @@ In the gradient of the matrices one program makes one block of one group's, and 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kernels import blocks, grouped, triton
 from kernels.device import elsewhere
 from kernels.grouped import Matrices, Tiles
+from kernels.triton import Side, load_block, store_block
 
 
 BAND = 8  # tiles of rows that meet the same columns at about the same time
@@ -79,17 +80,17 @@ def _rows_times_matrices_kernel(
     tile = jnp.minimum(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0), group_ref.shape[0] - 1)
     group = group_ref[tile]
     row = _span(first_ref[tile], sizes["rows"], end_ref[tile])
-    column = _block(pl.program_id(1), sizes["columns"], columns)
+    column = Side.of(pl.program_id(1), sizes["columns"], columns)
 
     def add(step: Array, out: Array) -> Array:
-        inner = _block(step, sizes["depth"], depth)
-        x = _load(x_ref, row, inner)
-        w = _load(w_ref, *((column, inner) if axis == 2 else (inner, column)), group)
+        inner = Side.of(step, sizes["depth"], depth)
+        x = load_block(x_ref, row, inner)
+        w = load_block(w_ref, *((column, inner) if axis == 2 else (inner, column)), group)
         return out + triton.dot(x, w.astype(x.dtype), over=(1, axis - 1))
 
     steps = pl.cdiv(depth, sizes["depth"]) * (group < groups).astype(jnp.int32)
     out = lax.fori_loop(0, steps, add, jnp.zeros((sizes["rows"], sizes["columns"]), jnp.float32))
-    _store(out_ref, out, row, column)
+    store_block(out_ref, out, row, column)
 
 
 def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
@@ -119,45 +120,19 @@ def _sums_of_products_kernel(
 ) -> None:
     (_, outs), (_, ins), group = d_out_ref.shape, x_ref.shape, pl.program_id(2)
     start, end = start_ref[group], end_ref[group]
-    out, in_ = _block(pl.program_id(1), sizes["out"], outs), _block(pl.program_id(0), sizes["in"], ins)
+    out, in_ = Side.of(pl.program_id(1), sizes["out"], outs), Side.of(pl.program_id(0), sizes["in"], ins)
 
     def add(step: Array, dw: Array) -> Array:
         # Both sides are masked beyond the group: zero times a neighbour's NaN would be NaN.
         row = _span(start + step * sizes["rows"], sizes["rows"], end)
-        return dw + triton.dot(_load(d_out_ref, row, out), _load(x_ref, row, in_), over=(0, 0))
+        return dw + triton.dot(load_block(d_out_ref, row, out), load_block(x_ref, row, in_), over=(0, 0))
 
     dw = jnp.zeros((sizes["out"], sizes["in"]), jnp.float32)
     steps = (end - start + sizes["rows"] - 1) // sizes["rows"]
     dw = lax.fori_loop(0, steps, add, dw)
-    _store(dw_ref, dw, out, in_, group)
-
-
-class Side(NamedTuple):
-    """One side of a block: its indices, and which of them are the block's. None: all of them."""
-
-    indices: pl.Slice
-    own: Bool[Array, " size"] | None
-
-
-def _block(i: Array, size: int, length: int) -> Side:
-    """Block `i` of a whole axis."""
-    return Side(pl.ds(i * size, size), triton.inside(i * size, size, length))
+    store_block(dw_ref, dw, out, in_, group)
 
 
 def _span(start: Array, size: int, end: Array) -> Side:
     """The rows from `start` on, of which those before `end` are the group's."""
     return Side(pl.ds(start, size), start + jnp.arange(size, dtype=jnp.int32) < end)
-
-
-def _load(ref: Any, rows: Side, columns: Side, *matrix: Array) -> Array:
-    return triton.load(ref.at[*matrix, rows.indices, columns.indices], _mask(rows, columns))
-
-
-def _store(ref: Any, block: Array, rows: Side, columns: Side, *matrix: Array) -> None:
-    triton.store(ref.at[*matrix, rows.indices, columns.indices], block.astype(ref.dtype), _mask(rows, columns))
-
-
-def _mask(rows: Side, columns: Side) -> Bool[Array, "rows columns"] | None:
-    if rows.own is None:
-        return None if columns.own is None else columns.own[None, :]
-    return rows.own[:, None] if columns.own is None else rows.own[:, None] & columns.own[None, :]

@@ -8,7 +8,7 @@ arrays, and cut their blocks themselves; what reaches over an array's end is mas
 import struct
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,34 @@ def load(ref: Any, mask: Bool[Array, "..."] | None = None, other: ArrayLike = 0)
 
 def store(ref: Any, value: Array, mask: Bool[Array, "..."] | None = None) -> None:
     plt.store(ref, value, mask=mask)
+
+
+class Side(NamedTuple):
+    """One side of a block of a matrix: its indices, and which of them are the block's. None: all of them."""
+
+    indices: pl.Slice
+    own: Bool[Array, " size"] | None
+
+    @classmethod
+    def of(cls, i: Array, size: int, length: int) -> "Side":
+        """Block `i` of a whole axis."""
+        return cls(pl.ds(i * size, size), inside(i * size, size, length))
+
+
+def load_block(ref: Any, rows: Side, columns: Side, *matrix: Array) -> Array:
+    """That block of a matrix, or of one of several, with zeros for what is not its own."""
+    zero = jnp.zeros((), ref.dtype)  # a plain 0 is no float8
+    return load(ref.at[*matrix, rows.indices, columns.indices], _own(rows, columns), zero)
+
+
+def store_block(ref: Any, block: Array, rows: Side, columns: Side, *matrix: Array) -> None:
+    store(ref.at[*matrix, rows.indices, columns.indices], block.astype(ref.dtype), _own(rows, columns))
+
+
+def _own(rows: Side, columns: Side) -> Bool[Array, "..."] | None:
+    if rows.own is None:
+        return None if columns.own is None else columns.own[None, :]
+    return rows.own[:, None] if columns.own is None else rows.own[:, None] & columns.own[None, :]
 
 
 def dot(x: Float[Array, "..."], y: Float[Array, "..."], over: tuple[int, int] = (1, 0)) -> Float[Array, "rows columns"]:

@@ -9,8 +9,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin otherwise, and starve the other process
 
 import jax
+import pytest
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_end_with_their_module():
+    """Each holds memory maps, of which Linux gives a process 65,530: a whole suite's would be too many."""
+    yield
+    jax.clear_caches()
