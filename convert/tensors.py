@@ -62,6 +62,9 @@ class _File:
 
     @functools.cached_property
     def mapped(self) -> np.ndarray:
+        return self.map()
+
+    def map(self) -> np.ndarray:
         return np.frombuffer(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
 
 
@@ -83,12 +86,13 @@ class Tensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def view(self) -> np.ndarray:
+    def view(self, *, own: bool = False) -> np.ndarray:
         """The file itself, mapped into memory: read-only, not copied, read from disk where it is touched.
 
-        The mapping outlives the file's removal or replacement, but not its truncation.
+        The mapping outlives the file's removal or replacement, but not its truncation. All tensors of a file share it,
+        and so its pages stay in memory, unless this one is to have its `own`, which goes with the array.
         """
-        return np.ndarray(self.shape, self.dtype, self._file.mapped, self.offset)
+        return np.ndarray(self.shape, self.dtype, self._file.map() if own else self._file.mapped, self.offset)
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """`view()[index]` as `dtype`: still the file itself where nothing has to be converted.

@@ -1,8 +1,11 @@
 """Fast operations on arrays: one signature each, several implementations, all tested against `kernels.reference`.
 
+Under a mesh (`jax.set_mesh`) whose axes have the names of `kernels.mesh` each device works on its share.
+
 This package knows no model and imports jax and jaxtyping alone.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ from kernels import dispatch
 from kernels.dispatch import explain, prefer
 from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, sliding
 from kernels.matmul import fp8_matmul, int8_matmul
+from kernels.mesh import split_attention
 
 
 __all__ = [
@@ -97,10 +101,10 @@ def attention(
     kv_tokens = _tokens(k.shape[1], kv_positions, kv_segments, kv_spans)
     mask = _complete(mask, q_tokens, kv_tokens)
     first = "reference" if max(q.shape[1], k.shape[1]) <= 128 else None
-    return dispatch.run(
-        "attention", implementation, q, k, v, first=first,
-        scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens,
-    )  # fmt: skip
+    attend = functools.partial(
+        dispatch.run, "attention", implementation, first=first, scale=scale, mask=mask, softcap=softcap
+    )
+    return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
 
 
 def decode_attention(
@@ -131,15 +135,19 @@ def decode_attention(
     Raises:
         ValueError: as `attention` does.
     """
-    _check(q[:, None], k, v)
+    q = q[:, None]
+    _check(q, k, v)
     column = lambda ids: None if ids is None else ids[:, None]
     q_tokens = _tokens(1, column(q_positions), column(q_segments), column(q_spans))
     kv_tokens = _tokens(k.shape[1], kv_positions, kv_segments, kv_spans)
     mask = _complete(mask, q_tokens, kv_tokens)
-    return dispatch.run(
-        "decode_attention", implementation, q, k, v,
-        scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens,
-    )  # fmt: skip
+
+    def attend(q: Array, *args: Any, **kwargs: Any) -> Array:
+        return dispatch.run(
+            "decode_attention", implementation, q[:, 0], *args, scale=scale, mask=mask, softcap=softcap, **kwargs
+        )[:, None]
+
+    return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)[:, 0]
 
 
 def cross_entropy(
@@ -150,7 +158,6 @@ def cross_entropy(
     *,
     chunk: int = 2048,
     z_loss: float = 0.0,
-    batch_axes: tuple[str, ...] = (),
     implementation: str | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Cross-entropy in nats, summed over the targets whose `mask` is not 0. The others count for nothing, even if NaN.
@@ -165,15 +172,14 @@ def cross_entropy(
     `implementation` is "xla" (`unembed` is called for about `chunk` tokens at a time on each device, the same positions
     of every sequence; gradients are computed in the same pass, so no product is computed twice; first derivatives only,
     in reverse mode) or "reference" (the logits of all tokens at once; every derivative, and float64 in float64). None
-    means "xla", and "reference" for what it refuses. `batch_axes` names the axes of the mesh in scope that split the
-    batch.
+    means "xla", and "reference" for what it refuses.
 
     Raises:
         ValueError: where the implementation asked for cannot take these arguments.
     """
     minimised, loss, correct = dispatch.run(
         "cross_entropy", implementation, unembed, x, targets, mask != 0,
-        chunk=chunk, z_loss=z_loss, batch_axes=batch_axes,
+        chunk=chunk, z_loss=z_loss,
     )  # fmt: skip
     return minimised, {"loss": jax.lax.stop_gradient(loss), "correct": jax.lax.stop_gradient(correct)}
 

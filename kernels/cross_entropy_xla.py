@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels import mesh
+
 
 def refusal(_: Callable, x: Float[Array, "batch seq embed"], *__: object, **___: object) -> str | None:
     """Why this implementation cannot take these arguments of `cross_entropy`, or None if it can."""
@@ -23,7 +25,6 @@ def cross_entropy(
     *,
     chunk: int,
     z_loss: float,
-    batch_axes: tuple[str, ...],
 ) -> Float[Array, "3"]:
     """`kernels.cross_entropy`, in chunks of tokens.
 
@@ -31,27 +32,37 @@ def cross_entropy(
     only their sum, and the backward pass has only to scale it.
     """
     batch, seq, _ = x.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(axis for axis in batch_axes if axis in mesh.axis_names)
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    size = min(seq, -(-chunk * shards // batch))  # positions of one chunk
-    count = -(-seq // size)
+    axes, seq_axes = mesh.splitting(batch, *mesh.BATCH), mesh.splitting(seq, mesh.SEQUENCE)
+    rows, parts = (math.prod(map(mesh.split, names)) for names in (axes, seq_axes))
+    shards, part = rows * parts, seq // parts
+    size = min(part, -(-chunk * rows // batch))  # positions of one chunk
+    count = -(-part // size)
 
     def split(a: Array) -> Array:
         """[batch, seq, ...] -> [count, shards, batch of the shard, size, ...]"""
-        a = jnp.pad(a, ((0, 0), (0, count * size - seq), *((0, 0),) * (a.ndim - 2)))
-        return jnp.moveaxis(a.reshape(shards, batch // shards, count, size, *a.shape[2:]), 2, 0)
+        a = a.reshape(rows, batch // rows, parts, part, *a.shape[2:])
+        a = jnp.pad(a, ((0, 0),) * 3 + ((0, count * size - part),) + ((0, 0),) * (a.ndim - 4))
+        a = a.reshape(rows, batch // rows, parts, count, size, *a.shape[4:])
+        return jnp.moveaxis(a, (3, 2), (0, 2)).reshape(count, shards, batch // rows, size, *a.shape[5:])
 
     def zero(shape: tuple[int, ...]) -> Float[Array, "shards ..."]:
         """A running sum for every shard, so that the shards' gradients are added up once, and not for every chunk."""
         zeros = jnp.zeros((shards, *shape), jnp.float32)
-        return jax.lax.with_sharding_constraint(zeros, P(axes, *[P.UNCONSTRAINED] * len(shape))) if axes else zeros
+        spec = P(axes + seq_axes, *[P.UNCONSTRAINED] * len(shape))
+        return jax.lax.with_sharding_constraint(zeros, spec) if mesh.free() else zeros
+
+    def whole(weight: Array) -> Array:
+        """The weight with all its features, which are gathered here once: in the scan they would be for every chunk."""
+        spec = P(*(P.UNCONSTRAINED,) * (weight.ndim - 1), None)
+        return jax.lax.with_sharding_constraint(weight, spec) if mesh.free() and weight.ndim > 1 else weight
 
     # What `unembed` uses becomes an argument, and nothing else of the model: the rest would get gradients of zeros.
     head, weights = jax.closure_convert(lambda x: unembed(x), split(x)[0, 0])
 
     @jax.custom_vjp
     def sums(xs: Array, weights: list[Array], targets: Array, mask: Array) -> Float[Array, "3"]:
+        weights = [whole(weight) for weight in weights]
+
         def one(x: Array, targets: Array, mask: Array) -> Array:
             return sums_and_gradient(head(x, *weights), targets, mask, z_loss)[0]
 
@@ -60,14 +71,15 @@ def cross_entropy(
 
     def forward(xs: Any, weights: list[Any], targets: Any, mask: Any) -> tuple[Float[Array, "3"], Any]:
         trained = [w.perturbed and jnp.issubdtype(w.value.dtype, jnp.inexact) for w in weights]
+        values = [whole(w.value) for w in weights]
 
         def one(x: Array, targets: Array, mask: Array) -> tuple[Any, Array]:
             def logits_of(x: Array, trained_weights: list[Array]) -> Array:
                 rest = iter(trained_weights)
-                return head(x, *(next(rest) if t else w.value for t, w in zip(trained, weights, strict=True)))
+                return head(x, *(next(rest) if t else w for t, w in zip(trained, values, strict=True)))
 
             x = jnp.where(mask[..., None], x, 0)  # or a NaN where nothing counts would reach the weights' gradients
-            logits, pull_back = jax.vjp(logits_of, x, [w.value for t, w in zip(trained, weights, strict=True) if t])
+            logits, pull_back = jax.vjp(logits_of, x, [w for t, w in zip(trained, values, strict=True) if t])
             total, gradient = sums_and_gradient(logits, targets, mask, z_loss)
             dx, dw = pull_back(gradient)
             return (total, dw), dx
@@ -76,7 +88,7 @@ def cross_entropy(
             more, dx = jax.vmap(one)(*chunk)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more), dx
 
-        zeros = (zero((3,)), [zero(w.value.shape) for t, w in zip(trained, weights, strict=True) if t])
+        zeros = (zero((3,)), [zero(w.shape) for t, w in zip(trained, values, strict=True) if t])
         total, dxs = jax.lax.scan(add, zeros, (xs.value, targets.value, mask.value))
         total, dw = jax.tree.map(lambda a: jnp.sum(a, axis=0), total)
         rest = iter(dw)

@@ -1,16 +1,15 @@
 """Which implementation serves a call: decided by the tables below, and by what each says that it cannot take."""
 
 import importlib
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType
 from jaxtyping import Array
 
 from kernels.device import device
+from kernels.mesh import free
 
 
 # The module of each implementation. It has a function named as the operation, and `refusal`, of the same arguments: why
@@ -159,10 +158,8 @@ def run(operation: str, implementation: str | None, *args: Any, first: str | Non
 
 
 def _refusal(operation: str, implementation: str, *args: Any, **kwargs: Any) -> str | None:
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
-    if math.prod(axes.values()) > 1 and implementation not in SPLIT_BY_XLA:
+    axes = {axis: size for axis, size in free().items() if size > 1}
+    if axes and implementation not in SPLIT_BY_XLA:
         return f"it is for one device, and the arrays may be split over a mesh of {axes}: call it in jax.shard_map"
     module = _module(operation, implementation)
     return None if implementation == "reference" else module.refusal(*args, **kwargs)

@@ -93,10 +93,9 @@ def cross_entropy(
     *,
     chunk: int,
     z_loss: float,
-    batch_axes: tuple[str, ...],
 ) -> Float[Array, "3"]:
     """`kernels.cross_entropy`, with the logits of all tokens. In float32, or in float64 if x has it."""
-    del chunk, batch_axes  # what others split
+    del chunk  # what others split
     logits = unembed(jnp.where(mask[..., None], x, 0))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     targets = jnp.where(mask, targets, 0)

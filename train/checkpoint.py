@@ -7,6 +7,9 @@
 Orbax writes the arrays in the background, and reads them onto whatever devices the run has now. Which folder counts as
 a checkpoint is decided here: one gets its name, a number, when all of it is written, and its hashes are checked before
 it is used. (Orbax's own manager lists saves that failed or were cut off, and checks nothing.)
+
+In a run of several processes each writes and reads its own parts of the arrays, all in the same folder, and process 0
+does the rest. All call the same methods in the same order; what fails in one process then fails in all.
 """
 
 import concurrent.futures
@@ -24,6 +27,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
 from convert import manifest
+from train.cluster import agree, together
 from train.state import TrainState
 from zoo.surgery import path_name
 
@@ -60,16 +64,19 @@ class Checkpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: concurrent.futures.Future | None = None
         self._failures = 0
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob("*.unfinished"):
-            say(f"Removing {path}, which an interrupted save left.")
-        self._remove_unfinished()
+        self._first = jax.process_index() == 0
+        together(self._open)
+        if agree(not self.folder.is_dir()):
+            raise OSError(f"Not all processes see {self.folder}; it must be on a file system that they share.")
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None or jax.process_count() == 1:
+            self.close()
+        elif not issubclass(kind, jax.errors.JaxRuntimeError):  # after one, a save would wait for a dead process
+            self._thread.shutdown()
 
     def steps(self) -> list[int]:
         """The steps there is a checkpoint of, oldest first."""
@@ -86,20 +93,18 @@ class Checkpoints:
         """
         self.check(wait=True)
         step = int(state.step)
-        if step in self.steps():
+        if agree(self._first and step in self.steps()):
             return
         paths, arrays = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
         if not (finite := np.asarray(_finite(arrays))).all():
             bad = path_name(paths[int(finite.argmin())])
             raise FloatingPointError(f"{bad} is not finite at step {step}, so this state is not saved.")
         meta = json.dumps(self._describe(state) | {"data": data})
-        self._remove_unfinished()
         unfinished = self.folder / f"{step}.unfinished"
         try:
-            unfinished.mkdir()
-            (unfinished / "meta.json").write_text(meta)
-            writing = ocp.save_async(str(unfinished / "arrays"), state)
-        except (OSError, ValueError) as error:
+            together(lambda: self._begin(unfinished, meta))
+            writing = together(lambda: ocp.save_async(str(unfinished / "arrays"), state))
+        except OSError as error:
             self._failed(error)
         else:
             self._saving = self._thread.submit(self._finish, unfinished, writing.result)
@@ -107,12 +112,16 @@ class Checkpoints:
     def check(self, *, wait: bool = False) -> None:
         """Notices the end of a save, for which it may `wait`. Called at every step, so that a failure is soon known.
 
+        Several processes have to wait, since a save does not end at the same step in all of them.
+
         Raises:
             OSError: with the reason, if three saves have failed in a row. `say` is told of the first two.
         """
-        if self._saving is not None and (wait or self._saving.done()):
+        if self._saving is not None and (wait or (jax.process_count() == 1 and self._saving.done())):
             saving, self._saving = self._saving, None
-            if error := saving.exception():
+            try:
+                together(saving.result)
+            except OSError as error:
                 self._failed(error)
             else:
                 self._failures = 0
@@ -137,20 +146,41 @@ class Checkpoints:
             ValueError: if it is of another run, naming what differs.
             OSError: if all are damaged.
         """
-        steps = self.steps()
+        step = agree(together(self._newest))
+        if step < 0:
+            return None
+        path = self.folder / str(step)
+        meta = json.loads((path / "meta.json").read_text())
+        self._refuse_another_run(path, meta, abstract)
+        return ocp.load(str(path / "arrays"), abstract), meta["data"]
+
+    def _open(self) -> None:
+        if self._first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob("*.unfinished"):
+                self.say(f"Removing {path}, which an interrupted save left.")
+            self._remove_unfinished()
+
+    def _begin(self, unfinished: pathlib.Path, meta: str) -> None:
+        if self._first:
+            self._remove_unfinished()
+            unfinished.mkdir()
+            (unfinished / "meta.json").write_text(meta)
+
+    def _newest(self) -> int:
+        """The step of the newest undamaged checkpoint, or -1: there is none, or this is not process 0, which looks."""
+        steps = self.steps() if self._first else []
         for step in reversed(steps):
             path = self.folder / str(step)
             try:
                 manifest.verify(path)
-                meta = json.loads((path / "meta.json").read_text())
+                json.loads((path / "meta.json").read_text())
+                return step
             except (OSError, ValueError) as error:
                 self._set_aside(path, error)
-            else:
-                self._refuse_another_run(path, meta, abstract)
-                return ocp.load(str(path / "arrays"), abstract), meta["data"]
         if steps:
             raise OSError(f"No checkpoint in {self.folder} is undamaged.")
-        return None
+        return -1
 
     def _remove_unfinished(self) -> None:
         for path in self.folder.glob("*.unfinished"):
@@ -181,13 +211,15 @@ class Checkpoints:
 
     def _finish(self, unfinished: pathlib.Path, wait: Callable[[], None]) -> None:
         wait()
-        manifest.write(unfinished)
-        unfinished.rename(unfinished.with_suffix(""))
-        for step in self.steps()[: -self.keep]:
-            shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
+        if self._first:
+            manifest.write(unfinished)
+            unfinished.rename(unfinished.with_suffix(""))
+            for step in self.steps()[: -self.keep]:
+                shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
 
     def _failed(self, error: BaseException) -> None:
-        self._remove_unfinished()  # or a full disk would stay full
+        if self._first:
+            self._remove_unfinished()  # or a full disk would stay full
         self._failures += 1
         free = shutil.disk_usage(self.folder).free / 1e9
         text = f"A checkpoint could not be saved in {self.folder}, where {free:.1f} GB are free: {error}"

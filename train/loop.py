@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -23,10 +24,10 @@ from jax.sharding import Mesh
 from rich.markup import escape
 
 import zoo
-from train import report
+from train import cluster, report
 from train.checkpoint import Checkpoints
 from train.data import Example
-from train.mesh import put_batch
+from train.mesh import check_mesh, put_batch, without_stages
 from train.metrics import MetricsFile, Progress, flops_per_token, read_metrics
 from train.optim import adamw, make_schedule
 from train.plot import plot_losses
@@ -82,10 +83,12 @@ class Options:
     """What linear maps of the layers multiply in: --compute-dtype, or eight bits, to which weights and activations are
     rounded row by row; fp8 rounds gradients too. Weights are kept in float32 all the same. Embedding, head, routers and
     experts stay as with float."""
-    remat: Literal["none", "dots", "full"] = "dots"
-    """What the backward pass computes again to save memory: nothing, all but matrix products, or whole layers."""
+    remat: Literal["none", "dots", "full", "offload"] = "dots"
+    """What the backward pass computes again to save memory: nothing, all but matrix products, or whole layers; offload
+    also keeps the layers' inputs in the memory of a GPU's or TPU's host."""
     mesh: str = "fsdp=-1"
-    """Devices by what they split, such as replica=2,fsdp=4,tensor=2; -1 takes what the others leave."""
+    """Devices by what they split, such as fsdp=4,tensor=2: replica (the batch), fsdp (batch and parameters), tensor (the
+    work on each token), context (sequences), expert (a mixture's experts), stage (layers); -1 takes what is left."""
     seed: int = 0
     """Of the order of the data, and of random weights."""
     eval_every: int = 0
@@ -102,6 +105,13 @@ class Options:
     """How many of the newest checkpoints to keep."""
     dry_run: bool = False
     """Only look: at the data, three examples (dimmed: what is not learnt), memory, mesh and disk. Trains nothing."""
+    coordinator: str | None = None
+    """host:port of process 0, if there are several and no launcher that JAX knows has started them: see
+    docs/clusters.md."""
+    processes: int | None = None
+    """How many there are."""
+    process: int | None = None
+    """Which of them this one is, from 0."""
 
 
 def resolve(o: Any, config: Any, steps: int, width_lr: float) -> Any:
@@ -132,7 +142,7 @@ def row_length(o: Options, config: Any) -> int:
 
 def count(data: grain.IterDataset) -> int:
     """How many batches there are, found by making them all."""
-    with rich.console.Console(stderr=True).status("Counting the batches of all epochs (--steps skips this)"):
+    with rich.get_console().status("Counting the batches of all epochs (--steps skips this)"):
         return sum(1 for _ in data)
 
 
@@ -176,9 +186,11 @@ def run(
         FloatingPointError: if the loss or a gradient is not finite; the state before that step is saved.
     """
     # ---------------------------------------------------------------------------------------------- state, new or old
+    mtp = o.mtp_weight > 0
+    check_mesh(mesh, skeleton(family, config, mtp=mtp), family, batch=o.batch // o.microbatches, seq_len=o.seq_len)
     optimizer, schedule = make_optimizer(o)
     prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
-    abstract = abstract_state(prepared(abstract_model(config, family, mesh, mtp=o.mtp_weight > 0)), optimizer)
+    abstract = abstract_state(prepared(abstract_model(config, family, mesh, mtp=mtp)), optimizer)
     dtype = jnp.dtype(o.compute_dtype)
     if o.router_bias_rate and not hasattr(family, "rebalance"):
         raise ValueError(
@@ -231,7 +243,11 @@ def run(
     def sample(model: Any, at: int) -> None:
         room = config.max_position_embeddings - o.sample_tokens
         shown = [prompt[-room:] for prompt in prompts]
-        texts = zoo.generate(cast(model, dtype), tokenizer, shown, max_new_tokens=o.sample_tokens)
+        whole, model = without_stages(mesh), cast(model, dtype)
+        with jax.set_mesh(whole):
+            if whole != mesh:
+                model = jax.device_put(model, shardings(model, family.PARTITION_RULES, whole))
+            texts = zoo.generate(model, tokenizer, shown, max_new_tokens=o.sample_tokens)
         for prompt, text in zip(map(tokenizer.decode, shown), texts, strict=True):
             rich.print(f"[dim]step {at:,}: {escape(prompt)}[/dim][bold]{escape(text)}[/bold]\n")
             samples.write(at, prompt=prompt, text=text)
@@ -243,7 +259,8 @@ def run(
         sample(state.model, 0)
     bar = Progress(o.steps, start=n, flops_per_token=flops_per_token(config, o.seq_len), console=rich.get_console())
     with checkpoints, StopRequest() as stop, bar as progress:
-        while n < o.steps and not stop.requested:
+        reason = ""
+        while n < o.steps and not reason:
             state, numbers = step(state, put_batch(next(iterator), mesh))
             numbers = jax.device_get(numbers)
             if not numbers.pop("finite"):
@@ -252,26 +269,26 @@ def run(
                     f"The loss ({numbers['loss']}) or a gradient is not finite at step {n + 1}; the state of step {n} "
                     f"is in {checkpoints.folder}. Lower --lr, or look at the data."
                 )
-            n += 1
+            n, reason = n + 1, stop.agreed()
             if due(n, o.eval_every):
                 numbers |= validate(state.model)
             metrics.write(n, **numbers, **progress.update(n, **numbers))
             if due(n, o.sample_every):
                 sample(state.model, n)
-            if due(n, o.save_every) or stop.requested:
+            if due(n, o.save_every) or reason:
                 checkpoints.save(state, iterator.get_state())
             checkpoints.check()
-    if stop.requested:
-        rich.print(
-            f"Stopped by {stop.requested} after step {n:,}, which is saved; the same command goes on from there."
-        )
+    if reason:
+        rich.print(f"Stopped by {reason} after step {n:,}, which is saved; the same command goes on from there.")
         return
 
     # --------------------------------------------------------------------------------------------------- what is left
-    if looks := [line["validation_loss"] for line in read_metrics(metrics.path) if "validation_loss" in line]:
+    zoo.save(cast(state.model, export_dtype(config)), o.out / "model")
+    if jax.process_index():
+        return
+    if looks := [float(line["validation_loss"]) for line in read_metrics(metrics.path) if "validation_loss" in line]:
         rich.print(f"Validation loss: {looks[0]:.3f} nats a token at first, {looks[-1]:.3f} now.")
     plot_losses(metrics.path, o.out / "loss.png")
-    zoo.save(cast(state.model, export_dtype(config)), o.out / "model")
     rich.print(f'The loss curve is {o.out / "loss.png"}. The model loads with zoo.load("{o.out / "model"}").')
 
 
@@ -288,8 +305,23 @@ def prompt_of(example: Example) -> list[int]:
 
 
 def command(main: Callable[[Any], None], options: type) -> None:
-    """`main` with the options of the command line. What the user can mend is told in one sentence, not a traceback."""
+    """`main` with the options of the command line. What the user can mend is told in one sentence, not a traceback.
+
+    What XLA compiles is kept for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
+    """
+    o = tyro.cli(options)
+    if not jax.config.jax_compilation_cache_dir:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "equinox-zoo" / "jax"))
     try:
-        main(tyro.cli(options))
+        cluster.initialize(o.coordinator, o.processes, o.process)
+        main(o)
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+        cluster.end(f"{type(error).__name__}: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        cluster.end(
+            f"a computation of all processes failed, most likely because one has died ({str(error).splitlines()[0]}). "
+            "Start all of them again: the run goes on from its last checkpoint."
+        )

@@ -3,28 +3,45 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from zoo.stack import BATCH_AXES
+from kernels.mesh import BATCH, FEATURES, SEQUENCE
+from zoo.layers import AbstractExpertLinear
+from zoo.pipeline import STAGE
+from zoo.stack import Stack
+from zoo.surgery import modules, shardings
 
 
-AXES = (*BATCH_AXES, "tensor")
+# From the one that sends least to the one that sends most.
+AXES = ("replica", STAGE, "fsdp", "expert", SEQUENCE, FEATURES)
+ACROSS = AXES[:3]  # those that may cross the slow network between slices of TPUs
 
 
 def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that `text` describes, as "fsdp=4,tensor=2" does, of `devices` (None: all there are).
 
-    "replica" splits the batch, "fsdp" the batch and the parameters, "tensor" the parameters and the work on each token.
-    An axis that is not named has size 1; one of size -1 takes the devices that the others leave.
+    Each axis splits something:
+
+    - "replica": the sequences of a batch. Every replica has all parameters; the optimizer's state is split (ZeRO-1).
+    - "fsdp": the sequences, the parameters and the optimizer's state. Layers are gathered as they are needed (ZeRO-3).
+    - "tensor": heads, the features of hidden layers and the vocabulary, that is, the work on each token.
+    - "context": the tokens of each sequence, and the parameters as fsdp does.
+    - "expert": the experts of a mixture, to which tokens travel; all else as fsdp does.
+    - "stage": the layers, through which microbatches go in a pipeline (see `zoo.pipeline`); all else as fsdp does.
+
+    An axis that is not named has size 1; one of size -1 takes the devices that the others leave. Where the devices are
+    several slices of TPUs, the slow network between them is crossed by replica, else by stage, else by fsdp.
 
     Raises:
-        ValueError: if the text can't be read, or its product is not the number of devices.
+        ValueError: if the text can't be read, its product is not the number of devices, or the slices can't be divided.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {}
@@ -41,19 +58,95 @@ def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Me
         needs = f"a multiple of {known}" if free else f"{known}"
         raise ValueError(f"The mesh {text!r} needs {needs} devices; there are {len(devices)}.")
     shape = [len(devices) // known if axis in free else sizes.get(axis, 1) for axis in AXES]
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    kinds = (AxisType.Auto,) * len(AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+    across, left = [1] * len(AXES), slices
+    for i in range(len(ACROSS)):
+        across[i] = math.gcd(shape[i], left)
+        left //= across[i]
+    if left > 1:
+        raise ValueError(
+            f"The devices lie in {slices} slices, and the mesh {text!r} can't be divided between them: "
+            f"{'*'.join(ACROSS)} must be a multiple of {slices}."
+        )
+    within = [size // n for size, n in zip(shape, across, strict=True)]
+    grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=kinds)
+
+
+def check_mesh(mesh: Mesh, model: Any, family: ModuleType, *, batch: int, seq_len: int) -> None:
+    """Raises ValueError, saying what does divide, unless the mesh splits all that it has to split evenly.
+
+    `model` may be made of `jax.ShapeDtypeStruct`; a step has `batch` sequences of `seq_len` tokens.
+    """
+    c, size = model.config, mesh.shape
+    shares = math.prod(size[axis] for axis in BATCH)
+    experts = [m.shape[-3] for _, m in modules(model, AbstractExpertLinear)]
+    stack = next(m for _, m in modules(model, Stack))
+    names = "*".join(axis for axis in BATCH if size[axis] > 1) or "1"
+    for number, divisor, what, how in (
+        (batch, shares, "sequences of a step", names),
+        (seq_len, 2 * size[SEQUENCE] if size[SEQUENCE] > 1 else 1, "tokens of a row", "2*context"),
+        (c.num_attention_heads, size[FEATURES], "heads", FEATURES),
+        (stack.repeats, size[STAGE], "repeated groups of layers", STAGE),
+        *((n, size["expert"], "experts", "expert") for n in experts),
+    ):
+        if number % divisor:
+            fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            raise ValueError(
+                f"{number} {what} can't be split by {how} = {divisor}: it must divide them, as {fitting} do."
+            )
+    if size["expert"] > 1 and not experts:
+        raise ValueError(
+            f"expert={size['expert']} in the mesh, but {family.__name__} has no experts: use fsdp instead."
+        )
+    for each in (mesh, without_stages(mesh)):
+        shardings(model, family.PARTITION_RULES, each)
+
+
+def without_stages(mesh: Mesh) -> Mesh:
+    """The same devices with those of the stages along "fsdp", for generating: a pipeline would have nothing to do."""
+    sizes = {**mesh.shape, STAGE: 1, "fsdp": mesh.shape[STAGE] * mesh.shape["fsdp"]}
+    return Mesh(mesh.devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
 
 
 def put_batch(
     batch: Mapping[str, Int[np.ndarray | Array, "batch seq"]], mesh: Mesh
 ) -> dict[str, Int[Array, "batch seq"]]:
-    """`batch` on the devices, its sequences split over "replica" and "fsdp".
+    """`batch` on the devices: its sequences split over the axes that do so, and the tokens of each over "context".
+
+    Every process gives the whole of it. The tokens of a row come back in the order of `balanced`.
 
     Raises:
         ValueError: if they can't be split evenly.
     """
-    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    shares, parts, place = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[SEQUENCE], token_sharding(mesh)
+    put = {}
     for name, array in batch.items():
-        if len(array) % shards:
-            raise ValueError(f"{len(array)} sequences of {name!r} can't be split over {shards} devices evenly.")
-    return jax.device_put(dict(batch), NamedSharding(mesh, P(BATCH_AXES)))
+        if len(array) % shares:
+            raise ValueError(f"{len(array)} sequences of {name!r} can't be split over {shares} devices evenly.")
+        array = np.asarray(array)[:, balanced(array.shape[1], parts)] if parts > 1 else array
+        put[name] = jax.make_array_from_callback(array.shape, place, array.__getitem__)
+    return put
+
+
+def token_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays [batch, seq, ...]."""
+    return NamedSharding(mesh, P(BATCH, SEQUENCE))
+
+
+def balanced(seq: int, parts: int) -> Int[np.ndarray, " seq"]:
+    """The order of a sequence's tokens in which each of so many devices along "context" has as much to attend to.
+
+    Early tokens see little, late ones much. So the sequence is cut into twice as many pieces, and each device gets one
+    from the front and its counterpart from the back (Llama 3, arXiv:2407.21783, section 3.3.2).
+
+    Raises:
+        ValueError: if the sequence can't be cut evenly.
+    """
+    if seq % (2 * parts):
+        raise ValueError(f"{seq} tokens can't be cut into {2 * parts} pieces, two for each of context={parts}.")
+    pieces = np.arange(seq).reshape(2 * parts, -1)
+    return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)

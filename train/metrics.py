@@ -2,75 +2,88 @@
 
 import collections
 import datetime
+import functools
 import json
 import math
 import os
 import pathlib
 import time
-from typing import Any, SupportsFloat, SupportsInt
+from typing import Any, NamedTuple, SupportsFloat, SupportsInt
 
 import jax
 import rich.console
 import rich.progress
 
+from train.chips import chip_of
 from zoo.checkpoint import skeleton
 from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.registry import family_of
 from zoo.stack import Stack
-from zoo.surgery import modules
+from zoo.surgery import modules, path_name
 
 
-# Dense bfloat16 multiply-adds x 2 a second, as published, by the beginning of jax's `device_kind`.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,  # v5e
-    "TPU v5": 459e12,  # v5p
-    "TPU v6 lite": 918e12,  # v6e
-    "NVIDIA H100 80GB HBM3": 989e12,  # SXM
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
+class Products(NamedTuple):
+    """Multiplications of one token's forward pass, each with its addition, by what they belong to."""
+
+    layers: float  # with weights of the layers; of a mixture's experts those that a token goes to
+    head: float
+    attention: float  # scores, and sums of values
+
+
+@functools.lru_cache
+def products_per_token(config: Any, seq: int) -> Products:
+    """What is multiplied for a token, on average over a causal sequence of `seq`."""
+    c, layers = config, 0.0
+    is_linear = lambda m: isinstance(m, AbstractLinear | AbstractExpertLinear)
+    for _, stack in modules(skeleton(family_of(c), c), Stack):
+        for path, m in jax.tree_util.tree_leaves_with_path(stack, is_leaf=is_linear):
+            router = not is_linear(m) and len(m.shape) - path_name(path).startswith("period") == 2
+            if is_linear(m) or router:
+                share = c.num_experts_per_tok / m.shape[-3] if isinstance(m, AbstractExpertLinear) else 1
+                layers += math.prod(m.shape) * share
+    seen = sum(_seen(c, n, seq) for n in range(c.num_hidden_layers))
+    # Scores, and sums of values, whose width differs in multi-head latent attention.
+    attention = c.num_attention_heads * (c.head_dim + getattr(c, "v_head_dim", c.head_dim)) * seen
+    return Products(layers, float(c.vocab_size * c.hidden_size), attention)
+
+
+def _seen(config: Any, layer: int, seq: int) -> float:
+    """How many tokens a token of this layer sees, on average over a sequence, counting itself as half of one."""
+    window = min(config.window(layer) or seq, seq)
+    if hasattr(config, "attention_chunk_size"):  # a token sees its chunk up to itself
+        chunks, rest = divmod(seq, window)
+        return (chunks * window**2 + rest**2) / (2 * seq)
+    return window * (1 - window / (2 * seq))
 
 
 def flops_per_token(config: Any, seq: int) -> float:
     """Floating point operations of training on one token, in sequences of `seq`: what MFU is counted in.
 
-    6 for every weight of a matrix product (2 forward, 4 backward; the head counts, looking up an embedding does not; of
-    a mixture's experts those that a token goes to), and as many for every pair of numbers that causal attention
-    multiplies, each token seeing half of its sequence on average, or less through a window. What remat computes again
-    does not count.
+    6 for every weight of a matrix product (2 forward, 4 backward; the head and routers count, looking up an embedding
+    does not; of a mixture's experts those that a token goes to), and as many for every pair of numbers that causal
+    attention multiplies, each token seeing half of its sequence on average, or less through a window or in a chunk.
+    What remat computes again does not count.
     """
-    c = config
-    model = skeleton(family_of(c), c)
-    weights = c.vocab_size * c.hidden_size  # the head
-    for _, stack in modules(model, Stack):
-        for _, linear in modules(stack, (AbstractLinear, AbstractExpertLinear)):
-            share = c.num_experts_per_tok / linear.shape[-3] if isinstance(linear, AbstractExpertLinear) else 1
-            weights += math.prod(linear.shape) * share
-    seen = 0.0
-    for n in range(c.num_hidden_layers):
-        reach = min(c.window(n) or seq, seq)
-        seen += reach * (1 - reach / (2 * seq))
-    # Scores, and sums of values, whose width differs in multi-head latent attention.
-    attention = c.num_attention_heads * (c.head_dim + getattr(c, "v_head_dim", c.head_dim)) * seen
-    return 6.0 * (weights + attention)
+    return 6.0 * sum(products_per_token(config, seq))
 
 
 def peak_flops() -> float | None:
     """bfloat16 peak of all devices together, in operations a second; None if it is not known."""
-    kind = jax.devices()[0].device_kind
-    peaks = [peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)]
-    return peaks[0] * jax.device_count() if peaks else None
+    chip = chip_of(jax.devices()[0].device_kind)
+    return chip and chip.flops * jax.device_count()
 
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, with its "step"; each can be read as soon as it is written.
 
-    A run that goes on from `step` drops the lines after it, and so the file has every step once.
+    A run that goes on from `step` drops the lines after it, and so the file has every step once. Of several processes
+    only the first writes.
     """
 
     def __init__(self, path: str | os.PathLike, *, step: int = 0):
-        self.path = pathlib.Path(path)
+        self.path, self._writes = pathlib.Path(path), jax.process_index() == 0
+        if not self._writes:
+            return
         kept = [line for line in read_metrics(path) if line["step"] <= step] if self.path.exists() else []
         new = self.path.with_suffix(".tmp")
         new.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -78,6 +91,8 @@ class MetricsFile:
 
     def write(self, step: int, **values: Any) -> None:
         """Appends a line. Arrays of one number become numbers, and what is not finite the words "nan" and "inf"."""
+        if not self._writes:
+            return
         line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")

@@ -1,12 +1,13 @@
 """What a training step takes and returns: float32 parameters, the optimizer's state, and how many steps made them."""
 
+import math
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
@@ -28,22 +29,35 @@ def init_state(model: Any, optimizer: optax.GradientTransformation) -> TrainStat
 def abstract_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
     """The shapes, dtypes and shardings of `init_state(model, optimizer)`, for which a checkpoint is restored.
 
-    Parameters stay where `model` has them, and what the optimizer keeps for each lies beside it. `model` may itself be
-    made of `jax.ShapeDtypeStruct` with shardings.
+    Parameters stay where `model` has them. What the optimizer keeps for each lies beside it, and is split over the
+    replicas too, of which each updates its part (ZeRO-1, arXiv:1910.02054). `model` may itself be made of
+    `jax.ShapeDtypeStruct` with shardings.
     """
     shapes = jax.eval_shape(lambda model: _new(model, optimizer), model)
-    all_places = jax.tree.map(lambda array: array.sharding, model)
-    trained_places = jax.tree.map(lambda _, place: place, eqx.filter(model, _is_trained), all_places)
-    first = jax.tree.leaves(all_places)[0]
+    places = jax.tree.map(lambda array: array.sharding, model)
+    moments = jax.tree.map(_over_replicas, eqx.filter(model, _is_trained), places)
+    first = jax.tree.leaves(places)[0]
     everywhere = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
 
-    # What looks like the model, or like what is trained of it, lies as that does: the parameters, and their moments.
-    known = {jax.tree.structure(tree): tree for tree in (all_places, trained_places)}
-    structure = jax.tree.structure
-    places = jax.tree.map(
-        lambda part: known.get(structure(part), everywhere), shapes, is_leaf=lambda part: structure(part) in known
+    # What looks like the trained part of the model are moments of it.
+    are_moments = lambda part: jax.tree.structure(part) == jax.tree.structure(moments)
+    of_optimizer = jax.tree.map(
+        lambda part: moments if are_moments(part) else everywhere, shapes.opt_state, is_leaf=are_moments
     )
+    parts = lambda state: (state.step, state.model, state.opt_state)
+    places = eqx.tree_at(parts, shapes, (everywhere, places, of_optimizer))
     return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+
+
+def _over_replicas(array: Any, place: Sharding) -> Sharding:
+    """`place`, with the first axis that can be split over the replicas too."""
+    if isinstance(place, NamedSharding) and (replicas := place.mesh.shape.get("replica", 1)) > 1:
+        for i, size in enumerate(array.shape):
+            axes = place.spec[i] or ()
+            axes = (axes,) if isinstance(axes, str) else axes
+            if size % (replicas * math.prod(place.mesh.shape[axis] for axis in axes)) == 0:
+                return NamedSharding(place.mesh, P(*place.spec[:i], (*axes, "replica"), *place.spec[i + 1 :]))
+    return place
 
 
 def _is_trained(leaf: Any) -> bool:

@@ -7,16 +7,19 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_policies
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kernels
+from kernels import mesh
 from kernels.matmul import SAVED
+from train.mesh import balanced
 from train.state import TrainState
 from zoo.moe import Routing
-from zoo.stack import BATCH_AXES
+from zoo.stack import LAYER_INPUT
 from zoo.surgery import cast
 
 
@@ -36,6 +39,17 @@ REMAT: dict[str, Callable[[Callable], Callable] | None] = {
     ),
     # The layer's input only: one more forward pass, a third more work.
     "full": functools.partial(jax.checkpoint, prevent_cse=False),
+    # The same, kept in the host's memory: nothing grows with the depth of the model but what crosses PCIe.
+    "offload": functools.partial(
+        jax.checkpoint,
+        policy=checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+        prevent_cse=False,
+    ),
 }
 
 
@@ -154,11 +168,13 @@ def loss_sums(
     targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
     where = dict(positions=batch["positions"], segments=segments)
     x, reports = model.hidden(batch["tokens"], **where, remat=remat)
-    cross_entropy = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk, batch_axes=BATCH_AXES)
+    cross_entropy = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk)
     total, sums = cross_entropy(x, targets, batch["loss_mask"], z_loss=z_loss)
     if mtp_weight:
         y, routing = model.further(x, targets, **where)
-        after = lambda a: jnp.pad(a[:, 1:], ((0, 0), (0, 1)))
+        seq, parts = targets.shape[1], mesh.split(mesh.SEQUENCE)
+        order = balanced(seq, parts) if parts > 1 else np.arange(seq)  # as put_batch has put the tokens
+        after = lambda a: jnp.pad(a[:, np.argsort(order)][:, 1:], ((0, 0), (0, 1)))[:, order]
         both = mask & after(mask) & (segments == after(segments))
         more, further = cross_entropy(y, after(targets), both.astype(jnp.int32))
         total += mtp_weight * more

@@ -4,9 +4,11 @@ import os
 import signal
 from typing import Any
 
+from train import cluster
+
 
 class StopRequest:
-    """Makes SIGTERM and Ctrl-C a request: `with StopRequest() as stop:`, and leave the loop `if stop.requested`.
+    """Makes SIGTERM and Ctrl-C a request: `with StopRequest() as stop:`, and leave the loop if `stop.agreed()`.
 
     `requested` is the signal's name, or empty. A second signal ends the process at once.
     """
@@ -21,6 +23,11 @@ class StopRequest:
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def agreed(self) -> str:
+        """The request that any of the run's processes got. All ask at the same point of the loop, and so stop there."""
+        number = cluster.agree(signal.Signals[self.requested] if self.requested else 0)
+        return signal.Signals(number).name if number else ""
 
     def _request(self, number: int, _: Any) -> None:
         if self.requested:

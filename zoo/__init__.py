@@ -7,6 +7,7 @@
 A model is named by a zoo name (`zoo.names()`), by a Hub repository "org/name", or by a folder in the Hub's layout.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -138,19 +139,25 @@ def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:
 
     transformers and `load` read the result back bit-equal. What the folder held before stays whole until the new
     weights are. Of a multimodal checkpoint it is the text model that was loaded. `fp8` stores matrices in 8 bits, with
-    a float32 scale for each block of 128 x 128, as DeepSeek V3 is published.
+    a float32 scale for each block of 128 x 128, as DeepSeek V3 is published. Of a model that several processes hold,
+    all call this, and process 0 writes.
     """
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     family = registry.family_of(model)
     tensors = zoo.checkpoint.export(model, family, fp8=fp8)
     hub = _config.write(model.config, family, jax.tree.leaves(model)[0].dtype)
     if fp8:
         hub["quantization_config"] = zoo.checkpoint.FP8
+    write = functools.partial(_write, pathlib.Path(folder), hub, model.config.source)
+    zoo.checkpoint.write_once(model, tensors, write)
+
+
+def _write(
+    folder: pathlib.Path, hub: dict[str, Any], source: pathlib.Path | None, tensors: dict[str, convert.tensors.Lazy]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     convert.tensors.save_tensors(folder, tensors)
     (folder / "config.json.tmp").write_text(json.dumps(hub, indent=2) + "\n")
     os.replace(folder / "config.json.tmp", folder / "config.json")
-    source = model.config.source
     if source and source.is_dir() and source.resolve() != folder.resolve():
         for pattern in convert.hub.COMPANIONS:
             for path in source.glob(pattern):

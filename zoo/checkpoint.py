@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 import rich.console
 import rich.progress
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
@@ -40,6 +41,8 @@ from zoo.surgery import QuantizedLinear, modules, path_name, quantize_int8, shar
 
 T = TypeVar("T")
 Source = Tensor | Fp8Blocks | Mxfp4
+Index = tuple[slice, ...]
+Part = Callable[[Any], Any]  # reads what an `Index` takes of an array
 
 # What config.json says of weights stored in 8 bits.
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
@@ -124,8 +127,9 @@ def fill(
     """`skeleton` (from `eqx.filter_eval_shape`) with its arrays read from `tensors`.
 
     `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's PARTITION_RULES, and
-    only that part is read. Without one, a tensor that needs neither cast nor stacking is not copied on a CPU: the array
-    is the memory-mapped file. `int8` is `zoo.surgery.quantize_int8`, done as each tensor is read.
+    each process reads only those of its own devices. Without one, a tensor that needs neither cast nor stacking is not
+    copied on a CPU: the array is the memory-mapped file. `int8` is `zoo.surgery.quantize_int8`, done as each tensor is
+    read, in whole rows.
 
     Raises:
         ValueError: naming tensors that are missing, unknown, of a wrong shape, or not floating point.
@@ -138,7 +142,7 @@ def fill(
     float32 = tuple(f"{path}." for path, _ in modules(skeleton, Float32))
     arrays: dict[str, jax.Array] = {}
 
-    def put(path: str, shape: tuple[int, ...], part: Any) -> None:
+    def put(path: str, shape: tuple[int, ...], part: Part) -> None:
         """Places the parameter whose values `part` reads, index by index."""
         if mesh:
             arrays[path] = jax.make_array_from_callback(shape, places[paths.index(path)], part)
@@ -158,32 +162,43 @@ def fill(
             path, shape, stored = parameter.path, parameter.array.shape, [tensors[n] for n in parameter.names.flat]
             kind = np.dtype(np.float32) if path.startswith(float32) else dtype or stored[0].dtype
             if (scale := f"{path.removesuffix('.weight')}.scale") in paths:
-                quantized, scales = read_int8(parameter, tensors, kind, pool)
-                put(path, shape, quantized.__getitem__)
-                put(scale, shape[:-1], scales.__getitem__)
+                both = once(lambda index, p=parameter, kind=kind: read_int8(p, tensors, index, kind, pool))
+                put(path, shape, lambda index, both=both: both(index[:-1])[0][..., index[-1]])
+                put(scale, shape[:-1], lambda index, both=both: both(index)[1])
             else:
-                put(path, shape, lambda index, p=parameter, kind=kind: read(p, tensors, index, kind, pool))
+                put(path, shape, once(lambda index, p=parameter, kind=kind: read(p, tensors, index, kind, pool)))
             bar.advance(task, sum(tensor.nbytes for tensor in stored))
     return jax.tree.unflatten(jax.tree.structure(result), [arrays[path] for path in paths])
+
+
+def once(part: Part) -> Part:
+    """`part`, which reads each index only once, however many of the devices hold it."""
+    held: dict[tuple, Any] = {}
+
+    def get(index: Index) -> Any:
+        key = tuple((s.start, s.stop) for s in index)
+        if key not in held:
+            held[key] = part(index)
+        return held[key]
+
+    return get
 
 
 def read(
     parameter: Parameter,
     tensors: Mapping[str, Source],
-    index: tuple[slice, ...],
+    index: Index,
     dtype: np.dtype,
     pool: concurrent.futures.Executor,
 ) -> np.ndarray:
     """`array[index]` of a parameter, with at most one copy made."""
-    lead = parameter.names.ndim
-    names, sizes = parameter.names[(*index[:lead], ...)], parameter.array.shape[lead:]
-    inner = tuple(slice(*s.indices(n)) for s, n in zip(index[lead:], sizes, strict=True))
-    shape = tuple(s.stop - s.start for s in inner)
+    names, inner, shape = locate(parameter, index)
     if names.ndim == 0 and not parameter.transposed:
         tensor = tensors[names.item()]
         whole = shape == tensor.shape
         if isinstance(tensor, Tensor) and dtype == tensor.dtype and not (whole and tensor.offset % 64):
-            return tensor.view()[inner]  # an aligned mapping becomes the array; any other would be copied from it
+            # An aligned mapping becomes the array; any other would be copied from it.
+            return tensor.view(own=True)[inner]
     out = aligned_empty((*names.shape, *shape), dtype)
 
     def fetch(tensor: Source, at: tuple[int, ...], piece: slice) -> None:
@@ -198,39 +213,55 @@ def read(
 
 
 def read_int8(
-    parameter: Parameter, tensors: Mapping[str, Source], dtype: np.dtype, pool: concurrent.futures.Executor
+    parameter: Parameter,
+    tensors: Mapping[str, Source],
+    index: Index,
+    dtype: np.dtype,
+    pool: concurrent.futures.Executor,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`zoo.surgery.int8_rows` of a parameter's values in `dtype`, worked out piece by piece."""
-    shape = parameter.array.shape[parameter.names.ndim :]
-    quantized = aligned_empty(parameter.array.shape, np.dtype(np.int8))
-    scales = aligned_empty(parameter.array.shape[:-1], dtype)
+    """`zoo.surgery.int8_rows` of the rows `index` of a parameter in `dtype`, worked out piece by piece.
+
+    The rows are read whole, since a row's scale depends on all of it.
+    """
+    names, inner, shape = locate(parameter, (*index, slice(None)))
+    quantized = aligned_empty((*names.shape, *shape), np.dtype(np.int8))
+    scales = aligned_empty((*names.shape, *shape[:-1]), dtype)
 
     def fetch(tensor: Source, at: tuple[int, ...], piece: slice) -> None:
-        whole = tuple(slice(0, n) for n in shape)
-        weight = rows(tensor, whole, piece, dtype, parameter.transposed).astype(np.float32)
+        weight = rows(tensor, inner, piece, dtype, parameter.transposed).astype(np.float32)
         largest = np.max(np.abs(weight), axis=-1)
         scale = np.where(largest > 0, largest * np.float32(1 / 127), np.float32(1))
         quantized[at][piece] = np.rint(weight * (1 / scale)[..., None])
         scales[at][piece] = scale
 
-    for_each_piece(fetch, tensors, parameter.names, shape, INT8_PIECE // dtype.itemsize, pool)
+    for_each_piece(fetch, tensors, names, shape, INT8_PIECE // dtype.itemsize, pool)
     return quantized, scales
 
 
-def rows(tensor: Source, index: tuple[slice, ...], piece: slice, dtype: np.dtype, transposed: bool) -> np.ndarray:
+def locate(parameter: Parameter, index: Index) -> tuple[NDArray[Any], Index, tuple[int, ...]]:
+    """Where `array[index]` of a parameter lies: the names of the tensors, what it takes of each, and its shape."""
+    lead = parameter.names.ndim
+    names, sizes = parameter.names[(*index[:lead], ...)], parameter.array.shape[lead:]
+    inner = tuple(slice(*s.indices(n)) for s, n in zip(index[lead:], sizes, strict=True))
+    return names, inner, tuple(s.stop - s.start for s in inner)
+
+
+def rows(tensor: Source, index: Index, piece: slice, dtype: np.dtype, transposed: bool) -> np.ndarray:
     """`tensor[index][piece]` in the model's orientation."""
     first = slice(index[0].start + piece.start, index[0].start + piece.stop)
     index = (first, *index[1:])
     if transposed:
-        return tensor.part((*index[:-2], index[-1], index[-2]), dtype).swapaxes(-1, -2)
-    if isinstance(tensor, Tensor) and whole_rows(tensor, index):  # not mapped: its pages would count as memory
+        index = (*index[:-2], index[-1], index[-2])
+    elif isinstance(tensor, Tensor) and whole_rows(tensor, index):  # not mapped: its pages would count as memory
         out = np.empty((first.stop - first.start, *tensor.shape[1:]), tensor.dtype)
         tensor.read_into(out, first.start)
         return out.astype(dtype, copy=False)
-    return tensor.part(index, dtype)
+    mapped = isinstance(tensor, Tensor)
+    part = tensor.view(own=True)[index].astype(dtype, copy=False) if mapped else tensor.part(index, dtype)
+    return part.swapaxes(-1, -2) if transposed else part
 
 
-def whole_rows(tensor: Source, index: tuple[slice, ...]) -> bool:
+def whole_rows(tensor: Source, index: Index) -> bool:
     return tuple(s.stop - s.start for s in index[1:]) == tensor.shape[1:]
 
 
@@ -351,5 +382,49 @@ def export(model: Any, family: ModuleType, *, fp8: bool = False) -> dict[str, La
 
 def stored(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:
     """The values of the tensor `parameter.names[at]`."""
-    tensor = np.asarray(parameter.array[at])
+    tensor = fetch(parameter.array[at])
     return tensor.swapaxes(-1, -2) if parameter.transposed else tensor
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """The values of an array, gathered if other processes hold parts of it; then all of them have to call this."""
+    return np.asarray(array) if _is_here(array) else multihost_utils.process_allgather(array, tiled=True)
+
+
+def write_once(model: Any, tensors: dict[str, Lazy], write: Callable[[dict[str, Lazy]], None]) -> None:
+    """`write(tensors)`, which are those that `export` makes of `model`.
+
+    If several processes hold parts of the model, all call this: process 0 writes, and the others help it to gather
+    each tensor that it asks for. So no host has more than its part and one tensor.
+
+    Raises:
+        OSError: in the other processes, if process 0 fails.
+    """
+    if all(map(_is_here, jax.tree.leaves(model))):
+        return write(tensors)
+    done, failed = -1, -2
+    makers = [make for _, _, make in tensors.values()]
+    said = lambda n: int(multihost_utils.broadcast_one_to_all(np.int32(n)))
+    if jax.process_index() == 0:
+        asked = lambda n: makers[said(n)]()
+        try:
+            write(
+                {
+                    name: (shape, dtype, functools.partial(asked, n))
+                    for n, (name, (shape, dtype, _)) in enumerate(tensors.items())
+                }
+            )
+        except BaseException:
+            said(failed)
+            raise
+        said(done)
+    else:
+        while (n := said(done)) >= 0:
+            makers[n]()
+        if n == failed:
+            raise OSError("Process 0 could not write the model, and says why.")
+
+
+def _is_here(array: Any) -> bool:
+    """Whether this process holds all of it."""
+    return not isinstance(array, jax.Array) or array.is_fully_addressable

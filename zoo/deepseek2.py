@@ -150,8 +150,8 @@ class Router(eqx.Module):
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens experts"]:
-        return jnp.einsum("td,ed->te", x.astype(jnp.float32), self.weight.astype(jnp.float32))
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
 
 
 class MLP(eqx.Module):  # one for all rows, or one for each expert, which takes the next `sizes` rows
@@ -186,20 +186,16 @@ class MoE(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
-        c, tokens = self.config, x.reshape(-1, x.shape[-1])
-        logits = self.gate(tokens)
+        c, logits = self.config, self.gate(x)
         scores = probability = jax.nn.softmax(logits, axis=-1)
         if c.topk_method == "group_limited_greedy":
-            by_group = scores.reshape(len(scores), c.n_group, -1)
-            best = jax.lax.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # groups
-            kept = jnp.any(best[:, :, None] == jnp.arange(c.n_group)[None, None], axis=1)
-            scores = jnp.where(kept[:, :, None], by_group, 0).reshape(scores.shape)
-        weights, chosen = jax.lax.top_k(scores, c.num_experts_per_tok)
-        weights = (c.routed_scaling_factor * weights).astype(x.dtype)
-        groups = moe.Groups(chosen, c.n_routed_experts)
-        y = groups.sum(self.experts(groups.rows(tokens), groups.sizes) * groups.each(weights)).reshape(x.shape)
-        counts = None if segments is None else segments.reshape(-1) != 0
-        return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, counts)
+            by_group = scores.reshape(*x.shape[:2], c.n_group, -1)
+            best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # groups
+            kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
+            scores = jnp.where(kept[..., None], by_group, 0).reshape(scores.shape)
+        weights, chosen = moe.top_k(scores, c.num_experts_per_tok)
+        y = moe.mix(self.experts, x, chosen, (c.routed_scaling_factor * weights).astype(x.dtype))
+        return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)
 
 
 class Block(AbstractBlock):

@@ -157,8 +157,8 @@ class Router(eqx.Module):
         self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
         self.e_score_correction_bias = Float32(jnp.zeros(config.n_routed_experts))
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens experts"]:
-        return jnp.einsum("td,ed->te", x.astype(jnp.float32), self.weight.astype(jnp.float32))
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
 
 
 class MLP(eqx.Module):  # one for all rows, or one for each expert, which takes the next `sizes` rows
@@ -193,22 +193,19 @@ class MoE(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
-        c, tokens = self.config, x.reshape(-1, x.shape[-1])
-        logits = self.gate(tokens)
+        c, logits = self.config, self.gate(x)
         scores = jax.nn.sigmoid(logits)
-        biased = (scores + self.gate.e_score_correction_bias.value[None]).reshape(len(scores), c.n_group, -1)
-        best = jax.lax.top_k(jnp.sum(jax.lax.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # groups
-        kept = jnp.any(best[:, :, None] == jnp.arange(c.n_group)[None, None], axis=1)
-        biased = jnp.where(kept[:, :, None], biased, -jnp.inf).reshape(scores.shape)
-        chosen = jax.lax.top_k(biased, c.num_experts_per_tok)[1]
-        weights = jnp.take_along_axis(scores, chosen, axis=1)
+        bias = jnp.broadcast_to(self.gate.e_score_correction_bias.value, scores.shape)
+        biased = (scores + bias).reshape(*x.shape[:2], c.n_group, -1)
+        best = moe.top_k(jnp.sum(moe.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # groups
+        kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
+        biased = jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape)
+        chosen = moe.top_k(biased, c.num_experts_per_tok)[1]
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if c.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
-        weights = (c.routed_scaling_factor * weights).astype(x.dtype)
-        groups = moe.Groups(chosen, c.n_routed_experts)
-        y = groups.sum(self.experts(groups.rows(tokens), groups.sizes) * groups.each(weights)).reshape(x.shape)
-        counts = None if segments is None else segments.reshape(-1) != 0
-        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=1, keepdims=True), chosen, counts)
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        y = moe.mix(self.experts, x, chosen, (c.routed_scaling_factor * weights).astype(x.dtype))
+        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
         return y + self.shared_experts(x), routing
 
 

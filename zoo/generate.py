@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from zoo.checkpoint import fetch
 from zoo.tokenizer import Tokenizer
 
 
@@ -170,6 +171,7 @@ def generate(
 
     A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
     tokens. `temperature` 0 (greedy) is the default; see `Sampler` for the filters. The same `seed` gives the same text.
+    If several processes hold parts of the model, all call this, and all get the texts.
 
     Raises:
         ValueError: for a prompt without tokens, or one too long for the model's positions.
@@ -184,7 +186,7 @@ def generate(
         generation = advance(
             (model, jnp.array(tokenizer.eos, jnp.int32)), generation, sampler, jnp.array(min(until, max_new_tokens))
         )
-        tokens, lengths = np.asarray(generation.tokens), np.asarray(generation.length)
+        tokens, lengths = fetch(generation.tokens), fetch(generation.length)
         texts = [
             continuation(tokenizer, row, new[:n].tolist()) for row, new, n in zip(ids, tokens, lengths, strict=True)
         ]

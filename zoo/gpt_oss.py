@@ -139,8 +139,9 @@ class Router(eqx.Module):
         self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
         self.bias = jnp.zeros(config.num_local_experts)
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens experts"]:
-        return jnp.einsum("td,ed->te", x, self.weight) + self.bias[None, :]
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        logits = jnp.einsum("...d,ed->...e", x, self.weight)
+        return logits + jnp.broadcast_to(self.bias, logits.shape)
 
 
 class Experts(eqx.Module):
@@ -177,14 +178,11 @@ class MLP(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
-        tokens = x.reshape(-1, x.shape[-1])
-        logits = self.router(tokens)
-        best, chosen = jax.lax.top_k(logits, self.top_k)
-        groups = moe.Groups(chosen, logits.shape[-1])
-        y = self.experts(groups.rows(tokens), groups.sizes) * groups.each(jax.nn.softmax(best, axis=-1))
-        counts = None if segments is None else segments.reshape(-1) != 0
+        logits = self.router(x)
+        best, chosen = moe.top_k(logits, self.top_k)
+        y = moe.mix(self.experts, x, chosen, jax.nn.softmax(best, axis=-1))
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-        return groups.sum(y).reshape(x.shape), moe.Routing.of(logits, probability, chosen, counts)
+        return y, moe.Routing.of(logits, probability, chosen, segments)
 
 
 class Block(AbstractBlock):

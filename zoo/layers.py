@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels.mesh import split_lookup
 
 
 class AbstractLinear(eqx.Module):
@@ -122,8 +123,8 @@ class Embedding(eqx.Module):
     def __init__(self, vocab: int, embed: int, *, std: float = 0.02, key: PRNGKeyArray):
         self.weight = std * jax.random.truncated_normal(key, -3, 3, (vocab, embed))
 
-    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        return self.weight[tokens]
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        return split_lookup(self.weight, tokens)
 
     def attend(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return jnp.einsum("...e,ve->...v", x, self.weight)

@@ -187,8 +187,8 @@ class Router(eqx.Module):
         shape = (config.num_local_experts, config.hidden_size)
         self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens experts"]:
-        return jnp.einsum("td,ed->te", x, self.weight)
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
 
 
 class Experts(eqx.Module):
@@ -221,17 +221,16 @@ class MoE(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
-        tokens = x.reshape(-1, x.shape[-1])
-        logits = self.router(tokens)
+        logits = self.router(x)
         scores = jax.nn.sigmoid(logits.astype(jnp.float32))
-        _, chosen = jax.lax.top_k(logits, self.top_k)
-        weights = jnp.take_along_axis(scores, chosen, axis=1).astype(x.dtype)
-        groups = moe.Groups(chosen, logits.shape[-1])
-        y = self.experts(groups.rows(tokens) * groups.each(weights), groups.sizes)
+        _, chosen = moe.top_k(logits, self.top_k)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1).astype(x.dtype)
+        y = self.shared_expert(x)
+        for i in range(self.top_k):  # the weight is the expert's input's, so each choice has rows of its own
+            choice = chosen[..., i : i + 1]
+            y = y + moe.mix(self.experts, x * weights[..., i : i + 1], choice, jnp.ones_like(choice, x.dtype))
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        counts = None if segments is None else segments.reshape(-1) != 0
-        routing = moe.Routing.of(logits, probability, chosen, counts)
-        return self.shared_expert(x) + groups.sum(y).reshape(x.shape), routing
+        return y, moe.Routing.of(logits, probability, chosen, segments)
 
 
 class Block(AbstractBlock):

@@ -148,8 +148,8 @@ class Router(eqx.Module):
         shape = (config.num_experts, config.hidden_size)
         self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens experts"]:
-        return jnp.einsum("td,ed->te", x, self.weight)
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
 
 
 class Experts(eqx.Module):
@@ -183,16 +183,13 @@ class MoE(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
-        tokens = x.reshape(-1, x.shape[-1])
-        logits = self.gate(tokens)
+        logits = self.gate(x)
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(probability, self.top_k)
+        weights, chosen = moe.top_k(probability, self.top_k)
         if self.rescale:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        groups = moe.Groups(chosen, logits.shape[-1])
-        y = self.experts(groups.rows(tokens), groups.sizes) * groups.each(weights.astype(x.dtype))
-        counts = None if segments is None else segments.reshape(-1) != 0
-        return groups.sum(y).reshape(x.shape), moe.Routing.of(logits, probability, chosen, counts)
+        y = moe.mix(self.experts, x, chosen, weights.astype(x.dtype))
+        return y, moe.Routing.of(logits, probability, chosen, segments)
 
 
 class Block(AbstractBlock):

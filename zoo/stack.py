@@ -7,23 +7,28 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from kernels import mesh
 from zoo.cache import Cache
+from zoo.pipeline import STAGE, pipeline
 
 
-BATCH_AXES = ("replica", "fsdp")  # the mesh axes that split the batch
+LAYER_INPUT = "layer_input"  # of a period of the scan, for the policies of `jax.checkpoint`
 
 
-def split_batch(x: Float[Array, "batch ..."]) -> Float[Array, "batch ..."]:
-    """`x` with its first axis split over the batch axes of the ambient mesh (`jax.set_mesh`); without one, `x`.
+def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """`x` with its sequences, and the tokens of each, split over the devices of the mesh in scope (`jax.set_mesh`).
 
     Specs of weights alone leave the batch's placement to the compiler, which then silently replicates it.
     """
-    axes = tuple(axis for axis in BATCH_AXES if axis in jax.sharding.get_abstract_mesh().axis_names)
-    return jax.lax.with_sharding_constraint(x, P(axes, *(None,) * (x.ndim - 1))) if axes else x
+    if not mesh.free():
+        return x
+    spec = P(mesh.splitting(x.shape[0], *mesh.BATCH), mesh.splitting(x.shape[1], mesh.SEQUENCE), None)
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 class AbstractBlock(eqx.Module):
@@ -100,32 +105,46 @@ class Stack(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """Runs every layer; returns `x` and the new cache, or without one the layers' reports, in the same order.
 
-        `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body.
+        `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body. Where the mesh in scope
+        has stages, each has its part of the periods, and the sequences go through them as `zoo.pipeline` says.
+
+        Raises:
+            ValueError: for a cache where there are stages.
         """
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
         head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
 
-        def run(blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[Cache | None]) -> tuple[Array, tuple]:
-            new = []
+        def run(
+            blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[Cache | None], shared: dict[str, Any]
+        ) -> tuple[Array, tuple]:
+            x, new = checkpoint_name(x, LAYER_INPUT), []
             for block, layer_cache in zip(blocks, caches, strict=True):
-                x, layer_cache = block(split_batch(x), layer_cache, **shared)
+                x, layer_cache = block(split_tokens(x), layer_cache, **shared)
                 new.append(layer_cache)
             return x, tuple(new)
 
+        def periods(arrays: Any, x: Array, shared: dict[str, Any]) -> tuple[Array, Any]:
+            one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), shared)
+            return jax.lax.scan(remat(one) if remat else one, x, arrays)
+
         # The caches ride in the carry, where XLA writes them in place; as scanned inputs and outputs they would be
         # copied whole at every step.
-        def body(carry: Any, slices: Any) -> tuple[Any, Any]:
+        def cached_period(carry: Any, slices: Any) -> tuple[Any, None]:
             (x, caches), (layer, arrays) = carry, slices
-            caches = tuple(cache and eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
-            x, new = run(eqx.combine(arrays, static), x, caches)
-            return ((x, caches), new) if cache is None else ((x, new), None)
+            caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
+            return run(eqx.combine(arrays, static), x, caches, shared), None
 
-        x, head = run(self.head, x, head)
-        body = remat(body) if remat else body
-        (x, period), reports = jax.lax.scan(body, (x, period), (jnp.arange(self.repeats), arrays))
-        x, tail = run(self.tail, x, tail)
-        return x, (head, reports if cache is None else period, tail)
+        staged = mesh.split(STAGE) > 1
+        x, head = run(self.head, x, head, shared)
+        if cache is None:
+            x, period = pipeline(periods, arrays, x, shared) if staged else periods(arrays, x, shared)
+        elif staged:
+            raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
+        else:
+            (x, period), _ = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), arrays))
+        x, tail = run(self.tail, x, tail, shared)
+        return x, (head, period, tail)
 
     def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[tuple[Cache, ...], ...]:
         """The cache of every layer: one for each entry of `head`, `period` and `tail`."""

@@ -13,8 +13,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, PRNGKeyArray
 
 import kernels
+from kernels.mesh import PARAMETERS, fitting
 from kernels.quantize import quantize
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear
+from zoo.pipeline import STAGE
 from zoo.stack import Stack
 
 
@@ -93,7 +95,7 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
 
     Rules map a pattern to a spec; the first match wins. For linears and embeddings the pattern is of the module's path,
     and the spec of its matrix: `(out, in)` of a linear, `(experts, out, in)` of experts'. Other arrays are matched by
-    their own path. A spec speaks of the last axes of its array, so the leading axis of a stack stays whole.
+    their own path. A spec speaks of the last axes of its array; the leading axis of a stack is split over "stage".
 
     Raises:
         ValueError: naming a module or an array that no rule matches.
@@ -106,7 +108,10 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
             raise ValueError(f"No partition rule matches {name!r}; add one to the family's PARTITION_RULES.")
         linear = isinstance(module, AbstractLinear | AbstractExpertLinear)
         specs = module.partition_specs(spec) if linear else jax.tree.map(lambda _: spec, module)
-        return jax.tree.map(lambda array, s: P(*(None,) * (array.ndim - len(s)), *s), module, specs)
+        stacked = any(getattr(key, "name", None) == "period" for key in path)
+        layers = (STAGE,) if stacked else ()
+        whole = lambda array, s: (None,) * (array.ndim - len(layers) - len(s))
+        return jax.tree.map(lambda array, s: P(*layers, *whole(array, s), *s), module, specs)
 
     parameters = (AbstractLinear, AbstractExpertLinear, Embedding)
     return jax.tree_util.tree_map_with_path(place, model, is_leaf=lambda m: isinstance(m, parameters))
@@ -115,19 +120,25 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
 def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
     """`model` with each array replaced by its `NamedSharding`. Axes that the mesh does not have do not split.
 
+    What a rule splits over "fsdp" is also split over those other axes of `kernels.mesh.PARAMETERS` that divide it and
+    that the rule does not use otherwise: no device keeps what it could get from its neighbours when it is needed.
+
     Raises:
         ValueError: naming a parameter whose axis is not a multiple of the mesh axis that splits it.
     """
 
     def place(path: Any, array: Any, spec: P) -> NamedSharding:
-        spec = P(*(axis if axis in mesh.shape else None for axis in spec))
-        for size, axis in zip(array.shape, spec, strict=True):
+        axes = [axis if axis in mesh.shape else None for axis in spec]
+        for i, (size, axis) in enumerate(zip(array.shape, axes, strict=True)):
             if axis and size % mesh.shape[axis]:
                 raise ValueError(
                     f"{path_name(path)} of shape {array.shape} can't be split: {size} is not a multiple of the mesh "
                     f"axis {axis}={mesh.shape[axis]}. Choose a smaller {axis}."
                 )
-        return NamedSharding(mesh, spec)
+            if axis == "fsdp":
+                more = {a: mesh.shape[a] for a in PARAMETERS if a not in spec and mesh.shape.get(a, 1) > 1}
+                axes[i] = ("fsdp", *more_axes) if (more_axes := fitting(size // mesh.shape["fsdp"], more)) else "fsdp"
+        return NamedSharding(mesh, P(*axes))
 
     return jax.tree_util.tree_map_with_path(place, model, partition_specs(model, rules))
 

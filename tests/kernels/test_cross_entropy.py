@@ -11,12 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import kernels
+from kernels import cross_entropy
 from zoo.layers import AbstractLinear, Embedding, Linear
 from zoo.surgery import Int8Linear, LoRALinear
-
-
-cross_entropy = functools.partial(kernels.cross_entropy, batch_axes=("data", "fsdp"))
 
 
 BATCH, SEQ, VOCAB, EMBED = 4, 13, 97, 16
@@ -162,9 +159,9 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     np.testing.assert_allclose(gradient.astype(jnp.float32), [[-seq / 2], [seq / 2]], rtol=0.01)
 
 
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
+@pytest.mark.parametrize("shape", [(8, 1, 1), (4, 1, 2), (2, 2, 2)])
 def test_split_over_devices(shape):
-    mesh = jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(shape, ("fsdp", "context", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
     random = np.random.RandomState(0)
     x = random.randn(16, 12, EMBED).astype(np.float32)
@@ -176,7 +173,8 @@ def test_split_over_devices(shape):
 
     grad = jax.value_and_grad(loss, argnums=(0, 1))
     want = jax.jit(grad)(x, head, targets, mask)
-    args = [place(x, "fsdp"), place(head, "tensor", "fsdp"), place(targets, "fsdp"), place(mask, "fsdp")]
+    tokens = ("fsdp", "context")
+    args = [place(x, *tokens), place(head, "tensor", "fsdp"), place(targets, *tokens), place(mask, *tokens)]
     with jax.set_mesh(mesh):
         compiled = jax.jit(grad, out_shardings=(None, (args[0].sharding, args[1].sharding))).lower(*args).compile()
         assert_close(compiled(*args), want)
@@ -186,5 +184,5 @@ def test_split_over_devices(shape):
         c for c in computations if re.match(r"\s*%([\w.]+)", c) and re.match(r"\s*%([\w.]+)", c)[1] in bodies
     )
     assert inside
-    if shape == (8, 1):  # the head crosses the network once each way, not for every chunk
+    if shape == (8, 1, 1):  # the head crosses the network once each way, not for every chunk
         assert not re.search(r"(all-reduce|all-gather|reduce-scatter|all-to-all)\(", inside)

@@ -71,11 +71,12 @@ def test_what_cannot_serve_says_why_and_who_can():
         kernels.attention(q, k, v, scale=SCALE, implementation="cudnn")
 
 
-def test_under_a_mesh_of_several_devices_xla_serves():
-    """A kernel of ours would have its arguments gathered on each of them; within shard_map it has its own part."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    ours = {"tpu", "triton"} & set(dispatch.MODULES["attention"])
-    with jax.set_mesh(mesh):
-        (choice,) = kernels.explain(kernels.attention, *QKV, scale=SCALE)
-    assert choice.implementation == "xla"
-    assert all("split over a mesh of {'data': 8}" in (choice.others[name] or "") for name in ours)
+def test_under_a_mesh_of_several_devices():
+    """Attention is split here, and so any implementation serves. What is not goes to XLA, which splits it itself."""
+    x, w, sizes = jnp.zeros((128, 64)), jnp.zeros((2, 64, 64)), jnp.array([64, 64])
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), kernels.prefer("triton"):
+        (attention,) = kernels.explain(kernels.attention, *QKV, scale=SCALE)
+        (ragged_dot,) = kernels.explain(kernels.ragged_dot, x, w, sizes)
+    assert attention.implementation == "triton" and ragged_dot.implementation == "xla"
+    assert "split over a mesh of {'fsdp': 8}" in ragged_dot.others["triton"]

@@ -4,21 +4,26 @@ import jax
 import numpy as np
 import pytest
 
-from train.mesh import make_mesh, put_batch
+from tests.zoo import tiny
+from train.mesh import AXES, balanced, check_mesh, make_mesh, put_batch
+from zoo import mixtral, qwen3
+from zoo.checkpoint import skeleton
+from zoo.config import read
 
 
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
-        ("fsdp=-1", (1, 8, 1)),
-        ("fsdp=4,tensor=2", (1, 4, 2)),
-        ("tensor=2, replica=2, fsdp=-1", (2, 2, 2)),
-        ("tensor=8,fsdp=-1", (1, 1, 8)),
+        ("fsdp=-1", (1, 1, 8, 1, 1, 1)),
+        ("fsdp=4,tensor=2", (1, 1, 4, 1, 1, 2)),
+        ("tensor=2, replica=2, fsdp=-1", (2, 1, 2, 1, 1, 2)),
+        ("tensor=8,fsdp=-1", (1, 1, 1, 1, 1, 8)),
+        ("stage=2,expert=2,context=-1", (1, 2, 1, 2, 2, 1)),
     ],
 )
 def test_make_mesh(text, shape):
     mesh = make_mesh(text)
-    assert mesh.axis_names == ("replica", "fsdp", "tensor") and mesh.devices.shape == shape
+    assert mesh.axis_names == AXES and mesh.devices.shape == shape
     assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 
@@ -49,5 +54,72 @@ def test_put_batch():
     mesh = make_mesh("replica=2,fsdp=2,tensor=2")
     batch = put_batch({"tokens": np.arange(24).reshape(8, 3)}, mesh)
     assert batch["tokens"].addressable_shards[0].data.shape == (2, 3)
+    assert batch["tokens"].tolist() == np.arange(24).reshape(8, 3).tolist()
     with pytest.raises(ValueError, match="6 sequences of 'tokens' can't be split over 4 devices"):
         put_batch({"tokens": np.zeros((6, 3), int)}, mesh)
+
+
+def test_put_batch_along_the_context():
+    """Each device has the front's and the back's share of every sequence."""
+    mesh = make_mesh("fsdp=4,context=2")
+    batch = put_batch({"tokens": np.arange(32).reshape(4, 8)}, mesh)
+    shards = {shard.device: shard.data for shard in batch["tokens"].addressable_shards}
+    first, second = (shards[device].tolist() for device in mesh.devices.reshape(4, 2)[0])
+    assert first == [[0, 1, 6, 7]] and second == [[2, 3, 4, 5]]
+    with pytest.raises(ValueError, match="6 tokens can't be cut into 4 pieces, two for each of context=2"):
+        put_batch({"tokens": np.zeros((4, 6), int)}, mesh)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_balanced_is_balanced(parts):
+    order = balanced(24, parts)
+    assert sorted(order) == list(range(24))
+    work = order.reshape(parts, -1).sum(axis=1)  # a token sees as many as come before it
+    assert (work == work[0]).all()
+
+
+class Slice:
+    """A device of one of several slices of TPUs, as far as a mesh looks at it."""
+
+    platform, device_kind, process_index = "tpu", "TPU v9", 0
+
+    def __init__(self, number: int):
+        self.id, self.slice_index, self.coords, self.core_on_chip = number, number // 4, (number % 4, 0, 0), 0
+
+
+def test_slices_are_divided_by_the_outer_axes():
+    devices = [Slice(n) for n in range(8)]
+    mesh = make_mesh("replica=2,fsdp=2,tensor=2", devices)
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices.reshape(2, 2, 2))
+    assert (slices[0] == slices[0, 0, 0]).all() and (slices[1] != slices[0, 0, 0]).all()
+    assert make_mesh("fsdp=8", devices).devices.reshape(2, 4)[0][0].slice_index == 0
+    with pytest.raises(ValueError, match="in 2 slices, and the mesh 'replica=3,context=2' can't be divided"):
+        make_mesh("replica=3,context=2", [Slice(n) for n in (0, 1, 2, 4, 5, 6)])
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "seq_len", "message"),
+    [
+        (
+            "fsdp=8",
+            12,
+            16,
+            "12 sequences of a step can't be split by fsdp = 8: it must divide them, as 1, 2, 3, 4, 6, 12",
+        ),
+        ("replica=2,fsdp=2,expert=2", 12, 16, "12 sequences of a step can't be split by replica\\*fsdp\\*expert = 8"),
+        ("context=8", 1, 24, "24 tokens of a row can't be split by 2\\*context = 16"),
+        ("tensor=8", 1, 16, "4 heads can't be split by tensor = 8: it must divide them, as 1, 2, 4 do"),
+        ("stage=8", 8, 16, "3 repeated groups of layers can't be split by stage = 8: it must divide them, as 1, 3 do"),
+        ("expert=8", 8, 16, "4 experts can't be split by expert = 8: it must divide them, as 1, 2, 4 do"),
+    ],
+)
+def test_what_a_mesh_cannot_split(text, batch, seq_len, message):
+    config = read(mixtral, tiny.CONFIGS["mixtral"])
+    with pytest.raises(ValueError, match=message):
+        check_mesh(make_mesh(text), skeleton(mixtral, config), mixtral, batch=batch, seq_len=seq_len)
+
+
+def test_a_dense_model_has_no_experts():
+    config = read(qwen3, tiny.CONFIGS["qwen3"])
+    with pytest.raises(ValueError, match="expert=2 in the mesh, but zoo[.]qwen3 has no experts: use fsdp instead"):
+        check_mesh(make_mesh("expert=2,fsdp=4"), skeleton(qwen3, config), qwen3, batch=8, seq_len=16)

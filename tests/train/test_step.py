@@ -109,7 +109,7 @@ def test_in_microbatches_on_a_mesh(model, batch, train):
     moments = abstract_state(placed, ADAMW).opt_state[1][0]
     for part in (after[0].model, moments.mu, moments.nu):
         assert part.lm_head.weight.sharding.spec == P("tensor", "fsdp")
-        assert part.layers.period[0].mlp.down_proj.weight.sharding.spec == P(None, "fsdp", "tensor")
+        assert part.layers.period[0].mlp.down_proj.weight.sharding.spec == P("stage", "fsdp", "tensor")
     assert moments.count.sharding.is_fully_replicated
 
 

@@ -1,5 +1,6 @@
 """Mixtures of experts: grouping, what routers report and the losses made of it, cost, and experts in 8 bits."""
 
+import contextlib
 import fnmatch
 import json
 
@@ -13,6 +14,7 @@ import convert.tensors
 import zoo
 from kernels import ragged_dot_xla
 from tests.zoo import tiny
+from train.mesh import make_mesh
 from zoo import mixtral, moe, surgery
 from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
 
@@ -44,44 +46,44 @@ def pooled(reports):
 # ------------------------------------------------------------------------------------------------------------- grouping
 
 
-def test_groups_equal_all_experts_at_once():
-    """Value and gradients, with an expert that nobody chose and a token that chose one twice."""
+@pytest.mark.parametrize("text", [None, "fsdp=8", "expert=4,fsdp=2", "expert=2,context=2,tensor=2", "expert=8"])
+def test_mix_equals_all_experts_at_once(text):
+    """Value and gradients, on meshes too, with an expert that nobody chose, one that all of a sequence want, a token
+    that chose one twice, and fewer sequences than devices."""
     random = np.random.RandomState(0)
-    x, scores = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((10, 6), (10, 2)))
-    chosen = jnp.asarray(random.choice([0, 1, 3, 4], (10, 2))).at[3].set(4)
-    experts = ExpertLinear(5, 6, 7, bias=True, key=jax.random.key(0))
+    x, weights = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((3, 10, 8), (3, 10, 2)))
+    chosen = jnp.asarray(random.choice([0, 1, 3, 4, 5, 6, 7], (3, 10, 2))).at[0, 3].set(4).at[1].set(5)
+    experts = ExpertLinear(8, 8, 8, bias=True, key=jax.random.key(0))
 
-    def grouped(experts, x, scores):
-        groups = moe.Groups(chosen, 5)
-        return groups.sum(experts(groups.rows(x), groups.sizes) * groups.each(scores))
+    def dense(experts, x, weights):
+        y = jnp.einsum("btd,eod->bteo", x, experts.weight) + experts.bias[None, None]
+        return jnp.einsum("btk,btko->bto", weights, jnp.take_along_axis(y, chosen[..., None], axis=2))
 
-    def dense(experts, x, scores):
-        y = jnp.einsum("td,eod->teo", x, experts.weight) + experts.bias[None]
-        return jnp.einsum("tk,tko->to", scores, jnp.take_along_axis(y, chosen[:, :, None], axis=1))
-
-    assert moe.Groups(chosen, 5).sizes.tolist() == np.bincount(chosen.ravel(), minlength=5).tolist()
-    gradients = [jax.value_and_grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1, 2)) for f in (grouped, dense)]
-    ours, theirs = (jax.tree.leaves(gradient(experts, x, scores)) for gradient in gradients)
-    np.testing.assert_allclose(grouped(experts, x, scores), dense(experts, x, scores), rtol=1e-5, atol=1e-6)
-    for a, b in zip(ours, theirs, strict=True):
+    mix = lambda experts, x, weights: moe.mix(experts, x, chosen, weights)
+    gradient = lambda f: jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 1, 2)))
+    with jax.set_mesh(make_mesh(text)) if text else contextlib.nullcontext():
+        ours = gradient(mix)(experts, x, weights)
+    for a, b in zip(*map(jax.tree.leaves, (ours, gradient(dense)(experts, x, weights))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------------------- losses
 
 
-@pytest.mark.parametrize("counts", [None, np.arange(30) % 3 > 0])
-def test_losses_are_their_formulas(counts):
+@pytest.mark.parametrize("segments", [None, np.arange(30) % 3])
+def test_losses_are_their_formulas(segments):
     random = np.random.RandomState(0)
     logits = random.normal(size=(30, 5)) + np.array([[2, 1, 0, -1, -2]])
     probability = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     chosen = np.argsort(-logits, axis=1)[:, :2]
+    rows = lambda a, dtype=jnp.float32: jnp.asarray(a, dtype).reshape(3, 10, *a.shape[1:])
     routing = moe.Routing.of(
-        *(jnp.asarray(a, jnp.float32) for a in (logits, probability)),
-        jnp.asarray(chosen),
-        None if counts is None else jnp.asarray(counts),
+        rows(logits),
+        rows(probability),
+        rows(chosen, jnp.int32),
+        None if segments is None else rows(segments, jnp.int32),
     )
-    kept = slice(None) if counts is None else counts
+    kept = slice(None) if segments is None else segments > 0
     share = [np.mean(chosen[kept] == expert) for expert in range(5)]
     balance = 5 * sum(f * p for f, p in zip(share, probability[kept].mean(axis=0), strict=True))
     z = np.mean(np.log(np.exp(logits[kept]).sum(axis=1)) ** 2)
@@ -90,13 +92,14 @@ def test_losses_are_their_formulas(counts):
 
 
 def test_even_routing_costs_one():
-    even = jnp.full((10, 5), 0.2)
-    chosen = jnp.arange(20).reshape(10, 2) % 5
-    assert moe.Routing.of(jnp.zeros((10, 5)), even, chosen, None).balance_loss() == pytest.approx(1)
+    even = jnp.full((2, 5, 5), 0.2)
+    chosen = jnp.arange(20).reshape(2, 5, 2) % 5
+    assert moe.Routing.of(jnp.zeros((2, 5, 5)), even, chosen, None).balance_loss() == pytest.approx(1)
 
 
 def test_no_token_at_all_costs_nothing():
-    routing = moe.Routing.of(jnp.ones((4, 3)), jnp.ones((4, 3)) / 3, jnp.zeros((4, 2), int), jnp.zeros(4, bool))
+    nothing = jnp.zeros((1, 4, 2), int)
+    routing = moe.Routing.of(jnp.ones((1, 4, 3)), jnp.ones((1, 4, 3)) / 3, nothing, nothing[..., 0])
     assert routing.balance_loss() == 0 and routing.z_loss() == 0
 
 

@@ -1,0 +1,138 @@
+"""The axes of a mesh by what they split: the names that operations know, and their share on each device.
+
+Operations that XLA cannot look into are split by `jax.shard_map`. Over which axes of the mesh in scope
+(`jax.set_mesh`) an axis of an array is split is decided here, by their names.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from kernels.masks import Tokens
+
+
+BATCH = ("stage", "replica", "fsdp", "expert")  # sequences are split over these
+SEQUENCE = "context"  # the tokens of a sequence
+FEATURES = "tensor"  # heads, the features of hidden layers, the words of a vocabulary
+PARAMETERS = ("fsdp", "expert", "context", "stage")  # parameters, on devices that have tokens of their own
+
+
+def free() -> dict[str, int]:
+    """The size of each axis that no `shard_map` around has taken, of the mesh in scope if that has several devices.
+
+    Those of size 1 among them: a kernel can be called where there are none left.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual and mesh.size > 1}
+
+
+def split(axis: str) -> int:
+    """How many devices of the mesh in scope that axis has for what is within it: 1 where it is not free."""
+    return free().get(axis, 1)
+
+
+def splitting(size: int, *axes: str) -> tuple[str, ...]:
+    """Of these axes, in their order, those that are free and split `size` evenly together."""
+    return fitting(size, {axis: split(axis) for axis in axes if split(axis) > 1})
+
+
+def fitting(size: int, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Of axes of these sizes, in their order, each that still divides what those before it leave of `size`."""
+    chosen: tuple[str, ...] = ()
+    for axis, devices in axes.items():
+        if size % devices == 0:
+            chosen, size = (*chosen, axis), size // devices
+    return chosen
+
+
+def split_attention(
+    attend: Callable[..., Float[Array, "batch seq heads v_dim"]],
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"],
+    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    *,
+    sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """`attend` of these arguments, each device with its sequences, its heads, and its tokens' queries.
+
+    Where sequences are split, every device gathers the keys and values of all their tokens, which grouped heads make
+    few (Llama 3, arXiv:2407.21783, section 3.3.2); the masks look at positions, so the tokens' order is free. Query
+    heads are split, and where there are fewer key/value heads than devices, those are repeated. An axis of the mesh
+    that does not divide an axis of the arrays leaves it whole.
+    """
+    if not (axes := free()):
+        return attend(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
+    batch = splitting(len(q), *BATCH)
+    seq = splitting(math.gcd(q.shape[1], k.shape[1]), SEQUENCE)
+    heads = splitting(q.shape[2], FEATURES)
+    if heads and k.shape[2] % split(FEATURES):
+        if split(FEATURES) % k.shape[2]:
+            heads = ()
+        else:
+            k, v = (jnp.repeat(a, split(FEATURES) // k.shape[2], axis=2) for a in (k, v))
+
+    def given(tokens: Tokens) -> Tokens:
+        """Indices stand for positions only as long as the sequence is whole."""
+        return tokens._replace(positions=jnp.asarray(tokens.positions)) if seq and tokens.in_order else tokens
+
+    def spec(ids: Any) -> P:
+        return P(batch if len(ids) == len(q) else None, seq)
+
+    def local(q: Any, k: Any, v: Any, sinks: Any, q_ids: Any, kv_ids: Any) -> Any:
+        gather = lambda a: jax.lax.all_gather(a, SEQUENCE, axis=1, tiled=True) if seq else a
+        k, v, kv_ids = jax.tree.map(gather, (k, v, kv_ids))
+        return attend(q, k, v, sinks=sinks, q_tokens=merge(q_tokens, q_ids), kv_tokens=merge(kv_tokens, kv_ids))
+
+    # Positions that are known before anything runs stay out of what is split.
+    arrays = lambda tokens: tuple(ids for ids in tokens if isinstance(ids, jax.Array))
+
+    def merge(tokens: Tokens, ids: tuple[Array, ...]) -> Tokens:
+        rest = iter(ids)
+        return Tokens._make(next(rest) if isinstance(old, jax.Array) else old for old in tokens)
+
+    q_tokens, kv_tokens = given(q_tokens), given(kv_tokens)
+    q_ids, kv_ids = arrays(q_tokens), arrays(kv_tokens)
+    whole = P(batch, seq, heads)
+    return jax.shard_map(
+        local,
+        axis_names=set(axes),
+        in_specs=(whole, whole, whole, P(heads), *jax.tree.map(spec, (q_ids, kv_ids))),
+        out_specs=whole,
+        check_vma=False,
+    )(q, k, v, sinks, q_ids, kv_ids)
+
+
+def split_lookup(
+    table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"]
+) -> Float[Array, "batch seq embed"]:
+    """`table[tokens]`, where each device has some words' rows (`FEATURES`) and some of their features (`PARAMETERS`).
+
+    Tokens travel to the features, and features back to the tokens. Neither the table nor all devices' features are ever
+    in one place, which XLA does not always find out by itself.
+    """
+    if not (axes := free()):
+        return table[tokens]
+    batch, seq = splitting(tokens.shape[0], *BATCH), splitting(tokens.shape[1], SEQUENCE)
+    words, features = splitting(table.shape[0], FEATURES), splitting(table.shape[1], *PARAMETERS)
+
+    def local(table: Array, tokens: Array) -> Array:
+        tokens = jax.lax.all_gather(tokens, features) if features else tokens[None]
+        tokens -= jax.lax.axis_index(FEATURES) * len(table) if words else 0
+        here = (tokens >= 0) & (tokens < len(table))
+        rows = jnp.where(here[..., None], table[jnp.where(here, tokens, 0)], 0)
+        rows = jax.lax.psum(rows, words)
+        return jax.lax.all_to_all(rows, features, 0, 3, tiled=True)[0] if features else rows[0]
+
+    spec = P(batch, seq)
+    return jax.shard_map(
+        local, axis_names=set(axes), in_specs=(P(words, features), spec), out_specs=spec, check_vma=False
+    )(table, tokens)

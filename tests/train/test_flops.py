@@ -1,0 +1,82 @@
+"""The count of operations behind every MFU, against what others print of the same models, and against counting."""
+
+import dataclasses
+
+import pytest
+
+import zoo
+from train.metrics import flops_per_token, products_per_token
+
+
+TOLERANCE = 0.005
+
+
+@pytest.mark.parametrize(
+    ("name", "seq", "teraflops", "tokens"),
+    [
+        # MaxText on TPU7x: github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md
+        ("llama3.1-70b", 8192, 1207, 2687),
+        ("llama3.1-70b", 131072, 898, 963),
+        ("llama3.1-405b", 8192, 1261, 500),
+        ("deepseek-v3", 4096, 607.5, 2426),
+        ("qwen3-235b-a22b", 4096, 629.8, 4246),
+        # MaxText on v5p: the same, training/v5p
+        ("llama3.1-405b", 8192, 314.5, 124.6),
+        ("llama4-scout", 8192, 225.5, 2070),
+        # Megatron-Bridge: github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md
+        ("llama3-8b", 8192, 744, 14451),
+        ("llama3.1-405b", 8192, 827, 328),
+        # NeMo AutoModel: github.com/NVIDIA-NeMo/Automodel, docs/performance-summary.mdx
+        ("llama3-70b", 8192, 389, 867),
+        ("qwen3-30b-a3b", 4096, 277, 12040),
+        ("kimi-k2", 4096, 189, 924),
+    ],
+)
+def test_as_published(name, seq, teraflops, tokens):
+    """Operations a second over tokens a second, of one chip."""
+    assert flops_per_token(zoo.config(name), seq) == pytest.approx(teraflops * 1e12 / tokens, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "short", "long"),
+    [
+        ("llama2-7b", 42.9, 46.1),
+        ("mixtral-8x7b", 79.7, 82.9),
+        ("qwen3-8b", 49.0, 52.7),
+        ("qwen3-30b-a3b", 23.1, 27.9),
+        ("qwen3-235b-a22b", 148, 167),
+        ("deepseek-v3", 250, 281),
+    ],
+)
+def test_by_the_formula(name, short, long):
+    """In GFLOP, at 4,096 and 8,192 tokens, worked out by hand from the sizes in the papers."""
+    config = zoo.config(name)
+    found = [flops_per_token(config, seq) / 1e9 for seq in (4096, 8192)]
+    assert found == pytest.approx([short, long], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "giga"), [("gpt-oss-20b", 24.1), ("gpt-oss-120b", 34.4)])
+def test_without_windows(name, giga):
+    """The count of gpt-oss that others print takes all of its layers for full ones."""
+    config = zoo.config(name)
+    full = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+    assert flops_per_token(full, 4096) / 1e9 == pytest.approx(giga, rel=TOLERANCE)
+    assert flops_per_token(config, 4096) < 0.97 * flops_per_token(full, 4096)
+
+
+def test_chunks():
+    """Against counting the pairs that attention multiplies one by one, a token itself as half of one."""
+    config, seq = zoo.config("llama4-scout"), 20_000
+    full = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+    chunked = sum(config.window(n) is not None for n in range(config.num_hidden_layers))
+    fewer = sum(n + 0.5 for n in range(seq)) - sum(n % 8192 + 0.5 for n in range(seq))
+    saved = products_per_token(full, seq).attention - products_per_token(config, seq).attention
+    assert saved == pytest.approx(2 * 40 * 128 * chunked * fewer / seq)
+
+
+def test_routers_and_shared_experts():
+    """All matrices of DeepSeek V3's layers, but of the 256 experts the 8 that a token goes to."""
+    mla = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    dense, expert, router = 3 * 7168 * 18432, 3 * 7168 * 2048, 7168 * 256
+    layers = 61 * mla + 3 * dense + 58 * (router + (1 + 8) * expert)
+    assert products_per_token(zoo.config("deepseek-v3"), 4096)[:2] == (layers, 7168 * 129280)

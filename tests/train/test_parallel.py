@@ -1,0 +1,139 @@
+"""Every family along every axis of a mesh, on eight devices that are not really there: numbers, places, collectives."""
+
+import functools
+import math
+import re
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import kernels
+import zoo
+from kernels.mesh import BATCH
+from tests.zoo import tiny
+from train.mesh import balanced, check_mesh, make_mesh, put_batch
+from train.step import REMAT, routings_of
+from zoo import surgery
+from zoo.registry import family_of
+
+
+ROWS, SEQ = 24, 32
+WIDTH = 72  # of the widest activations: keys of all heads in DeepSeek's
+
+MESHES = ("replica=2,context=4", "fsdp=2,tensor=4")
+FOR_EXPERTS = "expert=2,context=2,tensor=2"
+TWICE, THRICE = "stage=2,fsdp=2,context=2", "stage=3,tensor=2"  # by how often the layers repeat
+DENSE = {
+    "gemma": THRICE, "gemma2": TWICE, "gemma3-pattern": TWICE, "gpt3": THRICE, "llama": THRICE, "mistral": THRICE,
+    "qwen2": THRICE, "qwen3": THRICE, "qwen3-window-tail": TWICE,
+}  # fmt: skip
+SPARSE = {
+    "deepseek2": TWICE, "deepseek3": TWICE, "gpt_oss": TWICE, "llama4-alternating": TWICE, "mixtral": THRICE,
+    "qwen3_moe": THRICE,
+}  # fmt: skip
+CASES = [(name, text) for name, staged in DENSE.items() for text in (*MESHES, staged)] + [
+    (name, text) for name, staged in SPARSE.items() for text in (*MESHES, FOR_EXPERTS, staged)
+]
+
+
+def make_batch():
+    """Two documents to a row, of other lengths in each, and padding behind them."""
+    random, index = np.random.RandomState(2), np.arange(SEQ)[None]  # a seed with which no router is at a tie
+    tokens, cut = random.randint(0, 64, (ROWS, SEQ)), random.randint(5, 25, (ROWS, 1))
+    arrays = dict(
+        tokens=tokens, targets=np.roll(tokens, -1, axis=1), loss_mask=tokens + index < 80,
+        segments=np.where(index < cut, 1, 2) * (index < 30), positions=np.where(index < cut, index, index - cut),
+    )  # fmt: skip
+    return {name: a.astype(np.int32) for name, a in arrays.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: tiny.write(root / name, name) for name in DENSE | SPARSE}
+
+
+def test_every_family_is_here():
+    assert {tiny.FAMILIES[name] for name in DENSE | SPARSE} == tiny.MODULES.keys()
+
+
+def load(folder):
+    """The tiny checkpoint with half its weights. As it is, half a unit in the last place of gpt-oss's moves its
+    gradients by 3e-5, and so would any other order of adding up."""
+    return jax.tree.map(lambda a: a / 2 if eqx.is_inexact_array(a) else a, zoo.load(folder))
+
+
+def compiled(model, batch, places=None):
+    """The gradients of a sum over the batch, with its logits and reports: a program, and the parameters for it."""
+    parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(parameters, batch):
+        model = eqx.combine(parameters, fixed)
+        where = dict(positions=batch["positions"], segments=batch["segments"])
+        x, reports = model.hidden(batch["tokens"], **where, remat=REMAT["dots"])
+        total, _ = kernels.cross_entropy(model.unembed, x, batch["targets"], batch["loss_mask"])
+        return total, (model.unembed(x), reports)
+
+    program = jax.value_and_grad(loss, has_aux=True)
+    out = places and ((None, None), places)
+    return jax.jit(program, out_shardings=out).lower(parameters, batch).compile(), parameters
+
+
+@functools.cache
+def alone(folder):
+    batch = make_batch()
+    program, parameters = compiled(load(folder), batch)
+    return program(parameters, batch)
+
+
+def distance(a, b) -> float:
+    """The Frobenius norm of the difference, as a part of that of `b`."""
+    a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)]) for tree in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+def test_split_equals_whole(folders, name, text):
+    (loss, (logits, reports)), gradients = alone(folders[name])
+    mesh = make_mesh(text, jax.devices()[: math.prod(int(n) for n in re.findall("[0-9]+", text))])
+    model, batch = load(folders[name]), make_batch()
+    family = family_of(model.config)
+    check_mesh(mesh, model, family, batch=ROWS, seq_len=SEQ)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(model, surgery.shardings(model, family.PARTITION_RULES, mesh))
+        places = jax.tree.map(lambda a: a.sharding, eqx.filter(placed, eqx.is_inexact_array))
+        program, parameters = compiled(placed, put_batch(batch, mesh), places)
+        (our_loss, (our_logits, our_reports)), our_gradients = program(parameters, put_batch(batch, mesh))
+
+    size = mesh.shape
+    shares, parts = math.prod(size[axis] for axis in BATCH), size["context"]
+    order = np.argsort(balanced(SEQ, parts)) if parts > 1 else slice(None)
+    assert float(our_loss) == pytest.approx(float(loss), rel=1e-5)
+    assert distance(our_logits[:, order], logits) < 1e-5
+    assert distance(our_gradients, gradients) < 1e-5
+    if routings_of(reports):
+        assert distance(our_reports, reports) < 1e-5
+
+    # Each device has its own tokens, nothing of the others', and the collectives are those that it takes.
+    assert math.prod(our_logits.addressable_shards[0].data.shape[:2]) == ROWS * SEQ // (shares * parts)
+    found = list(collectives(program.as_text()))
+    kinds = {kind for kind, _ in found}
+    weights = max(math.prod(a.shape[-3:]) for a in jax.tree.leaves(parameters))
+    tokens = ROWS // shares * SEQ
+    assert max(elements for _, elements in found) <= max(weights, tokens * WIDTH), "more than its own activations"
+    assert ("all-gather" in kinds) >= (size["fsdp"] * size["context"] * size["expert"] > 1)
+    assert ("collective-permute" in kinds) >= (size["stage"] > 1)
+    assert ("reduce-scatter" in kinds) >= (size["context"] > 1)
+    assert ("all-to-all" in kinds) >= (size["expert"] > 1)
+
+
+def collectives(text):
+    """Kind and number of elements of each array that a compiled program's collectives make."""
+    for result, kind in re.findall(
+        r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)\(", text
+    ):
+        for dtype, shape in re.findall(r"([a-z]+[0-9]+)\[([0-9,]*)\]", result):
+            if dtype.startswith("f"):
+                yield kind, math.prod(int(n) for n in shape.split(",") if n)

@@ -1,0 +1,385 @@
+"""Plans: collectives read from compiled programs, bytes, refusals and the search on 8 fake CPU devices; topologies."""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from train import ahead, chips, hlo, loop, plan, planner
+from train.ahead import Program, TooLarge, compile_ahead
+from train.chips import CHIPS, chip_of, fleet, slowest_link
+from train.mesh import make_mesh
+from train.planner import Options, candidates, suggestion
+from zoo.checkpoint import skeleton
+
+
+TINY = Options(model="tiny", topology="v6e:2x4", batch=8, seq=64)
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax-cuda13-plugin is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return zoo.config("tiny")
+
+
+@pytest.fixture(scope="module")
+def made(config):
+    return planner.plan(TINY, config, CHIPS["v6e"], jax.devices())
+
+
+def small(memory):
+    """A chip with so many bytes."""
+    return CHIPS["v6e"]._replace(memory=memory)
+
+
+# ------------------------------------------------------------------------------------------------------- collectives
+
+
+def test_collectives_of_a_loop():
+    """Six layers, each gathered over fsdp, and their products added up over tensor."""
+    mesh = make_mesh("fsdp=4,tensor=2")
+    place = lambda *axes: NamedSharding(mesh, P(*axes))
+    weights = jax.ShapeDtypeStruct((6, 64, 32), jnp.float32, sharding=place(None, "tensor", "fsdp"))
+    x = jax.ShapeDtypeStruct((8, 32), jnp.float32, sharding=place("fsdp"))
+
+    def layers(x, weights):
+        def layer(x, w):
+            w = jax.lax.with_sharding_constraint(w, P("tensor", None))
+            y = jax.lax.with_sharding_constraint(x @ w.T, P("fsdp", "tensor"))
+            return jax.lax.with_sharding_constraint(jnp.tanh(y) @ w, P("fsdp")), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    compiled = compile_ahead(Program(jax.jit(layers), (x, weights), {}), mesh)
+    assert hlo.by_axis(compiled.collectives, mesh.shape) == {
+        ("all-gather", "fsdp"): 6 * 32 * 32 * 4 * 3 / 4,
+        ("all-reduce", "tensor"): 6 * 2 * 2 * 32 * 4 / 2,
+    }
+    assert compiled.arguments == ahead.device_bytes((x, weights)) and compiled.seconds > 0
+
+
+TEXT = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.1 (p: bf16[8,128]) -> bf16[1,128] {
+  %all-reduce.1 = bf16[8,128]{1,0:T(8,128)} all-reduce(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+}
+
+%condition (p: (s32[])) -> pred[] {
+  %constant.1 = s32[] constant(5)
+  ROOT %lt = pred[] compare(%p#0, %constant.1), direction=LT
+}
+
+%body (p: (s32[])) -> (s32[]) {
+  %fusion = bf16[1,128] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+  %start = (bf16[16]{0}, bf16[32]{0}) all-gather-start(%y), replica_groups=[4,2]<=[8], dimensions={0}
+  %done = bf16[32]{0} all-gather-done(%start)
+}
+
+%unknown (p: (s32[])) -> pred[] {
+  ROOT %lt = pred[] compare(%p#0, %p#1), direction=LT
+}
+
+%rare (p: (s32[])) -> (s32[]) {
+  %permute = f32[10]{0} collective-permute(%z), source_target_pairs={{0,1},{1,0}}
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %while.1 = (s32[]) while(%t), condition=%condition, body=%body
+  %while.2 = (s32[]) while(%t), condition=%unknown, body=%rare
+  %while.3 = (s32[]) while(%t), condition=%unknown, body=%rare, backend_config={"known_trip_count":{"n":"3"}}
+  %all-to-all = s8[64]{0} all-to-all(%w), replica_groups=mesh['fsdp'=4,'tensor'=2] {'fsdp'}, dimensions={0}
+  %scatter = f32[4]{0} reduce-scatter(%v), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  %alone = f32[4]{0} all-reduce(%v), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
+}
+"""
+
+
+def test_every_notation():
+    found = hlo.collectives(TEXT, 8)
+    assert {(c.kind, c.group, c.sent, c.times) for c in found} == {
+        ("reduce-scatter", (0, 2, 4, 6), 2 * 8 * 128 * 3 / 4, 5),  # what TPUs make of one
+        ("all-gather", (0, 1), 2 * 32 / 2, 5),
+        ("collective-permute", (0, 1), 40, 4),  # once, where it is not known how often, and three times
+        ("all-to-all", (0, 2, 4, 6), 64 * 3 / 4, 1),
+        ("reduce-scatter", (0, 2, 4, 6), 4 * 4 * 3, 1),
+        ("all-reduce", (0,), 0, 1),
+    }
+    assert hlo.by_axis(found, {"fsdp": 4, "tensor": 2}) == {
+        ("reduce-scatter", "fsdp"): 5 * 2 * 8 * 128 * 3 / 4 + 48,
+        ("all-gather", "tensor"): 5 * 32,
+        ("collective-permute", "tensor"): 4 * 40,
+        ("all-to-all", "fsdp"): 48,
+    }
+
+
+# -------------------------------------------------------------------------------------------------- bytes and bounds
+
+
+def test_bytes_by_kind(config, made):
+    whole = loop.abstract_model(config, planner.family_of(config), made.mesh, mtp=False)
+    assert made.kinds["parameters"] == ahead.device_bytes(whole)
+    assert made.kinds["optimizer"] == pytest.approx(2 * made.kinds["parameters"], rel=0.01)
+    assert made.kinds["batch"] == 5 * 8 * 64 * 4 // 8
+    step = 4  # the number of the step itself
+    assert made.compiled.arguments == sum(made.kinds.values()) + step
+    assert (
+        made.needed
+        == made.compiled.arguments + made.compiled.temporaries + made.compiled.results - made.compiled.reused
+    )
+    assert made.compiled.reused > 0.9 * made.kinds["parameters"]  # the new state lies where the old one was
+
+
+def test_bounds(config, made, monkeypatch):
+    monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
+    none = planner.plan(dataclasses.replace(TINY, remat="none"), config, CHIPS["v6e"], jax.devices())
+    assert set(made.bounds) == {"compute", "HBM", "interconnect"} and min(made.bounds.values()) > 0
+    assert none.bounds["compute"] == pytest.approx(none.flops * 8 * 64 / 8 / 918e12)
+    assert (
+        1.1 < made.bounds["compute"] / none.bounds["compute"] < 4 / 3
+    )  # the layers' forward pass again, not the head's
+    slowest = max(made.bounds.values())
+    assert made.tokens_per_second == pytest.approx(8 * 64 / slowest)
+    assert made.mfu == pytest.approx(made.flops * 8 * 64 / (8 * 918e12 * slowest))
+
+
+def test_decoding(config, made):
+    trained, made = made, planner.plan(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
+    model = skeleton(planner.family_of(config), config)
+    weights = sum(2 * a.size for a in jax.tree.leaves(model))
+    assert made.kinds["parameters"] == pytest.approx(weights / 8, rel=0.1)  # norms are not split
+    c = config
+    cache = 2 * 2 * c.num_hidden_layers * 8 * 64 * c.num_key_value_heads * c.head_dim
+    assert made.kinds["cache"] == pytest.approx(cache / 8, rel=0.1)
+    assert made.compiled and made.compiled.reused >= 0.9 * made.kinds["cache"]
+    assert made.flops == pytest.approx(trained.flops / 3)
+
+
+# ------------------------------------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (149.06G) exceeds available HBM (31.24G).",
+            149.06,
+        ),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 31.60G of 31.24G hbm.", 31.60),
+    ],
+)
+def test_the_compiler_refuses(config, monkeypatch, message, needed):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    made = planner.plan(TINY, config, CHIPS["v6e"], jax.devices())
+    assert made.compiled is None and (made.needed, made.available) == (needed * 2**30, 31.24 * 2**30)
+
+
+def test_other_errors_are_not_about_memory(config, monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: 3.00G and 4.00G are different numbers")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="different numbers"):
+        planner.plan(TINY, config, CHIPS["v6e"], jax.devices())
+
+
+def test_larger_than_the_fleet(config):
+    with pytest.raises(
+        ValueError, match=r"tiny is larger than the fleet: its state takes .* at least [\d,]+ such devices"
+    ):
+        planner.plan(TINY, config, small(1000), jax.devices())
+
+
+def refuse(needed, available):
+    """A compiler that finds the program too large."""
+
+    def compile_ahead(*_):
+        raise TooLarge(needed, available)
+
+    return compile_ahead
+
+
+def test_suggestions_take_away_what_is_missing(config, monkeypatch):
+    def refused(o, needed, available):
+        monkeypatch.setattr(planner, "compile_ahead", refuse(needed, available))
+        return planner.plan(o, config, CHIPS["v6e"], jax.devices())
+
+    o = dataclasses.replace(TINY, remat="none", batch=32)
+    state = sum(refused(o, 2.0, 1.0).kinds.values())
+    mesh = make_mesh(o.mesh)
+    saved = lambda remat: (
+        planner.kept(config, mesh, o) - planner.kept(config, mesh, dataclasses.replace(o, remat=remat))
+    )
+    assert 0 < saved("dots") < saved("full") < saved("offload")
+    for remat in ("dots", "full", "offload"):
+        assert suggestion(refused(o, 1e9 + saved(remat) - 1, 1e9), config).startswith(f"--remat {remat}")
+    most = dataclasses.replace(o, remat="offload")
+    assert suggestion(refused(most, state + 8e6, state + 6e6), config).startswith("--batch 24")
+    alone = dataclasses.replace(most, batch=8)
+    assert re.match("a larger fsdp over at least 16 devices", suggestion(refused(alone, 2e9, 1e9), config))
+    state = sum(refused(alone, 2.0, 1.0).kinds.values())
+    too_small = planner.plan(alone, config, small(state - 1), jax.devices())
+    assert too_small.compiled is None and too_small.needed == state
+    assert suggestion(too_small, config).startswith("a larger fsdp over at least 9 devices")
+    replicas = dataclasses.replace(alone, mesh="replica=2,fsdp=4")
+    assert suggestion(refused(replicas, 1e9 + 10, 1e9), config).startswith("fsdp=8 instead of replica=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("v9:2x2", "no topology 'v9:2x2': write a TPU"),
+        ("v6e", "no topology 'v6e'"),
+        ("v6e:8", "no topology 'v6e:8'"),
+        ("h200:2x4", "no topology 'h200:2x4'"),
+    ],
+)
+def test_unknown_topologies(text, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fleet(text)
+
+
+@pytest.mark.parametrize(("text", "package"), [("v6e:2x4", "libtpu"), ("h200:8", "jax_cuda13_plugin")])
+def test_what_to_install(text, package, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=rf"install {package}: pip install -e '\.\[compile\]'"):
+        fleet(text)
+
+
+def test_a_mesh_that_does_not_divide(config):
+    with pytest.raises(ValueError, match="3 sequences of a step can't be split"):
+        planner.plan(dataclasses.replace(TINY, batch=3), config, CHIPS["v6e"], jax.devices())
+
+
+def test_chips():
+    assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("TPU v5p") is CHIPS["v5p"] and chip_of("cpu") is None
+    device = lambda host: type("Device", (), {"process_index": host})
+    assert slowest_link(CHIPS["h200"], [device(0), device(0)]) == 450e9
+    assert slowest_link(CHIPS["h200"], [device(0), device(1)]) == 50e9
+    assert slowest_link(CHIPS["v6e"], [device(0), device(1)]) == 400e9
+
+
+# ----------------------------------------------------------------------------------------------------- search, report
+
+
+def test_candidates(config, made):
+    found = candidates(TINY, config, CHIPS["v6e"], jax.devices())
+    assert {o.batch for o in found} == {4, 8, 16} and {o.remat for o in found} == set(planner.REMATS)
+    assert {o.mesh for o in found} >= {
+        "fsdp=-1",
+        "replica=8,fsdp=-1",
+        "replica=2,tensor=2,fsdp=-1",
+        "context=2,fsdp=-1",
+    }
+    assert not any("expert" in o.mesh or "tensor=4" in o.mesh for o in found)  # it has no experts, and six heads
+    # With room for the split state only, nothing is replicated.
+    state = sum(made.kinds.values())
+    tight = candidates(dataclasses.replace(TINY, seq=1), config, small(1.8 * state), jax.devices())
+    assert {o.mesh for o in tight} == {"fsdp=-1", "tensor=2,fsdp=-1"}
+
+
+def test_the_command(made, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(plan, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
+    monkeypatch.setattr(plan, "plan", lambda o, *_: dataclasses.replace(made, o=o))
+    plan.main(dataclasses.replace(TINY, search=True, save=tmp_path / "step"))
+    out = capsys.readouterr().out
+    for words in (
+        "Ranked",
+        "fits",
+        "parameters",
+        "optimizer",
+        "activations",
+        "all-gather over fsdp",
+        "so MFU is",
+        "bounds",
+    ):
+        assert words in out, words
+    assert len(re.findall(r"│ +(4|8|16) +│", out)) == 4  # what was asked for, and the best of three meshes
+    written = pickle.loads((tmp_path / "step").read_bytes()) if (tmp_path / "step").exists() else None
+    assert written or "can't be saved on this platform" in out
+
+
+def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
+    monkeypatch.setattr(planner, "compile_ahead", refuse(40e9, 30e9))
+    plan.main(TINY)
+    out = capsys.readouterr().out
+    assert "does not fit" in out and "40.00 GB of 30.00 GB" in out and "To fit, try" in out and "so MFU is" not in out
+
+
+# --------------------------------------------------------------------------------------------------------- topologies
+
+
+def run(*options):
+    """What the command prints, in a process of its own: libtpu can't leave one."""
+    root = pathlib.Path(plan.__file__).parents[1]
+    command = [sys.executable, "-m", "train.plan", *options]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "120"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@needs_libtpu
+def test_a_tpu():
+    """The real compiler for TPUs, with the layers' inputs in the host's memory."""
+    done = run("tiny", "--topology", "v6e:2x2", "--batch", "8", "--seq", "128", "--remat", "offload")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "fits" in done.stdout and "and of its host" in done.stdout and "over fsdp" in done.stdout
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("llama3.1-405b", "--topology", "v6e:2x2"), "llama3.1-405b is larger than the fleet"),
+        (("tiny", "--topology", "v6e:3x3"), "libtpu knows no slice 'v6e:3x3'"),
+    ],
+)
+def test_refusals_before_compiling(options, sentence):
+    done = run(*options, "--batch", "4", "--seq", "128")
+    assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
+@needs_cuda
+def test_a_gpu():
+    done = run("tiny", "--topology", "h200:16", "--batch", "16", "--seq", "128")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "fits" in done.stdout and "GB of 151.40 GB" in done.stdout
+
+
+def test_the_gpus_are_described_as_in_the_tests_of_kernels():
+    """Which compile for the same H200."""
+    written = pathlib.Path(__file__).parents[1].joinpath("kernels", "h200.txtpb").read_text()
+    fields = lambda text: dict(re.findall(r"(\w+): ([\d.]+)", re.sub("#.*", "", text)))
+    assert fields(chips.TARGET.format(chip=CHIPS["h200"])) == fields(written)
+
+
+def test_offload_trains_alike(config):
+    """On a CPU, whose memory is the host's anyway."""
+    family = planner.family_of(config)
+    model = family.Model(config, key=jax.random.key(0))
+    tokens = jnp.asarray(np.arange(64).reshape(2, 32) % config.vocab_size)
+    loss = lambda model, remat: jnp.mean(model.hidden(tokens, remat=remat)[0] ** 2)
+    full, offload = (jax.jit(jax.grad(loss), static_argnums=1)(model, ahead.REMAT[r]) for r in ("full", "offload"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), full, offload)

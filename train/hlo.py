@@ -1,0 +1,138 @@
+"""What a compiled program sends between devices, read from the text that XLA dumps of it.
+
+`compiled.as_text()` would be the same text, but fails for TPUs with jaxlib 0.10.2.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
+CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|branch_computations=\{([^}]*)\}")
+
+
+class Collective(NamedTuple):
+    """One collective operation of the program."""
+
+    kind: str
+    sent: float  # bytes that each device of its group sends, by the algorithm that sends the fewest
+    group: tuple[int, ...]  # devices, numbered in the order of the mesh, that this one works with
+    times: int  # that a step runs it
+
+
+def collectives(text: str, devices: int) -> list[Collective]:
+    """All of them, of the text of an optimized module. What is in a loop whose length is not known counts once."""
+    computations = dict(_computations(text))
+    entry = next(name for name in computations if name.startswith("ENTRY "))
+    times: Counter[str] = Counter()
+
+    def visit(name: str, count: int) -> None:
+        times[name] += count
+        for line in computations[name]:
+            for one, several in CALLED.findall(line):
+                for called in [one] if one else re.findall(r"[\w.-]+", several):
+                    if called in computations and " async-done(" not in line and " async-update(" not in line:
+                        visit(called, count * _trips(line, computations) if f"body=%{called}" in line else count)
+
+    visit(entry, 1)
+    found = []
+    for name, lines in computations.items():
+        for line in lines:
+            if times[name] and (match := COLLECTIVE.search(line)):
+                result, kind, start = match.groups()
+                # A TPU's reduce-scatter is an all-reduce in a fusion that goes on with a part of the result.
+                kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
+                group = _group(line, devices)
+                sent = _sent(kind, _bytes(result, bool(start)), len(group), name)
+                found.append(Collective(kind, sent, group, times[name]))
+    return found
+
+
+def by_axis(found: list[Collective], shape: Mapping[str, int]) -> dict[tuple[str, str], float]:
+    """Bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp"."""
+    total: dict[tuple[str, str], float] = {}
+    for each in found:
+        places = np.array(np.unravel_index(each.group, tuple(shape.values())))
+        axes = [axis for axis, at in zip(shape, places, strict=True) if len(set(at.tolist())) > 1]
+        if axes:
+            key = each.kind, ",".join(axes)
+            total[key] = total.get(key, 0) + each.sent * each.times
+    return total
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Name and instructions of each computation; the name of the one that is run has "ENTRY " before it."""
+    name, lines = "", []
+    for line in text.splitlines():
+        if match := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name, lines = (match[1] or "") + match[2], []
+        elif line.startswith("}") and name:
+            yield name, lines
+            name = ""
+        elif name:
+            lines.append(line)
+
+
+def _trips(line: str, computations: Mapping[str, list[str]]) -> int:
+    """How often a loop runs: as XLA says, or, as it does not for TPUs, the number that its counter stays below."""
+    if known := re.search(r"known_trip_count[^\d]*(\d+)", line):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.-]+)", line)
+    lines = computations[condition[1]] if condition else []
+    bounds = [int(n) for each in lines for n in re.findall(r"constant\((\d+)\)", each)]
+    return bounds[0] if len(bounds) == 1 and any("direction=LT" in each for each in lines) else 1
+
+
+def _group(line: str, devices: int) -> tuple[int, ...]:
+    """The first of the groups that exchange data, in any of the three notations of XLA; of a permutation, a pair."""
+    if pair := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
+        return int(pair[1]), int(pair[2])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return tuple(map(int, listed[1].split(",")))
+    if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, reshaped = ([int(n) for n in tiled[i].split(",")] for i in (1, 2))
+        order = [int(n) for n in tiled[3].split(",")] if tiled[3] else range(len(reshaped))
+        ids = np.arange(devices).reshape(reshaped).transpose(order).reshape(shape)
+        return tuple(ids[0].tolist())
+    if named := re.search(r"replica_groups=mesh\[([^]]*)\](?:, device_ids=\([^)]*\))? \{([^}]*)\}", line):
+        shape = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        ids = np.arange(devices).reshape(tuple(shape.values()))
+        # An axis may be given in part, as 'x':(2)4: four positions, each of two of which stands for a group of its own.
+        parts = {axis: (before, size) for axis, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])}
+        for n, axis in enumerate(shape):
+            if axis not in parts:
+                ids = ids.take([0], axis=n)
+            elif parts[axis][1]:
+                before, size = map(int, parts[axis])
+                ids = ids.take(np.arange(size) * (shape[axis] // (before * size)), axis=n)
+        return tuple(ids.ravel().tolist())
+    return tuple(range(devices))
+
+
+def _bytes(result: str, start: bool) -> float:
+    """Of a result, "bf16[8,128]{1,0}" or a tuple of such; of an asynchronous one without its operands."""
+    shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
+    if start and result.startswith("(("):
+        shapes = shapes[len(shapes) // 2 :]
+    elif start and len(shapes) > 1:  # (operand, result, and maybe two words of context)
+        shapes = shapes[1:2]
+    size = lambda dtype: 1.0 if dtype == "pred" else int(bits[0]) / 8 if (bits := re.search(r"\d+", dtype)) else 0.0
+    return sum((size(dtype) * math.prod(int(n) for n in sizes.split(",") if n) for dtype, sizes in shapes), 0.0)
+
+
+def _sent(kind: str, size: float, devices: int, computation: str) -> float:
+    """Bytes that a device sends at the least, given those of its result and the size of the group."""
+    match kind:
+        case "collective-permute":
+            return size
+        case "all-reduce":
+            return 2 * size * (devices - 1) / devices
+        case "reduce-scatter" if not computation.startswith("all-reduce-scatter"):
+            return size * (devices - 1)
+    return size * (devices - 1) / devices
