@@ -87,8 +87,8 @@ class Options:
     """What the backward pass computes again to save memory: nothing, all but matrix products, or whole layers; offload
     also keeps the layers' inputs in the memory of a GPU's or TPU's host."""
     mesh: str = "fsdp=-1"
-    """Devices by what they split, such as fsdp=4,tensor=2: replica (the batch), fsdp (batch and parameters), tensor (the
-    work on each token), context (sequences), expert (a mixture's experts), stage (layers); -1 takes what is left."""
+    """Devices by what they split, such as fsdp=4,tensor=2: replica (the batch), fsdp (batch and parameters), tensor
+    (work on each token), context (sequences), expert (a mixture's experts), stage (layers); -1 takes what is left."""
     seed: int = 0
     """Of the order of the data, and of random weights."""
     eval_every: int = 0
@@ -243,7 +243,7 @@ def run(
     def sample(model: Any, at: int) -> None:
         room = config.max_position_embeddings - o.sample_tokens
         shown = [prompt[-room:] for prompt in prompts]
-        whole, model = without_stages(mesh), cast(model, dtype)
+        whole, model = without_stages(mesh, model, family), cast(model, dtype)
         with jax.set_mesh(whole):
             if whole != mesh:
                 model = jax.device_put(model, shardings(model, family.PARTITION_RULES, whole))

@@ -102,14 +102,24 @@ def check_mesh(mesh: Mesh, model: Any, family: ModuleType, *, batch: int, seq_le
         raise ValueError(
             f"expert={size['expert']} in the mesh, but {family.__name__} has no experts: use fsdp instead."
         )
-    for each in (mesh, without_stages(mesh)):
-        shardings(model, family.PARTITION_RULES, each)
+    shardings(model, family.PARTITION_RULES, mesh)
 
 
-def without_stages(mesh: Mesh) -> Mesh:
-    """The same devices with those of the stages along "fsdp", for generating: a pipeline would have nothing to do."""
-    sizes = {**mesh.shape, STAGE: 1, "fsdp": mesh.shape[STAGE] * mesh.shape["fsdp"]}
-    return Mesh(mesh.devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
+def without_stages(mesh: Mesh, model: Any, family: ModuleType) -> Mesh:
+    """The same devices with those of the stages along "fsdp", or along "replica" where that does not divide the model.
+
+    For generating: a pipeline would mostly stand idle.
+    """
+
+    def along(axis: str) -> Mesh:
+        sizes = {**mesh.shape, STAGE: 1, axis: mesh.shape[STAGE] * mesh.shape[axis]}
+        return Mesh(mesh.devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
+
+    try:
+        shardings(model, family.PARTITION_RULES, along("fsdp"))
+    except ValueError:
+        return along("replica")
+    return along("fsdp")
 
 
 def put_batch(

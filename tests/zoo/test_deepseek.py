@@ -118,15 +118,18 @@ def choose(scores, config, group_score, hidden_score):
 class Named(eqx.Module):
     """Experts each of whom returns a vector that names it."""
 
+    names: jax.Array
+
     def __call__(self, x, sizes):
-        return jnp.repeat(jnp.eye(len(sizes), x.shape[1]), sizes, axis=0, total_repeat_length=len(x))
+        return jnp.repeat(self.names, sizes, axis=0, total_repeat_length=len(x))
 
 
 @eqx.filter_jit
 def route(layer, x):
     """The weight of each expert for each token, and the report."""
     silent = eqx.tree_at(lambda m: m.shared_experts.down_proj.weight, layer, replace_fn=jnp.zeros_like)
-    y, routing = eqx.tree_at(lambda m: m.experts, silent, Named())(x[None], None)
+    named = Named(jnp.eye(layer.config.n_routed_experts, x.shape[1]))
+    y, routing = eqx.tree_at(lambda m: m.experts, silent, named)(x[None], None)
     return y[0, :, : layer.config.n_routed_experts], routing
 
 
@@ -334,7 +337,7 @@ def test_mtp_has_rules_for_every_array(with_further):
     specs = surgery.partition_specs(zoo.load(with_further, mtp=True), deepseek3.PARTITION_RULES)
     assert specs.mtp.block.mlp.experts.up_proj.weight == jax.P("expert", "tensor", "fsdp")
     assert specs.mtp.block.mlp.shared_experts.up_proj.weight == jax.P("tensor", "fsdp")
-    assert specs.layers.period[0].self_attn.q_a_proj.weight == jax.P(None, None, "fsdp")
+    assert specs.layers.period[0].self_attn.q_a_proj.weight == jax.P("stage", None, "fsdp")
 
 
 def test_mtp_loss(with_further):
