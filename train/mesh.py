@@ -20,9 +20,9 @@ from zoo.stack import Stack
 from zoo.surgery import modules, shardings
 
 
-# From the one that sends least to the one that sends most.
-AXES = ("replica", STAGE, "fsdp", "expert", SEQUENCE, FEATURES)
-ACROSS = AXES[:3]  # those that may cross the slow network between slices of TPUs
+# From those that send least to those that send most. Stages come first since XLA wants nested `shard_map`s in order.
+AXES = (STAGE, "replica", "fsdp", "expert", SEQUENCE, FEATURES)
+ACROSS = ("replica", STAGE, "fsdp")  # those that may cross the slow network between slices of TPUs
 
 
 def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Mesh:
@@ -63,7 +63,7 @@ def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Me
     if slices == 1:
         return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
     across, left = [1] * len(AXES), slices
-    for i in range(len(ACROSS)):
+    for i in map(AXES.index, ACROSS):
         across[i] = math.gcd(shape[i], left)
         left //= across[i]
     if left > 1:
@@ -113,7 +113,8 @@ def without_stages(mesh: Mesh, model: Any, family: ModuleType) -> Mesh:
 
     def along(axis: str) -> Mesh:
         sizes = {**mesh.shape, STAGE: 1, axis: mesh.shape[STAGE] * mesh.shape[axis]}
-        return Mesh(mesh.devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
+        devices = np.moveaxis(mesh.devices, 0, AXES.index(axis) - 1)  # the stages' next to those that they join
+        return Mesh(devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
 
     try:
         shardings(model, family.PARTITION_RULES, along("fsdp"))

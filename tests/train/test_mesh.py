@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.zoo import tiny
-from train.mesh import AXES, balanced, check_mesh, make_mesh, put_batch
+from train.mesh import AXES, balanced, check_mesh, make_mesh, put_batch, without_stages
 from zoo import mixtral, qwen3
 from zoo.checkpoint import skeleton
 from zoo.config import read
@@ -16,9 +16,9 @@ from zoo.config import read
     [
         ("fsdp=-1", (1, 1, 8, 1, 1, 1)),
         ("fsdp=4,tensor=2", (1, 1, 4, 1, 1, 2)),
-        ("tensor=2, replica=2, fsdp=-1", (2, 1, 2, 1, 1, 2)),
+        ("tensor=2, replica=2, fsdp=-1", (1, 2, 2, 1, 1, 2)),
         ("tensor=8,fsdp=-1", (1, 1, 1, 1, 1, 8)),
-        ("stage=2,expert=2,context=-1", (1, 2, 1, 2, 2, 1)),
+        ("stage=2,expert=2,context=-1", (2, 1, 1, 2, 2, 1)),
     ],
 )
 def test_make_mesh(text, shape):
@@ -123,3 +123,14 @@ def test_a_dense_model_has_no_experts():
     config = read(qwen3, tiny.CONFIGS["qwen3"])
     with pytest.raises(ValueError, match=r"expert=2 in the mesh, but zoo\.qwen3 has no experts"):
         check_mesh(make_mesh("expert=2,fsdp=4"), skeleton(qwen3, config), qwen3, batch=8, seq_len=16)
+
+
+def test_without_stages():
+    """Stages go along fsdp, whose neighbours they become, or along the replicas if that does not divide the model."""
+    model = skeleton(qwen3, read(qwen3, tiny.CONFIGS["qwen3"]))
+    mesh = make_mesh("stage=2,replica=2,fsdp=2")
+    other = without_stages(mesh, model, qwen3)
+    assert other.devices.shape == (1, 2, 4, 1, 1, 1)
+    assert set(other.devices[0, 0].flat) == set(mesh.devices[:, 0].flat)
+    odd = without_stages(make_mesh("stage=3,fsdp=2", jax.devices()[:6]), model, qwen3)
+    assert odd.devices.shape == (1, 3, 2, 1, 1, 1)
