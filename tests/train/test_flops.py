@@ -41,6 +41,9 @@ def test_as_published(name, seq, teraflops, tokens):
     ("name", "short", "long"),
     [
         ("llama2-7b", 42.9, 46.1),
+        ("llama3-8b", 48.3, 51.5),
+        ("llama3-70b", 433, 449),
+        ("llama3.1-405b", 2473, 2524),
         ("mixtral-8x7b", 79.7, 82.9),
         ("qwen3-8b", 49.0, 52.7),
         ("qwen3-30b-a3b", 23.1, 27.9),
@@ -80,3 +83,26 @@ def test_routers_and_shared_experts():
     dense, expert, router = 3 * 7168 * 18432, 3 * 7168 * 2048, 7168 * 256
     layers = 61 * mla + 3 * dense + 58 * (router + (1 + 8) * expert)
     assert products_per_token(zoo.config("deepseek-v3"), 4096)[:2] == (layers, 7168 * 129280)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt3-52k", 1.95e-5), ("gpt2", 0.1235), ("qwen3-30b-a3b", 3.0), ("deepseek-v3", 36.6), ("gpt-oss-20b", 3.6)],
+)
+def test_flops_of_the_active_parameters(name, billions):
+    """6 a token for each, with those of the head, and of the experts those that a token goes to."""
+    assert flops_per_token(zoo.config(name), 1) / 6e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_flops_through_a_window():
+    """Against counting the pairs one by one: 12 operations for each, times heads and their size."""
+    full = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2, layer_types=())
+    half = dataclasses.replace(
+        full, use_sliding_window=True, sliding_window=100, layer_types=("full_attention", "sliding_attention")
+    )
+    pairs = lambda window: sum(min(n + 0.5, window) for n in range(1000)) / 1000
+    fewer = pairs(1000) - pairs(100)
+    saved = flops_per_token(full, 1000) - flops_per_token(half, 1000)
+    assert saved == pytest.approx(12 * 32 * 128 * fewer, rel=0.01)
+    wide = dataclasses.replace(half, sliding_window=5000)
+    assert flops_per_token(wide, 1000) == flops_per_token(full, 1000)

@@ -1,7 +1,6 @@
-"""Counting operations, the file of metrics, the picture, and what is shown on a screen or in a log."""
+"""The file of metrics, the picture, and what is shown on a screen or in a log."""
 
 import collections
-import dataclasses
 import io
 import json
 import math
@@ -12,52 +11,8 @@ import numpy as np
 import pytest
 import rich.console
 
-import zoo
 from train import metrics
-from train.metrics import MetricsFile, Progress, flops_per_token, read_metrics
-
-
-@pytest.mark.parametrize(
-    ("name", "seq", "giga"),
-    [
-        ("llama2-7b", 4096, 42.9),
-        ("llama2-7b", 8192, 46.1),
-        ("llama3-8b", 4096, 48.3),
-        ("llama3.1-8b", 8192, 51.5),
-        ("llama3-70b", 4096, 433),
-        ("llama3.1-70b", 8192, 449),
-        ("llama3.1-405b", 4096, 2473),
-        ("llama3.1-405b", 8192, 2524),
-        ("qwen3-8b", 4096, 49.0),
-        ("qwen3-8b", 8192, 52.7),
-    ],
-)
-def test_flops_per_token(name, seq, giga):
-    """As MaxText, NeMo and AutoModel count, in GFLOP."""
-    assert flops_per_token(zoo.config(name), seq) / 1e9 == pytest.approx(giga, rel=0.002)
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("gpt3-52k", 1.95e-5), ("gpt2", 0.1235), ("qwen3-30b-a3b", 3.0), ("deepseek-v3", 36.6), ("gpt-oss-20b", 3.6)],
-)
-def test_flops_of_the_active_parameters(name, billions):
-    """6 a token for each, with those of the head, and of the experts those that a token goes to."""
-    assert flops_per_token(zoo.config(name), 1) / 6e9 == pytest.approx(billions, rel=0.03)
-
-
-def test_flops_through_a_window():
-    """Against counting the pairs one by one: 12 operations for each, times heads and their size."""
-    full = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2, layer_types=())
-    half = dataclasses.replace(
-        full, use_sliding_window=True, sliding_window=100, layer_types=("full_attention", "sliding_attention")
-    )
-    pairs = lambda window: sum(min(n + 0.5, window) for n in range(1000)) / 1000
-    fewer = pairs(1000) - pairs(100)
-    saved = flops_per_token(full, 1000) - flops_per_token(half, 1000)
-    assert saved == pytest.approx(12 * 32 * 128 * fewer, rel=0.01)
-    wide = dataclasses.replace(half, sliding_window=5000)
-    assert flops_per_token(wide, 1000) == flops_per_token(full, 1000)
+from train.metrics import MetricsFile, Progress, read_metrics
 
 
 def test_metrics_file(tmp_path):
