@@ -116,7 +116,8 @@ def test_fine_tuning(folder):
     assert_same_run(two, one)
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     assert "step 4/4" in first and f'zoo.load("{two / "model"}")' in first
-    assert not [line for line in second.splitlines() if not line.startswith("[Gloo]")]
+    # Gloo's threads write of their connections, and into each other's lines.
+    assert not [word for word in ("step", "loss", "records", "zoo", "Warning") if word in second], second
     assert (two / "loss.png").exists() and saved_steps(two) == {3, 4}
     files = [sorted(path.name for path in (out / "model").iterdir()) for out in (one, two)]
     assert files[0] == files[1]
