@@ -52,6 +52,11 @@ def fitting(size: int, axes: Mapping[str, int]) -> tuple[str, ...]:
     return chosen
 
 
+def tokens_spec(shape: tuple[int, ...]) -> P:
+    """How an array [batch, seq, ...] is split by its sequences, and by the tokens of each."""
+    return P(splitting(shape[0], *BATCH), splitting(shape[1], SEQUENCE))
+
+
 def split_attention(
     attend: Callable[..., Float[Array, "batch seq heads v_dim"]],
     q: Float[Array, "batch seq heads dim"],
@@ -121,7 +126,6 @@ def split_lookup(
     """
     if not (axes := free()):
         return table[tokens]
-    batch, seq = splitting(tokens.shape[0], *BATCH), splitting(tokens.shape[1], SEQUENCE)
     words, features = splitting(table.shape[0], FEATURES), splitting(table.shape[1], *PARAMETERS)
 
     def local(table: Array, tokens: Array) -> Array:
@@ -132,7 +136,7 @@ def split_lookup(
         rows = jax.lax.psum(rows, words)
         return jax.lax.all_to_all(rows, features, 0, 3, tiled=True)[0] if features else rows[0]
 
-    spec = P(batch, seq)
+    spec = tokens_spec(tokens.shape)
     return jax.shard_map(
         local, axis_names=set(axes), in_specs=(P(words, features), spec), out_specs=spec, check_vma=False
     )(table, tokens)

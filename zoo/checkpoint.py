@@ -382,11 +382,11 @@ def export(model: Any, family: ModuleType, *, fp8: bool = False) -> dict[str, La
 
 def stored(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:
     """The values of the tensor `parameter.names[at]`."""
-    tensor = fetch(parameter.array[at])
+    tensor = gathered(parameter.array[at])
     return tensor.swapaxes(-1, -2) if parameter.transposed else tensor
 
 
-def fetch(array: jax.Array) -> np.ndarray:
+def gathered(array: jax.Array) -> np.ndarray:
     """The values of an array, gathered if other processes hold parts of it; then all of them have to call this."""
     return np.asarray(array) if _is_here(array) else multihost_utils.process_allgather(array, tiled=True)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from zoo.checkpoint import fetch
+from zoo.checkpoint import gathered
 from zoo.tokenizer import Tokenizer
 
 
@@ -186,7 +186,7 @@ def generate(
         generation = advance(
             (model, jnp.array(tokenizer.eos, jnp.int32)), generation, sampler, jnp.array(min(until, max_new_tokens))
         )
-        tokens, lengths = fetch(generation.tokens), fetch(generation.length)
+        tokens, lengths = gathered(generation.tokens), gathered(generation.length)
         texts = [
             continuation(tokenizer, row, new[:n].tolist()) for row, new, n in zip(ids, tokens, lengths, strict=True)
         ]

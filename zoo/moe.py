@@ -66,7 +66,7 @@ def top_k(
 
     if not (axes := mesh.free()):
         return local(scores)
-    tokens = P(mesh.splitting(scores.shape[0], *mesh.BATCH), mesh.splitting(scores.shape[1], mesh.SEQUENCE))
+    tokens = mesh.tokens_spec(scores.shape)
     return jax.shard_map(local, axis_names=set(axes), in_specs=tokens, out_specs=tokens, check_vma=False)(scores)
 
 

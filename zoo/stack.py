@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -25,10 +24,7 @@ def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 
 
     Specs of weights alone leave the batch's placement to the compiler, which then silently replicates it.
     """
-    if not mesh.free():
-        return x
-    spec = P(mesh.splitting(x.shape[0], *mesh.BATCH), mesh.splitting(x.shape[1], mesh.SEQUENCE), None)
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, mesh.tokens_spec(x.shape)) if mesh.free() else x
 
 
 class AbstractBlock(eqx.Module):
