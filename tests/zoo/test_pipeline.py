@@ -1,0 +1,37 @@
+"""The pipeline alone: any number of rounds is the layers one after another, with their reports."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.mesh import make_mesh
+from zoo.pipeline import pipeline
+
+
+def run(layers, x, shared):
+    def one(x, weight):
+        x = x + jnp.tanh(jnp.einsum("bse,oe->bso", x, weight)) * shared["gain"][..., None]
+        return x, jnp.sum(x)
+
+    return jax.lax.scan(one, x, layers)
+
+
+@pytest.mark.parametrize(("text", "count"), [("stage=2,fsdp=4", 8), ("stage=4,context=2", 12), ("stage=8", 8)])
+def test_rounds(text, count):
+    """Four rounds, three, and one; of two or four microbatches for each stage."""
+    random = np.random.RandomState(0)
+    layers, x = (jnp.asarray(random.randn(*shape), jnp.float32) for shape in ((count, 8, 8), (16, 4, 8)))
+    shared = {"gain": jnp.asarray(random.rand(16, 4), jnp.float32), "segments": None}
+
+    def loss(function):
+        def total(layers, x):
+            y, reports = function(run, layers / 4, x, shared)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(reports)), (y, reports)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+
+    with jax.set_mesh(make_mesh(text)):
+        ours = loss(pipeline)(layers, x)
+    for a, b in zip(*map(jax.tree.leaves, (ours, loss(lambda run, *args: run(*args))(layers, x))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
