@@ -1,7 +1,7 @@
 """Plans of models on the fleets that others have published results of, without any hardware: the table of docs/plan.md.
 
     python -m benchmarks.plans            # the peers' configurations; hours on two cores
-    python -m benchmarks.plans --all      # and every other model of the zoo on chips of v5p
+    python -m benchmarks.plans --all      # and every other model of the zoo, on H100s
     python -m benchmarks.plans --only gemma3
 
 Each row takes minutes, so it is written to results/plans.json as soon as it is known, and is not computed again.
@@ -17,9 +17,11 @@ import tyro
 
 import zoo
 from benchmarks.common import RESULTS, circumstances
-from train.chips import fleet
+from train.chips import CHIPS, fleet
+from train.metrics import flops_per_token
 from train.planner import Options, plan
-from zoo.registry import CONFIGS
+from zoo.checkpoint import skeleton
+from zoo.registry import CONFIGS, family_of
 
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "plan.md"
@@ -48,13 +50,23 @@ PEERS: list[tuple[str, str, str, int, int, Any]] = [
 ]
 
 
+def shapes(model: str) -> tuple[Any, ...]:
+    """What two models have in common whose steps are the same program, but for constants."""
+    config = CONFIGS[model]
+    parameters = jax.tree.leaves(skeleton(family_of(config), config))
+    seq = min(4096, config.max_position_embeddings)
+    return type(config).__module__, sum(a.size for a in parameters), seq, flops_per_token(config, seq)
+
+
 def others() -> list[tuple[str, str, str, int, int, Any]]:
-    """The first name of every other architecture."""
-    planned, found = {CONFIGS[model] for model, *_ in PEERS}, []
+    """The first name of each other group of models of the same shapes, on as few H100s as hold the state twice."""
+    planned, found = {shapes(model) for model, *_ in PEERS}, []
     for name, config in CONFIGS.items():
-        if config not in planned:
-            planned.add(config)
-            found.append((name, "v5p:4x4x4", "fsdp=-1", 1, min(4096, config.max_position_embeddings), "full"))
+        if (key := shapes(name)) not in planned:
+            planned.add(key)
+            _, parameters, seq, _ = key
+            devices = next(n for n in (8, 64, 512) if 2 * 12 * parameters < n * CHIPS["h100"].memory)
+            found.append((name, f"h100:{devices}", "fsdp=-1", 1, seq, "full"))
     return found
 
 
@@ -71,25 +83,32 @@ def measure(model: str, topology: str, mesh: str, rows: int, seq: int, remat: An
     row |= {f"{kind}, GB": gb(size) for kind, size in made.kinds.items()}
     row |= {"GFLOP a token": round(made.flops / 1e9, 1), **{f"{name}, s": s for name, s in made.bounds.items()}}
     if c := made.compiled:
-        row |= {"on the host, GB": gb(c.host), "MFU at most": round(made.mfu, 3), "compile, s": round(c.seconds)}
+        row |= {"activations, GB": gb(c.activations), "on the host, GB": gb(c.host), "MFU at most": round(made.mfu, 3)}
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown of all rows."""
-    columns = ("model", "topology", "mesh", "rows x tokens", "remat", "a device needs", "GFLOP a token")
-    columns += ("compute, ms", "HBM, ms", "interconnect, ms", "MFU at most", "compiled in")
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name in CONFIGS:
+        alike.setdefault(shapes(name), []).append(name)
+    columns = ("model", "topology", "mesh", "rows x tokens", "remat", "a device needs", "state", "activations")
+    columns += ("GFLOP a token", "compute, ms", "HBM, ms", "interconnect, ms", "MFU at most")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         model, topology, mesh, count, seq, remat = row["case"]
-        cells = [model, topology, mesh, f"{count} x {seq:,} a device", remat]
+        # A model of the peers may have several rows; what is alike is named in the first.
+        names = ", ".join([model, *(name for name in alike.pop(shapes(model), []) if name != model)])
+        cells = [names, topology, mesh, f"{count} x {seq:,} a device", remat]
         if "refused" in row:
-            cells += [row["refused"], *[""] * 6]
+            cells += [row["refused"], *[""] * 7]
         else:
             needs = f"{row['needs, GB']} of {row['of, GB']} GB{'' if row['fits'] else ', does not fit'}"
+            state = row["parameters, GB"] + row["optimizer, GB"]
             times = [row.get(f"{name}, s") for name in ("compute", "HBM", "interconnect")]
-            cells += [needs, f"{row['GFLOP a token']:,}", *("" if s is None else f"{1e3 * s:,.1f}" for s in times)]
-            cells += [f"{row['MFU at most']:.1%}", f"{row['compile, s']} s"] if row["fits"] else ["", ""]
+            cells += [needs, f"{state:.2f} GB", f"{row['activations, GB']} GB" if row["fits"] else ""]
+            cells += [f"{row['GFLOP a token']:,}", *("" if s is None else f"{1e3 * s:,.1f}" for s in times)]
+            cells += [f"{row['MFU at most']:.1%}" if row["fits"] else ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

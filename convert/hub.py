@@ -8,18 +8,22 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, get_safetensors_metadata, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage], the transport's, which the library lets through
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    SafetensorsParsingError,
 )
+from huggingface_hub.utils import SafetensorsRepoMetadata
 
 
 WEIGHTS = "model.safetensors"
@@ -40,10 +44,13 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
+T = TypeVar("T")
 BUSY = (408, 429, 500, 502, 503, 504)
 
 
-def folder(source: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> pathlib.Path:
+def folder(
+    source: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True, companions: bool = True
+) -> pathlib.Path:
     """The local folder that holds a checkpoint.
 
     Args:
@@ -53,6 +60,7 @@ def folder(source: str | os.PathLike[str], revision: str | None = None, *, weigh
             the Hub's hashes.
         revision: a branch, tag or commit of the repository; None is its main branch.
         weights: False leaves out the safetensors.
+        companions: False leaves out the COMPANIONS.
 
     Raises:
         OSError: there is no such folder or repository, or it cannot be had; the message says what to do.
@@ -67,16 +75,35 @@ def folder(source: str | os.PathLike[str], revision: str | None = None, *, weigh
         raise NotADirectoryError(f"{path} is a file; name the folder that holds it.")
     if not isinstance(source, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"There is no folder {source}; a repository on the Hub is written org/name.")
-    snapshot = _fetch(source, revision, ["config.json", INDEX, *COMPANIONS])
+    snapshot = _fetch(source, revision, ["config.json", *[INDEX] * weights, *COMPANIONS * companions])
     if weights:
         shards = read_index(snapshot / INDEX).values() if (snapshot / INDEX).exists() else ()
         _fetch(source, snapshot.name, {WEIGHTS, *shards})
         if not shards and not (snapshot / WEIGHTS).exists():
-            raise ValueError(
-                f"{source} has neither {WEIGHTS} nor {INDEX}, and other formats, such as pickle files, are refused; "
-                "https://huggingface.co/spaces/safetensors/convert converts a repository."
-            )
+            raise _no_safetensors(source)
     return snapshot
+
+
+def headers(repo: str, commit: str) -> SafetensorsRepoMetadata:
+    """What the safetensors of a repository say of their tensors: some 100 kB of each file, however large it is.
+
+    Raises:
+        OSError: they cannot be had; the message says what to do.
+        ValueError: the repository has no safetensors, or one of them has no whole header.
+    """
+    try:
+        return _patiently(lambda: get_safetensors_metadata(repo, revision=commit), repo, commit)
+    except NotASafetensorsRepoError as error:
+        raise _no_safetensors(repo) from error
+    except SafetensorsParsingError as error:
+        raise ValueError(f"A file of {repo} is not a whole safetensors file: {error}") from error
+
+
+def _no_safetensors(repo: str) -> ValueError:
+    return ValueError(
+        f"{repo} has neither {WEIGHTS} nor {INDEX}, and other formats, such as pickle files, are refused; "
+        "https://huggingface.co/spaces/safetensors/convert converts a repository."
+    )
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -127,14 +154,8 @@ def _fetch(repo: str, revision: str | None, patterns: Iterable[str]) -> pathlib.
     """The cached snapshot of a repository, complete for the patterns."""
     blobs = pathlib.Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "blobs")
     known = set(os.listdir(blobs)) if blobs.exists() else set()
-    for pause in (1, 2, 4, None):
-        try:
-            snapshot = pathlib.Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
-            break
-        except (HTTPError, LocalEntryNotFoundError) as error:
-            if pause is None or _status(error) not in BUSY:
-                raise _in_plain_words(error, repo, revision) from error
-            time.sleep(pause)
+    download = lambda: snapshot_download(repo, revision=revision, allow_patterns=list(patterns))
+    snapshot = pathlib.Path(_patiently(download, repo, revision))
     # The library compares sizes only. Its blobs are named by their hashes, so the new ones are checked without asking.
     new = [path for path in snapshot.iterdir() if path.is_symlink() and path.readlink().name not in known]
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -146,6 +167,19 @@ def _fetch(repo: str, revision: str | None, patterns: Iterable[str]) -> pathlib.
         names = ", ".join(sorted(path.name for path in damaged))
         raise OSError(f"Damaged on arrival, and removed from the cache: {names} of {repo}; load it again.")
     return snapshot
+
+
+def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
+    """What the Hub answers, which is asked again while it is busy."""
+    pauses = iter((1, 2, 4))
+    while True:
+        try:
+            return ask()
+        except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+            pause = next(pauses, None)
+            if pause is None or _status(error) not in BUSY:
+                raise _in_plain_words(error, repo, revision) from error
+            time.sleep(pause)
 
 
 def _is_whole(path: pathlib.Path) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from convert.hub import INDEX, WEIGHTS, read_index
+from convert.hub import INDEX, WEIGHTS, headers, read_index
 
 
 DTYPES = {
@@ -66,6 +66,13 @@ class _File:
 
     def map(self) -> np.ndarray:
         return np.frombuffer(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+class _Remote(_File):
+    """A file on the Hub of which only the header is here."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,22 @@ def open_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     return tensors
 
 
+def remote_tensors(repo: str, commit: str) -> dict[str, Tensor]:
+    """Every tensor of a repository on the Hub, of which only name, shape and dtype are known: it cannot be read.
+
+    Raises:
+        OSError, ValueError: as `convert.hub.headers`, or for a dtype that is none of DTYPES.
+    """
+    tensors = {}
+    for file, header in headers(repo, commit).files_metadata.items():
+        remote = _Remote(pathlib.Path(repo, file))
+        for name, info in header.tensors.items():
+            if info.dtype not in DTYPES:
+                raise _unknown_dtype(name, remote.path, info.dtype)
+            tensors[name] = Tensor(name, tuple(info.shape), DTYPES[info.dtype], info.data_offsets[0], remote)
+    return tensors
+
+
 def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *, shard_bytes: int = 5 * 10**9) -> None:
     """Writes model.safetensors or, from `shard_bytes` on, shards and model.safetensors.index.json, tensor by tensor.
 
@@ -217,7 +240,7 @@ def _open_file(path: pathlib.Path) -> list[Tensor]:
     tensors = []
     for name, code, shape in layout:  # the library has made sure that they lie side by side and fill the file
         if code not in DTYPES:
-            raise ValueError(f"{name} in {path} has the dtype {code}, which is not one of {', '.join(DTYPES)}.")
+            raise _unknown_dtype(name, path, code)
         try:
             np.broadcast_to(np.zeros((), DTYPES[code]), shape)
         except ValueError as error:
@@ -225,6 +248,10 @@ def _open_file(path: pathlib.Path) -> list[Tensor]:
         tensors.append(Tensor(name, shape, DTYPES[code], offset, file))
         offset += tensors[-1].nbytes
     return tensors
+
+
+def _unknown_dtype(name: str, file: pathlib.Path, code: str) -> ValueError:
+    return ValueError(f"{name} in {file} has the dtype {code}, which is not one of {', '.join(DTYPES)}.")
 
 
 def _write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> None:

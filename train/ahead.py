@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.mesh import BATCH, FEATURES
 from train import loop
-from train.hlo import Collective, collectives
+from train.hlo import Collective, activations, collectives
 from train.mesh import token_sharding
 from train.state import abstract_state
 from train.step import REMAT, jit_train_step
@@ -36,7 +36,8 @@ class Compiled(NamedTuple):
 
     executable: Any
     arguments: int
-    temporaries: int  # activations that are kept, gradients, and all else that is there while it runs
+    temporaries: int  # gradients and all else that is there while it runs, of which
+    activations: int  # are what layers keep for the backward pass
     results: int  # of which
     reused: int  # lie where arguments lay
     host: int  # kept in the host's memory
@@ -110,11 +111,11 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
             raise _explained(error) from error
         seconds = time.monotonic() - start
         (text,) = pathlib.Path(dump).glob("*.jit_*after_optimizations.txt")
-        found = collectives(text.read_text(), mesh.size)
+        text = text.read_text()
     m = executable.memory_analysis()
     return Compiled(
-        executable, m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes,
-        m.host_temp_size_in_bytes, found, seconds,
+        executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)), m.output_size_in_bytes,
+        m.alias_size_in_bytes, m.host_temp_size_in_bytes, collectives(text, mesh.size), seconds,
     )  # fmt: skip
 
 

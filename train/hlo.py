@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from the text that XLA dumps of it.
+"""What a compiled program sends between devices and keeps between its loops, read from the text that XLA dumps of it.
 
 `compiled.as_text()` would be the same text, but fails for TPUs with jaxlib 0.10.2.
 """
@@ -15,6 +15,10 @@ import numpy as np
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|branch_computations=\{([^}]*)\}")
+
+
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
+ALIASES = ("bitcast", "copy", "copy-start", "copy-done", "get-tuple-element", "reshape", "transpose")
 
 
 class Collective(NamedTuple):
@@ -64,6 +68,51 @@ def by_axis(found: list[Collective], shape: Mapping[str, int]) -> dict[tuple[str
             key = each.kind, ",".join(axes)
             total[key] = total.get(key, 0) + each.sent * each.times
     return total
+
+
+def activations(text: str) -> float:
+    """Bytes of a device that one loop writes and a later one reads: what the layers keep for the backward pass.
+
+    What a loop only passes on, such as weights, and what lies in the host's memory do not count. Of computations which
+    run one after another, such as microbatches, the one that keeps the most does.
+    """
+    computations = {name.removeprefix("ENTRY "): lines for name, lines in _computations(text)}
+    return max(_between_loops(lines, computations) for lines in computations.values())
+
+
+def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> float:
+    sizes: dict[str, float] = {}  # of each element that a loop writes, by its name
+    aliases: dict[str, str] = {}  # other names of these
+    tuples: dict[str, list[str]] = {}
+    read: set[str] = set()
+    for line in lines:
+        if match := INSTRUCTION.match(line):
+            name, result, kind, operands = match.groups()
+            values = [aliases.get(value, value) for value in re.findall(r"[\w.-]+(?:#\d+)?(?=,|$)", operands)]
+            if kind == "while":
+                read.update(tuples.get(values[0], []))
+                elements = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", result)
+                written = _written(computations[re.findall(r"body=%?([\w.-]+)", line)[0]])
+                on_device = {i for i, element in enumerate(elements) if "S(5)" not in element}
+                sizes |= {f"{name}#{i}": _bytes(elements[i], False) for i in written & on_device}
+            elif kind == "tuple":
+                tuples[name] = values
+            elif kind in ALIASES and values:
+                index = re.search(r"index=(\d+)", line) if kind == "get-tuple-element" else None
+                aliases[name] = f"{values[0]}#{index[1]}" if index else values[0]
+    return sum(size for name, size in sizes.items() if name in read)
+
+
+def _written(body: list[str]) -> set[int]:
+    """Which elements of its tuple a loop's body does not only pass on."""
+    passed = {}
+    for line in body:
+        if (match := INSTRUCTION.match(line)) and match[3] == "get-tuple-element":
+            passed[match[1]] = re.findall(r"index=(\d+)", line)[0]
+    (root,) = (line for line in body if line.lstrip().startswith("ROOT "))
+    results = re.findall(r"([\w.-]+(?:#\d+)?)(?=,|\)|$)", re.findall(r" tuple\(([^)]*)\)", root)[0])
+    parameter = next(match[1] for line in body if (match := INSTRUCTION.match(line)) and match[3] == "parameter")
+    return {i for i, name in enumerate(results) if name != f"{parameter}#{i}" and passed.get(name) != str(i)}
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:

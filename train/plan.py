@@ -34,13 +34,17 @@ def report(made: Plan, config: Any) -> None:
     table.add_row("a device needs", f"{gb(made.needed)} of {gb(made.available)}")
     for kind, size in made.kinds.items():
         table.add_row(f"  {kind}", gb(size))
-    table.add_row("  activations and temporaries", gb(made.needed - sum(made.kinds.values())))
+    rest = made.needed - sum(made.kinds.values())
     if c:
+        table.add_row("  activations", gb(c.activations))
+        table.add_row("  gradients and temporaries", gb(rest - c.activations))
         if c.host:
             table.add_row("and of its host", gb(c.host))
         for (kind, axes), size in sorted(by_axis(c.collectives, made.mesh.shape).items()):
             table.add_row(f"a device sends by {kind} over {axes}", f"{gb(size)} a step")
         table.add_row("compiled in", f"{c.seconds:.0f} s")
+    else:
+        table.add_row("  activations, gradients and temporaries", gb(rest))
     table.add_row("FLOPs of a token, of which MFU is counted", f"{made.flops / 1e9:,.4g} billion")
     for name, seconds in made.bounds.items():
         table.add_row(f"a step takes, because of {name}", f"at least {1e3 * seconds:,.2f} ms")
@@ -71,7 +75,7 @@ def save(compiled: Compiled, path: pathlib.Path) -> None:
 
 
 def main(o: Options) -> None:
-    config = zoo.config(o.model)
+    config = zoo.inspect(o.model)
     chip, devices = fleet(o.topology)
     plans = [plan(o, config, chip, devices)]
     if o.search:

@@ -74,6 +74,7 @@ __all__ = [
     "generate",
     "gpt3",
     "gpt_oss",
+    "inspect",
     "llama",
     "llama4",
     "load",
@@ -171,12 +172,37 @@ def config(source: str | os.PathLike, *, revision: str | None = None) -> Any:
     return _read_config(_folder(source, revision, weights=False))[1]
 
 
+def inspect(source: str, *, revision: str | None = None) -> Any:
+    """The `Config` of a checkpoint, whose tensors are known to be those that its config.json calls for.
+
+    Of a Hub repository, config.json and the headers of the safetensors are fetched, and nothing else. A folder without
+    weights passes, and so do zoo names, which were checked before.
+
+    Raises:
+        OSError, ValueError: as `load`.
+    """
+    if source in registry.CONFIGS:
+        return registry.CONFIGS[source]
+    folder = _folder(source, revision, weights=False, companions=False)
+    family, parsed = _read_config(folder)
+    if source not in registry.EMBEDDED and not pathlib.Path(source).expanduser().is_dir():
+        tensors = convert.tensors.remote_tensors(source, commit=folder.name)
+    elif any((folder / name).exists() for name in (convert.hub.WEIGHTS, convert.hub.INDEX)):
+        tensors = convert.tensors.open_tensors(folder)
+    else:
+        return parsed
+    zoo.checkpoint.check_headers(convert.packed.unpack(tensors), family, parsed)
+    return parsed
+
+
 def tokenizer(source: str | os.PathLike, *, revision: str | None = None) -> Tokenizer:
     """The tokenizer that a checkpoint carries, with its chat template and end tokens; for gpt3-*, one that fits."""
     return Tokenizer(_folder(source, revision, weights=False))
 
 
-def _folder(source: str | os.PathLike, revision: str | None, *, weights: bool) -> pathlib.Path:
+def _folder(
+    source: str | os.PathLike, revision: str | None, *, weights: bool, companions: bool = True
+) -> pathlib.Path:
     if source in registry.EMBEDDED:
         return registry.EMBEDDED[str(source)]
     name = str(source)
@@ -189,7 +215,7 @@ def _folder(source: str | os.PathLike, revision: str | None, *, weights: bool) -
     repositories = registry.REPOSITORIES | registry.TOKENIZERS
     if name not in repositories and "/" not in name and not pathlib.Path(name).is_dir():
         raise ValueError(f"{name!r} is no zoo name, Hub repository or folder; zoo.names() lists the names.")
-    return convert.hub.folder(repositories.get(name, source), revision, weights=weights)
+    return convert.hub.folder(repositories.get(name, source), revision, weights=weights, companions=companions)
 
 
 def _read_config(folder: pathlib.Path) -> tuple[Any, Any]:

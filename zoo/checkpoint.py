@@ -337,6 +337,15 @@ def check(
                 )
 
 
+def check_headers(tensors: Mapping[str, Source], family: ModuleType, config: Any) -> None:
+    """As `check`, of tensors that cannot be read: that redundant ones repeat others is taken on trust. Any dtype will do,
+    also several."""
+    wanted, tensors = list(parameters(skeleton(family, config), family)), standard_names(tensors, family)
+    names = {name for parameter in wanted for name in parameter.names.flat}
+    checked = {name: t for name, t in tensors.items() if name in names or not redundant(name, config, family)[0]}
+    check(wanted, checked, config, family, np.dtype(np.float32))
+
+
 def redundant(name: str, config: Any, family: ModuleType) -> tuple[bool, str | None]:
     """Whether a tensor is one that the model does not need, by the family's REDUNDANT, and which one it repeats."""
     for pattern, twin in family.REDUNDANT.items():

@@ -17,6 +17,7 @@ from safetensors.numpy import save
 
 from convert.hub import COMPANIONS, folder, read_json
 from convert.tensors import open_tensors
+from tests.zoo import tiny
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -83,10 +84,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(200, json.dumps([self.entry(*item) for item in REPOSITORIES[repo].items()]).encode())
         if repo == "org/gated" and self.headers["Authorization"] != "Bearer hf_right":
             return self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        if file[3] not in REPOSITORIES[repo]:
+            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         content = REPOSITORIES[repo][file[3]]
         headers = {"ETag": f'"{self.etag(file[3], content)}"', "X-Repo-Commit": file[2]}
         if self.command == "GET" and file[3] in hub.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
+        if part := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or ""):
+            first, last = map(int, part.groups())
+            return self.answer(206, content[first : last + 1], headers)
         return self.answer(200, content, headers)
 
     @staticmethod
@@ -107,6 +113,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
+            self.server.hub.sent += len(body)
             self.wfile.write(body)
 
     def log_message(self, *_):
@@ -115,9 +122,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A Hub of its own for each test: `requests` it got, `faults` to answer with, names of `damaged` files."""
+    """A Hub of its own for each test: `requests` it got, `faults` to answer with, names of `damaged` files, and how many
+    bytes it `sent`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.hub = types.SimpleNamespace(requests=[], faults={}, damaged=set())
+    server.hub = types.SimpleNamespace(requests=[], faults={}, damaged=set(), sent=0)
     server.hub.url = f"http://127.0.0.1:{server.server_port}"
     server.hub.cache = tmp_path / "cache"
     thread = threading.Thread(target=server.serve_forever)
@@ -140,8 +148,23 @@ except (OSError, ValueError) as error:
 """
 
 
+INSPECT = """
+import sys
+import zoo
+
+try:
+    print(zoo.inspect(sys.argv[1]).num_hidden_layers)
+except (OSError, ValueError) as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
 def ask(hub, repo, revision="", weights=True, **environment):
     """What `folder` gives in a fresh process: a path, or "Error: message"."""
+    return run(hub, CALL, repo, revision, str(weights), **environment)
+
+
+def run(hub, script, *arguments, **environment):
     environment = {
         "PATH": os.environ["PATH"],
         "HF_ENDPOINT": hub.url,
@@ -150,7 +173,7 @@ def ask(hub, repo, revision="", weights=True, **environment):
         "NO_PROXY": "*",
         **environment,
     }
-    command = [sys.executable, "-c", CALL, repo, revision, str(weights)]
+    command = [sys.executable, "-c", script, *arguments]
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert child.returncode == 0, child.stderr
     return child.stdout.rstrip("\n")
@@ -176,6 +199,44 @@ def test_the_shards_that_the_index_names(hub):
 def test_without_weights(hub):
     assert names(ask(hub, "org/one", weights=False)) == COMMON
     assert not [path for path in hub.requests if "safetensors" in path]
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A model on the Hub, whose files a test may change; with more weights than are fetched of a file to see its header."""
+    folder = tiny.write(tmp_path / "model", "qwen3")
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    header = 8 + int.from_bytes(files["model.safetensors"][:8], "little")
+    files["model.safetensors"] = files["model.safetensors"][:header] + bytes(10**6)
+    monkeypatch.setitem(REPOSITORIES, "org/model", files)
+    return files
+
+
+def test_inspecting_fetches_headers_only(hub, model):
+    layers = json.loads(model["config.json"])["num_hidden_layers"]
+    assert run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu") == str(layers)
+    assert names(hub.cache) >= {"config.json"} and not names(hub.cache) & {"model.safetensors", "tokenizer.json"}
+    assert hub.sent < 200_000
+
+
+def test_inspecting_compares_tensors_with_the_config(hub, model):
+    model["config.json"] = re.sub(rb'"num_hidden_layers": \d+', b'"num_hidden_layers": 90', model["config.json"])
+    assert re.match(
+        "ValueError: org/model lacks .* tensors that its config.json calls for: model.layers.",
+        run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu"),
+    )
+
+
+def test_inspecting_without_a_network(hub, model):
+    run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu")
+    answer = run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
+    assert answer == "FileNotFoundError: org/model is not complete in the cache; unset HF_HUB_OFFLINE to download it."
+
+
+def test_inspecting_pickles(hub, model):
+    del model["model.safetensors"]
+    answer = run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu")
+    assert answer.startswith("ValueError: org/model has neither model.safetensors nor model.safetensors.index.json")
 
 
 @pytest.mark.parametrize("revision, commit", [("v1", "b" * 40), ("b" * 40, "b" * 40)])
