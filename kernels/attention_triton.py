@@ -256,8 +256,10 @@ def _dkv_kernel(
         q, d_out = q_block.vectors(q_ref, head), q_block.vectors(d_out_ref, head)
         # A query beyond the end has no weights, as if its softmax had an infinite sum.
         lse, delta = q_block.numbers(lse_ref, head, jnp.inf)[None, :], q_block.numbers(delta_ref, head)[None, :]
+        x = capped(formula, product(k, q))
+        # Not before the product, here and in dq: the ids of a block take registers, and the compiler keeps the order.
         seen = formula.mask.visible(_line(q_block.ids(q_tokens_ref)), kv_tokens) if masked else None
-        weights, slopes = _weights_and_slopes(formula, capped(formula, product(k, q)), lse, seen)
+        weights, slopes = _weights_and_slopes(formula, x, lse, seen)
         dv = [a + dot(weights.astype(p.dtype), p) for a, p in zip(dv, d_out, strict=False)]
         d_x = _times(slopes, product(v, d_out, less=delta), masked)
         dk = [a + dot(d_x.astype(p.dtype), p) for a, p in zip(dk, q, strict=False)]
@@ -300,8 +302,8 @@ def _dq_kernel(
     def step(masked: bool, n: Array, dq: list[Array]) -> list[Array]:
         kv_block = Block.of(batch, schedule.order[row, i, n], size["kv"], kv_seq if masked else size["kv"])
         k, v = kv_block.vectors(k_ref, kv_head), kv_block.vectors(v_ref, kv_head)
-        seen = _seen(formula, q_tokens, kv_block, kv_tokens_ref) if masked else None
         x, d_weights = capped(formula, product(q, k)), product(d_out, v, less=delta)
+        seen = _seen(formula, q_tokens, kv_block, kv_tokens_ref) if masked else None
         _, slopes = _weights_and_slopes(formula, x, lse, seen)
         d_x = _times(slopes, d_weights, masked)
         return [a + dot(d_x.astype(p.dtype), p) for a, p in zip(dq, k, strict=True)]

@@ -28,6 +28,9 @@ from kernels.masks import Mask, Schedule, Tokens, block_classes
 from kernels.reference import LOWEST, poison
 
 
+STRIP = 32  # keys or values that are looked at at a time
+
+
 def refusal(
     q: Float[Array, "batch heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
@@ -78,6 +81,7 @@ def decode_attention(
         return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
 
     columns = size * kv_heads  # of logits in a block: one for each key of each head
+    few = LANES if columns % LANES == 0 else columns  # of them at a time, so that their logits stay in registers
     flat = lambda x: x.reshape(batch, kv_seq * kv_heads, -1)
     kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
     head_of_column = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), size)[None]
@@ -108,6 +112,9 @@ def decode_attention(
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, v_dim), jnp.float32),
+                pltpu.VMEM((few, dim), k.dtype),
+                pltpu.VMEM((few, v_dim), v.dtype),
+                pltpu.VMEM((few, LANES), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((batch, heads, v_dim), q.dtype),
@@ -148,9 +155,15 @@ def _kernel(
     top_ref: Any,
     total_ref: Any,
     sum_ref: Any,
+    finite_k_ref: Any,
+    finite_v_ref: Any,
+    changed_ref: Any,
 ) -> None:
-    """`top`, `total`: of each head's softmax so far, spread over a register's width. `sum`: of the weighted values."""
-    b, j, columns = pl.program_id(0), pl.program_id(1), len(k_ref)
+    """`top`, `total`: of each head's softmax so far, spread over a register's width. `sum`: of the weighted values.
+
+    What follows is of a few keys: keys and values with zeros for what is not finite, and how many these are by lane.
+    """
+    b, j, columns, few = pl.program_id(0), pl.program_id(1), len(k_ref), len(changed_ref)
     row = lambda x: jnp.minimum(b, x.shape[0] - 1)
 
     @pl.when(j == 0)
@@ -159,13 +172,14 @@ def _kernel(
         total_ref[...] = jnp.ones_like(total_ref)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    # A few columns at a time, so that their logits stay in registers.
-    few = LANES if columns % LANES == 0 else columns
-
     def add(i: Any, _: None) -> None:
         at = pl.ds(pl.multiple_of(i * few, few), few)
-        k, spoilt_k = _cleaned(k_ref[at, :])
-        x = formula.scale * dot(q_ref[...], k, 1, 1)
+        changed_ref[...] = jnp.zeros_like(changed_ref)
+        _clean(k_ref, i * few, finite_k_ref, changed_ref)
+        _clean(v_ref, i * few, finite_v_ref, changed_ref)
+        # Counted by a product, which makes a row of what would be a column.
+        spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
+        x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
         if formula.softcap is not None:
             x = formula.softcap * jnp.tanh(x / formula.softcap)
         query = jax.tree.map(lambda x: x[row(x)], q_tokens)
@@ -173,15 +187,17 @@ def _kernel(
         start = schedule.order[row(schedule.order), j] * columns + i * few
         seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
         own = head_of_row[:, :1] == head_of_column[:, at]
-        v, spoilt_v = _cleaned(v_ref[at, :])
-        x = jnp.where(spoilt_k + spoilt_v > 0, jnp.nan, x)
+        x = jnp.where(spoilt > 0, jnp.nan, x)
         x = jnp.where(own & seen, x, -jnp.inf)
         top = top_ref[...]
         new_top = jnp.maximum(top, x.max(axis=1, keepdims=True))
         fade, weights = jnp.exp(top - new_top), jnp.exp(x - new_top[:, :1])
         top_ref[...] = new_top
         total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
-        sum_ref[...] = sum_ref[...] * fade[:, :1] + dot(weights.astype(v.dtype), v, 1, 0)
+        weights = weights.astype(finite_v_ref.dtype)
+        for piece in _pieces(sum_ref):
+            new = dot(weights, finite_v_ref[:, piece], 1, 0)
+            sum_ref[:, piece] = sum_ref[:, piece] * fade[:, : piece.size] + new
 
     steps = jnp.where(j < schedule.met[row(schedule.met)], columns // few, 0)
     lax.fori_loop(0, steps, add, None)
@@ -191,15 +207,30 @@ def _kernel(
         out_ref[...] = (sum_ref[...] / total_ref[:, :1]).astype(out_ref.dtype)
 
 
-def _cleaned(x: Float[Array, "slots dim"]) -> tuple[Float[Array, "slots dim"], Float[Array, "1 slots"]]:
-    """`kernels.reference.finite`, and how many features of each slot it changes.
+def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:
+    """`kernels.reference.finite` of so many rows from `first` on, adding to `changed` what it changes.
 
-    These are counted by a product, which makes a row of what would be a column.
+    It takes a strip at a time, and of that a piece: whole, the widest keys would not fit the registers.
     """
-    wide = x.astype(jnp.float32)  # a TPU asks nothing else whether it is finite
-    is_finite = jnp.isfinite(wide)
-    ones, changed = jnp.ones((1, x.shape[1]), x.dtype), jnp.where(is_finite, 0.0, 1.0).astype(x.dtype)
-    return jnp.where(is_finite, wide, 0).astype(x.dtype), dot(ones, changed, 1, 1)
+    all_rows = len(finite_ref)
+    rows = STRIP if all_rows % STRIP == 0 else all_rows
+
+    def strip(n: Any, _: None) -> None:
+        own = pl.ds(pl.multiple_of(n * rows, rows), rows)
+        for piece in _pieces(ref):
+            # A TPU asks nothing but float32 whether it is finite.
+            x = ref[pl.ds(pl.multiple_of(first + n * rows, rows), rows), piece].astype(jnp.float32)
+            is_finite = jnp.isfinite(x)
+            finite_ref[own, piece] = jnp.where(is_finite, x, 0).astype(finite_ref.dtype)
+            changed_ref[own, : piece.size] += jnp.where(is_finite, 0.0, 1.0)
+
+    lax.fori_loop(0, all_rows // rows, strip, None)
+
+
+def _pieces(ref: Any) -> list[Any]:
+    """Slices that cut a row into registers."""
+    width = ref.shape[1]
+    return [pl.ds(at, min(LANES, width - at)) for at in range(0, width, LANES)]
 
 
 def _block_size(k: Array, v: Array) -> int:

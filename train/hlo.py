@@ -18,7 +18,8 @@ CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|branch_compu
 
 
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
-ALIASES = ("bitcast", "copy", "copy-start", "copy-done", "get-tuple-element", "reshape", "transpose")
+# What has its operand's values; so do fusions of one operand, such as of a conversion.
+ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape", "transpose")
 
 
 class Collective(NamedTuple):
@@ -97,10 +98,10 @@ def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> f
                 sizes |= {f"{name}#{i}": _bytes(elements[i], False) for i in written & on_device}
             elif kind == "tuple":
                 tuples[name] = values
-            elif kind in ALIASES and values:
+            elif kind in ALIASES and len(values) == 1:
                 index = re.search(r"index=(\d+)", line) if kind == "get-tuple-element" else None
                 aliases[name] = f"{values[0]}#{index[1]}" if index else values[0]
-    return sum(size for name, size in sizes.items() if name in read)
+    return sum((size for name, size in sizes.items() if name in read), 0.0)
 
 
 def _written(body: list[str]) -> set[int]:

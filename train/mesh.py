@@ -61,7 +61,9 @@ def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Me
     kinds = (AxisType.Auto,) * len(AXES)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
-        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+        # Not jax.make_mesh, which refuses what no wiring of a torus has, such as 256 devices along an axis of 8x8x8.
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=kinds)
     across, left = [1] * len(AXES), slices
     for i in map(AXES.index, ACROSS):
         across[i] = math.gcd(shape[i], left)

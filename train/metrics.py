@@ -111,7 +111,8 @@ class Progress:
     pauses and all, but without the first, which compiles.
 
     `steps` is the number of the last step, `start` of the one to go on from. The MFU (model FLOPs utilisation) is what
-    `flops_per_token` makes of the speed, as a part of `peak_flops`, where that is known.
+    `flops_per_token` makes of the speed, as a part of `peak_flops`, which stands beside it; where that is not known, as
+    on a CPU, there are the operations themselves.
     """
 
     def __init__(
@@ -156,9 +157,12 @@ class Progress:
             seconds = now - started
             rates["tokens_per_second"] = (self._tokens - before) / seconds
             text += f"  {rates['tokens_per_second']:,.0f} tokens/s"
+            done = rates["tokens_per_second"] * self.flops_per_token
             if self.peak:
-                rates["mfu"] = rates["tokens_per_second"] * self.flops_per_token / self.peak
-                text += f"  MFU {rates['mfu']:.1%}"
+                rates["mfu"] = done / self.peak
+                text += f"  MFU {rates['mfu']:.1%} of {self.peak / 1e12:,.0f} TFLOP/s"
+            else:
+                text += f"  {done / 1e9:,.1f} GFLOP/s"
             left = datetime.timedelta(seconds=round((self.steps - step) * seconds / (step - first)))
             text += f"  {left} left"
         self._bar.update(self._task, completed=step, description=text)

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -25,6 +26,19 @@ def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 
     Specs of weights alone leave the batch's placement to the compiler, which then silently replicates it.
     """
     return jax.lax.with_sharding_constraint(x, mesh.tokens_spec(x.shape)) if mesh.free() else x
+
+
+def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """`x` as it is kept between layers: split over the devices that work on the same tokens, too.
+
+    Each would otherwise keep the same (sequence parallelism, arXiv:2205.05198). It sends no more than without: adding up
+    the last layer's parts and gathering the tokens for the next one make up what was one all-reduce. Where sequences are
+    split already, XLA would gather them whole to split them both ways.
+    """
+    if mesh.split(mesh.FEATURES) == 1 or mesh.split(mesh.SEQUENCE) > 1:
+        return split_tokens(x)
+    batch, _ = mesh.tokens_spec(x.shape)
+    return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.FEATURES)))
 
 
 class AbstractBlock(eqx.Module):
@@ -109,16 +123,18 @@ class Stack(eqx.Module):
         """
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
+        staged = mesh.split(STAGE) > 1
+        between = split_tokens if staged else spread_tokens  # in stages, XLA for TPUs (libtpu 0.0.51) aborts over that
         head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
 
         def run(
             blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[Cache | None], shared: dict[str, Any]
         ) -> tuple[Array, tuple]:
-            x, new = checkpoint_name(x, LAYER_INPUT), []
+            x, new = checkpoint_name(between(x), LAYER_INPUT), []
             for block, layer_cache in zip(blocks, caches, strict=True):
                 x, layer_cache = block(split_tokens(x), layer_cache, **shared)
                 new.append(layer_cache)
-            return x, tuple(new)
+            return between(x), tuple(new)
 
         def periods(arrays: Any, x: Array, shared: dict[str, Any]) -> tuple[Array, Any]:
             one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), shared)
@@ -131,7 +147,6 @@ class Stack(eqx.Module):
             caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
             return run(eqx.combine(arrays, static), x, caches, shared), None
 
-        staged = mesh.split(STAGE) > 1
         x, head = run(self.head, x, head, shared)
         if cache is None:
             x, period = pipeline(periods, arrays, x, shared) if staged else periods(arrays, x, shared)
@@ -140,7 +155,7 @@ class Stack(eqx.Module):
         else:
             (x, period), _ = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), arrays))
         x, tail = run(self.tail, x, tail, shared)
-        return x, (head, period, tail)
+        return split_tokens(x), (head, period, tail)
 
     def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[tuple[Cache, ...], ...]:
         """The cache of every layer: one for each entry of `head`, `period` and `tail`."""

@@ -220,7 +220,8 @@ def test_contradictions_are_refused():
 DECODES = {
     "causal": (dict(seq=1, kv_seq=150, kv_heads=1), {}),
     "all": (dict(seq=1, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=SINKS)),
-    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, dim=64), dict(mask=Causal() & Chunk(64))),
+    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=64), dict(mask=Causal() & Chunk(64))),
+    "latents, wider than a register": (dict(seq=1, kv_seq=96, kv_heads=1, dim=160, v_dim=144, size=1), {}),
 }
 
 

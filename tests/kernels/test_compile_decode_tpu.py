@@ -8,22 +8,23 @@ from kernels import Causal, decode_attention, decode_attention_tpu, sliding
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
-def case(batch, heads, kv_heads, slots, dim, mask, sinks=False):
+def case(batch, heads, kv_heads, slots, dim, mask, v_dim=None, sinks=False):
     def function(q, k, v, positions, sinks):
         options = dict(scale=dim**-0.5, mask=mask, sinks=sinks, implementation="tpu")
         return decode_attention(q, k, v, q_positions=positions, **options)
 
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
-    cache = shape(batch, slots, kv_heads, dim)
+    cache = lambda dim: shape(batch, slots, kv_heads, dim)
     positions, sinks = shape(batch, dtype=jnp.int32), shape(heads, dtype=jnp.float32) if sinks else None
     most = batch * slots * kv_heads * dim + 1  # no logits of all heads, and nothing of the cache in a wider dtype
-    return Case(function, (shape(batch, heads, dim), cache, cache, positions, sinks), most)
+    return Case(function, (shape(batch, heads, dim), cache(dim), cache(v_dim or dim), positions, sinks), most)
 
 
 CASES = {
     "decode, Llama 8B": case(16, 32, 8, 8192, 128, Causal()),
     "decode, Gemma 3 27B, local": case(16, 32, 16, 1024, 128, sliding(1024)),
     "decode, sinks": case(16, 32, 4, 4096, 128, Causal(), sinks=True),
+    "decode, DeepSeek V3": case(8, 128, 1, 8192, 576, Causal(), v_dim=512),
 }
 
 

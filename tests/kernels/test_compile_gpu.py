@@ -27,21 +27,27 @@ def attention(
     mask: Mask = Causal(),  # noqa: B008 (a value)
     softcap: float | None = None,
     sinks: bool = False,
+    packed: bool = False,
     backward: tuple[str, ...] = (),
 ) -> Case:
-    """One sequence, forward, and with kernels named in `backward` both ways."""
-    v_dim = v_dim or dim
-    q, k, v = array(1, seq, heads, dim), array(1, seq, kv_heads, dim), array(1, seq, kv_heads, v_dim)
-    arguments = q, k, v, array(heads, dtype=jnp.float32) if sinks else None
+    """Two sequences, forward, and with kernels named in `backward` both ways.
 
-    def forward(q, k, v, sinks):
+    `packed` is how training calls it: with documents in each sequence, that have segments and positions of their own.
+    """
+    v_dim = v_dim or dim
+    q, k, v = array(2, seq, heads, dim), array(2, seq, kv_heads, dim), array(2, seq, kv_heads, v_dim)
+    ids = array(2, seq, dtype=jnp.int32) if packed else None
+    arguments = q, k, v, array(heads, dtype=jnp.float32) if sinks else None, ids, ids
+
+    def forward(q, k, v, sinks, positions, segments):
         more = dict(scale=dim**-0.5, mask=mask, softcap=softcap, implementation="triton")
+        more |= dict(q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments)
         return kernels.attention(q, k, v, sinks=sinks, **more)
 
-    def both(d_out, *arguments):
-        return jax.vjp(forward, *arguments)[1](d_out)
+    def both(d_out, q, k, v, sinks, *ids):
+        return jax.vjp(lambda *inputs: forward(*inputs, *ids), q, k, v, sinks)[1](d_out)
 
-    function, arguments = (both, (array(1, seq, heads, v_dim), *arguments)) if backward else (forward, arguments)
+    function, arguments = (both, (array(2, seq, heads, v_dim), *arguments)) if backward else (forward, arguments)
     return Case(function, arguments, ("attention_forward", *backward), megabytes * 10**6)
 
 
@@ -72,15 +78,19 @@ GEMMA_2_9B = dict(heads=16, kv_heads=8, dim=256, softcap=50.0)
 DEEPSEEK_V3 = dict(heads=128, kv_heads=128, dim=192, v_dim=128, seq=4096)
 GPT_OSS = dict(heads=64, kv_heads=8, dim=64, sinks=True)
 BACKWARD, OF_WIDE_HEADS = ("attention_dkv", "attention_dq"), ("attention_dk", "attention_dv", "attention_dq")
+ATTENTION = {
+    "Llama 3 8B, forward": dict(**LLAMA_8B, megabytes=350),
+    "Llama 3 8B": dict(**LLAMA_8B, megabytes=490, backward=BACKWARD),
+    "Gemma 3 27B, local": dict(**GEMMA_3_27B, megabytes=560, backward=BACKWARD, mask=sliding(1024)),
+    "Gemma 3 27B, global": dict(**GEMMA_3_27B, megabytes=560, backward=BACKWARD),
+    "Gemma 2 9B, global": dict(**GEMMA_2_9B, megabytes=560, backward=OF_WIDE_HEADS),
+    "DeepSeek V3": dict(**DEEPSEEK_V3, megabytes=1680, backward=BACKWARD),
+    "gpt-oss, local": dict(**GPT_OSS, megabytes=460, backward=BACKWARD, mask=sliding(128)),
+    "gpt-oss, global": dict(**GPT_OSS, megabytes=460, backward=BACKWARD),
+}
 CASES = {
-    "Llama 3 8B, forward": attention(**LLAMA_8B, megabytes=175),
-    "Llama 3 8B": attention(**LLAMA_8B, megabytes=245, backward=BACKWARD),
-    "Gemma 3 27B, local": attention(**GEMMA_3_27B, megabytes=280, backward=BACKWARD, mask=sliding(1024)),
-    "Gemma 3 27B, global": attention(**GEMMA_3_27B, megabytes=280, backward=BACKWARD),
-    "Gemma 2 9B, global": attention(**GEMMA_2_9B, megabytes=280, backward=OF_WIDE_HEADS),
-    "DeepSeek V3": attention(**DEEPSEEK_V3, megabytes=840, backward=BACKWARD),
-    "gpt-oss, local": attention(**GPT_OSS, megabytes=230, backward=BACKWARD, mask=sliding(128)),
-    "gpt-oss, global": attention(**GPT_OSS, megabytes=230, backward=BACKWARD),
+    **{name: attention(**shapes) for name, shapes in ATTENTION.items()},
+    **{f"{name}, packed": attention(**shapes, packed=True) for name, shapes in ATTENTION.items()},
     "Llama 3 8B, decode": decode(**LLAMA_8B),
     "gpt-oss, local, decode": decode(**GPT_OSS, mask=sliding(128)),
     "gpt-oss, global, decode": decode(**GPT_OSS),

@@ -11,19 +11,23 @@ from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 SEQ = 8192  # more than any of these has heads * features, so that no other array is as large as the logits of a head
 
 
-def case(heads, kv_heads, dim, v_dim=None, *, mask=None, softcap=None, sinks=False, backward=True):
+def case(heads, kv_heads, dim, v_dim=None, *, mask=None, softcap=None, sinks=False, packed=False, backward=True):
     """Forward, and backward too, of one row.
+
+    `packed` is how training calls it: with documents in the row, that have segments and positions of their own.
 
     Arrays come and go by head, as the kernels have them. XLA compiles some transpositions for minutes, and a model's
     are its own affair.
     """
     options = dict(scale=dim**-0.5, mask=mask or Causal(), softcap=softcap, implementation="tpu")
 
-    def by_head(q, k, v, sinks):
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-        return attention(q, k, v, sinks=sinks, **options).swapaxes(1, 2)
+    def function(q, k, v, sinks, positions, segments, d_out):
+        ids = dict(q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments)
 
-    def function(q, k, v, sinks, d_out):
+        def by_head(q, k, v, sinks):
+            q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+            return attention(q, k, v, sinks=sinks, **ids, **options).swapaxes(1, 2)
+
         out, gradient = jax.vjp(by_head, q, k, v, sinks)
         return (out, gradient(d_out)) if backward else out
 
@@ -31,19 +35,22 @@ def case(heads, kv_heads, dim, v_dim=None, *, mask=None, softcap=None, sinks=Fal
     of_heads = lambda heads, dim: shape(1, heads, SEQ, dim)
     q, k, v = of_heads(heads, dim), of_heads(kv_heads, dim), of_heads(kv_heads, v_dim or dim)
     sinks = shape(heads, dtype=jnp.float32) if sinks else None
-    return Case(function, (q, k, v, sinks, of_heads(heads, v_dim or dim)), SEQ * SEQ)
+    ids = shape(1, SEQ, dtype=jnp.int32) if packed else None
+    return Case(function, (q, k, v, sinks, ids, ids, of_heads(heads, v_dim or dim)), SEQ * SEQ)
 
 
-CASES = {
-    "Llama 8B, forward": case(32, 8, 128, backward=False),
-    "Llama 8B": case(32, 8, 128),
-    "Gemma 3 27B, local": case(32, 16, 128, mask=sliding(1024)),
-    "Gemma 3 27B, global": case(32, 16, 128),
-    "Gemma 2 9B": case(16, 8, 256, softcap=50.0),
-    "DeepSeek V3": case(16, 16, 192, 128),  # an eighth of its heads
-    "gpt-oss, local": case(64, 8, 64, mask=sliding(128), sinks=True),
-    "gpt-oss, global": case(64, 8, 64, sinks=True),
+SHAPES = {
+    "Llama 8B, forward": ((32, 8, 128), dict(backward=False)),
+    "Llama 8B": ((32, 8, 128), {}),
+    "Gemma 3 27B, local": ((32, 16, 128), dict(mask=sliding(1024))),
+    "Gemma 3 27B, global": ((32, 16, 128), {}),
+    "Gemma 2 9B": ((16, 8, 256), dict(softcap=50.0)),
+    "DeepSeek V3": ((16, 16, 192, 128), {}),  # an eighth of its heads
+    "gpt-oss, local": ((64, 8, 64), dict(mask=sliding(128), sinks=True)),
+    "gpt-oss, global": ((64, 8, 64), dict(sinks=True)),
 }
+CASES = {name: case(*dims, **options) for name, (dims, options) in SHAPES.items()}
+CASES |= {f"{name}, packed": case(*dims, **options, packed=True) for name, (dims, options) in SHAPES.items()}
 
 
 @needs_libtpu

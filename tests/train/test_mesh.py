@@ -31,6 +31,20 @@ def test_some_devices():
     assert make_mesh(devices=jax.devices()[:3]).shape["fsdp"] == 3
 
 
+class Chip:
+    """One of 64, wired as a torus of 4 x 4 x 4."""
+
+    platform, device_kind, process_index, core_on_chip = "tpu", "TPU v5", 0, 0
+
+    def __init__(self, number: int):
+        self.id, self.coords = number, (number % 4, number // 4 % 4, number // 16)
+
+
+def test_an_axis_may_take_part_of_one_of_the_torus():
+    mesh = make_mesh("fsdp=2,expert=32", [Chip(n) for n in range(64)])
+    assert mesh.devices.size == 64 and len({chip.id for chip in mesh.devices.flat}) == 64
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -51,18 +51,18 @@ def clock(monkeypatch):
 
 
 def test_progress_in_a_log(clock, monkeypatch):
-    monkeypatch.setattr(metrics, "peak_flops", lambda: 1e9)
+    monkeypatch.setattr(metrics, "peak_flops", lambda: 1e12)
     out = io.StringIO()
     console = rich.console.Console(file=out, width=40)
-    with Progress(200, start=100, flops_per_token=1e6, console=console) as bar:
+    with Progress(200, start=100, flops_per_token=1e9, console=console) as bar:
         for step in range(101, 201):
             rates = bar.update(step, loss=np.float32(1 + step / 1000), tokens=np.int32(300), targets=1)
             clock[0] += 1.0 if step > 101 else 60.0  # a pause, for evaluation perhaps
     assert rates["tokens_per_second"] == 300 and rates["mfu"] == pytest.approx(0.3)
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 101/200  loss 1.1010"
-    assert lines[1] == "step 102/200  loss 1.1020  5 tokens/s  MFU 0.5%  1:38:00 left"
-    assert lines[-1] == "step 200/200  loss 1.2000  300 tokens/s  MFU 30.0%  0:00:00 left"
+    assert lines[1] == "step 102/200  loss 1.1020  5 tokens/s  MFU 0.5% of 1 TFLOP/s  1:38:00 left"
+    assert lines[-1] == "step 200/200  loss 1.2000  300 tokens/s  MFU 30.0% of 1 TFLOP/s  0:00:00 left"
     assert 10 <= len(lines) <= 13, "every ten seconds"
 
 
@@ -75,7 +75,7 @@ def test_progress_on_a_terminal(clock):
             clock[0] += 0.5
         bar.print("[a sample]")
     assert rates == {"tokens_per_second": 100}
-    assert "[a sample]" in out.getvalue() and "100 tokens/s" in out.getvalue() and "MFU" not in out.getvalue()
+    assert "[a sample]" in out.getvalue() and "100 tokens/s  0.1 GFLOP/s" in out.getvalue() and "MFU" not in out.getvalue()
 
 
 @pytest.mark.parametrize(

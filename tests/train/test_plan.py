@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from train import ahead, chips, hlo, loop, plan, planner
-from train.ahead import Program, TooLarge, compile_ahead
+from train.ahead import Program, TooLarge, compile_ahead, training
 from train.chips import CHIPS, chip_of, fleet, slowest_link
 from train.mesh import make_mesh
 from train.planner import Options, candidates, suggestion
+from zoo import qwen3
 from zoo.checkpoint import skeleton
 
 
@@ -131,6 +132,34 @@ def test_every_notation():
     }
 
 
+LOOPS = """HloModule jit_step
+
+%forward (p: (s32[], bf16[4,8], f32[4,2], f32[3], f32[4,16])) -> (s32[], bf16[4,8], f32[4,2], f32[3], f32[4,16]) {
+  %p = (s32[], bf16[4,8], f32[4,2], f32[3], f32[4,16]) parameter(0)
+  %weights = f32[3]{0} get-tuple-element(%p), index=3
+  ROOT %t = (s32[], bf16[4,8], f32[4,2], f32[3], f32[4,16]) tuple(%next, %kept, %offloaded, %weights, %unread)
+}
+
+%backward (q: (s32[], bf16[4,8], f32[4,2], f32[3])) -> (s32[], bf16[4,8], f32[4,2], f32[3]) {
+  %q = (s32[], bf16[4,8], f32[4,2], f32[3]) parameter(0)
+  ROOT %u = (s32[], bf16[4,8], f32[4,2], f32[3]) tuple(%q#0, %q#1, %q#2, %gradient)
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %while.1 = (s32[], bf16[4,8]{1,0}, f32[4,2]{1,0:S(5)}, f32[3]{0}, f32[4,16]) while(%t1), condition=%c, body=%forward
+  %kept.1 = bf16[4,8]{1,0} get-tuple-element(%while.1), index=1
+  %kept.2 = f32[4,8]{1,0} fusion(%kept.1), kind=kLoop, calls=%convert
+  %tuple = (s32[], f32[4,8], f32[4,2], f32[3]) tuple(%zero, %kept.2, %while.1#2, /*index=3*/%while.1#3)
+  %while.2 = (s32[], f32[4,8]{1,0}, f32[4,2]{1,0:S(5)}, f32[3]{0}) while(%tuple), condition=%c, body=%backward
+}
+"""
+
+
+def test_activations_are_what_one_loop_leaves_to_another():
+    """Not what it passes on, nor what lies in the host's memory, nor what nobody reads."""
+    assert hlo.activations(LOOPS) == 2 * 4 * 8
+
+
 # -------------------------------------------------------------------------------------------------- bytes and bounds
 
 
@@ -146,6 +175,40 @@ def test_bytes_by_kind(config, made):
         == made.compiled.arguments + made.compiled.temporaries + made.compiled.results - made.compiled.reused
     )
     assert made.compiled.reused > 0.9 * made.kinds["parameters"]  # the new state lies where the old one was
+    assert made.compiled.activations == config.num_hidden_layers * 64 * config.hidden_size * 2  # one row's layer inputs
+    assert made.compiled.activations < made.compiled.temporaries
+
+
+def wide(text, devices):
+    """The step of a model whose parts weigh more than what is gathered of them, and its arguments by kind."""
+    config = qwen3.Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=32, max_position_embeddings=256, max_window_layers=8,
+    )  # fmt: skip
+    mesh = make_mesh(text, devices)
+    program = training(config, qwen3, mesh, batch=16, seq=256, remat="full", microbatches=1)
+    return compile_ahead(program, mesh), {kind: ahead.device_bytes(tree) for kind, tree in program.kinds.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return wide("fsdp=1", jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas", "of_tokens"),
+    [("fsdp=8", 1, 1), ("replica=2,fsdp=2,tensor=2", 2, 2), ("context=4,tensor=2", 1, 2)],
+)
+def test_nothing_is_replicated_in_silence(alone, text, replicas, of_tokens):
+    """Each of eight devices has an eighth of everything but what its mesh says: parameters by replicas, and tokens (not
+    the activations that are kept of them, but where both heads and sequences are split) by tensor."""
+    (whole, kinds), (split, parts) = alone, wide(text, jax.devices())
+    assert parts["parameters"] == pytest.approx(kinds["parameters"] * replicas / 8, rel=0.01)  # norms are not split
+    assert parts["optimizer"] == pytest.approx(kinds["optimizer"] / 8, rel=0.01)
+    assert parts["batch"] == kinds["batch"] * of_tokens / 8
+    kept = 2 if text == "context=4,tensor=2" else 1
+    assert split.activations == pytest.approx(whole.activations * kept / 8, rel=0.01)
+    assert split.temporaries < 1.6 * whole.temporaries / 8  # with what is gathered for one product at a time
 
 
 def test_bounds(config, made, monkeypatch):
