@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from kernels import Causal, Mask, sliding
+from kernels import Causal, Mask, Spans, sliding
 from tests.kernels.gpu import Case, complaints, needs_compiler
 
 
@@ -28,11 +28,13 @@ def attention(
     softcap: float | None = None,
     sinks: bool = False,
     packed: bool = False,
+    images: bool = False,
     backward: tuple[str, ...] = (),
 ) -> Case:
     """Two sequences, forward, and with kernels named in `backward` both ways.
 
-    `packed` is how training calls it: with documents in each sequence, that have segments and positions of their own.
+    `packed` is how training calls it: with documents in each sequence, that have segments and positions of their own;
+    `images` are spans in them.
     """
     v_dim = v_dim or dim
     q, k, v = array(2, seq, heads, dim), array(2, seq, kv_heads, dim), array(2, seq, kv_heads, v_dim)
@@ -42,6 +44,7 @@ def attention(
     def forward(q, k, v, sinks, positions, segments):
         more = dict(scale=dim**-0.5, mask=mask, softcap=softcap, implementation="triton")
         more |= dict(q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments)
+        more |= dict(q_spans=segments, kv_spans=segments) if images else {}
         return kernels.attention(q, k, v, sinks=sinks, **more)
 
     def both(d_out, q, k, v, sinks, *ids):
@@ -83,13 +86,14 @@ ATTENTION = {
     "Llama 3 8B": dict(**LLAMA_8B, megabytes=490, backward=BACKWARD),
     "Gemma 3 27B, local": dict(**GEMMA_3_27B, megabytes=560, backward=BACKWARD, mask=sliding(1024)),
     "Gemma 3 27B, global": dict(**GEMMA_3_27B, megabytes=560, backward=BACKWARD),
+    "Gemma 3 27B, local, images": dict(**GEMMA_3_27B, megabytes=420, mask=sliding(1024) | Spans(), images=True),
     "Gemma 2 9B, global": dict(**GEMMA_2_9B, megabytes=560, backward=OF_WIDE_HEADS),
     "DeepSeek V3": dict(**DEEPSEEK_V3, megabytes=1680, backward=BACKWARD),
     "gpt-oss, local": dict(**GPT_OSS, megabytes=460, backward=BACKWARD, mask=sliding(128)),
     "gpt-oss, global": dict(**GPT_OSS, megabytes=460, backward=BACKWARD),
 }
 CASES = {
-    **{name: attention(**shapes) for name, shapes in ATTENTION.items()},
+    **{name: attention(**shapes) for name, shapes in ATTENTION.items() if "images" not in shapes},
     **{f"{name}, packed": attention(**shapes, packed=True) for name, shapes in ATTENTION.items()},
     "Llama 3 8B, decode": decode(**LLAMA_8B),
     "gpt-oss, local, decode": decode(**GPT_OSS, mask=sliding(128)),
