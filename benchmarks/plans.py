@@ -61,7 +61,7 @@ def shapes(model: str) -> tuple[Any, ...]:
 def others() -> list[tuple[str, str, str, int, int, Any]]:
     """The first name of each other group of models of the same shapes, on as few H100s as hold the state twice."""
     planned, found = {shapes(model) for model, *_ in PEERS}, []
-    for name, config in CONFIGS.items():
+    for name in CONFIGS:
         if (key := shapes(name)) not in planned:
             planned.add(key)
             _, parameters, seq, _ = key

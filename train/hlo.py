@@ -19,7 +19,7 @@ CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|branch_compu
 
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
 # What has its operand's values; so do fusions of one operand, such as of a conversion.
-ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape", "transpose")
+ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape")
 
 
 class Collective(NamedTuple):
@@ -89,7 +89,8 @@ def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> f
     for line in lines:
         if match := INSTRUCTION.match(line):
             name, result, kind, operands = match.groups()
-            values = [aliases.get(value, value) for value in re.findall(r"[\w.-]+(?:#\d+)?(?=,|$)", operands)]
+            given: list[str] = re.findall(r"[\w.-]+(?:#\d+)?(?=,|$)", operands)
+            values = [aliases.get(operand, operand) for operand in given]
             if kind == "while":
                 read.update(tuples.get(values[0], []))
                 elements = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", result)

@@ -17,7 +17,9 @@ from train.mesh import check_mesh, make_mesh
 from train.metrics import flops_per_token, products_per_token
 from zoo.checkpoint import skeleton
 from zoo.layers import AbstractExpertLinear
+from zoo.pipeline import STAGE, rounds_of
 from zoo.registry import family_of
+from zoo.stack import Stack
 from zoo.surgery import modules
 
 
@@ -116,7 +118,7 @@ def _bounds(o: Options, config: Any, chip: Chip, mesh: Mesh, compiled: Compiled 
     p = products_per_token(config, o.seq)
     again = {"none": 0.0, "dots": p.attention, "full": p.layers + p.attention, "offload": p.layers + p.attention}
     products = sum(p) if o.decode else 3 * sum(p) + again[o.remat]
-    bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops}
+    bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, config, mesh)}
     if compiled:
         # What a step starts from is read, what it leaves is written, and what it holds in between is written and read.
         written = compiled.results - (compiled.reused if o.decode else 0)  # of a cache only one position is
@@ -126,11 +128,22 @@ def _bounds(o: Options, config: Any, chip: Chip, mesh: Mesh, compiled: Compiled 
     return bounds
 
 
+def _ticks(o: Options, config: Any, mesh: Mesh) -> float:
+    """By how much longer a step takes because stages wait for their first microbatch, and for the last of the others."""
+    if (stages := mesh.shape[STAGE]) == 1:
+        return 1.0
+    stack = next(m for _, m in modules(skeleton(family_of(config), config), Stack))
+    microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
+    busy = microbatches * rounds_of(stack.repeats // stages)
+    return (busy + stages - 1) / busy
+
+
 def kept(config: Any, mesh: Mesh, o: Options) -> float:
     """Bytes of a device that activations kept for the backward pass take, about: for choosing what to compile."""
     rows = o.batch / o.microbatches / math.prod(mesh.shape[axis] for axis in BATCH)
     tokens = rows * o.seq / mesh.shape[SEQUENCE]
     inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
+    inputs /= mesh.shape[FEATURES] if mesh.shape[SEQUENCE] == mesh.shape[STAGE] == 1 else 1  # zoo.stack.spread_tokens
     # Each product's result has, on average, as many numbers as weights over the model's width.
     results = 2 * tokens * products_per_token(config, o.seq).layers / config.hidden_size / mesh.shape[FEATURES]
     return {"none": inputs + 2 * results, "dots": inputs + results, "full": inputs, "offload": 0.0}[o.remat]
@@ -162,7 +175,8 @@ def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[
     """Other meshes, batches and remats that should fit, the fastest first, by a rough estimate of bytes and times."""
     found, sizes = [], (1, 2, 4, 8, 16)
     pairs = [{"replica": n, FEATURES: m} for n, m in itertools.product(sizes, sizes)]
-    single = [{axis: n} for axis in ("expert", SEQUENCE) for n in sizes[1:]]
+    axes = ("expert", SEQUENCE) if o.decode else ("expert", SEQUENCE, STAGE)
+    single = [{axis: n} for axis in axes for n in sizes[1:]]
     meshes = [",".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) for mesh in pairs + single]
     for text, batch in itertools.product(meshes, (o.batch // 2, o.batch, 2 * o.batch)):
         changed = dataclasses.replace(o, mesh=f"{text},fsdp=-1".lstrip(","), batch=batch)
@@ -187,12 +201,12 @@ def _seconds(o: Options, config: Any, chip: Chip, mesh: Mesh, model: Any) -> flo
     experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
     weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size["expert"]
     split = size["fsdp"] * size["expert"] * size[SEQUENCE]
-    tokens = o.tokens / (size["replica"] * split)
+    tokens = o.tokens / (size["replica"] * split * size[STAGE])
     # Of each token in each layer: partial sums of both halves; a row to each of its experts and back; keys and values.
     numbers = 4 * c.hidden_size * (size[FEATURES] > 1)
     numbers += 2 * getattr(c, "num_experts_per_tok", 0) * c.hidden_size * (size["expert"] > 1)
     numbers += 2 * c.num_key_value_heads * c.head_dim * (size[SEQUENCE] - 1)
-    sent = weights / size[FEATURES] * (split > 1) + tokens * c.num_hidden_layers * numbers
+    sent = weights / size[FEATURES] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
     return max(_bounds(o, config, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
 
 

@@ -1,8 +1,9 @@
-"""The loss curve of a run, as a picture. Drawn with Pillow: matplotlib would add a ninth to the size of the install."""
+"""Curves, such as the losses of a run, as a picture. By Pillow: matplotlib would add a ninth to the install."""
 
 import math
 import os
 import pathlib
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -17,36 +18,51 @@ LEFT, TOP, RIGHT, BOTTOM = 90, 60, 1170, 610
 def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
     """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG."""
     lines = read_metrics(metrics)
-    curves = {
-        name: [(line["step"], float(line[name])) for line in lines if math.isfinite(float(line.get(name, "nan")))]
-        for name in CURVES
-    }
-    points = [point for curve in curves.values() for point in curve] or [(0, 0.0)]
+    curves = []
+    for name, (label, color) in CURVES.items():
+        points = [(line["step"], float(line[name])) for line in lines if math.isfinite(float(line.get(name, "nan")))]
+        last = f"{label}, at last {points[-1][1]:.3f}" if points else ""
+        curves.append(Curve(last, color, points, dots=points if name == "validation_loss" else points[-1:]))
+    draw(curves, f"{pathlib.Path(metrics).resolve().parent.name}: loss in nats a token", "step", picture)
+
+
+class Curve(NamedTuple):
+    label: str
+    color: str
+    points: list[tuple[float, float]]
+    dots: list[tuple[float, float]]  # points to be marked
+
+
+def draw(curves: list[Curve], title: str, below: str, picture: str | os.PathLike) -> None:
+    """A picture of curves, without those that have no points. `below` is what is written under the horizontal axis."""
+    curves = [curve for curve in curves if curve.points]
+    points = [point for curve in curves for point in curve.points] or [(0, 0.0)]
     (first, last), (low, high) = ((float(min(axis)), float(max(axis))) for axis in zip(*points, strict=True))
-    x = lambda step: LEFT + (RIGHT - LEFT) * (step - first) / max(last - first, 1)
-    y = lambda loss: BOTTOM - (BOTTOM - TOP) * (loss - low) / (high - low or 1.0)
+    x = lambda value: LEFT + (RIGHT - LEFT) * (value - first) / (last - first or 1.0)
+    y = lambda value: BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low or 1.0)
 
     image = Image.new("RGB", (SIZE[0] * SHARP, SIZE[1] * SHARP), "white")
-    draw = ImageDraw.Draw(image)
+    canvas = ImageDraw.Draw(image)
     scaled = lambda *numbers: [SHARP * number for number in numbers]
     font = lambda size: ImageFont.load_default(SHARP * size)
-    text = lambda at, words, anchor="mm", size=18, fill="#333333": draw.text(
+    text = lambda at, words, anchor="mm", size=18, fill="#333333": canvas.text(
         tuple(scaled(*at)), words, fill=fill, font=font(size), anchor=anchor
     )
-    for loss in ticks(low, high, 6):
-        draw.line(scaled(LEFT, y(loss), RIGHT, y(loss)), fill="#dddddd", width=SHARP)
-        text((LEFT - 12, y(loss)), f"{loss:g}", "rm")
-    for step in ticks(first, last, 8):
-        draw.line(scaled(x(step), TOP, x(step), BOTTOM), fill="#eeeeee", width=SHARP)
-        text((x(step), BOTTOM + 22), f"{step:,.0f}")
-    text(((LEFT + RIGHT) / 2, BOTTOM + 50), "step")
-    text((LEFT, TOP - 28), f"{pathlib.Path(metrics).resolve().parent.name}: loss in nats a token", "lm", 24)
-    for row, (name, curve) in enumerate((name, curve) for name, curve in curves.items() if curve):
-        label, color = CURVES[name]
-        draw.line([number for step, loss in curve for number in scaled(x(step), y(loss))], fill=color, width=3 * SHARP)
-        for step, loss in curve if name == "validation_loss" else curve[-1:]:
-            draw.ellipse(scaled(x(step) - 5, y(loss) - 5, x(step) + 5, y(loss) + 5), fill=color)
-        text((RIGHT - 10, TOP + 24 + 28 * row), f"{label}, at last {curve[-1][1]:.3f}", "rm", 20, color)
+    for value in ticks(low, high, 6):
+        canvas.line(scaled(LEFT, y(value), RIGHT, y(value)), fill="#dddddd", width=SHARP)
+        text((LEFT - 12, y(value)), f"{value:g}", "rm")
+    for value in ticks(first, last, 8):
+        canvas.line(scaled(x(value), TOP, x(value), BOTTOM), fill="#eeeeee", width=SHARP)
+        text((x(value), BOTTOM + 22), f"{value:,.0f}")
+    text(((LEFT + RIGHT) / 2, BOTTOM + 50), below)
+    text((LEFT, TOP - 28), title, "lm", 24)
+    for row, curve in enumerate(curves):
+        canvas.line(
+            [number for a, b in curve.points for number in scaled(x(a), y(b))], fill=curve.color, width=3 * SHARP
+        )
+        for a, b in curve.dots:
+            canvas.ellipse(scaled(x(a) - 5, y(b) - 5, x(a) + 5, y(b) + 5), fill=curve.color)
+        text((RIGHT - 10, TOP + 24 + 28 * row), curve.label, "rm", 20, curve.color)
     image.resize(SIZE, Image.Resampling.LANCZOS).save(picture)
 
 

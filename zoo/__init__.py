@@ -200,9 +200,7 @@ def tokenizer(source: str | os.PathLike, *, revision: str | None = None) -> Toke
     return Tokenizer(_folder(source, revision, weights=False))
 
 
-def _folder(
-    source: str | os.PathLike, revision: str | None, *, weights: bool, companions: bool = True
-) -> pathlib.Path:
+def _folder(source: str | os.PathLike, revision: str | None, *, weights: bool, companions: bool = True) -> pathlib.Path:
     if source in registry.EMBEDDED:
         return registry.EMBEDDED[str(source)]
     name = str(source)

@@ -338,8 +338,7 @@ def check(
 
 
 def check_headers(tensors: Mapping[str, Source], family: ModuleType, config: Any) -> None:
-    """As `check`, of tensors that cannot be read: that redundant ones repeat others is taken on trust. Any dtype will do,
-    also several."""
+    """As `check`, of tensors that cannot be read, in any dtypes; that some repeat others is taken on trust."""
     wanted, tensors = list(parameters(skeleton(family, config), family)), standard_names(tensors, family)
     names = {name for parameter in wanted for name in parameter.names.flat}
     checked = {name: t for name, t in tensors.items() if name in names or not redundant(name, config, family)[0]}

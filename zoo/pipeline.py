@@ -49,7 +49,7 @@ def pipeline(
     if len(x) % (stages * others):
         raise ValueError(f"{len(x)} sequences can't be split over {stages} stages of {others} shares evenly.")
     count = jax.tree.leaves(layers)[0].shape[0] // stages  # a stage's
-    rounds = max(n for n in range(1, ROUNDS + 1) if count % n == 0)
+    rounds = rounds_of(count)
 
     def microbatches(a: Array) -> Array:
         """[batch, ...] -> [microbatches, others, ...], of which each stage holds what it had of the batch."""
@@ -68,6 +68,11 @@ def pipeline(
         check_vma=False,
     )(chunks, *jax.tree.map(microbatches, (x, shared)))
     return batch(y), jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), reports)
+
+
+def rounds_of(layers: int) -> int:
+    """How often a microbatch comes round to a stage that has so many layers."""
+    return max(n for n in range(1, ROUNDS + 1) if layers % n == 0)
 
 
 def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, shared: dict[str, Any]) -> Any:

@@ -31,9 +31,9 @@ def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 
 def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
     """`x` as it is kept between layers: split over the devices that work on the same tokens, too.
 
-    Each would otherwise keep the same (sequence parallelism, arXiv:2205.05198). It sends no more than without: adding up
-    the last layer's parts and gathering the tokens for the next one make up what was one all-reduce. Where sequences are
-    split already, XLA would gather them whole to split them both ways.
+    Each would otherwise keep the same (sequence parallelism, arXiv:2205.05198). It sends no more than without: adding
+    up the last layer's parts and gathering the tokens for the next one make up what was one all-reduce. Where sequences
+    are split already, XLA would gather them whole to split them both ways.
     """
     if mesh.split(mesh.FEATURES) == 1 or mesh.split(mesh.SEQUENCE) > 1:
         return split_tokens(x)

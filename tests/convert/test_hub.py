@@ -122,8 +122,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A Hub of its own for each test: `requests` it got, `faults` to answer with, names of `damaged` files, and how many
-    bytes it `sent`."""
+    """A Hub of its own for each test: `requests` it got and bytes it `sent`, `faults` to answer, `damaged` files."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.hub = types.SimpleNamespace(requests=[], faults={}, damaged=set(), sent=0)
     server.hub.url = f"http://127.0.0.1:{server.server_port}"
@@ -203,7 +202,7 @@ def test_without_weights(hub):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """A model on the Hub, whose files a test may change; with more weights than are fetched of a file to see its header."""
+    """A model on the Hub, whose files a test may change; with more weights than a look at the header fetches."""
     folder = tiny.write(tmp_path / "model", "qwen3")
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     header = 8 + int.from_bytes(files["model.safetensors"][:8], "little")

@@ -355,12 +355,25 @@ def test_candidates(config, made):
         "replica=8,fsdp=-1",
         "replica=2,tensor=2,fsdp=-1",
         "context=2,fsdp=-1",
+        "stage=4,fsdp=-1",
     }
     assert not any("expert" in o.mesh or "tensor=4" in o.mesh for o in found)  # it has no experts, and six heads
     # With room for the split state only, nothing is replicated.
     state = sum(made.kinds.values())
     tight = candidates(dataclasses.replace(TINY, seq=1), config, small(1.8 * state), jax.devices())
-    assert {o.mesh for o in tight} == {"fsdp=-1", "tensor=2,fsdp=-1"}
+    assert {o.mesh for o in tight} == {"fsdp=-1", "tensor=2,fsdp=-1", "stage=2,fsdp=-1", "stage=4,fsdp=-1"}
+    decoded = candidates(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
+    assert decoded and not any("stage" in o.mesh for o in decoded)
+
+
+def test_stages_wait_for_each_other(config, monkeypatch):
+    """Four layers on two stages come round twice: with 4 microbatches that is 8 turns, and one of waiting."""
+    monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
+    together, staged = (
+        planner.plan(dataclasses.replace(TINY, mesh=mesh, batch=16), config, CHIPS["v6e"], jax.devices())
+        for mesh in ("fsdp=8", "stage=2,fsdp=4")
+    )
+    assert staged.bounds["compute"] / together.bounds["compute"] == pytest.approx(9 / 8)
 
 
 def test_the_command(made, monkeypatch, capsys, tmp_path):
