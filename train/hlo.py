@@ -89,8 +89,7 @@ def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> f
     for line in lines:
         if match := INSTRUCTION.match(line):
             name, result, kind, operands = match.groups()
-            given: list[str] = re.findall(r"[\w.-]+(?:#\d+)?(?=,|$)", operands)
-            values = [aliases.get(operand, operand) for operand in given]
+            values = [aliases.get(operand, operand) for operand in _names(operands)]
             if kind == "while":
                 read.update(tuples.get(values[0], []))
                 elements = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", result)
@@ -107,14 +106,28 @@ def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> f
 
 def _written(body: list[str]) -> set[int]:
     """Which elements of its tuple a loop's body does not only pass on."""
-    passed = {}
-    for line in body:
+    elements = _elements(body)
+    return {i for i, name in enumerate(_results(body)) if elements.get(name) != i}
+
+
+def _elements(loop: list[str]) -> dict[str, int]:
+    """The names in a loop's body, or condition, of the elements of the tuple that it is given."""
+    found = {}
+    for line in loop:
+        found |= {f"{name}#{index}": int(index) for name, index in re.findall(r"%([\w.-]+)#(\d+)", line)}
         if (match := INSTRUCTION.match(line)) and match[3] == "get-tuple-element":
-            passed[match[1]] = re.findall(r"index=(\d+)", line)[0]
+            found[match[1]] = int(re.findall(r"index=(\d+)", line)[0])
+    return found
+
+
+def _results(body: list[str]) -> list[str]:
+    """The names of the values that a loop's body returns."""
     (root,) = (line for line in body if line.lstrip().startswith("ROOT "))
-    results = re.findall(r"([\w.-]+(?:#\d+)?)(?=,|\)|$)", re.findall(r" tuple\(([^)]*)\)", root)[0])
-    parameter = next(match[1] for line in body if (match := INSTRUCTION.match(line)) and match[3] == "parameter")
-    return {i for i, name in enumerate(results) if name != f"{parameter}#{i}" and passed.get(name) != str(i)}
+    return _names(re.findall(r" tuple\(([^)]*)\)", root)[0])
+
+
+def _names(operands: str) -> list[str]:
+    return re.findall(r"[\w.-]+(?:#\d+)?(?=,|$)", operands)
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -131,13 +144,26 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _trips(line: str, computations: Mapping[str, list[str]]) -> int:
-    """How often a loop runs: as XLA says, or, as it does not for TPUs, the number that its counter stays below."""
+    """How often a loop runs: as XLA says, or, as it does not for TPUs, by its counter, which begins with zero."""
     if known := re.search(r"known_trip_count[^\d]*(\d+)", line):
         return int(known[1])
-    condition = re.search(r"condition=%?([\w.-]+)", line)
-    lines = computations[condition[1]] if condition else []
-    bounds = [int(n) for each in lines for n in re.findall(r"constant\((\d+)\)", each)]
-    return bounds[0] if len(bounds) == 1 and any("direction=LT" in each for each in lines) else 1
+    condition, body = (computations[re.findall(rf"{word}=%?([\w.-]+)", line)[0]] for word in ("condition", "body"))
+    bounds = [int(n) for each in condition for n in re.findall(r"constant\((\d+)\)", each)]
+    if len(bounds) != 1 or not any("direction=LT" in each for each in condition):
+        return 1
+    return -(-bounds[0] // _step(condition, body))
+
+
+def _step(condition: list[str], body: list[str]) -> int:
+    """By how much a loop's counter grows: 2 where devices pass something round, as such loops are unrolled."""
+    named = {match[1]: match for line in body if (match := INSTRUCTION.match(line))}
+    given, results = _elements(condition), _results(body)
+    for compared in re.findall(r" compare\(%([\w.#-]+)", "\n".join(condition)):
+        counter = named.get(results[given[compared]]) if compared in given else None
+        for operand in _names(counter[4]) if counter and counter[3] == "add" else ():
+            if operand in named and named[operand][3] == "constant":
+                return int(named[operand][4])
+    return 1
 
 
 def _group(line: str, devices: int) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ def _bounds(o: Options, config: Any, chip: Chip, mesh: Mesh, compiled: Compiled 
 
 
 def _ticks(o: Options, config: Any, mesh: Mesh) -> float:
-    """By how much longer a step takes because stages wait for their first microbatch, and for the last of the others."""
+    """How much longer a step takes because stages wait for their first microbatch, and for others' last one."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
     stack = next(m for _, m in modules(skeleton(family_of(config), config), Stack))

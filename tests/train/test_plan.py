@@ -93,6 +93,17 @@ TEXT = """HloModule jit_step
   %fusion = bf16[1,128] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %start = (bf16[16]{0}, bf16[32]{0}) all-gather-start(%y), replica_groups=[4,2]<=[8], dimensions={0}
   %done = bf16[32]{0} all-gather-done(%start)
+  %one = s32[] constant(1)
+  %next = s32[] add(%p#0, %one)
+  ROOT %t = (s32[]) tuple(%next)
+}
+
+%unrolled (q: (s32[])) -> (s32[]) {
+  %twice = f32[20]{0} collective-permute(%z), source_target_pairs={{0,1},{1,0}}
+  %two = s32[]{:T(128)} constant(2)
+  %counter = s32[] get-tuple-element(%q), index=0
+  %after = s32[]{:T(128)} add(%counter, %two)
+  ROOT %u = (s32[]) tuple(%after)
 }
 
 %unknown (p: (s32[])) -> pred[] {
@@ -107,6 +118,7 @@ ENTRY %main (p: s32[]) -> s32[] {
   %while.1 = (s32[]) while(%t), condition=%condition, body=%body
   %while.2 = (s32[]) while(%t), condition=%unknown, body=%rare
   %while.3 = (s32[]) while(%t), condition=%unknown, body=%rare, backend_config={"known_trip_count":{"n":"3"}}
+  %while.4 = (s32[]) while(%t), condition=%condition, body=%unrolled
   %all-to-all = s8[64]{0} all-to-all(%w), replica_groups=mesh['fsdp'=4,'tensor'=2] {'fsdp'}, dimensions={0}
   %scatter = f32[4]{0} reduce-scatter(%v), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
   %alone = f32[4]{0} all-reduce(%v), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
@@ -120,6 +132,7 @@ def test_every_notation():
         ("reduce-scatter", (0, 2, 4, 6), 2 * 8 * 128 * 3 / 4, 5),  # what TPUs make of one
         ("all-gather", (0, 1), 2 * 32 / 2, 5),
         ("collective-permute", (0, 1), 40, 4),  # once, where it is not known how often, and three times
+        ("collective-permute", (0, 1), 80, 3),  # the counter is 0, 2 and 4
         ("all-to-all", (0, 2, 4, 6), 64 * 3 / 4, 1),
         ("reduce-scatter", (0, 2, 4, 6), 4 * 4 * 3, 1),
         ("all-reduce", (0,), 0, 1),
@@ -127,7 +140,7 @@ def test_every_notation():
     assert hlo.by_axis(found, {"fsdp": 4, "tensor": 2}) == {
         ("reduce-scatter", "fsdp"): 5 * 2 * 8 * 128 * 3 / 4 + 48,
         ("all-gather", "tensor"): 5 * 32,
-        ("collective-permute", "tensor"): 4 * 40,
+        ("collective-permute", "tensor"): 4 * 40 + 3 * 80,
         ("all-to-all", "fsdp"): 48,
     }
 
