@@ -21,7 +21,9 @@ from train.chips import CHIPS, fleet
 from train.metrics import flops_per_token
 from train.planner import Options, plan
 from zoo.checkpoint import skeleton
+from zoo.layers import AbstractExpertLinear
 from zoo.registry import CONFIGS, family_of
+from zoo.surgery import modules
 
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "plan.md"
@@ -43,7 +45,7 @@ PEERS: list[tuple[str, str, str, int, int, Any]] = [
     ("llama4-scout", "v5p:4x4x8", "fsdp=-1", 2, 8192, "full"),
     ("llama3.1-70b", "tpu7x:4x4x4", "fsdp=-1", 2, 8192, "full"),
     ("qwen3-235b-a22b", "tpu7x:4x8x8", "fsdp=-1", 2, 4096, "full"),
-    ("gpt-oss-120b", "tpu7x:4x4x4", "fsdp=-1", 2, 8192, "full"),
+    ("gpt-oss-120b", "tpu7x:4x4x4", "fsdp=-1,expert=4", 2, 8192, "full"),
     ("llama3.1-70b", "h200:256", "fsdp=-1", 2, 8192, "full"),
     ("llama3.1-8b", "h100:8", "fsdp=-1", 1, 8192, "full"),
     ("llama3.1-405b", "b200:256", "fsdp=-1", 1, 8192, "full"),
@@ -59,14 +61,19 @@ def shapes(model: str) -> tuple[Any, ...]:
 
 
 def others() -> list[tuple[str, str, str, int, int, Any]]:
-    """The first name of each other group of models of the same shapes, on as few H100s as hold the state twice."""
+    """The first name of each other group of models of the same shapes, on as few H100s as hold the state twice.
+
+    Experts lie within a node, which has eight.
+    """
     planned, found = {shapes(model) for model, *_ in PEERS}, []
-    for name in CONFIGS:
+    for name, config in CONFIGS.items():
         if (key := shapes(name)) not in planned:
             planned.add(key)
             _, parameters, seq, _ = key
             devices = next(n for n in (8, 64, 512) if 2 * 12 * parameters < n * CHIPS["h100"].memory)
-            found.append((name, f"h100:{devices}", "fsdp=-1", 1, seq, "full"))
+            sparse = any(modules(skeleton(family_of(config), config), AbstractExpertLinear))
+            mesh = "fsdp=-1,expert=8" if sparse else "fsdp=-1"
+            found.append((name, f"h100:{devices}", mesh, 1, seq, "full"))
     return found
 
 
