@@ -15,8 +15,6 @@ import numpy as np
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|branch_computations=\{([^}]*)\}")
-
-
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
 # What has its operand's values; so do fusions of one operand, such as of a conversion.
 ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape")
@@ -112,18 +110,19 @@ def _written(body: list[str]) -> set[int]:
 
 def _elements(loop: list[str]) -> dict[str, int]:
     """The names in a loop's body, or condition, of the elements of the tuple that it is given."""
-    found = {}
+    given = next(match[1] for line in loop if (match := INSTRUCTION.match(line)) and match[3] == "parameter")
+    found = {f"{given}#{index}": int(index) for index in re.findall(rf"%{re.escape(given)}#(\d+)", "\n".join(loop))}
     for line in loop:
-        found |= {f"{name}#{index}": int(index) for name, index in re.findall(r"%([\w.-]+)#(\d+)", line)}
-        if (match := INSTRUCTION.match(line)) and match[3] == "get-tuple-element":
+        if (match := INSTRUCTION.match(line)) and match[3] == "get-tuple-element" and _names(match[4]) == [given]:
             found[match[1]] = int(re.findall(r"index=(\d+)", line)[0])
     return found
 
 
 def _results(body: list[str]) -> list[str]:
-    """The names of the values that a loop's body returns."""
+    """The names of the values that a loop's body returns, or nothing, if it does not put them together itself."""
     (root,) = (line for line in body if line.lstrip().startswith("ROOT "))
-    return _names(re.findall(r" tuple\(([^)]*)\)", root)[0])
+    found = re.search(r" tuple\(([^)]*)\)", root)
+    return _names(found[1]) if found else []
 
 
 def _names(operands: str) -> list[str]:
@@ -159,7 +158,7 @@ def _step(condition: list[str], body: list[str]) -> int:
     named = {match[1]: match for line in body if (match := INSTRUCTION.match(line))}
     given, results = _elements(condition), _results(body)
     for compared in re.findall(r" compare\(%([\w.#-]+)", "\n".join(condition)):
-        counter = named.get(results[given[compared]]) if compared in given else None
+        counter = named.get(results[given[compared]]) if results and compared in given else None
         for operand in _names(counter[4]) if counter and counter[3] == "add" else ():
             if operand in named and named[operand][3] == "constant":
                 return int(named[operand][4])

@@ -85,11 +85,13 @@ TEXT = """HloModule jit_step
 }
 
 %condition (p: (s32[])) -> pred[] {
+  %p = (s32[]) parameter(0)
   %constant.1 = s32[] constant(5)
   ROOT %lt = pred[] compare(%p#0, %constant.1), direction=LT
 }
 
 %body (p: (s32[])) -> (s32[]) {
+  %p = (s32[]) parameter(0)
   %fusion = bf16[1,128] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %start = (bf16[16]{0}, bf16[32]{0}) all-gather-start(%y), replica_groups=[4,2]<=[8], dimensions={0}
   %done = bf16[32]{0} all-gather-done(%start)
@@ -99,6 +101,7 @@ TEXT = """HloModule jit_step
 }
 
 %unrolled (q: (s32[])) -> (s32[]) {
+  %q = (s32[]) parameter(0)
   %twice = f32[20]{0} collective-permute(%z), source_target_pairs={{0,1},{1,0}}
   %two = s32[]{:T(128)} constant(2)
   %counter = s32[] get-tuple-element(%q), index=0
