@@ -67,7 +67,7 @@ def test_names_are_complete(name, monkeypatch):
     class Asked(Exception):
         """Where the download would begin."""
 
-    def folder(source, revision, *, weights):
+    def folder(source, revision, *, weights, companions):
         raise Asked(source, weights)
 
     monkeypatch.setattr(convert.hub, "folder", folder)
