@@ -14,7 +14,8 @@ import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|branch_computations=\{([^}]*)\}")
+# TPU7x's SparseCores run collectives, which are then in a computation that a custom call has.
+CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|(?:branch|called)_computations=\{([^}]*)\}")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
 # What has its operand's values; so do fusions of one operand, such as of a conversion.
 ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape")
@@ -207,6 +208,8 @@ def _sent(kind: str, size: float, devices: int, computation: str) -> float:
     match kind:
         case "collective-permute":
             return size
+        case "ragged-all-to-all":  # as many of the rows as routers choose, which may be none
+            return 0.0
         case "all-reduce":
             return 2 * size * (devices - 1) / devices
         case "reduce-scatter" if not computation.startswith("all-reduce-scatter"):

@@ -109,6 +109,10 @@ TEXT = """HloModule jit_step
   ROOT %u = (s32[]) tuple(%after)
 }
 
+%offloaded (p: f32[2]) -> f32[16] {
+  ROOT %gathered = f32[16]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+}
+
 %unknown (p: (s32[])) -> pred[] {
   ROOT %lt = pred[] compare(%p#0, %p#1), direction=LT
 }
@@ -124,6 +128,8 @@ ENTRY %main (p: s32[]) -> s32[] {
   %while.4 = (s32[]) while(%t), condition=%condition, body=%unrolled
   %all-to-all = s8[64]{0} all-to-all(%w), replica_groups=mesh['fsdp'=4,'tensor'=2] {'fsdp'}, dimensions={0}
   %scatter = f32[4]{0} reduce-scatter(%v), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  %sparse = f32[16]{0} custom-call(%p), custom_call_target="SparseCore", called_computations={%offloaded}
+  %travelling = bf16[99,8]{1,0} ragged-all-to-all(%a, %b, %c, %d, %e, %f), replica_groups={{0,1,2,3,4,5,6,7}}
   %alone = f32[4]{0} all-reduce(%v), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
 }
 """
@@ -139,12 +145,16 @@ def test_every_notation():
         ("all-to-all", (0, 2, 4, 6), 64 * 3 / 4, 1),
         ("reduce-scatter", (0, 2, 4, 6), 4 * 4 * 3, 1),
         ("all-reduce", (0,), 0, 1),
+        ("all-gather", tuple(range(8)), 4 * 16 * 7 / 8, 1),  # by a SparseCore
+        ("ragged-all-to-all", tuple(range(8)), 0, 1),  # the routers decide
     }
     assert hlo.by_axis(found, {"fsdp": 4, "tensor": 2}) == {
         ("reduce-scatter", "fsdp"): 5 * 2 * 8 * 128 * 3 / 4 + 48,
         ("all-gather", "tensor"): 5 * 32,
         ("collective-permute", "tensor"): 4 * 40 + 3 * 80,
         ("all-to-all", "fsdp"): 48,
+        ("all-gather", "fsdp,tensor"): 56,
+        ("ragged-all-to-all", "fsdp,tensor"): 0,
     }
 
 
