@@ -7,6 +7,7 @@
 Each row takes minutes, so it is written to results/plans.json as soon as it is known, and is not computed again.
 """
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -52,6 +53,7 @@ PEERS: list[tuple[str, str, str, int, int, Any]] = [
 ]
 
 
+@functools.cache
 def shapes(model: str) -> tuple[Any, ...]:
     """What two models have in common whose steps are the same program, but for constants."""
     config = CONFIGS[model]

@@ -110,8 +110,8 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
         seconds = time.monotonic() - start
-        (text,) = pathlib.Path(dump).glob("*.jit_*after_optimizations.txt")
-        text = text.read_text()
+        (file,) = pathlib.Path(dump).glob("*.jit_*after_optimizations.txt")
+        text = file.read_text()
     m = executable.memory_analysis()
     return Compiled(
         executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)), m.output_size_in_bytes,

@@ -100,7 +100,7 @@ def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
         except TooLarge as error:
             needed, available = error.needed, error.available
     flops = flops_per_token(config, o.seq) / (3 if o.decode else 1)
-    bounds = _bounds(o, config, chip, mesh, compiled)
+    bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
     return Plan(o, mesh, kinds, compiled if needed <= available else None, needed, available, bounds, flops, mfu)
 
@@ -113,12 +113,12 @@ def _program(o: Options, config: Any, mesh: Mesh) -> Program:
     return training(config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches)
 
 
-def _bounds(o: Options, config: Any, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
+def _bounds(o: Options, model: Any, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
     """Seconds that no step can be faster than, because of each of three limits; of what is known."""
-    p = products_per_token(config, o.seq)
+    p = products_per_token(model.config, o.seq)
     again = {"none": 0.0, "dots": p.attention, "full": p.layers + p.attention, "offload": p.layers + p.attention}
     products = sum(p) if o.decode else 3 * sum(p) + again[o.remat]
-    bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, config, mesh)}
+    bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
     if compiled:
         # What a step starts from is read, what it leaves is written, and what it holds in between is written and read.
         written = compiled.results - (compiled.reused if o.decode else 0)  # of a cache only one position is
@@ -128,11 +128,11 @@ def _bounds(o: Options, config: Any, chip: Chip, mesh: Mesh, compiled: Compiled 
     return bounds
 
 
-def _ticks(o: Options, config: Any, mesh: Mesh) -> float:
+def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
     """How much longer a step takes because stages wait for their first microbatch, and for others' last one."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
-    stack = next(m for _, m in modules(skeleton(family_of(config), config), Stack))
+    stack = next(m for _, m in modules(model, Stack))
     microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
     busy = microbatches * rounds_of(stack.repeats // stages)
     return (busy + stages - 1) / busy
@@ -190,14 +190,14 @@ def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[
             other = dataclasses.replace(changed, remat=remat)
             held = state if o.decode else state * 4 / 3 + kept(config, mesh, other)  # with gradients
             if batch and held < 0.9 * chip.memory:
-                seconds = _seconds(other, config, chip, mesh, kinds["parameters"])
+                seconds = _seconds(other, kinds["parameters"], chip, mesh)
                 found.append((seconds / batch, REMATS.index(remat), other))
     return [other for *_, other in sorted(found, key=lambda each: each[:2])]
 
 
-def _seconds(o: Options, config: Any, chip: Chip, mesh: Mesh, model: Any) -> float:
+def _seconds(o: Options, model: Any, chip: Chip, mesh: Mesh) -> float:
     """Of a step, about: to compute it, or to send weights and activations about, if that takes longer."""
-    size, c, passes = mesh.shape, config, 1 if o.decode else 3 + (o.remat != "none")
+    size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
     experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
     weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size["expert"]
     split = size["fsdp"] * size["expert"] * size[SEQUENCE]
@@ -207,7 +207,7 @@ def _seconds(o: Options, config: Any, chip: Chip, mesh: Mesh, model: Any) -> flo
     numbers += 2 * getattr(c, "num_experts_per_tok", 0) * c.hidden_size * (size["expert"] > 1)
     numbers += 2 * c.num_key_value_heads * c.head_dim * (size[SEQUENCE] - 1)
     sent = weights / size[FEATURES] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
-    return max(_bounds(o, config, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
+    return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
 
 
 def gb(size: float | int) -> str:

@@ -43,6 +43,7 @@ import convert.packed
 import convert.tensors
 import zoo.checkpoint
 import zoo.config as _config
+import zoo.gather
 from zoo import (
     deepseek2,
     deepseek3,
@@ -149,7 +150,7 @@ def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:
     if fp8:
         hub["quantization_config"] = zoo.checkpoint.FP8
     write = functools.partial(_write, pathlib.Path(folder), hub, model.config.source)
-    zoo.checkpoint.write_once(model, tensors, write)
+    zoo.gather.write_once(model, tensors, write)
 
 
 def _write(

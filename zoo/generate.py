@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from zoo.checkpoint import gathered
+from zoo.gather import gathered
 from zoo.tokenizer import Tokenizer
 
 

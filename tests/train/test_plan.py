@@ -222,18 +222,17 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("text", "replicas", "of_tokens"),
-    [("fsdp=8", 1, 1), ("replica=2,fsdp=2,tensor=2", 2, 2), ("context=4,tensor=2", 1, 2)],
+    ("text", "replicas", "of_tokens", "of_activations"),
+    [("fsdp=8", 1, 1, 1), ("replica=2,fsdp=2,tensor=2", 2, 2, 1), ("context=4,tensor=2", 1, 2, 2)],
 )
-def test_nothing_is_replicated_in_silence(alone, text, replicas, of_tokens):
+def test_nothing_is_replicated_in_silence(alone, text, replicas, of_tokens, of_activations):
     """Each of eight devices has an eighth of everything but what its mesh says: parameters by replicas, and tokens (not
     the activations that are kept of them, but where both heads and sequences are split) by tensor."""
     (whole, kinds), (split, parts) = alone, wide(text, jax.devices())
     assert parts["parameters"] == pytest.approx(kinds["parameters"] * replicas / 8, rel=0.01)  # norms are not split
     assert parts["optimizer"] == pytest.approx(kinds["optimizer"] / 8, rel=0.01)
     assert parts["batch"] == kinds["batch"] * of_tokens / 8
-    kept = 2 if text == "context=4,tensor=2" else 1
-    assert split.activations == pytest.approx(whole.activations * kept / 8, rel=0.01)
+    assert split.activations == pytest.approx(whole.activations * of_activations / 8, rel=0.01)
     assert split.temporaries < 1.6 * whole.temporaries / 8  # with what is gathered for one product at a time
 
 
