@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
-from huggingface_hub import constants, get_safetensors_metadata, snapshot_download
+from huggingface_hub import HfApi, constants, get_safetensors_metadata, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage], the transport's, which the library lets through
     LocalEntryNotFoundError,
     NotASafetensorsRepoError,
@@ -82,6 +83,32 @@ def folder(
         if not shards and not (snapshot / WEIGHTS).exists():
             raise _no_safetensors(source)
     return snapshot
+
+
+def create(repo: str) -> None:
+    """Makes a private repository "org/name" on the Hub, unless there is one of that name.
+
+    Raises:
+        OSError: it cannot be made, or HF_TOKEN may not write to it.
+    """
+    try:
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+    except (HfHubHTTPError, HTTPError, HFValidationError) as error:
+        raise OSError(f"{repo} can't be made on the Hub; is HF_TOKEN one that may write there? ({error})") from error
+
+
+def push(folder: pathlib.Path, repo: str) -> str:
+    """Uploads the files of a folder to a repository on the Hub, in one commit. Returns its address.
+
+    Raises:
+        OSError: with what to do, if they cannot be uploaded; the folder stays as it is.
+    """
+    try:
+        return HfApi().upload_folder(folder_path=folder, repo_id=repo).commit_url
+    except (HfHubHTTPError, HTTPError) as error:
+        raise OSError(
+            f"{folder} is not uploaded to {repo}: {error}. `hf upload {repo} {folder}` tries again."
+        ) from error
 
 
 def headers(repo: str, commit: str) -> SafetensorsRepoMetadata:

@@ -147,7 +147,7 @@ def open_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
     if (folder / WEIGHTS).exists():
-        return {tensor.name: tensor for tensor in _open_file(folder / WEIGHTS)}
+        return {tensor.name: tensor for tensor in open_file(folder / WEIGHTS)}
     if not (folder / INDEX).exists():
         raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{_instead(folder)}.")
     index = read_index(folder / INDEX)
@@ -155,7 +155,7 @@ def open_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     for name in sorted(set(index.values())):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / INDEX} names {name}, which is not there; fetch or export it again.")
-        for tensor in _open_file(folder / name):
+        for tensor in open_file(folder / name):
             if tensor.name in tensors:
                 raise ValueError(f"{tensor.name} is both in {tensors[tensor.name].file} and in {tensor.file}.")
             if tensor.name not in index:
@@ -211,7 +211,7 @@ def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *,
     prefix = f"saving-{uuid.uuid4().hex}-"
     try:
         for file, names in plan.filename_to_tensors.items():
-            _write_file(folder / f"{prefix}{file}", {name: tensors[name] for name in names})
+            write_file(folder / f"{prefix}{file}", {name: tensors[name] for name in names})
         if plan.is_sharded:
             _write_index(folder / f"{prefix}{INDEX}", plan, prefix)
     except BaseException:
@@ -225,7 +225,7 @@ def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *,
         _remove_others(folder, {WEIGHTS})
 
 
-def _open_file(path: pathlib.Path) -> list[Tensor]:
+def open_file(path: pathlib.Path) -> list[Tensor]:
     """The tensors of one file, in the order of their offsets."""
     try:
         with safe_open(path, "np") as checked:
@@ -254,7 +254,7 @@ def _unknown_dtype(name: str, file: pathlib.Path, code: str) -> ValueError:
     return ValueError(f"{name} in {file} has the dtype {code}, which is not one of {', '.join(DTYPES)}.")
 
 
-def _write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> None:
+def write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> None:
     """One safetensors file. Its data start at a multiple of 64 bytes, from where jax.device_put need not copy them."""
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][1].itemsize))  # keeps each aligned to its own size
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}

@@ -137,8 +137,10 @@ class Checkpoints:
         if self._failures:
             raise OSError(f"The last checkpoint could not be saved; {self.folder} has those of steps {self.steps()}.")
 
-    def restore(self, abstract: TrainState) -> tuple[TrainState, Any] | None:
-        """The newest checkpoint: a state with the shardings of `abstract`, and its `data`. None if there is none.
+    def restore(self, abstract: TrainState, *, step: int | None = None) -> tuple[TrainState, Any] | None:
+        """A checkpoint: a state with the shardings of `abstract`, and its `data`. None if there is none.
+
+        It is that of `step`, or the newest.
 
         A damaged one is set aside under another name, `say` is told, and the one before it is used.
 
@@ -146,7 +148,8 @@ class Checkpoints:
             ValueError: if it is of another run, naming what differs.
             OSError: if all are damaged.
         """
-        step = agree(together(self._newest))
+        self.check(wait=True)
+        step = agree(together(self._newest)) if step is None else step
         if step < 0:
             return None
         path = self.folder / str(step)

@@ -56,15 +56,17 @@ def _seen(config: Any, layer: int, seq: int) -> float:
     return window * (1 - window / (2 * seq))
 
 
-def flops_per_token(config: Any, seq: int) -> float:
+def flops_per_token(config: Any, seq: int, *, frozen: bool = False) -> float:
     """Floating point operations of training on one token, in sequences of `seq`: what MFU is counted in.
 
     6 for every weight of a matrix product (2 forward, 4 backward; the head and routers count, looking up an embedding
     does not; of a mixture's experts those that a token goes to), and as many for every pair of numbers that causal
     attention multiplies, each token seeing half of its sequence on average, or less through a window or in a chunk.
-    What remat computes again does not count.
+    What remat computes again does not count. Of `frozen` weights there are no gradients: 4 for each of them; adapters
+    are not counted.
     """
-    return 6.0 * sum(products_per_token(config, seq))
+    layers, head, attention = products_per_token(config, seq)
+    return (4.0 if frozen else 6.0) * (layers + head) + 6.0 * attention
 
 
 def peak_flops() -> float | None:

@@ -20,7 +20,7 @@ from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(loop.Options):
+class Options(loop.LanguageModeling):
     """Pre-train a model. Run again with the same options, it goes on from the last checkpoint in --out."""
 
     model: str
@@ -74,7 +74,10 @@ def main(o: Options) -> None:
             prompts=[loop.prompt_of(example) for example in shown],
             identity=loop.identity(
                 o, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
-            ),
+            )
+            | {"mtp": o.mtp_weight > 0},
+            objective=o.objective(),
+            mtp=o.mtp_weight > 0,
         )
 
 

@@ -74,6 +74,23 @@ def open_records(
     return (records[:-held], records[-held:]) if held else (records, None)
 
 
+def weighted(sets: Sequence[grain.MapDataset[Record]], weights: Sequence[float] = ()) -> grain.MapDataset[Record]:
+    """One data set of several, in which their numbers of records are to each other as `weights`; () leaves them so.
+
+    Every record is in it: the set that is largest for its weight once, and those of the others again and again.
+
+    Raises:
+        ValueError: for weights that are not one positive number a set.
+    """
+    if not weights:
+        return grain.MapDataset.concatenate(list(sets))
+    if len(weights) != len(sets) or min(weights) <= 0:
+        raise ValueError(f"{len(sets)} data sets need as many positive weights, not {list(weights)}.")
+    unit = max(len(records) / weight for records, weight in zip(sets, weights, strict=True))
+    counts = [max(len(records), round(unit * weight)) for records, weight in zip(sets, weights, strict=True)]
+    return grain.MapDataset.concatenate([records.repeat()[:count] for records, count in zip(sets, counts, strict=True)])
+
+
 def _concatenated(files: Sequence[pathlib.Path]) -> grain.MapDataset[Record]:
     sources = [READERS[_kind(file)](file) for file in files]
     filled = [grain.MapDataset.source(source) for source in sources if len(source)]

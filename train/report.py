@@ -58,9 +58,9 @@ def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
         rich.print(text)
 
 
-def memory(step: Any, state: Any, batch: Any) -> dict[str, str]:
+def memory(step: Any, *arguments: Any) -> dict[str, str]:
     """Bytes a device needs for a compiled training step, by XLA's own account."""
-    used = step.lower(state, batch).compile().memory_analysis()
+    used = step.lower(*arguments).compile().memory_analysis()
     size = lambda n: f"{n / 2**20:,.0f} MiB"
     return {
         "state and batch": size(used.argument_size_in_bytes),

@@ -1,4 +1,4 @@
-"""What is done to any model from outside, by type and path, so that no family knows of it: specs, int8, LoRA."""
+"""What is done to any model from outside, by type and path, so that no family knows of it: specs, int8."""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
@@ -232,37 +232,3 @@ class Int8ExpertLinear(AbstractExpertLinear):
     def partition_specs(self, spec: P) -> "Int8ExpertLinear":
         placed = eqx.tree_at(lambda m: (m.weight, m.scale), self, (spec, P(*spec[:2])))
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))
-
-
-class LoRALinear(AbstractLinear):
-    """`base`, frozen, plus a trained update of low rank (arXiv:2106.09685): `base(x) + alpha / rank * b(a(x))`.
-
-    `base` is any linear; over an `Int8Linear` this is QLoRA. `b` starts at zero, so nothing changes at first.
-    """
-
-    base: AbstractLinear
-    a: Float[Array, "rank in"]
-    b: Float[Array, "out rank"]
-    scale: float = eqx.field(static=True)
-
-    def __init__(self, base: AbstractLinear, key: PRNGKeyArray, *, rank: int, alpha: float):
-        out_features, in_features = base.shape
-        self.base, self.scale = base, alpha / rank
-        self.a = jax.random.normal(key, (rank, in_features)) * in_features**-0.5
-        self.b = jnp.zeros((out_features, rank))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
-        return self.base(x) + self.scale * jnp.einsum("...r,or->...o", jnp.einsum("...i,ri->...r", x, a), b)
-
-    def matrix(self) -> Float[Array, "out in"]:
-        base = self.base.matrix()
-        return base + self.scale * (self.b @ self.a).astype(base.dtype)
-
-    def partition_specs(self, spec: P) -> "LoRALinear":
-        parts = (self.base.partition_specs(spec), P(None, *spec[1:]), P(*spec[:1], None))
-        return eqx.tree_at(lambda m: (m.base, m.a, m.b), self, parts)

@@ -20,7 +20,7 @@ from zoo.surgery import shardings
 
 SGD = optax.sgd(1.0)
 SCHEDULE = make_schedule("cosine", peak=0.01, steps=10, warmup=2, decay=0)
-OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32, chunk=40)
+OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32)
 ROUTER = dict(router_balance=0.5, router_z=0.1)
 
 

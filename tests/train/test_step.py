@@ -16,7 +16,7 @@ from train.checkpoint import Checkpoints
 from train.mesh import make_mesh, put_batch
 from train.optim import adamw, make_schedule
 from train.state import abstract_state, init_state
-from train.step import REMAT, jit_train_step
+from train.step import REMAT, cross_entropy, jit_train_step
 from zoo import qwen3
 from zoo.layers import Linear
 from zoo.stack import AbstractBlock, Stack
@@ -27,7 +27,8 @@ BATCH, SEQ = 8, 24
 SGD = optax.sgd(1.0)  # unlike Adam, it does not hide the size of a gradient
 SCHEDULE = make_schedule("cosine", peak=0.01, steps=10, warmup=2, decay=0)
 ADAMW = adamw(SCHEDULE)
-OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32, chunk=40, z_loss=1e-3)
+OBJECTIVE = functools.partial(cross_entropy, chunk=40, z_loss=1e-3)
+OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32, objective=OBJECTIVE)
 
 
 @pytest.fixture(scope="module")

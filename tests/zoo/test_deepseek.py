@@ -17,7 +17,7 @@ import convert.tensors
 import kernels
 import zoo
 from tests.zoo import tiny
-from train.step import loss_sums
+from train.step import cross_entropy
 from zoo import deepseek2, deepseek3, surgery
 
 
@@ -347,7 +347,7 @@ def test_mtp_loss(with_further):
     positions = jnp.concatenate([jnp.arange(19), jnp.arange(19), jnp.zeros(2, int)])[None]
     batch = dict(tokens=TOKENS[:1], targets=jnp.roll(TOKENS[:1], -1, axis=1), segments=segments, positions=positions)
     batch["loss_mask"] = (segments != 0).astype(jnp.int32)
-    loss = lambda model: loss_sums(model, batch, mtp_weight=1.0)
+    loss = lambda model: cross_entropy(model, batch, mtp_weight=1.0)
     (_, (sums, _)), gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model)
 
     documents = jnp.stack([TOKENS[0, :20], TOKENS[0, 19:39]])  # each with the token that its last one predicts

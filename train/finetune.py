@@ -1,0 +1,90 @@
+"""What the scripts share that begin with a model's weights: which one, whether adapters are trained, where it goes."""
+
+import dataclasses
+import pathlib
+from typing import Any, Literal
+
+import jax
+import rich
+from jax.sharding import Mesh
+
+import convert.hub
+import zoo
+from train import loop
+from zoo import lora
+from zoo.registry import family_of
+from zoo.surgery import shardings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters: small matrices beside those of the model, which stay as they are."""
+
+    rank: int = 0
+    """Of the adapters; 8 to 64 is usual. 0: none, and every weight is trained."""
+    alpha: float = 0.0
+    """What an adapter adds is multiplied by alpha / rank. 0: twice the rank."""
+    where: str = lora.LAYERS
+    """Over which linear maps, as a pattern of their paths, such as *.[qv]_proj for queries and values. The default is
+    all of the layers, experts' too."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(loop.Options):
+    model: str = "tiny"
+    """A zoo name, a Hub repository org/name, or a folder in the Hub's layout."""
+    revision: str | None = None
+    """Branch, tag or commit of the repository."""
+    lora: Lora = Lora()
+    quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
+    """How the weights are kept that adapters leave as they are: in --compute-dtype, or rounded to eight or four bits
+    (QLoRA)."""
+    push_to_hub: str | None = None
+    """A repository org/name on the Hub to upload the result to, made if it is missing; private. Needs HF_TOKEN."""
+
+
+def resolved(o: Any) -> Any:
+    """`o` with numbers for what adapters leave to us. A repository to upload to is made now, not after the training.
+
+    Raises:
+        ValueError: if weights are to be both quantised and trained.
+        OSError: if there can be no such repository.
+    """
+    if o.quantize != "none" and not o.lora.rank:
+        raise ValueError(f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank.")
+    if o.push_to_hub and not o.dry_run and jax.process_index() == 0:
+        convert.hub.create(o.push_to_hub)
+    return dataclasses.replace(o, lora=dataclasses.replace(o.lora, alpha=o.lora.alpha or 2.0 * o.lora.rank))
+
+
+def load(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
+    """The model that the options name, placed on the mesh; with new adapters if they are asked for."""
+    if not o.lora.rank:
+        return zoo.load(o.model, revision=o.revision, mesh=mesh, mtp=mtp)
+    model = frozen(o, mesh, mtp=mtp)
+    model = lora.add(model, rank=o.lora.rank, alpha=o.lora.alpha, where=o.lora.where, key=jax.random.key(o.seed))
+    return jax.device_put(model, shardings(model, family_of(model).PARTITION_RULES, mesh))
+
+
+def frozen(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
+    """The model that the options name, to be used and not to be trained: in --compute-dtype, or quantised."""
+    quantize = None if o.quantize == "none" else o.quantize
+    return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, mtp=mtp)
+
+
+def identity(o: Any, config: Any, data: Any) -> dict[str, Any]:
+    """`train.loop.identity`, and what the adapters are."""
+    adapters = dataclasses.asdict(o.lora) if o.lora.rank else None
+    return loop.identity(o, config, family_of(config), data) | {"lora": adapters, "quantize": o.quantize}
+
+
+def width_lr(o: Any) -> float:
+    """The learning rate of a model of width 4,096, if none is given: adapters do well with ten times that of weights
+    (QLoRA, arXiv:2305.14314, table 9)."""
+    return 2e-4 if o.lora.rank else 2e-5
+
+
+def push(o: Any, exported: pathlib.Path) -> None:
+    """Uploads what a run has exported, if that is asked for."""
+    if o.push_to_hub and jax.process_index() == 0:
+        rich.print(f"Uploaded: {convert.hub.push(exported, o.push_to_hub)}")
