@@ -49,7 +49,7 @@ def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, granularity: Granulari
     makes the scale NaN, and with it the whole group: nothing ever saturates.
     """
     exact, limit = exact_dtype(x), LARGEST[jnp.dtype(dtype)]
-    # Written as XLA would rewrite divisions; `zoo.checkpoint.read_int8` computes the same bits in numpy.
+    # Written as XLA would rewrite divisions; `zoo.quantized.rounded` computes the same bits in numpy.
     scale = _largest_magnitudes(x, granularity).astype(exact) * (1 / limit)
     scale = jnp.where(jnp.isinf(scale), jnp.nan, jnp.where(scale < jnp.finfo(exact).tiny, 1, scale))
     values = x.astype(exact) * spread(1 / scale, x.shape)

@@ -35,10 +35,11 @@ from train.plot import plot_losses
 from train.state import abstract_state, init_state
 from train.step import REMAT, Batch, Objective, cross_entropy, jit_train_step, targets_of
 from train.stop import StopRequest
-from zoo import lora
+from zoo import lora, peft
 from zoo.checkpoint import skeleton
 from zoo.config import write as write_config
-from zoo.surgery import cast, quantize_training, shardings
+from zoo.quantized import quantize_training
+from zoo.surgery import cast, shardings
 from zoo.tokenizer import Tokenizer
 
 
@@ -345,7 +346,7 @@ def run(
     # --------------------------------------------------------------------------------------------------- what is left
     exported = o.out / ("adapter" if adapters else "model")
     if adapters:
-        lora.save(whole(), exported, base=o.model)
+        peft.save(whole(), exported, base=o.model)
     else:
         zoo.save(cast(state.model, export_dtype(config)), exported)
     if jax.process_index():
@@ -353,7 +354,7 @@ def run(
     if len(looks) > 1:
         rich.print(f"Validation loss: {looks[0][1]:.3f} at first, {min(look[1] for look in looks):.3f} at best.")
     plot_losses(metrics.path, o.out / "loss.png")
-    how = f'zoo.lora.load(model, "{exported}")' if adapters else f'zoo.load("{exported}")'
+    how = f'zoo.peft.load(model, "{exported}")' if adapters else f'zoo.load("{exported}")'
     rich.print(f"The loss curve is {o.out / 'loss.png'}. The {exported.name} loads with {how}.")
     return exported
 

@@ -9,15 +9,13 @@ redundant; otherwise the checkpoint is refused.
 """
 
 import concurrent.futures
-import dataclasses
 import fnmatch
 import functools
 import inspect
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -29,41 +27,21 @@ import numpy as np
 import rich.console
 import rich.progress
 from jax.sharding import Mesh
-from numpy.typing import NDArray
 
-from convert.packed import Fp8Blocks, Mxfp4, quantize_blocks
-from convert.tensors import Lazy, Tensor
+from convert.packed import quantize_blocks
+from convert.tensors import Lazy
 from zoo.gather import gathered
 from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
+from zoo.quantized import Format, QuantizedLinear, quantize
+from zoo.reading import Parameter, Part, Source, once, read, read_rounded
 from zoo.stack import Stack
-from zoo.surgery import QuantizedLinear, modules, path_name, quantize_int8, shardings
+from zoo.surgery import modules, path_name, shardings
 
 
 T = TypeVar("T")
-Source = Tensor | Fp8Blocks | Mxfp4
-Index = tuple[slice, ...]
-Part = Callable[[Any], Any]  # reads what an `Index` takes of an array
 
 # What config.json says of weights stored in 8 bits.
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
-PIECE = 2**25  # bytes that a thread reads at a time
-INT8_PIECE = 2**18  # and where it quantises them: what fits into a core's cache
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """One array of a model, and the tensors that it is made of."""
-
-    path: str
-    array: Any  # or its jax.ShapeDtypeStruct
-    names: NDArray[Any]  # of the tensors; its axes are the array's first: none, layers, experts, or both
-    transposed: bool  # the tensors' last two axes
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Of each tensor."""
-        shape = self.array.shape[self.names.ndim :]
-        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 def skeleton(family: ModuleType, config: Any, *, mtp: bool = False) -> Any:
@@ -122,13 +100,13 @@ def fill(
     *,
     dtype: np.dtype | None,
     mesh: Mesh | None,
-    int8: bool = False,
+    format: Format | None = None,
 ) -> Any:
     """`skeleton` (from `eqx.filter_eval_shape`) with its arrays read from `tensors`.
 
     `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's PARTITION_RULES, and
     each process reads only those of its own devices. Without one, a tensor that needs neither cast nor stacking is not
-    copied on a CPU: the array is the memory-mapped file. `int8` is `zoo.surgery.quantize_int8`, done as each tensor is
+    copied on a CPU: the array is the memory-mapped file. `format` is `zoo.quantized.quantize`, done as each tensor is
     read, in whole rows.
 
     Raises:
@@ -136,18 +114,19 @@ def fill(
     """
     wanted, tensors = list(parameters(skeleton, family)), standard_names(tensors, family)
     check(wanted, tensors, skeleton.config, family, dtype)
-    result = eqx.filter_eval_shape(quantize_int8, skeleton) if int8 else skeleton
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(result)]
+    result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
+    shapes = {path_name(path): a.shape for path, a in jax.tree_util.tree_leaves_with_path(result)}
+    paths = list(shapes)
     places = jax.tree.leaves(shardings(result, family.PARTITION_RULES, mesh)) if mesh else []
     float32 = tuple(f"{path}." for path, _ in modules(skeleton, Float32))
     arrays: dict[str, jax.Array] = {}
 
-    def put(path: str, shape: tuple[int, ...], part: Part) -> None:
+    def put(path: str, part: Part) -> None:
         """Places the parameter whose values `part` reads, index by index."""
         if mesh:
-            arrays[path] = jax.make_array_from_callback(shape, places[paths.index(path)], part)
+            arrays[path] = jax.make_array_from_callback(shapes[path], places[paths.index(path)], part)
         else:
-            arrays[path] = jax.device_put(part((slice(None),) * len(shape)))
+            arrays[path] = jax.device_put(part((slice(None),) * len(shapes[path])))
 
     size = sum(tensors[name].nbytes for parameter in wanted for name in parameter.names.flat)
     with (
@@ -159,139 +138,17 @@ def fill(
     ):  # fmt: skip
         task = bar.add_task("", total=size)
         for parameter in wanted:
-            path, shape, stored = parameter.path, parameter.array.shape, [tensors[n] for n in parameter.names.flat]
+            path, stored = parameter.path, [tensors[n] for n in parameter.names.flat]
             kind = np.dtype(np.float32) if path.startswith(float32) else dtype or stored[0].dtype
-            if (scale := f"{path.removesuffix('.weight')}.scale") in paths:
-                both = once(lambda index, p=parameter, kind=kind: read_int8(p, tensors, index, kind, pool))
-                put(path, shape, lambda index, both=both: both(index[:-1])[0][..., index[-1]])
-                put(scale, shape[:-1], lambda index, both=both: both(index)[1])
+            if format and (scale := f"{path.removesuffix('.weight')}.scale") in paths:
+                both = once(lambda i, p=parameter, kind=kind: read_rounded(p, tensors, i, kind, format, pool))
+                rows, scaled = parameter.array.ndim - 1, len(shapes[scale])
+                put(path, lambda i, both=both, n=rows: both(i[:n])[0][..., i[n]])
+                put(scale, lambda i, both=both, n=rows, m=scaled: both(i[:n])[1][(..., *i[n:m])])
             else:
-                put(path, shape, once(lambda index, p=parameter, kind=kind: read(p, tensors, index, kind, pool)))
+                put(path, once(lambda i, p=parameter, kind=kind: read(p, tensors, i, kind, pool)))
             bar.advance(task, sum(tensor.nbytes for tensor in stored))
     return jax.tree.unflatten(jax.tree.structure(result), [arrays[path] for path in paths])
-
-
-def once(part: Part) -> Part:
-    """`part`, which reads each index only once, however many of the devices hold it."""
-    held: dict[tuple, Any] = {}
-
-    def get(index: Index) -> Any:
-        key = tuple((s.start, s.stop) for s in index)
-        if key not in held:
-            held[key] = part(index)
-        return held[key]
-
-    return get
-
-
-def read(
-    parameter: Parameter,
-    tensors: Mapping[str, Source],
-    index: Index,
-    dtype: np.dtype,
-    pool: concurrent.futures.Executor,
-) -> np.ndarray:
-    """`array[index]` of a parameter, with at most one copy made."""
-    names, inner, shape = locate(parameter, index)
-    if names.ndim == 0 and not parameter.transposed:
-        tensor = tensors[names.item()]
-        whole = shape == tensor.shape
-        if isinstance(tensor, Tensor) and dtype == tensor.dtype and not (whole and tensor.offset % 64):
-            # An aligned mapping becomes the array; any other would be copied from it.
-            return tensor.view(own=True)[inner]
-    out = aligned_empty((*names.shape, *shape), dtype)
-
-    def fetch(tensor: Source, at: tuple[int, ...], piece: slice) -> None:
-        plain = whole_rows(tensor, inner) and not parameter.transposed
-        if plain and isinstance(tensor, Tensor) and tensor.dtype == dtype:
-            tensor.read_into(out[at][piece], inner[0].start + piece.start)
-        else:
-            out[at][piece] = rows(tensor, inner, piece, dtype, parameter.transposed)
-
-    for_each_piece(fetch, tensors, names, shape, PIECE // dtype.itemsize, pool)
-    return out
-
-
-def read_int8(
-    parameter: Parameter,
-    tensors: Mapping[str, Source],
-    index: Index,
-    dtype: np.dtype,
-    pool: concurrent.futures.Executor,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`zoo.surgery.int8_rows` of the rows `index` of a parameter in `dtype`, worked out piece by piece.
-
-    The rows are read whole, since a row's scale depends on all of it.
-    """
-    names, inner, shape = locate(parameter, (*index, slice(None)))
-    quantized = aligned_empty((*names.shape, *shape), np.dtype(np.int8))
-    scales = aligned_empty((*names.shape, *shape[:-1]), dtype)
-
-    def fetch(tensor: Source, at: tuple[int, ...], piece: slice) -> None:
-        weight = rows(tensor, inner, piece, dtype, parameter.transposed).astype(np.float32)
-        largest = np.max(np.abs(weight), axis=-1)
-        scale = np.where(largest > 0, largest * np.float32(1 / 127), np.float32(1))
-        quantized[at][piece] = np.rint(weight * (1 / scale)[..., None])
-        scales[at][piece] = scale
-
-    for_each_piece(fetch, tensors, names, shape, INT8_PIECE // dtype.itemsize, pool)
-    return quantized, scales
-
-
-def locate(parameter: Parameter, index: Index) -> tuple[NDArray[Any], Index, tuple[int, ...]]:
-    """Where `array[index]` of a parameter lies: the names of the tensors, what it takes of each, and its shape."""
-    lead = parameter.names.ndim
-    names, sizes = parameter.names[(*index[:lead], ...)], parameter.array.shape[lead:]
-    inner = tuple(slice(*s.indices(n)) for s, n in zip(index[lead:], sizes, strict=True))
-    return names, inner, tuple(s.stop - s.start for s in inner)
-
-
-def rows(tensor: Source, index: Index, piece: slice, dtype: np.dtype, transposed: bool) -> np.ndarray:
-    """`tensor[index][piece]` in the model's orientation."""
-    first = slice(index[0].start + piece.start, index[0].start + piece.stop)
-    index = (first, *index[1:])
-    if transposed:
-        index = (*index[:-2], index[-1], index[-2])
-    elif isinstance(tensor, Tensor) and whole_rows(tensor, index):  # not mapped: its pages would count as memory
-        out = np.empty((first.stop - first.start, *tensor.shape[1:]), tensor.dtype)
-        tensor.read_into(out, first.start)
-        return out.astype(dtype, copy=False)
-    mapped = isinstance(tensor, Tensor)
-    part = tensor.view(own=True)[index].astype(dtype, copy=False) if mapped else tensor.part(index, dtype)
-    return part.swapaxes(-1, -2) if transposed else part
-
-
-def whole_rows(tensor: Source, index: Index) -> bool:
-    return tuple(s.stop - s.start for s in index[1:]) == tensor.shape[1:]
-
-
-def for_each_piece(
-    fetch: Callable[[Source, tuple[int, ...], slice], None],
-    tensors: Mapping[str, Source],
-    names: NDArray[Any],
-    shape: tuple[int, ...],
-    size: int,
-    pool: concurrent.futures.Executor,
-) -> None:
-    """`fetch(tensor, its place among the names, some of its rows)` for all rows of all tensors, by several threads.
-
-    `size`: how many numbers at a time, or one row if that has more.
-    """
-    step = max(1, size // max(1, math.prod(shape[1:])))
-    pieces = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-    work = [
-        pool.submit(fetch, tensors[str(names[at])], at, piece) for at in np.ndindex(names.shape) for piece in pieces
-    ]
-    for done in work:
-        done.result()
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """`np.empty` at a multiple of 64 bytes, from where `jax.device_put` takes it over on a CPU without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(size + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def check(

@@ -1,23 +1,19 @@
-"""What is done to any model from outside, by type and path, so that no family knows of it: specs, int8."""
+"""What is done to any model from outside, by type and path, so that no family knows of it: maps, casts, specs."""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-import kernels
 from kernels.mesh import PARAMETERS, fitting
-from kernels.quantize import quantize
-from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear
+from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
 from zoo.pipeline import STAGE
-from zoo.stack import Stack
 
 
 T = TypeVar("T")
@@ -37,9 +33,9 @@ def modules(model: Any, kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """`tree` with its floating point arrays in `dtype`, but for those that are `Float32`."""
+    """`tree` with its floating point arrays in `dtype`, but for `Float32` and weights that are stored in eight bits."""
     kept = lambda m: isinstance(m, Float32)
-    one = lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a
+    one = lambda a: a.astype(dtype) if eqx.is_inexact_array(a) and a.dtype.itemsize > 1 else a
     return jax.tree.map(lambda a: a if kept(a) else one(a), tree, is_leaf=kept)
 
 
@@ -72,22 +68,6 @@ def map_linears(
             keys = tuple(jax.random.split(k, linear.shape[0]) for k in keys)
         new.append((vmapped if stacked else single)(linear, *keys))
     return eqx.tree_at(get, model, new)
-
-
-def quantize_int8(model: T) -> T:
-    """`model` with int8 in all linear maps of its layers; routers, norms, embeddings and the head stay as they are."""
-    for layers, stack in modules(model, Stack):
-        for kind, int8 in ((AbstractLinear, Int8Linear), (AbstractExpertLinear, Int8ExpertLinear)):
-            if any(modules(stack, kind)):
-                model = map_linears(model, int8, f"{layers}.*", kind=kind)
-    return model
-
-
-def quantize_training(model: T, dtype: Literal["int8", "fp8"]) -> T:
-    """`model` with a `QuantizedLinear` for each `Linear` of its layers; all else, and every array, stays as it is."""
-    linear = lambda m: QuantizedLinear(m, dtype) if isinstance(m, Linear) else m
-    layers = lambda m: jax.tree.map(linear, m, is_leaf=lambda m: isinstance(m, Linear)) if isinstance(m, Stack) else m
-    return jax.tree.map(layers, model, is_leaf=lambda m: isinstance(m, Stack))
 
 
 def partition_specs(model: T, rules: Mapping[str, P]) -> T:
@@ -141,94 +121,3 @@ def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
         return NamedSharding(mesh, P(*axes))
 
     return jax.tree_util.tree_map_with_path(place, model, partition_specs(model, rules))
-
-
-def int8_rows(weight: Float[Array, "*rows in"]) -> tuple[Int8[Array, "*rows in"], Float[Array, "*rows"]]:
-    """Rows of int8, and the scale of each: its largest magnitude / 127."""
-    rows, scale = quantize(weight, jnp.int8, "channel")
-    return rows, scale.astype(weight.dtype)
-
-
-class Int8Linear(AbstractLinear):
-    """A `Linear` whose weight is int8, with one scale for each output: at most half a step of `scale` off."""
-
-    weight: Int8[Array, "out in"]
-    scale: Float[Array, " out"]
-    bias: Float[Array, " out"] | None
-
-    def __init__(self, linear: Linear):
-        self.weight, self.scale = int8_rows(linear.weight)
-        self.bias = linear.bias
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        y = kernels.int8_matmul(x, self.weight, self.scale)
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
-
-    def matrix(self) -> Float[Array, "out in"]:
-        return self.weight.astype(self.scale.dtype) * self.scale[:, None]
-
-    def partition_specs(self, spec: P) -> "Int8Linear":
-        placed = eqx.tree_at(lambda m: (m.weight, m.scale), self, (spec, P(*spec[:1])))
-        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
-
-
-class QuantizedLinear(AbstractLinear):
-    """A `Linear` that trains in eight bits: its parameters are floats, and rounded only as they are multiplied.
-
-    Weight and activations are rounded row by row, in "fp8" for all three products of a training step, with gradients
-    rounded too; in "int8" the backward pass multiplies floats.
-    """
-
-    weight: Float[Array, "out in"]
-    bias: Float[Array, " out"] | None
-    dtype: Literal["int8", "fp8"] = eqx.field(static=True)
-
-    def __init__(self, linear: Linear, dtype: Literal["int8", "fp8"]):
-        self.weight, self.bias, self.dtype = linear.weight, linear.bias, dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        if self.dtype == "int8":
-            y = kernels.int8_matmul(x, self.weight, activations=True)
-        else:
-            y = kernels.fp8_matmul(x, self.weight, activations=True, gradients="quantized")
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
-
-    def matrix(self) -> Float[Array, "out in"]:
-        return self.weight
-
-    def partition_specs(self, spec: P) -> "QuantizedLinear":
-        placed = eqx.tree_at(lambda m: m.weight, self, spec)
-        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
-
-
-class Int8ExpertLinear(AbstractExpertLinear):
-    """`Int8Linear`, once for each expert."""
-
-    weight: Int8[Array, "experts out in"]
-    scale: Float[Array, "experts out"]
-    bias: Float[Array, "experts out"] | None
-
-    def __init__(self, linear: ExpertLinear):
-        self.weight, self.scale = int8_rows(linear.weight)
-        self.bias = linear.bias
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
-        each = lambda values: jnp.repeat(values, group_sizes, axis=0, total_repeat_length=len(x)).astype(x.dtype)
-        y = kernels.ragged_dot(x, self.weight, group_sizes) * each(self.scale)
-        return y if self.bias is None else y + each(self.bias)
-
-    def partition_specs(self, spec: P) -> "Int8ExpertLinear":
-        placed = eqx.tree_at(lambda m: (m.weight, m.scale), self, (spec, P(*spec[:2])))
-        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))

@@ -19,6 +19,8 @@ import zoo
 from tests.zoo import tiny
 from train.step import cross_entropy
 from zoo import deepseek2, deepseek3, surgery
+from zoo.lora import LoRALinear
+from zoo.quantized import StoredLinear
 
 
 TOKENS, KEY = jnp.asarray(tiny.TOKENS), jax.random.key(0)
@@ -58,9 +60,9 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
     attention = eqx.filter_jit(family.Attention)(config, key=KEY)
     attention = jax.tree.map(lambda a: 10 * a, attention)  # weights of about 0.2, for else every token looks everywhere
     if surgeon == "int8":
-        attention = surgery.map_linears(attention, surgery.Int8Linear)
+        attention = surgery.map_linears(attention, lambda m: StoredLinear(m, "int8"))
     if surgeon == "lora":
-        adapt = functools.partial(surgery.LoRALinear, rank=3, alpha=3.0)
+        adapt = functools.partial(LoRALinear, rank=3, alpha=3.0)
         attention = surgery.map_linears(attention, adapt, "kv_b_proj", key=KEY)
         attention = eqx.tree_at(lambda m: m.kv_b_proj.b, attention, jax.random.normal(KEY, (4 * 22, 3)))
     seen, run = [], kernels.attention

@@ -12,8 +12,9 @@ import pytest
 import convert.tensors
 import zoo
 from tests.zoo import make_golden, tiny
-from zoo import gpt_oss, surgery
+from zoo import gpt_oss
 from zoo.config import read
+from zoo.quantized import quantize
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -71,7 +72,7 @@ def test_mxfp4_is_read_as_what_it_stands_for(checkpoint, dtype):
 def test_int8_of_mxfp4_as_it_is_read(checkpoint, dtype):
     packed, *_ = checkpoint
     assert eqx.tree_equal(
-        zoo.load(packed, dtype=dtype, quantize="int8"), surgery.quantize_int8(zoo.load(packed, dtype=dtype))
+        zoo.load(packed, dtype=dtype, quantize="int8"), quantize(zoo.load(packed, dtype=dtype), "int8")
     )
 
 

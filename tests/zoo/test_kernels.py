@@ -9,7 +9,7 @@ import pytest
 import kernels
 import zoo
 from tests.zoo import tiny
-from zoo.surgery import quantize_int8
+from zoo.quantized import quantize
 
 
 GOLDEN = tiny.golden()
@@ -71,7 +71,7 @@ def test_gradients(model, implementation):
 @pytest.mark.parametrize("implementation", OURS)
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
 def test_int8_weights(model, implementation):
-    quantized = quantize_int8(model)
+    quantized = quantize(model, "int8")
     with kernels.prefer("reference"):
         expected = eqx.filter_jit(lambda m, t: m(t))(quantized, TOKENS)
     with kernels.prefer(implementation):

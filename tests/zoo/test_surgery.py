@@ -15,10 +15,13 @@ import zoo
 from tests.zoo import tiny
 from zoo import surgery
 from zoo.layers import AbstractLinear, Linear
+from zoo.lora import LoRALinear
+from zoo.quantized import StoredLinear
 
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(0, 64, (8, 12)))
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+int8 = functools.partial(StoredLinear, format="int8")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +35,8 @@ def mesh():
 
 
 def qlora(model):
-    lora = functools.partial(surgery.LoRALinear, rank=4, alpha=8.0)
-    quantized = surgery.map_linears(model, surgery.Int8Linear)
+    lora = functools.partial(LoRALinear, rank=4, alpha=8.0)
+    quantized = surgery.map_linears(model, int8)
     return quantized, surgery.map_linears(quantized, lora, "layers.*.[qv]_proj", key=jax.random.key(1))
 
 
@@ -51,12 +54,12 @@ def test_int8(folder):
 
 def test_int8_of_a_zero_row():
     linear = eqx.tree_at(lambda m: m.weight, Linear(3, 2, key=jax.random.key(0)), jnp.zeros((2, 3)))
-    assert (surgery.Int8Linear(linear)(jnp.ones((1, 3))) == 0).all()
+    assert (int8(linear)(jnp.ones((1, 3))) == 0).all()
 
 
 def test_only_lora_trains(folder):
     _, adapted = qlora(zoo.load(folder))
-    is_lora = lambda m: isinstance(m, surgery.LoRALinear)
+    is_lora = lambda m: isinstance(m, LoRALinear)
     mark = lambda m: eqx.tree_at(lambda m: (m.a, m.b), jax.tree.map(lambda _: False, m), (True, True))
     trained = jax.tree.map(lambda m: mark(m) if is_lora(m) else False, adapted, is_leaf=is_lora)
     train, frozen = eqx.partition(adapted, trained)
@@ -79,7 +82,7 @@ def test_only_lora_trains(folder):
 
 def test_map_linears_refuses_a_pattern_without_match(folder):
     with pytest.raises(ValueError, match=r"No linear matches 'layers.\*.w1'; the model has .*q_proj"):
-        surgery.map_linears(zoo.load(folder), surgery.Int8Linear, "layers.*.w1")
+        surgery.map_linears(zoo.load(folder), int8, "layers.*.w1")
 
 
 @pytest.mark.parametrize("kind", ["dense", "qlora"])

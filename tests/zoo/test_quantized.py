@@ -1,0 +1,154 @@
+"""Weights in fewer bits, and training in eight: what they change of a model, and that they change nothing else."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from tests.zoo import tiny
+from zoo import surgery
+from zoo.layers import AbstractExpertLinear, AbstractLinear, Linear
+from zoo.quantized import NF4, QuantizedLinear, StoredLinear, quantize, quantize_training, rounded, unrounded
+from zoo.stack import Stack
+
+
+TOKENS = jnp.asarray(np.random.RandomState(0).randint(0, 64, (8, 12)))
+FAMILIES = ["qwen2", "deepseek3"]  # with biases; with low ranks, routers, experts, and layers before the scan
+forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    return zoo.load(tiny.write(tmp_path_factory.mktemp("checkpoint"), request.param))
+
+
+def test_the_linears_of_layers_and_nothing_else(model):
+    quantized = quantize_training(model, "fp8")
+    in_layers = tuple(f"{path}." for path, _ in surgery.modules(model, Stack))
+    for path, linear in surgery.modules(quantized, AbstractLinear):
+        assert type(linear) is (QuantizedLinear if path.startswith(in_layers) else Linear)
+    named = lambda m: {surgery.path_name(p): a for p, a in jax.tree_util.tree_leaves_with_path(m)}
+    assert named(quantized).keys() == named(model).keys()
+    assert all(array is named(model)[path] for path, array in named(quantized).items())
+
+
+@pytest.mark.parametrize("model", ["qwen2"], indirect=True)
+@pytest.mark.parametrize("dtype, off", [("int8", 0.1), ("fp8", 0.3)])
+def test_it_computes_nearly_the_same(model, dtype, off):
+    want, got = forward(model, TOKENS), forward(quantize_training(model, dtype), TOKENS)
+    assert 0 < jnp.abs(got - want).mean() < off * jnp.abs(want).mean()
+
+
+def test_it_is_saved_as_it_was(model, tmp_path):
+    for name, each in (("plain", model), ("quantized", quantize_training(model, "fp8"))):
+        zoo.save(each, tmp_path / name)
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("plain", "quantized")]
+    assert files[0] == files[1]
+    for name in files[0]:
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "quantized" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("model", ["qwen2"], indirect=True)
+def test_it_is_sharded_as_it_was(model):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rules = zoo.registry.family_of(model.config).PARTITION_RULES
+    quantized = quantize_training(model, "int8")
+    places = surgery.shardings(quantized, rules, mesh)
+    assert jax.tree.leaves(places) == jax.tree.leaves(surgery.shardings(model, rules, mesh))
+    placed = jax.device_put(quantized, places)
+    with jax.set_mesh(mesh):
+        got = forward(placed, jax.device_put(TOKENS, NamedSharding(mesh, P("fsdp"))))
+    want = forward(quantized, TOKENS)
+    assert got.sharding.spec[0] == "fsdp"
+    assert jnp.abs(np.asarray(got) - want).mean() < 1e-2 * jnp.abs(want).mean()  # where rounding tips over
+
+
+# ------------------------------------------------------------------------------------------------------ stored weights
+
+
+FORMATS = ["int8", "fp8", "nf4"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: tiny.write(tmp_path_factory.mktemp(name), name) for name in ("qwen2", "mixtral", "gpt_oss")}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_stored(folders, name, dtype, format):
+    """No weight is further off than the format's widest gap allows; the loader rounds to the same bits."""
+    model = zoo.load(folders[name], dtype=dtype)
+    stored = quantize(model, format)
+    linears = (AbstractLinear, AbstractExpertLinear)
+    for (path, plain), (_, new) in zip(*(surgery.modules(m, linears) for m in (model, stored)), strict=True):
+        if not path.startswith("layers."):
+            assert type(new) is Linear
+            continue
+        assert new.shape == plain.shape and (new.bias is None) == (plain.bias is None)
+        weight = np.asarray(plain.weight, np.float32)
+        got = np.asarray(unrounded(new.weight, new.scale.astype(jnp.float32), format))
+        largest = np.abs(weight).reshape(*new.scale.shape, -1).max(axis=-1, keepdims=True)
+        # Half of the widest gap between neighbours: 1 of 127, 32 of 448, and 1 - 0.696 of 1.
+        step = {"int8": 0.5 / 127, "fp8": 16 / 448, "nf4": 0.152}[format]
+        step += 2**-8 if dtype == "bfloat16" else 1e-6  # the rounding of the scale
+        assert (np.abs(got - weight).reshape(*new.scale.shape, -1) <= step * largest).all()
+    want, got = forward(model, TOKENS), forward(stored, TOKENS)
+    off = {"int8": 0.1, "fp8": 0.3, "nf4": 0.8}[format]
+    assert got.dtype == want.dtype and 0 < jnp.abs(got - want).mean() < off * jnp.abs(want).mean()
+    assert eqx.tree_equal(zoo.load(folders[name], dtype=dtype, quantize=format), stored)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_stored_on_a_mesh(folders, format):
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    want = zoo.load(folders["mixtral"], quantize=format)
+    with jax.set_mesh(mesh):
+        got = zoo.load(folders["mixtral"], quantize=format, mesh=mesh)
+        assert eqx.tree_equal(jax.device_get(got), jax.device_get(want))
+        assert any(not a.sharding.is_fully_replicated for a in jax.tree.leaves(got) if a.dtype.itemsize == 1)
+        np.testing.assert_allclose(forward(got, TOKENS), forward(want, TOKENS), atol=2e-4)
+
+
+def test_nf4_by_hand():
+    """Codes and bytes of two blocks, one of them all zeros; ties go to the lower code."""
+    weight = jnp.concatenate([2 * jnp.asarray(NF4).repeat(4), jnp.zeros(64)])[None]
+    values, scale = rounded(weight, "nf4")
+    assert values.shape == (1, 64) and values.dtype == jnp.uint8
+    assert (scale == jnp.array([[2.0, 1.0]])).all()
+    assert values[0, :8].tolist() == [0x00, 0x00, 0x11, 0x11, 0x22, 0x22, 0x33, 0x33]
+    assert (values[0, 32:] == 0x77).all()
+    assert (unrounded(values, scale, "nf4") == weight).all()
+    with pytest.raises(ValueError, match="Rows of 3 weights"):
+        rounded(jnp.ones((2, 3)), "nf4")
+
+
+@pytest.mark.live
+def test_nf4_equals_bitsandbytes():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch = pytest.importorskip("torch")
+    weight = np.random.RandomState(0).randn(8, 128).astype(np.float32)
+    values, state = bitsandbytes.functional.quantize_4bit(torch.from_numpy(weight), quant_type="nf4")
+    ours, scale = rounded(jnp.asarray(weight), "nf4")
+    assert (np.asarray(ours).ravel() == values.numpy().ravel()).all()
+    np.testing.assert_array_equal(np.ravel(scale), state.absmax.numpy())
+    meant = bitsandbytes.functional.dequantize_4bit(values, state).numpy()
+    np.testing.assert_allclose(unrounded(ours, scale, "nf4"), meant, rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stored_weight_has_no_gradient(folders, format):
+    """What it multiplies has one, though, that of the weights it stands for."""
+    linear = Linear(64, 8, key=jax.random.key(0))
+    stored = StoredLinear(linear, format)
+    x = jax.random.normal(jax.random.key(1), (2, 64))
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(stored(x))))(x)
+    want = jax.grad(lambda x: jnp.sum(jnp.sin(x @ stored.matrix().T)))(x)
+    np.testing.assert_allclose(gradient, want, atol=1e-5)
+    cast = surgery.cast(stored, jnp.bfloat16)
+    assert cast.weight.dtype == stored.weight.dtype and cast.scale.dtype == jnp.bfloat16

@@ -1,0 +1,298 @@
+"""Adapters in files, as PEFT lays them out: adapter_config.json and adapter_model.safetensors.
+
+    peft.save(model, "adapter", base="Qwen/Qwen3-0.6B")  # PeftModel.from_pretrained reads it
+    model = peft.load(model, "adapter")                  # and this what that one has saved
+
+A linear map of transformers' has the tensors lora_A (rank, in) and lora_B (out, rank). The experts of a layer are two
+parameters of one module there, gate_up_proj and down_proj, and PEFT (`target_parameters`) has one tensor for the
+adapters of all of them, (experts * rank, in) and (out, rank * experts). Where gate and up are two maps here, the
+adapter of both has their ranks together, and zeros where one does not act on the other.
+"""
+
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+import convert.hub
+import convert.tensors
+from zoo.checkpoint import parameters, skeleton
+from zoo.gather import gathered, write_once
+from zoo.layers import AbstractExpertLinear, AbstractLinear
+from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
+from zoo.registry import family_of
+from zoo.surgery import modules
+
+
+T = TypeVar("T")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TENSOR = "base_model.model.{}.lora_{}.weight"
+
+# Keys of an adapter_config.json that do not change what it computes, given its tensors.
+NOT_THE_MODEL = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "target_modules", "task_type",
+}  # fmt: skip
+READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"}
+INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")  # ways to begin that leave the base's weights alone
+
+# The maps of experts, by their names in families -> the parameter of transformers', and which of its two parts.
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+EXPERTS = {
+    "gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "w1": (GATE_UP, 0), "w3": (GATE_UP, 1), "w2": (DOWN, None),
+    GATE_UP: (GATE_UP, None), DOWN: (DOWN, None),
+}  # fmt: skip
+
+
+class Pair(NamedTuple):
+    """One update, `scale * b @ a`; of experts, one for each."""
+
+    a: Float[np.ndarray, "*experts rank in"]
+    b: Float[np.ndarray, "*experts out rank"]
+    scale: float
+
+
+def save(model: Any, folder: str | os.PathLike, *, base: str = "") -> None:
+    """Writes a model's adapters. `base` is the name of the model that they belong to, by which PEFT finds it.
+
+    Of a model that several processes hold, all call this, and process 0 writes.
+
+    Raises:
+        ValueError: if the model has no adapters, some of several ranks or scales, or one that transformers has no place
+            for.
+    """
+    family, names = family_of(model), module_names(model)
+    adapters = dict(modules(model, ADAPTERS))
+    kinds = {(m.a.shape[-2], m.scale) for m in adapters.values()}
+    if len(kinds) != 1:
+        raise ValueError(f"The model has adapters of {len(kinds)} kinds (rank and scale); PEFT's layout is of one.")
+    if homeless := [path for path in adapters if path.startswith("mtp.")]:
+        raise ValueError(f"{homeless[0]} has an adapter, but transformers has no such module.")
+    ((rank, scale),) = kinds
+    tensors: dict[str, convert.tensors.Lazy] = {}
+
+    def put(name: str, a: tuple[int, ...], b: tuple[int, ...], pair: Any) -> None:
+        for letter, shape, get in (("A", a, lambda: pair().a), ("B", b, lambda: pair().b)):
+            tensors[TENSOR.format(name, letter)] = (shape, np.dtype(np.float32), get)
+
+    @functools.cache
+    def whole(path: str) -> list[np.ndarray]:
+        return [gathered(array).astype(np.float32) for array in (adapters[path].a, adapters[path].b)]
+
+    def pair_of(path: str, at: tuple[int, ...]) -> Pair:
+        a, b = whole(path)
+        return Pair(a[at], b[at], scale)
+
+    # Experts: module -> parameter -> its parts' adapters, and where in them the layer is.
+    places: dict[str, dict[str, dict[int | None, Any]]] = {}
+    for path, m in adapters.items():
+        for at, name in np.ndenumerate(names[path]):
+            if isinstance(m, LoRALinear):
+                put(name, m.a.shape[-2:], m.b.shape[-2:], functools.partial(pair_of, path, at))
+            else:
+                module, parameter, part = expert_place(name)
+                places.setdefault(module, {}).setdefault(parameter, {})[part] = (path, at)
+    several = set()
+    for module, of_module in places.items():
+        for parameter, parts in of_module.items():
+            get = lambda parts=parts: fused({part: pair_of(*where) for part, where in parts.items()}, swapped(family))
+            ranks, m = rank * len(parts), adapters[next(iter(parts.values()))[0]]
+            experts, out, in_ = (*m.shape[-3:-2], m.shape[-2] * (1 if None in parts else 2), m.shape[-1])
+            out, in_ = (in_, out) if swapped(family) else (out, in_)
+            put(wrapper(module, parameter, set(of_module)), (experts * ranks, in_), (out, ranks * experts), get)
+            several |= {f"experts.{parameter}"} if len(parts) > 1 else set()
+    linears = {path: m for path, m in modules(model, AbstractLinear) if path in names}
+    adapted = {name for path in adapters.keys() & linears.keys() for name in names[path].flat}
+    others = {name for path in linears.keys() - adapters.keys() for name in names[path].flat}
+    last = lambda names: {name.rpartition(".")[2] for name in names}
+    # Beside experts PEFT takes modules of these names for theirs (as transformers 4 had them), but not parameters.
+    mistaken = {name for name in adapted if any(modules(model, AbstractExpertLinear)) and last({name}) & EXPERTS.keys()}
+    adapted -= mistaken
+    wrapped = {f"experts.{p}" for of_module in places.values() for p in of_module} | {f"{m}.weight" for m in mistaken}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
+        "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": sorted(adapted if last(adapted) & last(others) else last(adapted)),
+        "target_parameters": sorted(wrapped) or None,
+        "rank_pattern": {name: 2 * rank for name in sorted(several)},
+        "alpha_pattern": {name: 2 * scale * rank for name in sorted(several)},
+        "fan_in_fan_out": fan_in_fan_out(model),
+    }  # fmt: skip
+    write_once(model, tensors, functools.partial(_write, pathlib.Path(folder), config))
+
+
+def _write(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, convert.tensors.Lazy]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    convert.tensors.write_file(folder / f"{WEIGHTS}.tmp", tensors)
+    (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
+    for name in (WEIGHTS, CONFIG):
+        os.replace(folder / f"{name}.tmp", folder / name)
+
+
+def load(model: T, folder: str | os.PathLike) -> T:
+    """`model` with the adapters that a folder holds, in float32.
+
+    Raises:
+        OSError: if the folder lacks one of the two files.
+        ValueError: if they say or hold anything that is not implemented, or does not fit the model, naming it; or if
+            the model has adapters already.
+    """
+    if any(modules(model, ADAPTERS)):
+        raise ValueError("The model has adapters already; zoo.lora.merge puts them into its weights.")
+    folder, family, names = pathlib.Path(folder), family_of(model), module_names(model)
+    config = _read_config(folder / CONFIG)
+    wrapped = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
+    tensors = {tensor.name: tensor for tensor in convert.tensors.open_file(folder / WEIGHTS)}
+    used: set[str] = set()
+
+    def stored(name: str, key: str) -> Pair | None:
+        """What is stored under a name; `key` is what patterns of the config are compared with."""
+        both = [TENSOR.format(name, letter) for letter in "AB"]
+        if not tensors.keys() >= set(both):
+            return None
+        used.update(both)
+        return Pair(*(tensors[each].part((), np.dtype(np.float32)) for each in both), scale_of(config, key))
+
+    def of_experts(name: str, experts: int) -> Pair | None:
+        module, parameter, part = expert_place(name)
+        stem, _, kind = name.rpartition(".")
+        each = [stored(n, n) for n in (f"{stem}.{e}.{kind}" for e in range(experts))]  # as transformers 4 had them
+        if all(each):
+            a, b, scales = zip(*each, strict=True)
+            return Pair(np.stack(a), np.stack(b), scales[0])
+        if parameter not in wrapped:
+            return None
+        whole = stored(wrapper(module, parameter, wrapped), f"{module}.{parameter}")
+        return whole and part_of(whole, part, experts, swapped(family))
+
+    def adapted(path: str, linear: Any) -> Any:
+        find = functools.partial(of_experts, experts=linear.shape[-3]) if is_experts(linear) else lambda n: stored(n, n)
+        found = [(at, pair) for at, name in np.ndenumerate(names[path]) if (pair := find(name))]
+        if not found:
+            return linear
+        *rest, out_features, in_features = linear.shape
+        rank, scale = max(pair.a.shape[-2] for _, pair in found), found[0][1].scale
+        a, b = np.zeros((*rest, rank, in_features), np.float32), np.zeros((*rest, out_features, rank), np.float32)
+        for at, pair in found:  # zeros where a layer has a lower rank, or none
+            r = pair.a.shape[-2]
+            if (pair.a.shape[-1], pair.b.shape[-2]) != (in_features, out_features):
+                raise ValueError(
+                    f"{folder / WEIGHTS} has an adapter of {pair.a.shape[-1]} to {pair.b.shape[-2]} features for "
+                    f"{names[path][at]}; the model has {in_features} to {out_features} there."
+                )
+            a[at][..., :r, :], b[at][..., :r] = pair.a, pair.b * np.float32(pair.scale / scale)
+        make = functools.partial(LoRAExpertLinear if is_experts(linear) else LoRALinear, scale=scale)
+        stacked = len(linear.shape) > (3 if is_experts(linear) else 2)
+        return (eqx.filter_vmap(make) if stacked else make)(linear, jnp.asarray(a), jnp.asarray(b))
+
+    is_experts = lambda m: isinstance(m, AbstractExpertLinear)
+    get = lambda m: [linear for _, linear in modules(m, (AbstractLinear, AbstractExpertLinear))]
+    new = [
+        adapted(path, m) if path in names else m for path, m in modules(model, (AbstractLinear, AbstractExpertLinear))
+    ]
+    if unused := sorted(tensors.keys() - used):
+        raise ValueError(
+            f"{folder / WEIGHTS} has {len(unused)} tensors that the model has no place for: {', '.join(unused[:5])}."
+        )
+    return eqx.tree_at(get, model, new)
+
+
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
+    config = convert.hub.read_json(path)
+    for key, value in config.items():
+        known = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": INITIAL}.get(key)
+        if (known and value not in known) or (not known and value and key not in READ | NOT_THE_MODEL):
+            raise ValueError(f"{path} says {key}={value!r}, which is not implemented.")
+    return config
+
+
+def scale_of(config: dict[str, Any], name: str) -> float:
+    """What PEFT multiplies an adapter of this name by."""
+
+    def of(patterns: str, default: str) -> float:
+        matches = (value for key, value in (config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", name))
+        return float(next(matches, config[default]))
+
+    rank, alpha = of("rank_pattern", "r"), of("alpha_pattern", "lora_alpha")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+# ======================================================================================================================
+# Names, and the adapters of experts.
+# ======================================================================================================================
+
+
+def module_names(model: Any) -> dict[str, np.ndarray]:
+    """Path of a linear map -> its names in checkpoints, one for each layer of a stack; of experts, without a number."""
+    plain = skeleton(family_of(model), model.config)
+    experts, found = {path for path, _ in modules(plain, AbstractExpertLinear)}, {}
+    for p in parameters(plain, family_of(model)):
+        path, names = p.path.removesuffix(".weight"), p.names
+        if path in experts and names.ndim > p.array.ndim - 3:  # each expert has a tensor
+            names = np.vectorize(lambda name: re.sub(r"\.0(\.\w+\.weight)$", r"\1", name), [object])(names[..., 0])
+        found[path] = np.vectorize(lambda name: name.removesuffix(".weight"), [object])(names)
+    return found
+
+
+def fan_in_fan_out(model: Any) -> bool:
+    """Whether transformers stores the model's matrices as (in, out)."""
+    plain = skeleton(family_of(model), model.config)
+    return any(p.transposed and p.array.ndim - p.names.ndim == 2 for p in parameters(plain, family_of(model)))
+
+
+def expert_place(name: str) -> tuple[str, str, int | None]:
+    """The module of a map of experts in transformers, the parameter of it, and its part there: 0 gate, 1 up, None all.
+
+    Mixtral's block_sparse_moe is called mlp there.
+    """
+    module, _, kind = name.rpartition(".")
+    return module.replace(".block_sparse_moe.", ".mlp."), *EXPERTS[kind]
+
+
+def wrapper(module: str, parameter: str, wrapped: set[str]) -> str:
+    """Where PEFT keeps the adapter of a module's parameter: the second one goes around the first."""
+    return f"{module}.base_layer" if parameter == GATE_UP and DOWN in wrapped else module
+
+
+def swapped(family: Any) -> bool:
+    """Whether PEFT takes in for out in experts: for Llama 4, whose parameters are (experts, in, out), but unmarked."""
+    return family.__name__ == "zoo.llama4"
+
+
+def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:
+    """PEFT's two tensors of the experts of a layer, from the adapters of a parameter or of its parts."""
+    pairs = [pair for _, pair in sorted(parts.items(), key=lambda item: item[0] or 0)]
+    a, b, scale = np.concatenate([pair.a for pair in pairs], axis=1), pairs[0].b, pairs[0].scale
+    if None not in parts:
+        zeros = np.zeros_like(b)
+        rows = [[p.b if part == row else zeros for part, p in sorted(parts.items())] for row in (0, 1)]
+        b = np.concatenate([np.concatenate(row, axis=2) for row in rows], axis=1)
+    if swap:
+        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    return Pair(a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1), scale)
+
+
+def part_of(whole: Pair, part: int | None, experts: int, swap: bool) -> Pair | None:
+    """The inverse of `fused`, of one part: without the other part's half of the ranks, if that does not act on it, and
+    None if nothing does."""
+    a = whole.a.reshape(experts, -1, whole.a.shape[1])
+    b = whole.b.reshape(len(whole.b), -1, experts).transpose(2, 0, 1)
+    if swap:
+        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    if part is None:
+        return Pair(a, b, whole.scale)
+    (gate, up), half = np.split(b, 2, axis=1), a.shape[1] // 2
+    if a.shape[1] % 2 == 0 and not gate[..., half:].any() and not up[..., :half].any():
+        a, gate, up = np.split(a, 2, axis=1)[part], gate[..., :half], up[..., half:]
+    mine, other = (gate, up) if part == 0 else (up, gate)
+    return Pair(a, mine, whole.scale) if mine.any() or not other.any() else None

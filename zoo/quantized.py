@@ -1,0 +1,203 @@
+"""Linear maps in fewer bits: weights stored rounded (int8, fp8, nf4), or floats that are rounded as they multiply.
+
+    model = quantize(model, "nf4")           # what zoo.load(quantize="nf4") does, tensor by tensor
+    model = quantize_training(model, "fp8")  # weights stay floats and are trained
+
+Both are done from outside, to the linear maps of a model's layers; routers, norms, embeddings and the head stay.
+"""
+
+import math
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Shaped
+
+import kernels
+from kernels.quantize import LARGEST
+from kernels.quantize import quantize as round_off
+from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
+from zoo.stack import Stack
+from zoo.surgery import map_linears, modules
+
+
+T = TypeVar("T")
+Format = Literal["int8", "fp8", "nf4"]
+STORED = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "nf4": np.dtype(np.uint8)}
+
+# NF4 (QLoRA, arXiv:2305.14314, appendix E): quantiles of a normal distribution, of which 0 is one, and 1 the largest.
+NF4 = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+NF4_BLOCK = 64  # weights that share a scale, at most
+
+
+def quantize(model: T, format: Format) -> T:
+    """`model` with the weights of its layers' linear maps, experts' too, stored in a format; see `rounded`."""
+    for layers, stack in modules(model, Stack):
+        for kind, stored in ((AbstractLinear, StoredLinear), (AbstractExpertLinear, StoredExpertLinear)):
+            if any(modules(stack, kind)):
+                model = map_linears(model, lambda m, stored=stored: stored(m, format), f"{layers}.*", kind=kind)
+    return model
+
+
+def quantize_training(model: T, dtype: Literal["int8", "fp8"]) -> T:
+    """`model` with a `QuantizedLinear` for each `Linear` of its layers; all else, and every array, stays as it is."""
+    linear = lambda m: QuantizedLinear(m, dtype) if isinstance(m, Linear) else m
+    layers = lambda m: jax.tree.map(linear, m, is_leaf=lambda m: isinstance(m, Linear)) if isinstance(m, Stack) else m
+    return jax.tree.map(layers, model, is_leaf=lambda m: isinstance(m, Stack))
+
+
+def rounded(weight: Float[Any, "*rows in"], format: Format, np: ModuleType = jnp) -> tuple[Any, Any]:
+    """What is stored of rows of weights: values, and scales in the weights' dtype.
+
+    "int8" and "fp8" (float8_e4m3fn) have a scale for each row: its largest magnitude / the format's. "nf4" has four
+    bits a weight, two weights in a byte, the first one in the upper half, and a scale for each 64 neighbours in a row
+    (or as many as divide both 64 and the row): their largest magnitude. `np` is jax.numpy, or numpy for a host to do
+    it as it reads.
+
+    Raises:
+        ValueError: for nf4 and rows of odd length.
+    """
+    dtype, weight = weight.dtype, weight.astype(np.float32)
+    if format != "nf4" and np is jnp:
+        values, scale = round_off(weight, STORED[format], "channel")
+        return values, scale.astype(dtype)
+    if format != "nf4":
+        largest = np.max(np.abs(weight), axis=-1)
+        scale = np.where(largest > 0, largest * np.float32(1 / LARGEST[STORED[format]]), np.float32(1))
+        values = weight * (1 / scale)[..., None]
+        return (np.rint(values) if format == "int8" else values).astype(STORED[format]), scale.astype(dtype)
+    if weight.shape[-1] % 2:
+        raise ValueError(f"Rows of {weight.shape[-1]} weights can't be stored in nf4, which puts two into a byte.")
+    blocks = weight.reshape(*weight.shape[:-1], -1, math.gcd(weight.shape[-1], NF4_BLOCK))
+    largest = np.max(np.abs(blocks), axis=-1)
+    scale = np.where(largest > 0, largest, np.float32(1)).astype(dtype)
+    codes = np.searchsorted((NF4[1:] + NF4[:-1]) / 2, blocks / scale.astype(np.float32)[..., None]).astype(np.uint8)
+    codes = codes.reshape(weight.shape)
+    return codes[..., ::2] << 4 | codes[..., 1::2], scale
+
+
+def unrounded(values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
+    """The weights that values and scales stand for, in the dtype of the scales."""
+    if format != "nf4":
+        return values.astype(scale.dtype) * scale[..., None]
+    codes = jnp.stack([values >> 4, values & 15], axis=-1).reshape(*scale.shape, -1)
+    weight = jnp.asarray(NF4)[codes.astype(jnp.int32)] * scale[..., None].astype(jnp.float32)
+    return weight.reshape(*values.shape[:-1], -1).astype(scale.dtype)
+
+
+class StoredLinear(AbstractLinear):
+    """A `Linear` whose weight is stored in a `Format`, and not trained."""
+
+    weight: Shaped[Array, "out stored"]
+    scale: Float[Array, " out"] | Float[Array, "out blocks"]
+    bias: Float[Array, " out"] | None
+    format: Format = eqx.field(static=True)
+
+    def __init__(self, linear: Linear, format: Format):
+        self.weight, self.scale = rounded(linear.weight, format)
+        self.bias, self.format = linear.bias, format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape(self.weight, self.format)
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        if self.format == "nf4":
+            y = jnp.einsum("...i,oi->...o", x, self.matrix().astype(x.dtype))
+        else:
+            matmul = kernels.int8_matmul if self.format == "int8" else kernels.fp8_matmul
+            y = matmul(x, self.weight, self.scale)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+
+    def matrix(self) -> Float[Array, "out in"]:
+        return unrounded(self.weight, self.scale, self.format)
+
+    def partition_specs(self, spec: P) -> "StoredLinear":
+        return placed(self, spec)
+
+
+class StoredExpertLinear(AbstractExpertLinear):
+    """`StoredLinear`, once for each expert. But for int8, all experts of a layer are floats while they multiply."""
+
+    weight: Shaped[Array, "experts out stored"]
+    scale: Float[Array, "experts out"] | Float[Array, "experts out blocks"]
+    bias: Float[Array, "experts out"] | None
+    format: Format = eqx.field(static=True)
+
+    def __init__(self, linear: ExpertLinear, format: Format):
+        self.weight, self.scale = rounded(linear.weight, format)
+        self.bias, self.format = linear.bias, format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape(self.weight, self.format)
+
+    def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
+        each = lambda values: jnp.repeat(values, group_sizes, axis=0, total_repeat_length=len(x)).astype(x.dtype)
+        if self.format == "int8":
+            y = kernels.ragged_dot(x, self.weight, group_sizes) * each(self.scale)
+        else:
+            weight = unrounded(self.weight, self.scale, self.format).astype(x.dtype)
+            y = kernels.ragged_dot(x, weight, group_sizes)
+        return y if self.bias is None else y + each(self.bias)
+
+    def partition_specs(self, spec: P) -> "StoredExpertLinear":
+        return placed(self, spec)
+
+
+def shape(weight: Shaped[Array, "..."], format: Format) -> tuple[int, ...]:
+    """Of the weight that is stored."""
+    return (*weight.shape[:-1], 2 * weight.shape[-1]) if format == "nf4" else weight.shape
+
+
+def placed(linear: T, spec: P) -> T:
+    """A stored linear, or one of experts, with each array replaced by its `PartitionSpec`; `spec` is the weight's."""
+    rows = P(*spec[:-1])
+    scale = P(*rows, None) if linear.format == "nf4" else rows  # there may be too few in a row to split it
+    result = eqx.tree_at(lambda m: (m.weight, m.scale), linear, (spec, scale))
+    return result if linear.bias is None else eqx.tree_at(lambda m: m.bias, result, rows)
+
+
+class QuantizedLinear(AbstractLinear):
+    """A `Linear` that trains in eight bits: its parameters are floats, and rounded only as they are multiplied.
+
+    Weight and activations are rounded row by row, in "fp8" for all three products of a training step, with gradients
+    rounded too; in "int8" the backward pass multiplies floats.
+    """
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None
+    dtype: Literal["int8", "fp8"] = eqx.field(static=True)
+
+    def __init__(self, linear: Linear, dtype: Literal["int8", "fp8"]):
+        self.weight, self.bias, self.dtype = linear.weight, linear.bias, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        if self.dtype == "int8":
+            y = kernels.int8_matmul(x, self.weight, activations=True)
+        else:
+            y = kernels.fp8_matmul(x, self.weight, activations=True, gradients="quantized")
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+
+    def matrix(self) -> Float[Array, "out in"]:
+        return self.weight
+
+    def partition_specs(self, spec: P) -> "QuantizedLinear":
+        placed = eqx.tree_at(lambda m: m.weight, self, spec)
+        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
