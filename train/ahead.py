@@ -18,6 +18,7 @@ from kernels.mesh import BATCH, FEATURES
 from train import loop
 from train.hlo import Collective, activations, collectives
 from train.mesh import token_sharding
+from train.options import Options
 from train.state import abstract_state
 from train.step import REMAT, jit_train_step
 from zoo.surgery import cast
@@ -61,7 +62,7 @@ def training(
     config: Any, family: ModuleType, mesh: Mesh, *, batch: int, seq: int, remat: str, microbatches: int
 ) -> Program:
     """The step of `train.loop`: AdamW in float32, computing in bfloat16."""
-    optimizer, schedule = loop.make_optimizer(loop.Options(lr=1e-4, steps=1000, warmup=30, decay=200))
+    optimizer, schedule = loop.make_optimizer(Options(lr=1e-4, steps=1000, warmup=30, decay=200))
     state = abstract_state(loop.abstract_model(config, family, mesh, mtp=False), optimizer)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
     data = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), rows)

@@ -68,10 +68,10 @@ def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions
 def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> Example:
     match fields:
         case {"messages": list(turns)} | {"conversations": list(turns)}:
-            return _encode_chat(_messages(turns), 0, fields.get("tools"), tokenizer, completions_only)
+            return _encode_chat(messages(turns), 0, fields.get("tools"), tokenizer, completions_only)
         case {"prompt": list(prompt), "completion": list(completion)}:
-            messages, given = _messages(prompt + completion), len(prompt)
-            return _encode_chat(messages, given, fields.get("tools"), tokenizer, completions_only)
+            turns, given = messages(prompt + completion), len(prompt)
+            return _encode_chat(turns, given, fields.get("tools"), tokenizer, completions_only)
         case {"prompt": str(prompt), "completion": str(completion)}:
             # Together, because apart they can have other tokens: sentencepiece puts a space before each text.
             text, start = prompt + completion, len(prompt) if completions_only else 0
@@ -91,20 +91,25 @@ def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> Exampl
     return Example(ids, mask, whole="completion" in fields)
 
 
-def _messages(turns: list[Any]) -> list[dict[str, Any]]:
-    messages = []
+def messages(turns: list[Any]) -> list[dict[str, Any]]:
+    """The messages of a chat in any of the known layouts, with role and content.
+
+    Raises:
+        ValueError: naming the first message that has neither layout.
+    """
+    found = []
     for number, turn in enumerate(turns, 1):
         match turn:
             case {"role": str()}:
-                messages.append(turn)
+                found.append(turn)
             case {"from": str(role), "value": str(content)} if role in ROLES:
-                messages.append({"role": ROLES[role], "content": content})
+                found.append({"role": ROLES[role], "content": content})
             case _:
                 known = ", ".join(ROLES)
                 raise ValueError(f"message {number} must have role and content, or value and from (one of {known}).")
-    if not messages:
+    if not found:
         raise ValueError("the list of messages is empty.")
-    return messages
+    return found
 
 
 def _encode_chat(

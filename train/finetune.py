@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import convert.hub
 import zoo
-from train import loop
+from train import loop, options
 from zoo import lora
 from zoo.registry import family_of
 from zoo.surgery import shardings
@@ -30,7 +30,7 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(loop.Options):
+class Options(options.Options):
     model: str = "tiny"
     """A zoo name, a Hub repository org/name, or a folder in the Hub's layout."""
     revision: str | None = None

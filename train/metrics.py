@@ -145,8 +145,10 @@ class Progress:
         """A line of its own, above the bar."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def update(self, step: int, *, loss: SupportsFloat, tokens: SupportsInt, **_: Any) -> dict[str, float]:
-        """Shows that `step` is done. Of its metrics, the loss and the number of tokens are used.
+    def update(
+        self, step: int, *, loss: SupportsFloat, tokens: SupportsInt, reward: SupportsFloat | None = None, **_: Any
+    ) -> dict[str, float]:
+        """Shows that `step` is done. Of its metrics, the loss, the reward and the number of tokens are used.
 
         Returns the numbers that depend on the clock: "tokens_per_second", and "mfu" if the peak is known.
         """
@@ -155,6 +157,8 @@ class Progress:
         self._marks.append((now, step, self._tokens))
         started, first, before = self._marks[0]
         text, rates = f"loss {float(loss):.4f}", {}
+        if reward is not None:
+            text = f"reward {float(reward):.3f}  {text}"
         if step > first:
             seconds = now - started
             rates["tokens_per_second"] = (self._tokens - before) / seconds

@@ -11,19 +11,21 @@ from train.metrics import read_metrics
 
 
 CURVES = {"loss": ("training", "#4477aa"), "validation_loss": ("validation", "#cc6677")}
+REWARD = {"reward": ("reward", "#228833")}
 SIZE, SHARP = (1200, 675), 2  # pixels; drawn this many times larger, and scaled down for smooth lines
 LEFT, TOP, RIGHT, BOTTOM = 90, 60, 1170, 610
 
 
 def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
-    """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG."""
+    """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG; or "reward", if it has that."""
     lines = read_metrics(metrics)
-    curves = []
-    for name, (label, color) in CURVES.items():
+    curves, rewards = [], any("reward" in line for line in lines)
+    for name, (label, color) in (REWARD if rewards else CURVES).items():
         points = [(line["step"], float(line[name])) for line in lines if math.isfinite(float(line.get(name, "nan")))]
         last = f"{label}, at last {points[-1][1]:.3f}" if points else ""
         curves.append(Curve(last, color, points, dots=points if name == "validation_loss" else points[-1:]))
-    draw(curves, f"{pathlib.Path(metrics).resolve().parent.name}: loss in nats a token", "step", picture)
+    what = "mean reward" if rewards else "loss in nats a token"
+    draw(curves, f"{pathlib.Path(metrics).resolve().parent.name}: {what}", "step", picture)
 
 
 class Curve(NamedTuple):

@@ -15,12 +15,13 @@ import zoo
 from train import loop, report
 from train.data import batches, encode, fingerprint, survey
 from train.mesh import make_mesh
+from train.options import LanguageModeling
 from train.records import open_records
 from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(loop.LanguageModeling):
+class Options(LanguageModeling):
     """Pre-train a model. Run again with the same options, it goes on from the last checkpoint in --out."""
 
     model: str

@@ -17,12 +17,13 @@ import zoo
 from train import finetune, loop, report
 from train.data import batches, encode, fingerprint, survey
 from train.mesh import make_mesh
+from train.options import LanguageModeling
 from train.records import open_records, weighted
 from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(loop.LanguageModeling, finetune.Options):
+class Options(LanguageModeling, finetune.Options):
     """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint in --out."""
 
     data: tuple[pathlib.Path, ...] = (train.tiny.INSTRUCTIONS,)

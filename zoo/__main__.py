@@ -1,4 +1,4 @@
-"""The command line: `python -m zoo verify SOURCE`."""
+"""The command line: `python -m zoo verify SOURCE`, `chat SOURCE`, `serve SOURCE`, `merge SOURCE ADAPTER OUT`."""
 
 import pathlib
 import sys
@@ -6,6 +6,10 @@ from typing import Annotated
 
 import tyro
 
+import zoo
+from zoo import lora, peft
+from zoo.chat import chat
+from zoo.serve import serve
 from zoo.verify import report
 
 
@@ -28,8 +32,26 @@ def verify(
     sys.exit(0 if report(source, html, tokens=tokens, seed=seed) else 1)
 
 
+def merge(
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
+    adapter: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="ADAPTER")],
+    out: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="OUT")],
+) -> None:
+    """Writes a model with an adapter in its weights, in the Hub's layout and in the dtype of the model.
+
+    Args:
+        source: the model that the adapter was trained on: a zoo name, a Hub repository org/name, or a folder.
+        adapter: a folder in PEFT's layout, such as a run with --lora.rank leaves.
+        out: the folder to write.
+    """
+    zoo.save(lora.merge(peft.load(zoo.load(source), adapter)), out)
+    print(f'Merged; zoo.load("{out}") and transformers read it.')
+
+
 if __name__ == "__main__":
     try:
-        tyro.extras.subcommand_cli_from_dict({"verify": verify}, description=__doc__)
+        tyro.extras.subcommand_cli_from_dict(
+            {"verify": verify, "chat": chat, "serve": serve, "merge": merge}, description=__doc__
+        )
     except (ValueError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -161,7 +161,8 @@ def load(model: T, folder: str | os.PathLike) -> T:
         if not tensors.keys() >= set(both):
             return None
         used.update(both)
-        return Pair(*(tensors[each].part((), np.dtype(np.float32)) for each in both), scale_of(config, key))
+        a, b = (tensors[each].part((), np.dtype(np.float32)) for each in both)
+        return Pair(a, b, scale_of(config, key))
 
     def of_experts(name: str, experts: int) -> Pair | None:
         module, parameter, part = expert_place(name)

@@ -162,7 +162,7 @@ def shape(weight: Shaped[Array, "..."], format: Format) -> tuple[int, ...]:
     return (*weight.shape[:-1], 2 * weight.shape[-1]) if format == "nf4" else weight.shape
 
 
-def placed(linear: T, spec: P) -> T:
+def placed(linear: Any, spec: P) -> Any:
     """A stored linear, or one of experts, with each array replaced by its `PartitionSpec`; `spec` is the weight's."""
     rows = P(*spec[:-1])
     scale = P(*rows, None) if linear.format == "nf4" else rows  # there may be too few in a row to split it

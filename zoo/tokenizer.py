@@ -117,6 +117,7 @@ class Tokenizer:
         """
         # As transformers does: templates know what to do without a key, and many would write "None" for its value.
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        present = [_reasoning(message) for message in present]
         variables = {"tools": tools, "add_generation_prompt": add_generation_prompt, **self._special, **extra}
         template = self._template
         try:
@@ -210,6 +211,13 @@ class _Generation(ext.Extension):
         start, end = (nodes.Output([nodes.Name(f"generation_{side}", "load")]) for side in ("open", "close"))
         # A scope, because a {% set %} inside must not be seen outside.
         return nodes.Scope([start, *body, end], lineno=line)
+
+
+def _reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """As transformers does: an assistant's reasoning goes by each of the names that templates and data sets have."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    found = next((message[name] for name in names if name in message), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _marked(text: str) -> list[tuple[int, int]]:

@@ -1,0 +1,117 @@
+"""The chat in the terminal: what it sends to the model, what it shows, and how it ends. The lines are made up."""
+
+import subprocess
+import sys
+
+import pytest
+
+import zoo
+from tests.zoo.test_tokenizer import INST, folder
+from zoo.chat import chat
+
+
+ASK = "What does textwrap.dedent do?"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.load("tiny", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return zoo.tokenizer("tiny")
+
+
+@pytest.fixture
+def talk(model, monkeypatch, capsys):
+    """Enters lines, then Ctrl-D, or raises an exception among them. Returns what is shown and the model's prompts."""
+    monkeypatch.setattr(zoo, "load", lambda source, **options: model)
+
+    def talk(*lines, source="tiny", **options):
+        stream, prompts = zoo.stream, []
+
+        def record(model, tokenizer, ids, **options):
+            prompts.append(tokenizer.decode(ids, special=True))
+            return stream(model, tokenizer, ids, **options)
+
+        entered = iter([*lines, EOFError()])
+
+        def read(prompt):
+            line = next(entered)
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.input", read)
+            patch.setattr(zoo, "stream", record)
+            chat(source, **{"temperature": 0.0, "max_new_tokens": 12} | options)
+        return capsys.readouterr().out, prompts
+
+    return talk
+
+
+def reply(model, tokenizer, messages, new=12):
+    ids = tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True), special=False)
+    return zoo.generate(model, tokenizer, [ids], max_new_tokens=new)[0]
+
+
+def test_a_conversation(talk, model, tokenizer):
+    """Each prompt is the whole conversation, by the model's template."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
+    first = reply(model, tokenizer, messages)
+    longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
+    shown, prompts = talk(ASK, "", "  And then? ", system="Be brief.")
+    assert prompts == [tokenizer.render(turns, add_generation_prompt=True) for turns in (messages, longer)]
+    assert first in shown and reply(model, tokenizer, longer) in shown and "512 positions" in shown
+
+
+def test_commands(talk):
+    shown, prompts = talk(ASK, "/reset", ASK, "/sing", "/exit", "never asked")
+    assert prompts[0] == prompts[1] and len(prompts) == 2
+    assert "starts anew" in shown and "/sing is no command. /reset" in shown
+
+
+def test_seeds(talk):
+    options = {"temperature": 1.0, "top_p": 0.9}
+    first, again, other = (talk(ASK, seed=seed, **options)[0] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_control_c_stops_a_reply_and_no_more(talk, monkeypatch):
+    def interrupted(*_, **options):
+        yield "Half a"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(zoo, "stream", interrupted)
+    shown, prompts = talk(ASK, KeyboardInterrupt(), "Go on.")
+    assert shown.count("Half a (stopped)") == 2 and shown.count("/reset starts anew") == 2
+    assert "<|im_start|>assistant\nHalf a<|im_end|>" in prompts[1]
+
+
+def test_it_stays_within_the_positions(talk, tokenizer):
+    """The oldest turns go, from one of the user to the next; a message that is too long by itself is not kept."""
+    long = ASK * 20
+    shown, prompts = talk(long, long, long, max_new_tokens=200)
+    assert "its oldest 2 messages are dropped" in shown
+    assert prompts[0].count("<|im_start|>user") == prompts[-1].count("<|im_start|>user") == 1
+    assert all(len(tokenizer.encode(prompt, special=False)) + 200 <= 512 for prompt in prompts)
+    shown, prompts = talk(ASK * 80, ASK)
+    assert "does not fit into the model's 512 positions" in shown and len(prompts) == 1 and prompts[0].count(ASK) == 1
+
+
+def test_templates_that_are_missing_or_refuse(talk, tmp_path):
+    with pytest.raises(ValueError, match="has no chat template, so it cannot turn messages into text"):
+        talk(source=str(folder(tmp_path / "a", "")))
+    strict = INST.replace("{% set system, turns", "{{ raise_exception('no system') }}{% set system, turns", 1)
+    with pytest.raises(ValueError, match="refuses the messages: no system"):
+        talk(source=str(folder(tmp_path / "b", strict)), system="Be brief.")
+
+
+def test_the_command():
+    command = [sys.executable, "-m", "zoo", "chat", "tiny", "--max-new-tokens", "4", "--system", "Be brief."]
+    run = subprocess.run(command, input=f"{ASK}\n/exit\n", capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.startswith("tiny, 512 positions") and run.stdout.count("> ") == 2
+    run = subprocess.run([*command[:4], "nothing"], input="", capture_output=True, text=True)
+    assert run.returncode == 1 and "'nothing' is no zoo name" in run.stderr

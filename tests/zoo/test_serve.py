@@ -1,0 +1,416 @@
+"""The server, over HTTP on this machine: replies against `zoo.generate`, log-probabilities against the plain forward
+pass, events, requests at the same time, clients that leave, and everything that is refused."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import uvicorn
+
+import zoo
+from zoo.engine import Engine
+from zoo.serve import make_mesh, serve
+from zoo.serve.server import Server
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROMPT = "textwrap.dedent(text)\n\n"
+MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+NEW = 20  # tokens of most replies: one number, so that little is compiled
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.load("tiny", dtype="float32")  # two shapes of one computation agree to the token
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return zoo.tokenizer("tiny")
+
+
+class Running:
+    """A server that listens, on a port of its own."""
+
+    def __init__(self, model, tokenizer, **options):
+        self.server = Server("tiny", model, tokenizer, **{"slots": 4, "max_tokens": 512} | options)
+        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.app(), port=0, log_level="critical", ws="none"))
+        self.thread = threading.Thread(target=self.uvicorn.run)
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.uvicorn.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        self.port = self.uvicorn.servers[0].sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_):
+        self.uvicorn.should_exit = True
+        self.thread.join()
+        assert not self.server.worker.is_alive()
+
+    def request(self, path, body=None):
+        """Status and body."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("GET" if body is None else "POST", path, body if body is None else json.dumps(body))
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def ask(self, path, **body):
+        status, answer = self.request(path, body)
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def events(self, path, **body):
+        status, answer = self.request(path, body | {"stream": True})
+        *events, done, rest = answer.split("\n\n")
+        assert (status, done, rest) == (200, "data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.fixture(scope="module")
+def running(model, tokenizer):
+    with Running(model, tokenizer) as running:
+        yield running
+
+
+def greedy(model, tokenizer, prompt, new=NEW):
+    return zoo.generate(model, tokenizer, [prompt], max_new_tokens=new)[0]
+
+
+def test_models(running):
+    (model,) = json.loads(running.request("/v1/models")[1])["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 512)
+
+
+def test_completions(running, model, tokenizer):
+    """Of a text, of its ids, and of several; whole and in events."""
+    want = greedy(model, tokenizer, PROMPT)
+    ids = tokenizer.encode(PROMPT)
+    asked = {"model": "tiny", "max_tokens": NEW, "temperature": 0}
+    for prompt in PROMPT, [PROMPT], ids, [ids]:
+        answer = running.ask(COMPLETIONS, prompt=prompt, **asked)
+        assert answer["object"] == "text_completion" and answer["model"] == "tiny" and answer["id"].startswith("cmpl-")
+        assert answer["choices"] == [{"index": 0, "text": want, "finish_reason": "length", "logprobs": None}]
+        assert answer["usage"] == {
+            "prompt_tokens": len(ids), "completion_tokens": NEW, "total_tokens": len(ids) + NEW
+        }  # fmt: skip
+    two = running.ask(COMPLETIONS, prompt=["import os", PROMPT], echo=True, **asked)
+    assert [choice["index"] for choice in two["choices"]] == [0, 1] and two["usage"]["completion_tokens"] == 2 * NEW
+    assert two["choices"][0]["text"] == "import os" + greedy(model, tokenizer, "import os")
+    assert two["choices"][1]["text"] == PROMPT + want
+
+    *events, last = running.events(
+        COMPLETIONS, prompt=PROMPT, echo=True, stream_options={"include_usage": True}, **asked
+    )
+    assert len(events) > 3 and len({event["id"] for event in events}) == 1
+    assert "".join(event["choices"][0]["text"] for event in events) == PROMPT + want
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert all(event["usage"] is None for event in events)
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == len(ids) + NEW
+
+
+def test_chat(running, model, tokenizer):
+    ids = tokenizer.encode(tokenizer.render(MESSAGES, add_generation_prompt=True), special=False)
+    want = greedy(model, tokenizer, ids)
+    asked = {"messages": MESSAGES, "max_completion_tokens": NEW, "temperature": 0}
+    answer = running.ask(CHAT, **asked)
+    assert answer["object"] == "chat.completion" and answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": want}
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("What does ", "textwrap.dedent do?")]}
+    ]
+    assert running.ask(CHAT, **asked | {"messages": parts})["choices"] == answer["choices"]
+
+    first, *events = running.events(CHAT, **asked)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["object"] == "chat.completion.chunk" and "usage" not in first
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == want
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_template_variables_tools_and_calls(tmp_path, model):
+    """Tools and what vLLM calls chat_template_kwargs reach the template; the arguments of calls reach it as objects."""
+    folder = tmp_path / "tiny"
+    zoo.save(model, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools[0].function.name }} {{ mood }} {{ messages[1].tool_calls[0].function.arguments.a + 1 }}"
+    )
+    tokenizer = zoo.tokenizer(folder)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
+    body = {
+        "messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "chat_template_kwargs": {"mood": "glad"},
+        "max_tokens": NEW,
+        "temperature": 0,
+    }
+    with Running(model, tokenizer) as running:
+        written = running.ask(CHAT, **body)["choices"][0]["message"]["content"]
+        assert written == greedy(model, tokenizer, "add glad 42")
+        call["function"]["arguments"] = "{"
+        status, answer = running.request(CHAT, body)
+    assert status == 400 and "tool_calls that can't be read" in json.loads(answer)["error"]["message"]
+
+
+def test_samples_and_seeds(running):
+    asked = {"prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 7}
+    texts = [[choice["text"] for choice in running.ask(COMPLETIONS, **asked)["choices"]] for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(texts[0])) == 3
+    other = running.ask(COMPLETIONS, **asked | {"seed": -8, "top_k": 50, "top_p": 0.9, "min_p": 0.01})
+    assert [choice["text"] for choice in other["choices"]] != texts[0]
+    assert (
+        running.ask(COMPLETIONS, **asked | {"top_k": 1})["choices"][0]["text"]
+        == (running.ask(COMPLETIONS, **asked | {"temperature": 0})["choices"][0]["text"])
+    )
+    events = running.events(COMPLETIONS, **asked)
+    pieces = [event["choices"][0] for event in events]
+    assert ["".join(p["text"] for p in pieces if p["index"] == i) for i in range(3)] == texts[0]
+
+
+def test_stop_strings_and_end_tokens(model, tokenizer, running):
+    whole = greedy(model, tokenizer, PROMPT)
+    stop = whole[15:19]
+    asked = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "stop": [stop, "no such text"]}
+    want = whole[: whole.index(stop)]
+    (choice,) = running.ask(COMPLETIONS, **asked)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (want, "stop")
+    events = running.events(COMPLETIONS, **asked)
+    assert "".join(event["choices"][0]["text"] for event in events) == want  # no beginning of it slipped through
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+    ids = [int(i) for i in tokenizer.encode(PROMPT + whole, special=False)][len(tokenizer.encode(PROMPT)) :]
+    ended = zoo.tokenizer("tiny")
+    ended.eos = (ids[6],)
+    with Running(model, ended) as other:
+        answer = other.ask(COMPLETIONS, prompt=PROMPT, max_tokens=NEW, temperature=0, logprobs=0)
+    (choice,) = answer["choices"]
+    used = ids.index(ids[6]) + 1
+    assert choice["finish_reason"] == "stop" and choice["text"] == tokenizer.decode(ids[: used - 1])
+    assert answer["usage"]["completion_tokens"] == used == len(choice["logprobs"]["tokens"])  # with the end token
+
+
+def test_logprobs(running, model, tokenizer):
+    """What lm-eval asks for, against the plain forward pass."""
+    forward = jax.jit(lambda tokens: model(tokens))
+    texts = [PROMPT, "The function returns a list of " * 25]  # fewer and more than 128 tokens
+    answer = running.ask(COMPLETIONS, prompt=texts, max_tokens=1, temperature=0, logprobs=2, echo=True)
+    for text, choice in zip(texts, answer["choices"], strict=True):
+        ids = tokenizer.encode(text)
+        logits = forward(jnp.array([ids]))[0]
+        ids.append(int(logits[-1].argmax()))
+        want = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        found = choice["logprobs"]
+        assert (
+            "".join(found["tokens"]) == choice["text"]
+            and found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        )
+        own = want[np.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(found["token_logprobs"][1:], own, atol=1e-5)
+        for row, tops, logprob in zip(want, found["top_logprobs"][1:], found["token_logprobs"][1:], strict=True):
+            assert 2 <= len(tops) <= 3 and logprob in tops.values()
+            np.testing.assert_allclose(sorted(tops.values())[-2:], np.sort(row)[-2:], atol=1e-5)
+        assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(len(ids))]
+    only = running.ask(COMPLETIONS, prompt=texts[0], max_tokens=3, temperature=0, logprobs=1)["choices"][0]
+    assert "".join(only["logprobs"]["tokens"]) == only["text"] and len(only["logprobs"]["token_logprobs"]) == 3
+    none = running.ask(COMPLETIONS, prompt=texts[0], max_tokens=0, logprobs=1, echo=True)
+    assert none["choices"][0]["text"] == PROMPT and none["usage"]["completion_tokens"] == 0
+    assert len(none["choices"][0]["logprobs"]["tokens"]) == len(tokenizer.encode(PROMPT))
+
+
+def test_characters_in_pieces(running, tokenizer):
+    """A token that is no whole character goes by its number."""
+    ids = tokenizer.encode("a🎉")
+    names = running.ask(COMPLETIONS, prompt=ids, max_tokens=0, logprobs=1, echo=True)["choices"][0]["logprobs"][
+        "tokens"
+    ]
+    assert names[0] == "a" and f"token_id:{ids[1]}" in names
+
+
+def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkeypatch):
+    """Six on four rows: each says what it says alone, and four are written in one step."""
+    rows, step = [], Engine.step
+
+    def counted(self):
+        time.sleep(0.05)  # for all to arrive
+        new = step(self)
+        rows.append(len(new))
+        return new
+
+    monkeypatch.setattr(Engine, "step", counted)
+    prompts = [PROMPT[:n] for n in (3, 6, 9, 12, 15, 18)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        ask = lambda prompt: running.ask(COMPLETIONS, prompt=prompt, max_tokens=NEW, temperature=0)
+        texts = [answer["choices"][0]["text"] for answer in pool.map(ask, prompts)]
+    assert texts == [greedy(model, tokenizer, prompt) for prompt in prompts]
+    assert max(rows) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_rows(running, monkeypatch, stream):
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: time.sleep(0.05) or step(self))
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "n": 4, "stream": stream, "ignored": None})
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+    worker = running.server.worker
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall((head + body).encode())
+        while len(worker._running) < 4:
+            time.sleep(0.01)
+        completions = list(worker._running)
+    deadline = time.monotonic() + 30
+    while worker._running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(completion.finished and len(completion.tokens) < 200 for completion in completions)
+    assert running.ask(COMPLETIONS, prompt=PROMPT, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_failure_is_told_and_survived(running, model, tokenizer, monkeypatch):
+    def broken(*_, **options):
+        raise RuntimeError("no memory")
+
+    body = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", broken)
+        status, answer = running.request(COMPLETIONS, body)
+        assert status == 500 and "no memory" in json.loads(answer)["error"]["message"]
+        status, answer = running.request(COMPLETIONS, body | {"stream": True})
+        assert "no memory" in answer and "[DONE]" not in answer
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "submit", broken)
+        assert running.request(COMPLETIONS, body)[0] == 500
+    assert running.ask(COMPLETIONS, **body)["choices"][0]["text"] == greedy(model, tokenizer, PROMPT)
+
+
+REFUSED = [
+    (COMPLETIONS, {"promt": "a"}, 400, "promt", "not supported"),
+    (COMPLETIONS, {}, 400, "prompt", "is missing"),
+    (COMPLETIONS, {"prompt": 3}, 400, "prompt", "must be a string, a list of strings"),
+    (COMPLETIONS, {"prompt": ""}, 400, "prompt", "has no tokens"),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt", "must be"),
+    (COMPLETIONS, {"prompt": [2048]}, 400, "prompt", "not from 0 to 2047"),
+    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "not from 0 to 2047"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "max_tokens": 512},
+        400,
+        "prompt",
+        "exceeds the 512",
+    ),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 1, "stream": True}, 400, "logprobs", "cannot be streamed"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": True}, 400, "logprobs", "whole number from 0 to 20"),
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature", "from 0 to 2"),
+    (COMPLETIONS, {"prompt": "a", "n": 1.5}, 400, "n", "whole number"),
+    (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop", "none of them empty"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "best_of", "1 or absent"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {"usage": 1}}, 400, "stream_options", "include_usage"),
+    (COMPLETIONS, {"prompt": "a", "model": "gpt-4"}, 404, "model", "only 'tiny'"),
+    (CHAT, {"messages": [{"content": "a"}]}, 400, "messages", "objects with a role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text content only"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "refuses the messages"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "messages", "multiple values"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True}, 400, "logprobs", "false or absent"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice", "supported"),
+    (CHAT, [], 400, None, "not a JSON object"),
+    ("/v1/embeddings", {}, 404, None, "Not Found"),
+    (CHAT, None, 405, None, "Method Not Allowed"),
+]
+
+
+@pytest.mark.parametrize("path, body, status, param, words", REFUSED)
+def test_refusals(running, path, body, status, param, words):
+    got, answer = running.request(path, body)
+    error = json.loads(answer)["error"]
+    assert (got, error["type"], error["param"]) == (status, "invalid_request_error", param)
+    assert words in error["message"]
+    codes = (
+        {404: "model_not_found"} if param == "model" else {400: "context_length_exceeded"} if "exceeds" in words else {}
+    )
+    assert error["code"] == codes.get(status)
+
+
+@pytest.mark.live
+def test_lm_eval(running, model, tokenizer, tmp_path):
+    """Its log-likelihoods are those of the plain forward pass, and its generations are greedy ones."""
+    pytest.importorskip("lm_eval")
+    url = f"base_url=http://127.0.0.1:{running.port}/v1/completions"
+    options = f"model=tiny,{url},tokenizer=zoo/tiny,tokenizer_backend=huggingface,max_length=512,num_concurrent=4"
+    command = ["run", "--model", "local-completions", "--model_args", options, "--include_path", "tests/zoo/tasks"]
+    command += ["--tasks", "zoo_choice,zoo_ending", "--log_samples", "--output_path", str(tmp_path)]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"zoo_choice.*acc .*\| 1\.00\|", run.stdout)
+    assert re.search(r"zoo_ending.*exact_match.*\| 0\.25\|", run.stdout)
+    samples = lambda task: map(json.loads, next(tmp_path.rglob(f"samples_{task}*")).read_text().splitlines())
+    for sample in samples("zoo_choice"):
+        question, choices = sample["doc"]["question"], sample["doc"]["choices"]
+        for choice, [[found, _]] in zip(choices, sample["resps"], strict=True):
+            context, whole = tokenizer.encode(question), tokenizer.encode(question + choice)
+            logp = jax.nn.log_softmax(model(jnp.array([whole]))[0], axis=-1)
+            want = sum(float(logp[i - 1, whole[i]]) for i in range(len(context), len(whole)))
+            assert abs(float(found) - want) < 1e-4
+    for sample in samples("zoo_ending"):
+        text = greedy(model, tokenizer, sample["doc"]["question"], 8)
+        assert sample["resps"] == [[text.split(".")[0]]]
+
+
+def test_on_a_mesh(model, tokenizer):
+    placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2"))
+    with Running(placed, tokenizer) as running:
+        text = running.ask(COMPLETIONS, prompt=PROMPT, max_tokens=NEW, temperature=0)["choices"][0]["text"]
+    assert text == greedy(model, tokenizer, PROMPT)
+    for words in "tensor", "tensor=two", "":
+        with pytest.raises(ValueError, match=r"mesh .* can't be read: write axes and sizes"):
+            make_mesh(words)
+
+
+def test_no_slots(model, tokenizer):
+    with pytest.raises(ValueError, match="slots=0 leaves no room"):
+        Server("tiny", model, tokenizer, slots=0, max_tokens=512)
+
+
+def test_without_starlette(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit, match=r"serve needs starlette and uvicorn .*pip install 'equinox-zoo\[serve\]'"):
+        serve("tiny")
+
+
+def test_the_command():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "zoo", "serve", "tiny", "--port", str(port), "--slots", "2", "--max-tokens", "100"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "running on" in line:
+                    break
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+                connection.request("GET", "/v1/models")
+                assert json.loads(connection.getresponse().read())["data"][0]["max_model_len"] == 100
+            process.send_signal(signal.SIGINT)
+            process.stderr.read()
+            assert process.wait(30) in (0, -signal.SIGINT)
+        finally:
+            process.kill()

@@ -1,0 +1,282 @@
+"""The chat templates that the families' instruct models are published with: rendered text equal to transformers' and to
+committed hashes, and masks with exactly what the assistant wrote.
+
+The templates are the models' own files, not ours, and not in this repository: they lie in ../shared/data/templates, and
+its README says where each is from. `python -m tests.zoo.test_templates` writes the hashes anew.
+"""
+
+# ruff: noqa: RUF001 (DeepSeek's tokens have a wide bar)
+
+import hashlib
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import jinja2
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.zoo import test_tokenizer
+from zoo.tokenizer import Tokenizer
+
+
+TEMPLATES = pathlib.Path(__file__).parents[3] / "shared" / "data" / "templates"
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "templates.json"
+
+
+class Family(NamedTuple):
+    """What a template writes around what the assistant does, and its model's special tokens."""
+
+    bos: str
+    eos: str
+    end: str  # of a turn of the assistant
+    before: str = ""  # written between the header and the content
+    last: str = ""  # likewise, of the last turn only
+
+
+HEADERS = Family("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>")
+CHATML = Family("", "<|im_end|>", "<|im_end|>")
+GEMMA = Family("<bos>", "<end_of_turn>", "<end_of_turn>")
+DEEPSEEK = Family("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+FAMILIES = {
+    "llama2": Family("<s>", "</s>", " </s>", " "),
+    "llama3": HEADERS,
+    "llama3.1": HEADERS,
+    "llama3.2": HEADERS,
+    "llama3.3": HEADERS,
+    "llama4": Family("<|begin_of_text|>", "<|eot|>", "<|eot|>"),
+    "mistral-7b-v0.1": Family("<s>", "</s>", "</s>"),
+    "mistral-7b-v0.2": Family("<s>", "</s>", "</s>"),
+    "mistral-7b-v0.3": Family("<s>", "</s>", " </s>", " "),
+    "mistral-nemo": Family("<s>", "</s>", "</s>"),
+    "mixtral-8x7b": Family("<s>", "</s>", "</s>"),
+    "mixtral-8x22b": Family("<s>", "</s>", "</s>", " "),
+    "gemma": GEMMA,
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "qwen2.5": CHATML,
+    "qwen3": CHATML._replace(last="<think>\n\n</think>\n\n"),
+    "qwen3-instruct-2507": CHATML,
+    "qwen3-coder": CHATML,
+    "qwen3-thinking-2507": CHATML._replace(last="\n</think>\n\n"),
+    "deepseek-v2": DEEPSEEK._replace(before=" "),
+    "deepseek-v3": DEEPSEEK,
+    "deepseek-v3.1": DEEPSEEK,
+    "deepseek-r1": DEEPSEEK,
+    "deepseek-r1-first": DEEPSEEK,
+    "kimi-k2": Family("[BOS]", "<|im_end|>", "<|im_end|>"),
+    "gpt-oss": Family("<|startoftext|>", "<|return|>", "<|return|>", last="<|channel|>final<|message|>"),
+}
+CALL = "<|call|>"  # ends a turn of gpt-oss that calls a tool
+SPECIAL = [
+    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"),
+    *("<|header_start|>", "<|header_end|>", "<|eom|>", "<start_of_turn>", "<|im_start|>", "<think>", "</think>"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<|im_user|>",
+        "<|im_assistant|>",
+        "<|im_system|>",
+    ),
+    *("<|im_middle|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", CALL),
+]
+
+SYSTEM = {"role": "system", "content": 'Be <b>kind</b> & "brief".'}
+ASKS = [{"role": "user", "content": " What's 2 & 2, in été? "}, {"role": "user", "content": "And 3?\n"}]
+ANSWERS = [{"role": "assistant", "content": "4,\n\nété"}, {"role": "assistant", "content": "It is 6."}]
+TURNS = [ASKS[0], ANSWERS[0], ASKS[1], ANSWERS[1]]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds < & 'é' two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer", "description": "one"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+]
+
+
+def call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "add", "arguments": arguments}
+    return [
+        ASKS[0],
+        {"role": "assistant", "tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "abcdef123", "name": "add", "content": "four"},
+        ANSWERS[0],
+    ]
+
+
+def thinks(answer: dict[str, str]) -> dict[str, str]:
+    return answer | {"content": f"<think>\nhm\n</think>\n\n{answer['content']}"}
+
+
+def reasons(answer: dict[str, str], key: str) -> dict[str, str]:
+    return answer | {key: "hm"}
+
+
+CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "one ask": (ASKS[:1], {}),
+    "system": ([SYSTEM, ASKS[0]], {}),
+    "one answer": (TURNS[:2], {}),
+    "turns": (TURNS, {}),
+    "system, turns": ([SYSTEM, *TURNS], {}),
+    "parts": ([{"role": "user", "content": [{"type": "text", "text": "What's 2?"}]}, ANSWERS[0]], {}),
+    "tools": ([SYSTEM, ASKS[0]], {"tools": TOOLS}),
+    "tools, turns": (TURNS[:3], {"tools": TOOLS}),
+    "call": (call({"a": 2, "b": 2})[:2], {"tools": TOOLS}),
+    "called": (call({"a": 2, "b": 2})[:3], {"tools": TOOLS}),
+    "call, answer, ask": ([*call({"a": 2, "b": 2}), ASKS[1]], {"tools": TOOLS}),
+    "call in JSON": (call('{"a": 2, "b": 2}'), {"tools": TOOLS}),
+    "thought": ([ASKS[0], thinks(ANSWERS[0]), ASKS[1], thinks(ANSWERS[1])], {}),
+    "reasoning": ([ASKS[0], *(reasons(a, "reasoning_content") for a in ANSWERS[:1]), ASKS[1]], {}),
+    "thinking": ([ASKS[0], reasons(ANSWERS[0], "thinking"), ASKS[1], reasons(ANSWERS[1], "thinking")], {}),
+    "no thinking": (TURNS[:3], {"enable_thinking": False, "thinking": False}),
+    "much thinking": (TURNS[:3], {"reasoning_effort": "high", "thinking": True}),
+    "two answers": ([ASKS[0], *ANSWERS], {}),
+}
+
+
+def cases() -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
+    for name, (chat, options) in CHATS.items():
+        yield name, chat, options
+        yield f"{name}, prompt", chat, options | {"add_generation_prompt": True}
+
+
+class Friday(datetime):
+    """Templates that write the date write this one."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2026, 11, 20)
+
+
+def pin(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys.modules["zoo.tokenizer"], "_strftime_now", Friday.now().strftime)
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch):
+    pin(monkeypatch)
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request):
+    if not TEMPLATES.is_dir():
+        pytest.skip(f"needs {TEMPLATES}")
+    return request.param
+
+
+def write(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """A folder in Hub layout with the template, and a tokenizer of bytes that knows all families' special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    family = FAMILIES[name]
+    tokenizer.add_special_tokens([*SPECIAL, *(token for f in FAMILIES.values() for token in (f.bos, f.eos) if token)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": family.bos or None, "eos_token": family.eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text((TEMPLATES / f"{name}.jinja").read_text())
+    return folder
+
+
+def rendered(tokenizer: Tokenizer, chat: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+    """None if the template refuses the chat."""
+    try:
+        return tokenizer.render(chat, **options)
+    except ValueError as error:
+        assert "refuses the messages" in str(error)
+        return None
+
+
+def learnt(tokenizer: Tokenizer, chat: list[dict[str, Any]], options: dict[str, Any]) -> list[str] | None:
+    """What the mask says the assistant wrote, turn by turn; None if the turns cannot be told apart."""
+    try:
+        ids, mask = tokenizer.encode_chat(chat, tools=options.get("tools"))
+    except ValueError as error:
+        assert "cannot be told apart" in str(error) or "refuses the messages" in str(error)
+        return None
+    return [text for on, text in test_tokenizer.runs(tokenizer, ids, mask) if on]
+
+
+def found(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The start of the hash of each case's text, - for none, and the chats of which there is no mask."""
+    texts = [rendered(tokenizer, chat, options) for _, chat, options in cases()]
+    short = lambda text: "-" if text is None else hashlib.sha256(text.encode()).hexdigest()[:8]
+    return {
+        "template": short(tokenizer.chat_template),
+        "texts": " ".join(map(short, texts)),
+        "without a mask": [chat for chat, (turns, o) in CHATS.items() if learnt(tokenizer, turns, o) is None],
+    }
+
+
+def test_text_equals_the_committed(name, tmp_path):
+    assert found(Tokenizer(write(tmp_path, name))) == json.loads(GOLDEN.read_text())[name]
+
+
+def test_reasoning_goes_by_every_name(tmp_path):
+    template = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }} {{ messages[0].content }}"
+    tokenizer = Tokenizer(test_tokenizer.folder(tmp_path / "a", template))
+    for name in "reasoning_content", "thinking", "reasoning":
+        assert tokenizer.render([{"role": "assistant", "content": "4", name: "hm"}]) == "hm hm 4"
+
+
+@pytest.mark.live
+def test_text_equals_transformers(name, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Friday)
+    tokenizer = Tokenizer(write(tmp_path, name))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for case, chat, options in cases():
+        try:
+            want = theirs.apply_chat_template(chat, tokenize=False, **options)
+        except (jinja2.TemplateError, TypeError):
+            want = None
+        assert rendered(tokenizer, chat, options) == want, case
+
+
+def test_masks(name, tmp_path):
+    """Every turn of the assistant, with its end token, and nothing of anybody else's."""
+    tokenizer, family = Tokenizer(write(tmp_path, name)), FAMILIES[name]
+    first, second = (answer["content"] for answer in ANSWERS)
+    turns = learnt(tokenizer, *CHATS["turns"])
+    if turns is not None:
+        assert turns == [family.before + first + family.end, family.before + family.last + second + family.end]
+    alone = learnt(tokenizer, *CHATS["one answer"])
+    if name == "deepseek-r1":  # opens <think> in the prompt, and drops it from what was said
+        assert turns is alone is None
+    else:
+        assert alone == [family.before + family.last + first + family.end]
+    for case, (chat, options) in CHATS.items():
+        texts = learnt(tokenizer, chat, options)
+        if texts is None or case == "two answers":  # without a header between them, these are one run
+            continue
+        assistant = [message for message in chat if message["role"] == "assistant"]
+        for text, message in zip(texts, assistant, strict=True):
+            assert text.endswith((family.end, CALL)), case
+            assert message.get("content", "").split("</think>")[-1].strip() in text, case
+        others = {str(message["content"]).strip() for message in chat if message["role"] != "assistant"}
+        assert not any(other in text for other in others for text in texts), case
+
+
+if __name__ == "__main__":
+    written = {}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        pin(patch)
+        for family in FAMILIES:
+            written[family] = found(Tokenizer(write(pathlib.Path(folder), family)))
+    GOLDEN.write_text(json.dumps(written, indent=1) + "\n")

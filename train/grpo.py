@@ -1,0 +1,178 @@
+"""Teaches a model by rewards for what it writes: `python -m train.grpo --help`. GRPO, Dr. GRPO, DAPO, GSPO.
+
+At each step the model continues some prompts, several times each; functions of yours reward each completion; and those
+that are better than the mean of their prompt become more probable. What samples is the model that is trained, on the
+same devices. Without arguments it teaches the embedded model `tiny` to answer in one line that ends with a full stop.
+"""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import grain
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import train.tiny
+import zoo
+from train import finetune, loop, loss, rewards
+from train.data import fingerprint
+from train.mesh import make_mesh
+from train.records import open_records
+from train.rollouts import encode, experience
+from train.step import Batch
+from zoo import lora
+from zoo.registry import family_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(finetune.Options):
+    """Teach a model by rewards. Run again with the same options, it goes on from the last checkpoint in --out."""
+
+    data: pathlib.Path = train.tiny.INSTRUCTIONS
+    """A file (.jsonl, .json, .parquet), or a folder of them. A record has a prompt (a string or a list of messages), or
+    messages, whose last one is the answer; rewards get all its fields."""
+    reward: tuple[str, ...] = (r"regex:[^\n]+\.",)
+    r"""Functions of completions: exact or number (against the record's answer), python (runs code with the record's
+    tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""
+    reward_weights: tuple[float, ...] = ()
+    """What each of several rewards weighs. Without weights each weighs 1."""
+    prompts: int = 8
+    """Prompts of a step."""
+    group: int = 8
+    """Completions of each prompt."""
+    max_new_tokens: int = 32
+    """Tokens of a completion, at most."""
+    temperature: float = 1.0
+    """Of sampling; the probabilities that are trained are those at this temperature."""
+    loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    """What is averaged: a completion's tokens, then completions; all tokens; or all over completions of full length."""
+    level: Literal["token", "sequence"] = "token"
+    """Whether ratios of probabilities are each token's, or those of whole completions (GSPO)."""
+    scale_rewards: bool = True
+    """Divide advantages by the standard deviation of their group; Dr. GRPO does not."""
+    epsilon: float = 0.2
+    """Ratios are clipped below 1 - epsilon, and above 1 + epsilon."""
+    epsilon_high: float = 0.0
+    """Above, if it is another: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above."""
+    kl: float = 0.0
+    """Weight of the divergence from the model that the run began with (GRPO's beta); 0.04 in DeepSeekMath."""
+    iterations: int = 1
+    """Times that the completions of a step are learnt from; all but the first are off-policy."""
+    minibatches: int = 1
+    """Updates that each of these times is divided into."""
+    slots: int = 64
+    """Completions that are sampled at a time."""
+    cache_dtype: Literal["auto", "int8"] = "auto"
+    """Of keys and values while sampling; auto: --compute-dtype."""
+    steps: int = 100
+    out: pathlib.Path = pathlib.Path("runs/grpo")
+
+
+def objective(
+    model: Any,
+    batch: Batch,
+    reference: Any = None,
+    *,
+    o: Options,
+    remat: Callable[[Callable], Callable] | None = None,
+) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
+    """The loss of completions, for `train.step.train_step`; see `train.loss`.
+
+    Beside the usual, a batch has "advantages" and "old", the log-probabilities with which its targets were drawn.
+    `reference` is the model to stay near to, if `o.kl`; None means this one without its adapters. The sums are "loss",
+    "entropy", "clipped" (the fraction of tokens), "drift" (how far log-probabilities are from "old") and "kl".
+    """
+    mask, where = batch["loss_mask"], dict(positions=batch["positions"], segments=batch["segments"])
+
+    def logprobs(model: Any, **options: Any) -> tuple[Any, Any]:
+        x, reports = model.hidden(batch["tokens"], **where, **options)
+        unembed = lambda x: model.unembed(x).astype(jnp.float32) / o.temperature
+        return loss.logprobs(unembed, x, batch["targets"]), reports
+
+    (logps, entropy), reports = logprobs(model, remat=remat)
+    values, clipped = loss.clipped_policy(
+        logps, batch["old"], batch["advantages"][:, 0], mask,
+        epsilon_low=o.epsilon, epsilon_high=o.epsilon_high or o.epsilon, level=o.level,
+    )  # fmt: skip
+    looks = {"entropy": entropy, "clipped": clipped.astype(jnp.float32), "drift": jnp.abs(logps - batch["old"])}
+    if o.kl:
+        (there, _), _ = jax.lax.stop_gradient(logprobs(lora.bare(model) if reference is None else reference))
+        looks["kl"] = loss.kl_k3(logps, there)
+        values += o.kl * looks["kl"]
+    # What is only looked at is averaged over tokens, however the loss is.
+    size = o.max_new_tokens if o.loss == "dr_grpo" else 1
+    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if o.loss == "dapo" else "grpo")[0]
+    total = loss.aggregate(values, mask, o.loss, max_length=o.max_new_tokens)[0]
+    sums = {name: jax.lax.stop_gradient(mean(values)) for name, values in looks.items()}
+    return total, (sums | {"loss": jax.lax.stop_gradient(total)}, reports)
+
+
+def count(batch: Batch, *, o: Options) -> Float[Array, ""]:
+    """What the objective's sums are divided by."""
+    ones = jnp.ones(batch["loss_mask"].shape, jnp.float32)
+    return loss.aggregate(ones, batch["loss_mask"], o.loss, max_length=o.max_new_tokens)[1]
+
+
+def main(o: Options) -> None:
+    # ---------------------------------------------------------------------------------------------------- mesh, model
+    mesh = make_mesh(o.mesh)
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision)
+    config = zoo.config(tokenizer.folder)
+    rows, updates = o.prompts * o.group, o.iterations * o.minibatches
+    if rows % o.minibatches:
+        raise ValueError(f"{o.prompts} x {o.group} completions can't be split into {o.minibatches} minibatches.")
+    if o.group < 2:
+        raise ValueError(f"--group {o.group}: a completion is compared with the others of its prompt; take 2 or more.")
+    if o.reward_weights and len(o.reward_weights) != len(o.reward):
+        raise ValueError(f"{len(o.reward)} rewards need as many --reward-weights, not {len(o.reward_weights)}.")
+    list(map(rewards.find, o.reward))  # what is misspelt fails now
+    embedded = o.data == train.tiny.INSTRUCTIONS  # short prompts, for a small model
+    o = dataclasses.replace(
+        finetune.resolved(o),
+        batch=rows // o.minibatches,
+        seq_len=o.seq_len or (96 if embedded else loop.row_length(o, config)),
+        lr=o.lr or (3e-4 if embedded else 0.0),
+    )
+
+    # ----------------------------------------------------------------------------------------------------------- data
+    records, _ = open_records(o.data, 0.0)
+    room = o.seq_len + 1 - o.max_new_tokens
+    looked_at = [encode(record, tokenizer) for record in itertools.islice(records, 200)]
+    if not any(len(prompt.ids) <= room for prompt in looked_at):
+        raise ValueError(f"No prompt has at most {room} tokens, --seq-len without --max-new-tokens; raise the former.")
+    prompts = records.shuffle(seed=o.seed).repeat().map(functools.partial(encode, tokenizer=tokenizer))
+    prompts = prompts.to_iter_dataset().filter(lambda prompt: len(prompt.ids) <= room)
+    data: grain.IterDataset = prompts.batch(o.prompts, batch_fn=list)
+    source = {"files": fingerprint(o.data, tokenizer), "seed": o.seed, "prompts": o.prompts, "seq_len": o.seq_len}
+
+    # ----------------------------------------------------------------------------------------------------------- train
+    o = loop.resolve(o, config, o.steps, width_lr=finetune.width_lr(o) / 20)
+    with jax.set_mesh(mesh):
+        exported = loop.run(
+            o,
+            config=config,
+            family=family_of(config),
+            mesh=mesh,
+            tokenizer=tokenizer,
+            make_model=lambda: finetune.load(o, mesh),
+            data=data,
+            objective=functools.partial(objective, o=o),
+            count=functools.partial(count, o=o),
+            others=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
+            experience=functools.partial(experience, o=o, tokenizer=tokenizer, mesh=mesh),
+            updates=updates,
+            identity=finetune.identity(o, config, source),
+            prompts=[prompt.ids for prompt in looked_at[:3]],
+            adapters=o.lora.rank > 0,
+        )
+    if exported:
+        finetune.push(o, exported)
+
+
+if __name__ == "__main__":
+    loop.command(main, Options)

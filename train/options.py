@@ -1,0 +1,94 @@
+"""The options that training scripts share."""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Literal
+
+from train.step import Objective, cross_entropy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of every training script. Where 0 stands for a choice of ours, `resolve` makes it."""
+
+    out: pathlib.Path = pathlib.Path("runs/train")
+    """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, loss.png, and the exported model or adapter."""
+    seq_len: int = 0
+    """Tokens of a row. 0: as many as the model has positions, up to 2,048."""
+    batch: int = 4
+    """Rows of a step."""
+    microbatches: int = 1
+    """Parts in which a step works through its rows, one after another, to save memory; the update is the same."""
+    steps: int = 0
+    """Optimizer steps of the whole run."""
+    lr: float = 0.0
+    """Peak learning rate, reached after the warmup. 0: in inverse proportion to the model's width."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """How the learning rate falls: along a cosine, or in a straight line over the last --decay steps."""
+    warmup: int = -1
+    """Steps in which the learning rate rises. -1: 3 % of them."""
+    decay: int = -1
+    """Steps in which wsd's learning rate falls. -1: 20 % of them."""
+    weight_decay: float = 0.1
+    """Taken off matrices at every step, times the learning rate."""
+    clip_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it."""
+    router_balance: float = 0.0
+    """Weight of the load-balancing loss in a mixture of experts; 0.01 in Switch Transformers, 0.001 in Qwen3."""
+    router_z: float = 0.0
+    """Weight of the router z-loss in a mixture of experts, which keeps its logits from growing; 0.001 in ST-MoE."""
+    router_bias_rate: float = 0.0
+    """By how much each step moves the routers' biases towards an even load, in DeepSeek V3; 0.001 in its paper."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
+    matmul: Literal["float", "int8", "fp8"] = "float"
+    """What linear maps of the layers multiply in: --compute-dtype, or eight bits, to which weights and activations are
+    rounded row by row; fp8 rounds gradients too. Weights are kept in float32 all the same. Embedding, head, routers and
+    experts stay as with float."""
+    remat: Literal["none", "dots", "full", "offload"] = "dots"
+    """What the backward pass computes again to save memory: nothing, all but matrix products, or whole layers; offload
+    also keeps the layers' inputs in the memory of a GPU's or TPU's host."""
+    mesh: str = "fsdp=-1"
+    """Devices by what they split, such as fsdp=4,tensor=2: replica (the batch), fsdp (batch and parameters), tensor
+    (work on each token), context (sequences), expert (a mixture's experts), stage (layers); -1 takes what is left."""
+    seed: int = 0
+    """Of the order of the data, and of random weights."""
+    eval_every: int = 0
+    """Steps between losses on the validation data. 0: a tenth of the run."""
+    eval_batches: int = 50
+    """Batches of validation data at most."""
+    patience: int = 0
+    """End the run after so many looks at the validation data in a row without a lower loss, and export the model of the
+    lowest one; checkpoints are then saved at these looks. 0: never."""
+    sample_every: int = 0
+    """Steps between generations to look at. 0: a quarter of the run."""
+    sample_tokens: int = 64
+    """Tokens of such a generation."""
+    save_every: int = 200
+    """Steps between checkpoints."""
+    keep: int = 2
+    """How many of the newest checkpoints to keep."""
+    dry_run: bool = False
+    """Only look: at the data, three examples (dimmed: what is not learnt), memory, mesh and disk. Trains nothing."""
+    coordinator: str | None = None
+    """host:port of process 0, if there are several and no launcher that JAX knows has started them: see
+    docs/clusters.md."""
+    processes: int | None = None
+    """How many there are."""
+    process: int | None = None
+    """Which of them this one is, from 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModeling(Options):
+    """Options of the scripts that learn to predict the next token."""
+
+    z_loss: float = 0.0
+    """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM."""
+    mtp_weight: float = 0.0
+    """Weight of the loss of the token after the next, which DeepSeek V3 has a module for; 0.3, then 0.1 in its paper.
+    0: without that module."""
+
+    def objective(self) -> Objective:
+        return functools.partial(cross_entropy, z_loss=self.z_loss, mtp_weight=self.mtp_weight)

@@ -1,0 +1,121 @@
+"""What reinforcement learning learns from: completions of prompts by the model itself, and what they are worth."""
+
+import concurrent.futures
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from train import loop, loss, rewards
+from train.data import messages
+from train.records import Record
+from zoo.engine import complete
+from zoo.sampling import Sampler
+from zoo.tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    ids: list[int]
+    record: Mapping[str, Any]
+
+
+def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
+    """The tokens of a record's prompt, and its fields; of messages that end with the assistant's, that is the answer.
+
+    Raises:
+        ValueError: with file and line, if the record has no prompt.
+    """
+    fields, tools = record.fields, record.fields.get("tools") if isinstance(record.fields, dict) else None
+    match fields:
+        case {"prompt": str(text)}:
+            return Prompt(tokenizer.encode(text), fields)
+        case {"prompt": list(turns)} | {"messages": list(turns)} | {"conversations": list(turns)}:
+            turns = messages(turns)
+            if turns[-1]["role"] == "assistant":
+                fields = {"answer": turns[-1]["content"]} | fields
+                turns = turns[:-1]
+            text = tokenizer.render(turns, tools=tools, add_generation_prompt=True)
+            return Prompt(tokenizer.encode(text, special=False), fields)
+    raise ValueError(f"{record.where}: the record has neither a prompt nor messages.")
+
+
+def experience(
+    model: Any, prompts: Sequence[Prompt], n: int, *, o: Any, tokenizer: Tokenizer, mesh: Mesh
+) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    """The batches of step `n` of `train.grpo`, and numbers to look at: mean reward, length, speed.
+
+    Batches have the rows of `train.data`, one completion with its prompt in each, with "advantages" (the same all along
+    a row) and "old", the log-probability with which each target was drawn. `o` are `train.grpo.Options`.
+    """
+    started = time.monotonic()
+    with loop.generating(model, mesh, o.compute_dtype) as sampling:
+        groups = complete(
+            sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
+            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, slots=o.slots,
+            cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
+        )  # fmt: skip
+    seconds = time.monotonic() - started
+    each = rewarded([[tokenizer.decode(c.tokens) for c in group] for group in groups], prompts, o)
+    total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
+    advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
+
+    rows = {
+        name: np.zeros((advantages.size, o.seq_len), kind)
+        for name, kind in zip(
+            ("tokens", "targets", "loss_mask", "segments", "positions", "advantages", "old"), "iiiiiff", strict=True
+        )
+    }
+    pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
+    for row, (ids, completion) in enumerate(pairs):
+        tokens, start = ids + completion.tokens, len(ids) - 1
+        end = len(tokens) - 1
+        rows["tokens"][row, :end], rows["targets"][row, :end] = tokens[:-1], tokens[1:]
+        rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
+        rows["positions"][row, :end] = np.arange(end)
+        rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
+    random = np.random.RandomState((o.seed + n) % 2**32)
+    orders = [random.permutation(advantages.size) for _ in range(o.iterations)]
+    batches = [
+        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, o.minibatches)
+    ]
+    completions = list(itertools.chain(*groups))
+    lengths = [len(c.tokens) for c in completions]
+    numbers = {
+        "reward": float(total.mean()),
+        "reward_deviation": float(total.std(axis=1).mean()),
+        "length": float(np.mean(lengths)),
+        "ended": float(np.mean([c.ended for c in completions])),
+        "generation_tokens_per_second": sum(lengths) / seconds,
+    }
+    if len(o.reward) > 1:
+        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(o.reward, each.mean((0, 1)), strict=True)}
+    return batches, numbers
+
+
+def rewarded(texts: list[list[str]], prompts: Sequence[Prompt], o: Any) -> Float[np.ndarray, "prompts group names"]:
+    """Every reward of every completion. Of several processes the first decides, since a user's function may be random.
+
+    Raises:
+        ValueError: if a reward is not finite, naming it.
+    """
+    functions = [rewards.find(name) for name in o.reward]
+    found = np.zeros((len(prompts), o.group, len(functions)), np.float32)
+    if jax.process_index() == 0:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            calls = {
+                at: pool.submit(functions[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
+                for at in np.ndindex(found.shape)
+            }
+            for at, call in calls.items():
+                found[at] = call.result()
+                if not math.isfinite(found[at]):
+                    raise ValueError(f"The reward {o.reward[at[2]]} of {texts[at[0]][at[1]]!r} is {found[at]}.")
+    return np.asarray(multihost_utils.broadcast_one_to_all(found)) if jax.process_count() > 1 else found

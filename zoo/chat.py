@@ -1,0 +1,116 @@
+"""A chat in the terminal, by the model's own chat template: `python -m zoo chat SOURCE`."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import rich.console
+import rich.markup
+import tyro
+
+import zoo
+from zoo.tokenizer import Tokenizer
+
+
+with contextlib.suppress(ImportError):  # not on Windows
+    import readline  # noqa: F401 (gives `input` its arrow keys and history)
+
+Message = dict[str, str]
+
+COMMANDS = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply."
+
+
+def chat(
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
+    system: str | None = None,
+    max_new_tokens: int = 1024,
+    temperature: float = 0.7,
+    top_p: float | None = None,
+    seed: int = 0,
+    quantize: Literal["int8", "fp8", "nf4"] | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Talks with a model in the terminal. /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply.
+
+    Once the conversation fills the model's positions, its oldest turns are dropped.
+
+    Args:
+        source: a zoo name, a Hub repository org/name, or a folder.
+        system: what the model is told before the conversation, if its template has a place for it.
+        max_new_tokens: of a reply, at most.
+        temperature: 0 takes the likeliest token; more is more varied.
+        top_p: draw from the fewest tokens whose probabilities add up to this.
+        seed: of the draws; the same inputs get the same replies.
+        quantize: hold the layers' weights in 8 or 4 bits.
+        dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
+    """
+    console = rich.console.Console(highlight=False)
+    tokenizer = zoo.tokenizer(source)
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    tokenizer.render([*opening, {"role": "user", "content": "?"}])  # whatever it refuses, before a long load
+    with console.status(f"loading {rich.markup.escape(source)}"):
+        model = zoo.load(source, dtype=dtype, quantize=quantize)
+    limit = model.config.max_position_embeddings
+    console.print(f"[bold]{rich.markup.escape(source)}[/], {limit:,} positions. [dim]{COMMANDS}[/]")
+
+    turns: list[Message] = []
+    for number in itertools.count():
+        try:
+            text = input("> ").strip()
+        except KeyboardInterrupt:
+            console.print(f"\n[dim]{COMMANDS}[/]")
+            continue
+        except EOFError:
+            console.print()
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            turns = []
+            console.print("[dim]The conversation starts anew.[/]")
+        elif text.startswith("/"):
+            console.print(f"[dim]{rich.markup.escape(text)} is no command. {COMMANDS}[/]")
+        elif text:
+            turns.append({"role": "user", "content": text})
+            dropped, ids = fit(tokenizer, opening, turns, limit, min(max_new_tokens, limit // 2))
+            if dropped == len(turns):
+                turns.pop()
+                console.print(f"[red]That does not fit into the model's {limit:,} positions; say it more shortly.[/]")
+                continue
+            if dropped:
+                turns = turns[dropped:]
+                console.print(f"[dim]The conversation got too long; its oldest {dropped} messages are dropped.[/]")
+            reply = ""
+            try:
+                for piece in zoo.stream(
+                    model,
+                    tokenizer,
+                    ids,
+                    max_new_tokens=min(max_new_tokens, limit - len(ids)),
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=seed + number,
+                ):
+                    console.out(piece, end="", style="cyan", highlight=False)
+                    reply += piece
+                console.print()
+            except KeyboardInterrupt:
+                console.print(" [dim](stopped)[/]")
+            turns.append({"role": "assistant", "content": reply})
+
+
+def fit(
+    tokenizer: Tokenizer, opening: Sequence[Message], turns: Sequence[Message], limit: int, room: int
+) -> tuple[int, list[int]]:
+    """How many of the oldest turns to drop so that `room` of the `limit` positions stay free, and the others' ids.
+
+    What is kept starts with a turn of the user. All are dropped where the last one alone is too long.
+    """
+    for first, turn in enumerate(turns):
+        if turn["role"] == "user":
+            text = tokenizer.render([*opening, *turns[first:]], add_generation_prompt=True)
+            ids = tokenizer.encode(text, special=False)
+            if len(ids) + room <= limit:
+                return first, ids
+    return len(turns), []

@@ -1,0 +1,137 @@
+"""What a request may say: every field with what its value has to be, and how a refusal looks.
+
+By OpenAI's API reference; `top_k`, `min_p` and `chat_template_kwargs` are vLLM's. What is said is done, or refused.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+class Refusal(Exception):
+    """Answers a request with OpenAI's error object, whose `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What the value of a field has to be, in words and as a test."""
+
+    words: str
+    test: Callable[[Any], bool]
+
+
+def number(low: int, high: int | None = None, *, whole: bool = False) -> Field:
+    kinds, name = ((int,), "a whole number") if whole else ((int, float), "a number")
+    span = f"from {low} on" if high is None else f"from {low} to {high}"
+    return Field(f"{name} {span}", lambda v: type(v) in kinds and v >= low and (high is None or v <= high))
+
+
+def only(value: Any) -> Field:
+    """A field that is not implemented, with the value that asks for nothing."""
+    return Field(f"{json.dumps(value)} or absent: nothing else is supported", lambda v: v == value)
+
+
+def listed(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, list) and len(v) > 0 and all(map(test, v))
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_word(value: Any) -> bool:
+    return is_text(value) and value != ""
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+is_ids = listed(lambda v: type(v) is int)
+flag = Field("true or false", lambda v: isinstance(v, bool))
+
+BOTH = {
+    "model": Field("a string", is_text),
+    "max_tokens": number(0, whole=True),
+    "temperature": number(0, 2),
+    "top_p": number(0, 1),
+    "top_k": number(-1, whole=True),
+    "min_p": number(0, 1),
+    "seed": number(-(2**63), 2**63 - 1, whole=True),
+    "n": number(1, 128, whole=True),
+    "stop": Field("a string or a list of strings, none of them empty", lambda v: is_word(v) or listed(is_word)(v)),
+    "stream": flag,
+    "stream_options": Field(
+        'an object with "include_usage", true or false',
+        lambda v: v in ({"include_usage": True}, {"include_usage": False}),
+    ),
+    "user": Field("a string", is_text),
+    "frequency_penalty": only(0),
+    "presence_penalty": only(0),
+    "logit_bias": only({}),
+}
+CHAT = BOTH | {
+    "messages": Field("a list of objects with a role", listed(lambda v: is_object(v) and is_text(v.get("role")))),
+    "max_tokens": number(1, whole=True),
+    "max_completion_tokens": number(1, whole=True),
+    "tools": Field("a list of objects", listed(is_object)),
+    "tool_choice": only("auto"),
+    "chat_template_kwargs": Field("an object", is_object),
+    "response_format": only({"type": "text"}),
+    "logprobs": only(False),
+}
+COMPLETIONS = BOTH | {
+    "prompt": Field(
+        "a string, a list of strings, a list of token ids, or a list of such lists",
+        lambda v: is_text(v) or is_ids(v) or listed(is_text)(v) or listed(is_ids)(v),
+    ),
+    "echo": flag,
+    "logprobs": number(0, 20, whole=True),
+    "suffix": only(""),
+    "best_of": only(1),
+}
+
+
+def read(body: bytes, fields: dict[str, Field], required: str) -> dict[str, Any]:
+    """The fields of a request's body whose values are not null."""
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise Refusal(f"The body is not JSON: {error}") from error
+    if not is_object(value):
+        raise Refusal("The body is not a JSON object.")
+    said = {name: v for name, v in value.items() if v is not None}
+    for name, v in said.items():
+        if name not in fields:
+            raise Refusal(f"{name} is not supported; what is: {', '.join(sorted(fields))}.", name)
+        if not fields[name].test(v):
+            raise Refusal(f"{name} must be {fields[name].words}.", name)
+    if required not in said:
+        raise Refusal(f"{required} is missing.", required)
+    return said
+
+
+def in_template_form(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it: text in one piece, the arguments of tool calls as objects."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        if not all(is_object(part) and part.get("type") == "text" and is_text(part.get("text")) for part in content):
+            raise Refusal("messages may have text content only.", "messages")
+        message = message | {"content": "".join(part["text"] for part in content)}
+    if calls is not None:
+        try:
+            message = message | {"tool_calls": [call | {"function": _with_object(call["function"])} for call in calls]}
+        except (TypeError, KeyError, ValueError) as error:
+            raise Refusal(f"messages has tool_calls that can't be read: {error!r}", "messages") from error
+    return message
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return function | {"arguments": json.loads(arguments) if is_text(arguments) else arguments}

@@ -1,0 +1,250 @@
+"""The answers over HTTP, whole or as server-sent events, in the shapes of OpenAI's API reference."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from zoo.engine import Engine
+from zoo.sampling import Sampler
+from zoo.serve.fields import CHAT, COMPLETIONS, Field, Refusal, in_template_form, is_ids, is_text, read
+from zoo.serve.worker import Ask, Reply, Worker
+from zoo.tokenizer import Tokenizer
+
+
+STRIDE = 4  # tokens of a step: with more the device waits less, with fewer readers and new requests do
+
+
+class Server:
+    """One model under one name. `app()` is the ASGI application."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Tokenizer, *, slots: int, max_tokens: int):
+        for option, value in ("slots", slots), ("max_tokens", max_tokens):
+            if value < 1:
+                raise ValueError(f"{option}={value} leaves no room for any reply; it must be at least 1.")
+        self.name, self.tokenizer, self.vocab_size = name, tokenizer, model.config.vocab_size
+        self.positions = min(max_tokens, model.config.max_position_embeddings)
+        make = lambda: Engine(model, slots=slots, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE)
+        self.worker = Worker(model, make)
+
+    def app(self) -> Starlette:
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            self.worker.start()
+            yield
+            await asyncio.to_thread(self.worker.close)
+
+        return Starlette(
+            routes=[
+                Route("/v1/models", self.models),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            ],
+            exception_handlers={Refusal: refused, HTTPException: not_routed, Exception: failed},
+            lifespan=lifespan,
+        )
+
+    async def models(self, request: Request) -> Response:
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def completions(self, request: Request) -> Response:
+        said = await self._read(request, COMPLETIONS, "prompt")
+        prompts = [said["prompt"]] if is_text(said["prompt"]) or is_ids(said["prompt"]) else said["prompt"]
+        prompts = [self.tokenizer.encode(prompt) if is_text(prompt) else prompt for prompt in prompts]
+        replies = self._replies(said, prompts, said.get("max_tokens", 16), "prompt")
+        echo, top = said.get("echo", False), said.get("logprobs")
+        echoed = lambda reply: self.tokenizer.decode(reply.ask.prompt) if echo else ""
+        if said.get("stream"):
+            if top is not None:
+                raise Refusal("logprobs cannot be streamed.", "logprobs")
+            shown = lambda piece: {"text": piece, "logprobs": None}
+            openings = {reply: shown(echoed(reply)) for reply in replies if echo}
+            return self._stream(said, "cmpl", "text_completion", replies, openings, shown)
+
+        await unless_gone(request, self._finish(replies))
+        contents = []
+        for reply in replies:
+            logprobs = None if top is None else await self._logprobs(reply, top, echo)
+            contents.append({"text": echoed(reply) + reply.text, "logprobs": logprobs})
+        return self._whole("cmpl", "text_completion", replies, contents)
+
+    async def chat(self, request: Request) -> Response:
+        said = await self._read(request, CHAT, "messages")
+        options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
+        try:
+            rendered = self.tokenizer.render([in_template_form(message) for message in said["messages"]], **options)
+        except (TypeError, ValueError) as error:  # the former where chat_template_kwargs repeats another argument
+            raise Refusal(str(error), "messages") from error
+        prompt = self.tokenizer.encode(rendered, special=False)
+        new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
+        replies = self._replies(said, [prompt], new, "messages")
+        if said.get("stream"):
+            openings = {reply: {"delta": {"role": "assistant", "content": ""}} for reply in replies}
+            shown = lambda piece: {"delta": {"content": piece}}
+            return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, shown)
+
+        await unless_gone(request, self._finish(replies))
+        contents = [{"message": {"role": "assistant", "content": reply.text}} for reply in replies]
+        return self._whole("chatcmpl", "chat.completion", replies, contents)
+
+    async def _read(self, request: Request, fields: dict[str, Field], required: str) -> dict[str, Any]:
+        said = read(await request.body(), fields, required)
+        if said.get("model", self.name) != self.name:
+            message = f"There is no model {said['model']!r} here, only {self.name!r}."
+            raise Refusal(message, "model", status=404, code="model_not_found")
+        return said
+
+    def _replies(self, said: dict[str, Any], prompts: list[list[int]], new: int, field: str) -> list[Reply]:
+        """`n` for each prompt, in order."""
+        top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
+        share = {name: float(said[name]) for name in ("top_p", "min_p") if name in said}
+        sampler = Sampler(float(said.get("temperature", 1)), top_k if top_k > 0 else None, **share)
+        replies = []
+        for prompt in prompts:
+            if not prompt:
+                raise Refusal(f"{field} has no tokens.", field)
+            if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+                raise Refusal(f"{field} has token ids that are not from 0 to {self.vocab_size - 1}.", field)
+            if len(prompt) + new > self.positions:
+                raise Refusal(
+                    f"{field} has {len(prompt)} tokens, which with {new} new ones exceeds the {self.positions} that "
+                    "there is room for. Shorten it or ask for fewer.",
+                    field,
+                    code="context_length_exceeded",
+                )
+            seed = said.get("seed", secrets.randbits(32)) % 2**32
+            ask = Ask(prompt, new, sampler, seed, [stop] if is_text(stop) else stop)
+            replies += [Reply(len(replies) + i, ask, self.tokenizer) for i in range(n)]
+        return replies
+
+    async def _finish(self, replies: list[Reply]) -> None:
+        async with contextlib.aclosing(self.worker.write(replies)) as pieces:
+            async for _ in pieces:
+                pass
+
+    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+        return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
+
+    def _whole(self, prefix: str, kind: str, replies: list[Reply], contents: list[dict[str, Any]]) -> Response:
+        choices = [choice(reply, content, reply.finish) for reply, content in zip(replies, contents, strict=True)]
+        return JSONResponse(self._head(prefix, kind) | {"choices": choices, "usage": usage(replies)})
+
+    def _stream(
+        self,
+        said: dict[str, Any],
+        prefix: str,
+        kind: str,
+        replies: list[Reply],
+        openings: dict[Reply, dict[str, Any]],
+        shown: Callable[[str], dict[str, Any]],
+    ) -> Response:
+        """Server-sent events: the openings, then what the replies say as they do, and the usage if asked for."""
+        counted = said.get("stream_options") == {"include_usage": True}
+        head = self._head(prefix, kind) | ({"usage": None} if counted else {})
+
+        async def events() -> AsyncIterator[str]:
+            for reply, content in openings.items():
+                yield event(head | {"choices": [choice(reply, content, reply.finish)]})
+            try:
+                async with contextlib.aclosing(self.worker.write(replies)) as pieces:
+                    async for reply, piece, finish in pieces:
+                        if piece or finish:
+                            yield event(head | {"choices": [choice(reply, shown(piece), finish)]})
+            except Exception as error:  # too late for another status
+                yield event(Refusal(f"The server failed: {error!r}", status=500).body)
+            else:
+                if counted:
+                    yield event(head | {"choices": [], "usage": usage(replies)})
+                yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def _logprobs(self, reply: Reply, top: int, echo: bool) -> dict[str, list[Any]]:
+        """OpenAI's `logprobs` of a completion: of what was written, end token included, and with `echo` of the prompt.
+
+        As there, the first token of a prompt has none. Each of the others has its own and the `top` likeliest.
+        """
+        tokens = reply.ask.prompt + reply.tokens
+        own, ids, values = await self.worker.score(tokens, max(top, 1))
+        names, logprobs, tops, offsets, offset = [], [], [], [], 0
+        for i in range(0 if echo else len(reply.ask.prompt), len(tokens)):
+            names.append(self._name(tokens, i, tokens[i]))
+            offsets.append(offset)
+            offset += len(names[-1])
+            logprobs.append(None if i == 0 else finite(own[i - 1]))
+            likeliest: dict[str, float] = {}
+            if i > 0:
+                for id, value in [*zip(ids[i - 1, :top], values[i - 1, :top], strict=True), (tokens[i], own[i - 1])]:
+                    likeliest.setdefault(self._name(tokens, i, int(id)), finite(value))
+            tops.append(likeliest if i > 0 and top else None)
+        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _name(self, tokens: list[int], at: int, id: int) -> str:
+        """The text that a token adds to the one before it, or the id where that is no whole character."""
+        before = tokens[max(at - 1, 0) : at]
+        name = self.tokenizer.decode([*before, id], special=True)[len(self.tokenizer.decode(before, special=True)) :]
+        return f"token_id:{id}" if "\ufffd" in name or not name else name
+
+
+def choice(reply: Reply, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    return {"index": reply.index, "finish_reason": finish, "logprobs": None} | content
+
+
+def usage(replies: list[Reply]) -> dict[str, int]:
+    """Each prompt counts once, however many replies it has."""
+    prompts = sum(len(ask.prompt) for ask in {reply.ask for reply in replies})
+    written = sum(len(reply.tokens) for reply in replies)
+    return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+
+
+def event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def finite(logprob: Any) -> float:
+    """JSON has no infinities; vLLM writes the same number."""
+    return max(float(logprob), -9999.0)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Waits for `work`, but not longer than the client does."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    done, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({done, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise Refusal("The client has left.", status=499)
+        done.result()
+    finally:
+        done.cancel()
+        leaving.cancel()
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return JSONResponse(error.body, error.status)
+
+
+async def not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}."
+    return await refused(request, Refusal(message, status=error.status_code))
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    return await refused(request, Refusal(f"The server failed: {error!r}", status=500))

@@ -1,0 +1,177 @@
+"""The thread that has the model: it steps the engine for all requests together, and scores tokens in between."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from zoo.engine import Completion, Engine
+from zoo.generate import first
+from zoo.sampling import Sampler
+from zoo.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ask:
+    """A prompt, and how it is to be continued."""
+
+    prompt: list[int]
+    new: int
+    sampler: Sampler
+    seed: int
+    stop: Sequence[str]
+
+
+class Reply:
+    """One continuation of a prompt, of which a request can ask for several. `finish` says why it ended, once it has."""
+
+    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer):
+        self.index, self.ask = index, ask
+        self.tokens: list[int] = []  # with the end token
+        self.text = ""  # without it, and without the stop string
+        self.finish: Literal["stop", "length"] | None = None if ask.new else "length"
+        self._eos, self._decoder, self._said = tokenizer.eos, tokenizer.stream(ask.prompt), 0
+
+    def push(self, token: int) -> str:
+        """What the next token lets it say: no half character, and nothing that may yet become a stop string."""
+        self.tokens.append(token)
+        if token in self._eos:
+            self.finish = "stop"
+        else:
+            self.text += self._decoder.push(token)
+            if (at := first(self.text, self.ask.stop)) is not None:
+                self.text, self.finish = self.text[:at], "stop"
+            elif len(self.tokens) == self.ask.new:
+                self.finish = "length"
+        begun = (n for s in self.ask.stop for n in range(1, len(s)) if self.text.endswith(s[:n]))
+        until = len(self.text) - (0 if self.finish else max(begun, default=0))
+        piece, self._said = self.text[self._said : until], until
+        return piece
+
+
+@eqx.filter_jit
+def score(
+    model: Any, tokens: Int[Array, "1 seq"], top: int
+) -> tuple[Float[Array, " seq"], Int[Array, "seq top"], Float[Array, "seq top"]]:
+    """Log-probabilities of what follows each token: of the token that does, and of the `top` likeliest, with their ids.
+
+    Only 128 positions have their logits at a time. The last one's numbers mean nothing.
+    """
+    x, _ = model.hidden(tokens)
+    chunk = math.gcd(tokens.shape[1], 128)
+
+    def part(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        x, following = inputs
+        logp = jax.nn.log_softmax(model.unembed(x).astype(jnp.float32), axis=-1)
+        values, ids = jax.lax.top_k(logp, top)
+        return jnp.take_along_axis(logp, following[:, None], axis=-1)[:, 0], ids, values
+
+    following = jnp.roll(tokens[0], -1).reshape(-1, chunk)
+    own, ids, values = jax.lax.map(part, (x[0].reshape(-1, chunk, x.shape[-1]), following))
+    return own.reshape(-1), ids.reshape(-1, top), values.reshape(-1, top)
+
+
+class Worker(threading.Thread):
+    """What coroutines ask for goes through an inbox to the thread; what it has for them, through their loop."""
+
+    def __init__(self, model: Any, make_engine: Callable[[], Engine]):
+        super().__init__(name="zoo.serve", daemon=True)
+        self._model, self._make_engine = model, make_engine
+        self._engine: Any = make_engine()  # None after a failure, which may have taken its arrays
+        self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._running: dict[Completion, tuple[Reply, Callable[[Any], Any]]] = {}
+        self._open = True
+
+    def run(self) -> None:
+        while self._open:
+            try:
+                if not self._running or not self._inbox.empty():
+                    self._inbox.get()()
+                    continue
+                for completion, tokens in self._engine.step().items():
+                    reply, deliver = self._running[completion]
+                    piece = "".join(reply.push(token) for token in tokens if not reply.finish)
+                    deliver((reply, piece, reply.finish))
+                    if reply.finish:
+                        self._cancel([reply])
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                logging.getLogger("uvicorn.error").exception("The engine failed.")
+                for _, deliver in self._running.values():
+                    deliver(error)
+                self._running, self._engine = {}, None
+
+    def close(self) -> None:
+        self._inbox.put(functools.partial(setattr, self, "_open", False))
+        self.join()
+
+    async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, str, str | None], None]:
+        """Pieces of the replies as they come, each with the finish if it is the last. Closing it frees the rows."""
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
+        left = [reply for reply in replies if not reply.finish]
+        self._inbox.put(functools.partial(self._submit, list(left), deliver))
+        try:
+            while left:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event[2]:
+                    left.remove(event[0])
+        finally:
+            self._inbox.put(functools.partial(self._cancel, left))
+
+    async def score(self, tokens: list[int], top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each token but the first: its log-probability, and the ids and log-probabilities of the `top` likeliest.
+
+        One forward pass, padded to a power of two so that few lengths are compiled.
+        """
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        limit = self._model.config.max_position_embeddings
+        padded = np.zeros((1, min(limit, max(128, 1 << (len(tokens) - 1).bit_length()))), np.int32)
+        padded[0, : len(tokens)] = tokens
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(jax.device_get(score(self._model, jnp.asarray(padded), top)))
+                except Exception as error:  # belongs to the one who asked
+                    future.set_exception(error)
+
+        self._inbox.put(work)
+        own, ids, values = await asyncio.wrap_future(future)
+        n = len(tokens) - 1
+        return own[:n], ids[:n], values[:n]
+
+    def _submit(self, replies: Sequence[Reply], deliver: Callable[[Any], Any]) -> None:
+        try:
+            self._engine = self._engine or self._make_engine()
+            for ask, group in itertools.groupby(replies, key=lambda reply: reply.ask):
+                same = list(group)
+                key = jax.random.key(ask.seed)
+                completions = self._engine.submit(
+                    ask.prompt, max_new_tokens=ask.new, sampler=ask.sampler, key=key, samples=len(same)
+                )
+                for completion, reply in zip(completions, same, strict=True):
+                    self._running[completion] = reply, deliver
+        except Exception as error:  # belongs to the one who asked
+            self._cancel(replies)
+            deliver(error)
+
+    def _cancel(self, replies: Sequence[Reply]) -> None:
+        for completion in [completion for completion, (reply, _) in self._running.items() if reply in replies]:
+            self._engine.cancel(completion)
+            del self._running[completion]
