@@ -1,6 +1,7 @@
-"""The embedded default: how `zoo.load("tiny")` was made, and the instructions that `python -m train.sft` teaches it."""
+"""The embedded default: how `zoo.load("tiny")` was made, and the data of the scripts: instructions and preferences."""
 
 import pathlib
 
 
 INSTRUCTIONS = pathlib.Path(__file__).parent / "instructions.jsonl"
+PREFERENCES = pathlib.Path(__file__).parent / "preferences.jsonl"

@@ -1,0 +1,164 @@
+"""Preference optimisation: the objective equals TRL's, is the same packed or not, and learns."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import train.tiny
+import zoo
+from tests.train import make_golden_trl as trl
+from tests.train.test_loss import GIVEN, GOLDEN
+from train import dpo, finetune, preferences
+from train.metrics import read_metrics
+from train.optim import adamw
+from train.records import open_records
+from train.state import init_state
+from train.step import jit_train_step
+from zoo.surgery import cast
+
+
+LOSSES = ("dpo", "ipo", "orpo", "kto")
+
+
+class Given:
+    """A model whose logits are known beforehand."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def hidden(self, tokens, positions, segments, remat=None):
+        return self.logits, ()
+
+    def unembed(self, x):
+        return x
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Pairs two in a row, chosen and rejected side by side, with padding at the end, and a row of nothing else."""
+
+    def row(a, padding):
+        a = np.asarray(a[:, 1:] if a.ndim == 2 else a[:, :-1])
+        pairs = np.concatenate([a[: trl.PAIRS], a[trl.PAIRS :]], axis=1)
+        pairs = pairs.reshape(trl.PAIRS // 2, -1, *a.shape[2:])
+        rest = np.full((3, 40, *a.shape[2:]), padding, a.dtype)
+        rest[:2, : pairs.shape[1]] = pairs
+        return jnp.asarray(rest)
+
+    ones = np.ones_like(GIVEN["completion"])
+    number = np.arange(2 * trl.PAIRS)[:, None]  # chosen ones, then rejected ones
+    segments = row((number % 2 * 2 + 1 + number // trl.PAIRS) * ones, 0)
+    batch = {"tokens": segments, "targets": row(GIVEN["tokens"], 0), "loss_mask": row(GIVEN["completion"], 0)}
+    batch |= {"segments": segments, "positions": segments}
+    assert segments[1, :32].tolist() == np.repeat([1, 2, 3, 4], 8).tolist() and dpo.count(batch) == trl.PAIRS
+    return batch, Given(row(GIVEN["logits"], 1e4)), Given(row(GIVEN["ref_logits"], 1e4))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
+def test_the_objective_equals_trl(rows, loss):
+    batch, model, reference = rows
+    o = dpo.Options(loss=loss, beta=trl.BETA)
+    total, (sums, _) = dpo.objective(model, batch, reference, o=o)
+    orpo = np.mean(-np.array(GOLDEN["orpo_chosen_logps"]) - np.array(GOLDEN["orpo_odds_ratio"]))
+    expected = orpo if loss == "orpo" else GOLDEN[loss][0]
+    np.testing.assert_allclose([total, sums["loss"]], 2 * [trl.PAIRS * expected], rtol=1e-5)
+    if loss == "dpo":
+        looks = [sums[name] / trl.PAIRS for name in ("chosen_reward", "rejected_reward", "margin", "accuracy")]
+        np.testing.assert_allclose(looks, GOLDEN["dpo_metrics"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_not_there_counts_for_nothing(rows, loss):
+    batch, model, reference = rows
+    batch = batch | {"desirable": batch["loss_mask"]}
+    objective = lambda x: dpo.objective(Given(x), batch, reference, o=dpo.Options(loss=loss))[0]
+    value, gradient = jax.value_and_grad(objective)(model.logits)
+    learnt = batch["loss_mask"] != 0
+    learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # of its second documents there is no gradient
+    assert jnp.isfinite(value) and jnp.array_equal(jnp.any(gradient != 0, axis=2), learnt)
+
+
+# ======================================================================================================================
+# The embedded model and preferences.
+# ======================================================================================================================
+
+
+@pytest.fixture(scope="module")
+def records():
+    return open_records(train.tiny.PREFERENCES, 0.0)[0]
+
+
+def test_the_embedded_preferences_follow_from_the_instructions(records):
+    """Of every third question: the answer; and half of its words, or it and another answer."""
+    chats = [record.fields["messages"] for record in open_records(train.tiny.INSTRUCTIONS, 0.0)[0]]
+    chats = [chat for chat in chats if len(chat) == 2]
+    assert len(records) == len(chats) // 3
+    for i, record in zip(range(0, len(chats), 3), records, strict=True):
+        question, answer = chats[i]
+        words = answer["content"].split(" ")
+        half, two = words[: len(words) // 2], [*words, chats[(i + len(chats) // 2) % len(chats)][1]["content"]]
+        rejected = {"role": "assistant", "content": " ".join(half if i % 2 else two)}
+        assert record.fields == {"prompt": [question], "chosen": [answer], "rejected": [rejected]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return cast(zoo.load("tiny"), jnp.float32)
+
+
+def rows_of(records, loss, **shape):
+    """The only batch of these records."""
+    (batch,) = preferences.batches(
+        records, zoo.tokenizer("tiny"), vocab_size=2048, unpaired=loss == "kto", epochs=1, **shape
+    )
+    return jax.tree.map(jnp.asarray, batch)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packing_changes_nothing(records, model, loss):
+    reference = jax.tree.map(lambda a: a * 0.99, model)
+    objective = jax.jit(functools.partial(dpo.objective, o=dpo.Options(loss=loss)))
+    packed, spread = rows_of(records[:4], loss, seq_len=512, batch=2), rows_of(records[:4], loss, seq_len=144, batch=8)
+    assert dpo.count(packed) == dpo.count(spread) == (8 if loss == "kto" else 4)
+    assert packed["segments"].max() > 4 > spread["segments"].max()
+    sums = [objective(model, batch, reference)[1][0] for batch in (packed, spread)]
+    for name, value in sums[0].items():
+        np.testing.assert_allclose(value, sums[1][name], rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("loss", ["orpo", "kto"])  # without and with a copy of the model to refer to
+def test_it_learns(records, model, loss):
+    o, optimizer = dpo.Options(loss=loss, beta=1.0 if loss == "orpo" else 0.1), adamw(optax.constant_schedule(1e-3))
+    batch = rows_of(records[:8], loss, seq_len=512, batch=4 if loss == "kto" else 2)
+    state = init_state(jax.tree.map(jnp.copy, model), optimizer)
+    step = jit_train_step(
+        state, optimizer=optimizer, schedule=optax.constant_schedule(1e-3), compute_dtype=jnp.float32,
+        objective=functools.partial(dpo.objective, o=o), count=dpo.count,
+    )  # fmt: skip
+    history = []
+    for _ in range(8):
+        state, metrics = step(state, batch, None, None if loss == "orpo" else model)
+        history.append(metrics)
+    first, last = jax.device_get((history[0], history[-1]))
+    if loss == "kto":
+        np.testing.assert_allclose([first["loss"], first["margin"]], [0.5, 0], atol=1e-6)
+    assert last["loss"] < 0.7 * first["loss"] and last["margin"] > first["margin"] and last["accuracy"] > 0.9
+
+
+def test_the_script_trains_adapters(tmp_path):
+    dpo.main(
+        dpo.Options(
+            out=tmp_path, lora=finetune.Lora(rank=4), steps=4, batch=8, seq_len=176, lr=1e-3, mesh="fsdp=4,tensor=2",
+            sample_tokens=2, sample_every=4, eval_every=4,
+        )
+    )  # fmt: skip
+    before, first, *_, last = read_metrics(tmp_path / "metrics.jsonl")
+    for name in ("loss", "margin"):  # the reference is the model without adapters, which is what it begins as
+        # Rewards are a tenth of differences of sums of some 180, in float32.
+        np.testing.assert_allclose([before[f"validation_{name}"], first[name]], np.log(2) * (name == "loss"), atol=1e-5)
+    assert last["margin"] > 0 and last["validation_loss"] < np.log(2)
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()

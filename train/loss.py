@@ -1,0 +1,278 @@
+"""The losses of post-training, as pure functions of arrays: preferences, policy gradients, distillation.
+
+Each says where its formula stands. `log` is natural, pi is the model that learns, ref the one that it starts from, and
+"log-probability" is that of a target token, or of a completion: the sum of its tokens'.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels import mesh
+
+
+T = TypeVar("T")
+Unembed = Callable[[Float[Array, "batch seq embed"]], Float[Array, "batch seq vocab"]]
+Mask = Int[Array, "batch seq"] | Bool[Array, "batch seq"]
+
+
+# ======================================================================================================================
+# From features to numbers of tokens and documents, without the logits of all tokens.
+# ======================================================================================================================
+
+
+def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> T:
+    """`function(*arrays)`, for about `chunk` tokens at a time on each device, the same positions of every sequence.
+
+    `function` maps arrays [batch, size, ...] to such arrays, token by token. The backward pass computes each chunk
+    again, so of what is as wide as the vocabulary no more than a chunk is ever there. All arrays are [batch, seq, ...].
+    """
+    batch, seq = arrays[0].shape[:2]
+    rows = math.prod(map(mesh.split, mesh.splitting(batch, *mesh.BATCH)))
+    parts = math.prod(map(mesh.split, mesh.splitting(seq, mesh.SEQUENCE)))  # each device cuts up its own positions
+    part = seq // parts
+    size = min(part, math.ceil(chunk * rows / batch))
+    count = math.ceil(part / size)
+
+    def cut(a: Array) -> Array:
+        """[batch, seq, ...] -> [count, batch, parts * size, ...]"""
+        a = a.reshape(batch, parts, part, *a.shape[2:])
+        a = jnp.pad(a, ((0, 0), (0, 0), (0, count * size - part), *((0, 0),) * (a.ndim - 3)))
+        a = jnp.moveaxis(a.reshape(batch, parts, count, size, *a.shape[3:]), 2, 0)
+        return a.reshape(count, batch, parts * size, *a.shape[4:])
+
+    def joined(a: Array) -> Array:
+        """The inverse of `cut`."""
+        a = jnp.moveaxis(a.reshape(count, batch, parts, size, *a.shape[3:]), 0, 2)
+        a = a.reshape(batch, parts, count * size, *a.shape[4:])[:, :, :part]
+        return a.reshape(batch, seq, *a.shape[3:])
+
+    step = jax.checkpoint(lambda _, chunks: (None, function(*chunks)), prevent_cse=False)
+    return jax.tree.map(joined, jax.lax.scan(step, None, tuple(map(cut, arrays)))[1])
+
+
+def logprobs(
+    unembed: Unembed, x: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"], *, chunk: int = 2048
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
+    """The log-probability of each target, and the entropy of each distribution that it is of, in nats and float32.
+
+    Gradients flow to `x` and to what `unembed` closes over. See `by_chunks`.
+    """
+
+    def numbers(x: Array, targets: Array) -> tuple[Array, Array]:
+        logits = unembed(x).astype(jnp.float32)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        # A comparison, not an index: it works on a vocabulary split over devices.
+        is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+        p = jnp.exp(logits - log_z[..., None])
+        expected = jnp.sum(p * jnp.where(p > 0, logits, 0), axis=-1)  # a logit can be -inf
+        return jnp.sum(jnp.where(is_target, logits, 0), axis=-1) - log_z, log_z - expected
+
+    return by_chunks(numbers, x, targets, chunk=chunk)
+
+
+def per_document(
+    values: Float[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
+) -> Float[Array, "batch documents"]:
+    """The sum of each document's values where `mask` is not 0; the others may be anything, even NaN.
+
+    Document d of a row has the tokens whose segment is d + 1; 0 is padding. `documents` are as many as a row can have.
+    """
+    here = (segments[:, None, :] == jnp.arange(1, documents + 1)[None, :, None]) & (mask != 0)[:, None, :]
+    return jnp.sum(jnp.where(here, values[:, None, :], 0), axis=-1)
+
+
+# ======================================================================================================================
+# Preferences. `chosen` and `rejected` are log-ratios of completions, log pi(y|x) - log ref(y|x), unless it says else.
+# ======================================================================================================================
+
+
+def dpo(
+    chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float, label_smoothing: float = 0.0
+) -> Float[Array, "*pairs"]:
+    """Direct preference optimisation, arXiv:2305.18290, eq. 7: -log sigmoid(beta (chosen - rejected)).
+
+    With `label_smoothing` e, the probability that a label is wrong, conservative DPO (Mitchell, "A note on DPO with
+    noisy preferences", 2023): (1 - e) of that, plus e of the same with the two exchanged.
+    """
+    logit = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * jax.nn.log_sigmoid(logit) - label_smoothing * jax.nn.log_sigmoid(-logit)
+
+
+def ipo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float) -> Float[Array, "*pairs"]:
+    """Identity preference optimisation, arXiv:2310.12036, eq. 17: (chosen - rejected - 1 / (2 beta))^2.
+
+    The paper's tau is `beta`. Its log-ratios are sums over a completion; TRL, having asked the authors, takes the mean
+    of the completion's tokens, and so it is meant here: give log-ratios divided by lengths.
+    """
+    return jnp.square(chosen - rejected - 1 / (2 * beta))
+
+
+def orpo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float) -> Float[Array, "*pairs"]:
+    """Odds ratio preference optimisation, arXiv:2403.07691, eq. 6 and 7, which needs no reference:
+
+        -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)),   odds = p / (1 - p)
+
+    where `chosen` and `rejected` are log p, the mean log-probability of a completion's tokens (eq. 1), and the paper's
+    lambda is `beta`. The first term is the completion's negative log-likelihood; TRL takes the prompt's tokens in too.
+    """
+    chosen, rejected = (jnp.minimum(a, -1e-7) for a in (chosen, rejected))  # the odds of certainty are infinite
+    log_odds = lambda log_p: log_p - jnp.log(-jnp.expm1(log_p))
+    return -chosen - beta * jax.nn.log_sigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def kto(
+    ratios: Float[Array, "*completions"],
+    desirable: Bool[Array, "*completions"],
+    baseline: Float[Array, ""],
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Float[Array, "*completions"]:
+    """Kahneman-Tversky optimisation, arXiv:2402.01306, eq. 7, from completions' log-ratios and whether they are good:
+
+    desirable_weight (1 - sigmoid(beta (ratio - baseline))), undesirable_weight (1 - sigmoid(beta (baseline - ratio))).
+    """
+    sign = jnp.where(desirable, 1.0, -1.0)
+    weight = jnp.where(desirable, desirable_weight, undesirable_weight)
+    return weight * jax.nn.sigmoid(-beta * sign * (ratios - baseline))
+
+
+def kto_baseline(mismatched: Float[Array, "*completions"], present: Bool[Array, "*completions"]) -> Float[Array, ""]:
+    """KTO's estimate of KL(pi || ref), arXiv:2402.01306, section 4.1: the mean log-ratio of `mismatched` completions,
+    each put after the prompt of another, or 0 if that is negative. It has no gradient.
+
+    The mean is over those `present`; the others may be anything.
+    """
+    total = jnp.sum(jnp.where(present, mismatched, 0))
+    return jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(jnp.sum(present.astype(total.dtype)), 1), 0))
+
+
+# ======================================================================================================================
+# Policy gradients. A row is one sampled sequence, `mask` is 1 at the tokens that were sampled.
+# ======================================================================================================================
+
+
+def group_advantages(rewards: Float[Array, "prompts group"], *, scale: bool = True) -> Float[Array, "prompts group"]:
+    """How much better a completion's reward is than the mean of its prompt's group, in standard deviations.
+
+    GRPO, arXiv:2402.03300, section 4.1.2; without `scale`, Dr. GRPO, arXiv:2503.20783, section 3.2. As in TRL, the
+    deviation is that of a sample (divided by group - 1), and 1e-4 is added to it.
+    """
+    advantages = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    return advantages / (jnp.std(rewards, axis=1, ddof=1, keepdims=True) + 1e-4) if scale else advantages
+
+
+def clipped_policy(
+    logps: Float[Array, "batch seq"],
+    old: Float[Array, "batch seq"],
+    advantages: Float[Array, " batch"],
+    mask: Mask,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    level: Literal["token", "sequence"] = "token",
+) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    """Each token's -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), and whether the clip took hold.
+
+    The ratio is pi / old, of the model that learns to the one that has sampled: the token's own (GRPO,
+    arXiv:2402.03300, eq. 3; two epsilons: DAPO, arXiv:2503.14476, section 3.1), or at the level of the sequence the
+    geometric mean of its tokens' (GSPO, arXiv:2507.18071, eq. 5 and 7).
+    """
+    log_ratio = jnp.where(mask != 0, logps - old, 0)
+    if level == "sequence":
+        lengths = jnp.maximum(jnp.sum(mask != 0, axis=1, keepdims=True), 1).astype(log_ratio.dtype)
+        log_ratio = jnp.broadcast_to(jnp.sum(log_ratio, axis=1, keepdims=True) / lengths, log_ratio.shape)
+    ratio, a = jnp.exp(log_ratio), advantages[:, None]
+    clipped = (ratio < 1 - epsilon_low) & (a < 0) | (ratio > 1 + epsilon_high) & (a > 0)
+    return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a), clipped
+
+
+def kl_k3(logps: Float[Array, "*batch"], reference: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """Each token's unbiased estimate of KL(pi || ref), never negative: ref / pi - log(ref / pi) - 1.
+
+    Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300, eq. 4. GRPO adds beta times it to the loss.
+    """
+    return jnp.expm1(reference - logps) - (reference - logps)
+
+
+def aggregate(
+    values: Float[Array, "batch seq"],
+    mask: Mask,
+    how: Literal["grpo", "dapo", "dr_grpo"],
+    *,
+    max_length: int = 0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """A sum of tokens' losses, and a count: the sums of a batch's parts over their counts are the loss of the batch.
+
+    - "grpo": the mean of a sequence's tokens, then of sequences (arXiv:2402.03300, eq. 3).
+    - "dapo": the mean of all tokens (arXiv:2503.14476, section 3.3). Of what is to be looked at, too, such as the KL.
+    - "dr_grpo": the sum over tokens by the sequences times `max_length`, the tokens that a completion can have
+      (arXiv:2503.20783, section 3.2).
+    """
+    on = mask != 0
+    lengths = jnp.sum(on, axis=1).astype(values.dtype)
+    sums, sequences = jnp.sum(jnp.where(on, values, 0), axis=1), jnp.asarray(len(values), values.dtype)
+    match how:
+        case "grpo":
+            return jnp.sum(sums / jnp.maximum(lengths, 1)), sequences
+        case "dapo":
+            return jnp.sum(sums), jnp.sum(lengths)
+        case "dr_grpo":
+            return jnp.sum(sums), sequences * max_length
+
+
+# ======================================================================================================================
+# Distillation, for each token. Over all tokens: by_chunks(lambda x, y: divergence(student.unembed(x),
+# teacher.unembed(y), beta=0.0), x, y).
+# ======================================================================================================================
+
+
+def divergence(
+    student: Float[Array, "*batch vocab"],
+    teacher: Float[Array, "*batch vocab"],
+    *,
+    beta: float,
+    temperature: float = 1.0,
+) -> Float[Array, "*batch"]:
+    """Between two distributions given by their logits, which are divided by `temperature` first; in nats.
+
+    `beta` 0 is the forward KL(teacher || student), 1 the reverse KL(student || teacher), and what lies between the
+    generalised Jensen-Shannon divergence of GKD, arXiv:2306.13649, eq. 1, with m = beta teacher + (1 - beta) student:
+    beta KL(teacher || m) + (1 - beta) KL(student || m).
+    """
+    log_q, log_p = (jax.nn.log_softmax(a.astype(jnp.float32) / temperature, axis=-1) for a in (student, teacher))
+    if beta == 0:
+        return _kl(log_p, log_q)
+    if beta == 1:
+        return _kl(log_q, log_p)
+    m = beta * jnp.exp(log_p) + (1 - beta) * jnp.exp(log_q)
+    log_m = jnp.log(jnp.where(m > 0, m, 1))
+    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+
+
+def divergence_top_k(
+    student: Float[Array, "*batch vocab"],
+    values: Float[Array, "*batch k"],
+    indices: Int[Array, "*batch k"],
+    *,
+    temperature: float = 1.0,
+) -> Float[Array, "*batch"]:
+    """The forward KL(teacher || student) where of the teacher's logits only the k largest were kept, and their indices.
+
+    The teacher's distribution is the softmax of these alone: the rest of its mass is dealt out to them in proportion.
+    The student's is over the whole vocabulary, so it also learns to give the other words nothing.
+    """
+    log_p = jax.nn.log_softmax(values.astype(jnp.float32) / temperature, axis=-1)
+    log_q = jax.nn.log_softmax(student.astype(jnp.float32) / temperature, axis=-1)
+    return _kl(log_p, jnp.take_along_axis(log_q, indices, axis=-1))
+
+
+def _kl(log_p: Float[Array, "*batch words"], log_q: Float[Array, "*batch words"]) -> Float[Array, "*batch"]:
+    p = jnp.exp(log_p)
+    return jnp.sum(p * jnp.where(p > 0, log_p - log_q, 0), axis=-1)  # p can be 0, and log p -inf
