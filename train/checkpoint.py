@@ -82,10 +82,11 @@ class Checkpoints:
         """The steps there is a checkpoint of, oldest first."""
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
-    def save(self, state: TrainState, data: Any) -> None:
+    def save(self, state: TrainState, data: Any, *, best: int | None = None) -> None:
         """Saves the state in the background, and with it `data`: JSON that says where in the data the run is.
 
-        The state may be donated as soon as this returns. A save that is still under way is waited for first.
+        The state may be donated as soon as this returns. A save that is still under way is waited for first. The
+        checkpoint of the step `best` is kept, however old it is.
 
         Raises:
             FloatingPointError: naming an array of the state that is not finite. Nothing is saved.
@@ -107,7 +108,7 @@ class Checkpoints:
         except OSError as error:
             self._failed(error)
         else:
-            self._saving = self._thread.submit(self._finish, unfinished, writing.result)
+            self._saving = self._thread.submit(self._finish, unfinished, writing.result, best)
 
     def check(self, *, wait: bool = False) -> None:
         """Notices the end of a save, for which it may `wait`. Called at every step, so that a failure is soon known.
@@ -212,12 +213,12 @@ class Checkpoints:
         arrays = {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
         return {"format": FORMAT, "identity": self.identity, "state": arrays}
 
-    def _finish(self, unfinished: pathlib.Path, wait: Callable[[], None]) -> None:
+    def _finish(self, unfinished: pathlib.Path, wait: Callable[[], None], best: int | None) -> None:
         wait()
         if self._first:
             manifest.write(unfinished)
             unfinished.rename(unfinished.with_suffix(""))
-            for step in self.steps()[: -self.keep]:
+            for step in {*self.steps()[: -self.keep]} - {best}:
                 shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
 
     def _failed(self, error: BaseException) -> None:

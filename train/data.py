@@ -68,10 +68,10 @@ def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions
 def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> Example:
     match fields:
         case {"messages": list(turns)} | {"conversations": list(turns)}:
-            return _encode_chat(messages(turns), 0, fields.get("tools"), tokenizer, completions_only)
+            return _encode_chat(messages(turns), 0, tools_of(fields), tokenizer, completions_only)
         case {"prompt": list(prompt), "completion": list(completion)}:
             turns, given = messages(prompt + completion), len(prompt)
-            return _encode_chat(turns, given, fields.get("tools"), tokenizer, completions_only)
+            return _encode_chat(turns, given, tools_of(fields), tokenizer, completions_only)
         case {"prompt": str(prompt), "completion": str(completion)}:
             # Together, because apart they can have other tokens: sentencepiece puts a space before each text.
             text, start = prompt + completion, len(prompt) if completions_only else 0
@@ -112,11 +112,15 @@ def messages(turns: list[Any]) -> list[dict[str, Any]]:
     return found
 
 
+def tools_of(fields: dict[str, Any]) -> Any:
+    """The tools that a record's chat may call, or None; columnar files hold them as JSON."""
+    tools = fields.get("tools")
+    return json.loads(tools) if isinstance(tools, str) else tools
+
+
 def _encode_chat(
     messages: list[dict[str, Any]], given: int, tools: Any, tokenizer: Tokenizer, completions_only: bool
 ) -> Example:
-    if isinstance(tools, str):  # as columnar files hold them
-        tools = json.loads(tools)
     if completions_only:
         ids, mask = tokenizer.encode_chat(messages, tools=tools, given=given)
     else:

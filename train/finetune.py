@@ -74,7 +74,8 @@ def frozen(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
 
 def identity(o: Any, config: Any, data: Any) -> dict[str, Any]:
     """`train.loop.identity`, and what the adapters are."""
-    adapters = dataclasses.asdict(o.lora) if o.lora.rank else None
+    rank, where = o.lora.rank, o.lora.where
+    adapters = {"rank": rank, "alpha / rank": o.lora.alpha / rank, "where": where} if rank else None
     return loop.identity(o, config, family_of(config), data) | {"lora": adapters, "quantize": o.quantize}
 
 

@@ -23,7 +23,7 @@ from train import finetune, loop, loss, rewards
 from train.data import fingerprint
 from train.mesh import make_mesh
 from train.records import open_records
-from train.rollouts import encode, experience
+from train.rollouts import empty, encode, experience
 from train.step import Batch
 from zoo import lora
 from zoo.registry import family_of
@@ -165,6 +165,7 @@ def main(o: Options) -> None:
             count=functools.partial(count, o=o),
             others=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
             experience=functools.partial(experience, o=o, tokenizer=tokenizer, mesh=mesh),
+            example=empty(o.batch, o.seq_len),
             updates=updates,
             identity=finetune.identity(o, config, source),
             prompts=[prompt.ids for prompt in looked_at[:3]],

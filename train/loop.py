@@ -60,9 +60,12 @@ def resolve(o: Any, config: Any, steps: int, width_lr: float) -> Any:
         "eval_every": o.eval_every or math.ceil(steps / 10),
         "sample_every": o.sample_every or math.ceil(steps / 4),
     }
-    if o.compute_dtype == "auto":
-        changes["compute_dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return dataclasses.replace(o, **changes)
+    return dataclasses.replace(o, compute_dtype=compute_dtype(o), **changes)
+
+
+def compute_dtype(o: Options) -> str:
+    """What --compute-dtype stands for on these devices."""
+    return {"cpu": "float32"}.get(jax.default_backend(), "bfloat16") if o.compute_dtype == "auto" else o.compute_dtype
 
 
 def row_length(o: Options, config: Any) -> int:
@@ -119,6 +122,7 @@ def run(
     count: Callable[[Batch], Any] = targets_of,
     others: Any = None,
     experience: Experience | None = None,
+    example: Mapping[str, np.ndarray] | None = None,
     updates: int = 1,
     mtp: bool = False,
     adapters: bool = False,
@@ -133,7 +137,7 @@ def run(
         objective, count, others: see `train.step.train_step`; the validation data is measured by them too.
         prompts: what to show continuations of, from time to time.
         experience: makes of the model, an element of `data` and the number of the step what to learn from, in `updates`
-            batches. Without it, every element of `data` is a batch.
+            batches, such as `example`. Without it, every element of `data` is a batch.
         mtp: the model has the module that predicts one more token.
         adapters: it has adapters, and these are what is trained, kept in checkpoints, and exported.
 
@@ -141,6 +145,8 @@ def run(
         FloatingPointError: if the loss or a gradient is not finite; the state before that step is saved.
     """
     # ---------------------------------------------------------------------------------------------- state, new or old
+    if o.patience and validation is None:
+        raise ValueError(f"--patience {o.patience} waits for a lower loss on validation data, and there is none.")
     check_mesh(mesh, skeleton(family, config, mtp=mtp), family, batch=o.batch // o.microbatches, seq_len=o.seq_len)
     optimizer, schedule = make_optimizer(o, updates)
     prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
@@ -164,14 +170,13 @@ def run(
         report.rows(
             "Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr}
         )
-        if experience is None:
-            batch = put_batch(next(iter(data)), mesh)
-            report.rows("Memory of a device", report.memory(step(abstract), abstract, batch, frozen, others))
-        report.rows("Disk", report.disk(o.out, abstract, o.keep))
+        batch = put_batch(example or next(iter(data)), mesh)
+        report.rows("Memory of a device", report.memory(step(abstract), abstract, batch, frozen, others))
+        report.rows("Disk", report.disk(o.out, abstract, o.keep + (o.patience > 0)))
         report.rows("Mesh", report.mesh(mesh))
         return None
-    keep = max(o.keep, o.patience + 2) if o.patience else o.keep
-    checkpoints = Checkpoints(o.out / "checkpoints", identity=identity, keep=keep, say=rich.print)
+    identity = dict(identity) | {"patience": o.patience > 0}  # without it, that of the best look may not be kept
+    checkpoints = Checkpoints(o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print)
     iterator, looks = iter(data), []
     if found := checkpoints.restore(abstract):
         state, position = found
@@ -182,7 +187,10 @@ def run(
         state, n = fresh(), 0
     step = step(state)
     metrics, samples = (MetricsFile(o.out / name, step=n or -1) for name in ("metrics.jsonl", "samples.jsonl"))
-    save = lambda: checkpoints.save(state, {"data": iterator.get_state(), "looks": looks})
+    best = lambda: min(looks, key=lambda look: look[1])[0]
+    save = lambda: checkpoints.save(
+        state, {"data": iterator.get_state(), "looks": looks}, best=best() * updates if o.patience else None
+    )
     whole = lambda: lora.joined(state.model, frozen)
 
     # ---------------------------------------------------------------------------------------- a look from time to time
@@ -213,8 +221,8 @@ def run(
             samples.write(n, prompt=prompt, text=text)
 
     # ------------------------------------------------------------------------------------------------------- the loop
-    due = lambda every: n % every == 0 or n == o.steps
-    best = lambda: min(looks, key=lambda look: look[1])[0]
+    ended = lambda: n >= o.steps or (o.patience and n - best() >= o.patience * o.eval_every)
+    due = lambda every: n % every == 0 or ended()
     if n == 0:
         metrics.write(0, **validate())
         sample()
@@ -224,7 +232,7 @@ def run(
     bar = Progress(o.steps, start=n, flops_per_token=flops, console=rich.get_console())
     with checkpoints, StopRequest() as stop, bar as progress:
         reason = ""
-        while n < o.steps and not reason:
+        while not ended() and not reason:
             batches, numbers = experience(whole(), next(iterator), n) if experience else ([next(iterator)], {})
             steps, started = [], time.monotonic()
             for batch in batches:
@@ -242,9 +250,6 @@ def run(
             n, reason = n + 1, stop.agreed()
             if due(o.eval_every):
                 numbers |= validate()
-                if o.patience and n - best() >= o.patience * o.eval_every:
-                    rich.print(f"Validation has not improved since step {best():,}, so the run ends at step {n:,}.")
-                    o = dataclasses.replace(o, steps=n)
             metrics.write(n, **numbers, **progress.update(n, **numbers))
             if due(o.sample_every):
                 sample()
@@ -254,8 +259,10 @@ def run(
         if reason:
             rich.print(f"Stopped by {reason} after step {n:,}, which is saved; the same command goes on from there.")
             return None
+        if n < o.steps:
+            rich.print(f"Validation has not improved since step {best():,}, so the run ends at step {n:,}.")
         if o.patience and best() != n:
-            state, _ = checkpoints.restore(abstract, step=best() * updates)
+            state, _ = checkpoints.restore(abstract, step=best() * updates) or (state, None)
             rich.print(f"The model of step {best():,} is exported, where validation was best.")
 
     # --------------------------------------------------------------------------------------------------- what is left

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from kernels.mesh import BATCH, FEATURES, SEQUENCE
 from zoo.layers import AbstractExpertLinear
@@ -126,8 +126,8 @@ def without_stages(mesh: Mesh, model: Any, family: ModuleType) -> Mesh:
 
 
 def put_batch(
-    batch: Mapping[str, Int[np.ndarray | Array, "batch seq"]], mesh: Mesh
-) -> dict[str, Int[Array, "batch seq"]]:
+    batch: Mapping[str, Shaped[np.ndarray | Array, "batch seq ..."]], mesh: Mesh
+) -> dict[str, Shaped[Array, "batch seq ..."]]:
     """`batch` on the devices: its sequences split over the axes that do so, and the tokens of each over "context".
 
     Every process gives the whole of it. The tokens of a row come back in the order of `balanced`.

@@ -18,7 +18,11 @@ from typing import Any, NamedTuple
 import grain
 
 
-KEYS = ("messages", "conversations", "prompt", "completion", "text", "tools")  # what `train.data` reads
+# What `train.data`, `train.preferences`, and the rewards of `train.rewards` read.
+KEYS = (
+    "messages", "conversations", "prompt", "completion", "text", "tools",
+    "chosen", "rejected", "label", "answer", "tests",
+)  # fmt: skip
 PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last can have half as many more
 
 

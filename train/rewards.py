@@ -21,11 +21,16 @@ from typing import Any
 
 Reward = Callable[[str, Mapping[str, Any]], float]
 SECONDS, BYTES = 10, 2**29  # that a program may take
-# Sets the limits from within the child: of processor time, of memory, of files it may write, of processes it may start.
+# Sets the limits from within the child: of processor time, of memory, of files it may write. The system's limit of
+# processes would not hold for root, so the interpreter refuses to start any.
 LIMITED = (
     "import resource, sys\n"
-    f"for kind, most in (('CPU', {SECONDS}), ('AS', {BYTES}), ('FSIZE', 2**20), ('CORE', 0), ('NPROC', 0)):\n"
+    f"for kind, most in (('CPU', {SECONDS}), ('AS', {BYTES}), ('FSIZE', 2**20), ('CORE', 0)):\n"
     "    resource.setrlimit(getattr(resource, 'RLIMIT_' + kind), (most, most))\n"
+    "def refuse(event, _):\n"
+    "    if event.startswith(('subprocess', 'os.system', 'os.fork', 'os.exec', 'os.posix_spawn')):\n"
+    "        raise PermissionError(event)\n"
+    "sys.addaudithook(refuse)\n"
     "exec(compile(sys.stdin.read(), 'completion', 'exec'), {'__name__': '__main__'})\n"
 )
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
@@ -43,7 +48,10 @@ def find(name: str) -> Reward:
         return known[name]
     kind, _, rest = name.partition(":")
     if kind == "regex":
-        return functools.partial(matches, pattern=re.compile(rest))
+        try:
+            return functools.partial(matches, pattern=re.compile(rest))
+        except re.error as error:
+            raise ValueError(f"{name!r} is no pattern: {error}.") from error
     path, _, function = name.rpartition(":")
     if not path.endswith(".py"):
         raise ValueError(f"{name!r} is no reward: it is {', '.join(known)}, regex:PATTERN or file.py:function.")
@@ -79,10 +87,11 @@ def number(completion: str, record: Mapping[str, Any]) -> float:
 
 def value(text: str) -> Fraction | None:
     r"""The number that a text comes to."""
+    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
     for end in (*re.findall(r"\\boxed\{([^{}]*)\}", text)[-1:], *text.rsplit("####", 1)[1:], text):
         if found := re.findall(NUMBER, re.sub(r"(?<!\d)\.(?=\d)", "0.", end)):
             whole, _, below = found[-1].replace(",", "").partition("/")
-            return Fraction(whole) / int(below) if int(below or 1) else None
+            return Fraction(whole) / int(below or 1) if below.strip("0") or not below else None
     return None
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
-from train import loop, loss, rewards
-from train.data import messages
+from train import cluster, loop, loss, rewards
+from train.data import messages, tools_of
 from train.records import Record
 from zoo.engine import complete
 from zoo.sampling import Sampler
@@ -31,9 +31,15 @@ def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
     """The tokens of a record's prompt, and its fields; of messages that end with the assistant's, that is the answer.
 
     Raises:
-        ValueError: with file and line, if the record has no prompt.
+        ValueError: with file and line, if the record has no prompt, or one that the chat template refuses.
     """
-    fields, tools = record.fields, record.fields.get("tools") if isinstance(record.fields, dict) else None
+    try:
+        return _encode(record.fields, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+
+
+def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
     match fields:
         case {"prompt": str(text)}:
             return Prompt(tokenizer.encode(text), fields)
@@ -42,9 +48,9 @@ def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
             if turns[-1]["role"] == "assistant":
                 fields = {"answer": turns[-1]["content"]} | fields
                 turns = turns[:-1]
-            text = tokenizer.render(turns, tools=tools, add_generation_prompt=True)
+            text = tokenizer.render(turns, tools=tools_of(fields), add_generation_prompt=True)
             return Prompt(tokenizer.encode(text, special=False), fields)
-    raise ValueError(f"{record.where}: the record has neither a prompt nor messages.")
+    raise ValueError("the record has neither a prompt nor messages.")
 
 
 def experience(
@@ -67,12 +73,7 @@ def experience(
     total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
     advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
 
-    rows = {
-        name: np.zeros((advantages.size, o.seq_len), kind)
-        for name, kind in zip(
-            ("tokens", "targets", "loss_mask", "segments", "positions", "advantages", "old"), "iiiiiff", strict=True
-        )
-    }
+    rows = empty(advantages.size, o.seq_len)
     pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
     for row, (ids, completion) in enumerate(pairs):
         tokens, start = ids + completion.tokens, len(ids) - 1
@@ -100,6 +101,13 @@ def experience(
     return batches, numbers
 
 
+def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
+    """A batch of padding."""
+    integers = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), np.int32)
+    kinds = integers | dict.fromkeys(("advantages", "old"), np.float32)
+    return {name: np.zeros((rows, seq), kind) for name, kind in kinds.items()}
+
+
 def rewarded(texts: list[list[str]], prompts: Sequence[Prompt], o: Any) -> Float[np.ndarray, "prompts group names"]:
     """Every reward of every completion. Of several processes the first decides, since a user's function may be random.
 
@@ -108,7 +116,8 @@ def rewarded(texts: list[list[str]], prompts: Sequence[Prompt], o: Any) -> Float
     """
     functions = [rewards.find(name) for name in o.reward]
     found = np.zeros((len(prompts), o.group, len(functions)), np.float32)
-    if jax.process_index() == 0:
+
+    def judge() -> None:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             calls = {
                 at: pool.submit(functions[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
@@ -118,4 +127,9 @@ def rewarded(texts: list[list[str]], prompts: Sequence[Prompt], o: Any) -> Float
                 found[at] = call.result()
                 if not math.isfinite(found[at]):
                     raise ValueError(f"The reward {o.reward[at[2]]} of {texts[at[0]][at[1]]!r} is {found[at]}.")
-    return np.asarray(multihost_utils.broadcast_one_to_all(found)) if jax.process_count() > 1 else found
+
+    if jax.process_count() == 1:
+        judge()
+        return found
+    cluster.together(judge if jax.process_index() == 0 else lambda: None)
+    return np.asarray(multihost_utils.broadcast_one_to_all(found))

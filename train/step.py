@@ -26,7 +26,7 @@ from zoo.stack import LAYER_INPUT
 from zoo.surgery import cast
 
 
-Batch = Mapping[str, Shaped[Array, "batch seq"]]
+Batch = Mapping[str, Shaped[Array, "batch seq ..."]]
 # objective(model, batch, others, remat=...): the sum to minimise; sums to report, "loss" among them; and what the
 # model's layers reported.
 Objective = Callable[..., tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]]
@@ -208,9 +208,9 @@ def mean_of_layers(values: list[Float[Array, "*layers"]]) -> Float[Array, ""]:
     return jnp.mean(jnp.concatenate([value.reshape(-1) for value in values]))
 
 
-def _split(batch: Batch, parts: int) -> dict[str, Shaped[Array, "parts part seq"]]:
+def _split(batch: Batch, parts: int) -> dict[str, Shaped[Array, "parts part seq ..."]]:
     """[batch, seq] -> [parts, batch / parts, seq]. Every part takes rows from all over, so from every device."""
     size = len(batch["tokens"])
     if size % parts:
         raise ValueError(f"A batch of {size} sequences can't be split into {parts} microbatches of one size.")
-    return {name: a.reshape(size // parts, parts, -1).swapaxes(0, 1) for name, a in batch.items()}
+    return {name: a.reshape(size // parts, parts, *a.shape[1:]).swapaxes(0, 1) for name, a in batch.items()}

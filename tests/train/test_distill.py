@@ -1,0 +1,124 @@
+"""Distillation: the objective against the formulas written out, stored logits, and that the student learns."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.zoo import tiny
+from train import distill, teacher
+from train.records import open_records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A teacher, a student that is another model, and texts."""
+    folder, random = tmp_path_factory.mktemp("base"), np.random.RandomState(0)
+    for name in ("qwen3", "llama"):
+        tiny.write(folder / name, name, eos_token_id=63)
+        tiny.write_tokenizer(folder / name)
+    words = ["".join(random.choice(list("abcdefgh"), 6)) for _ in range(60)]
+    (folder / "words.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    return folder
+
+
+def options(folder, **changes):
+    usual = dict(
+        model=str(folder / "qwen3"), teacher=str(folder / "llama"), data=folder / "words.jsonl", seq_len=16, batch=8,
+        sample_tokens=4, warmup=0, lr=3e-3,
+    )  # fmt: skip
+    return distill.Options(**usual | changes)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    random = np.random.RandomState(1)
+    lengths, rows = [7, 5, 4], np.ones((2, 1))
+    arrays = {
+        "tokens": random.randint(0, 63, (2, 16)), "targets": random.randint(0, 63, (2, 16)),
+        "loss_mask": random.rand(2, 16) < 0.6, "segments": np.repeat([1, 2, 0], lengths) * rows,
+        "positions": np.concatenate([np.arange(n) for n in lengths]) * rows,
+    }  # fmt: skip
+    return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+
+
+def logits(model, batch):
+    return model.unembed(model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])[0])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_objective(folder, batch, beta):
+    student, larger = (zoo.load(folder / name, dtype="float32") for name in ("qwen3", "llama"))
+    o = options(folder, beta=beta, temperature=2.0, weight=0.7)
+
+    def plain(student):
+        log_q, log_p = (jax.nn.log_softmax(logits(m, batch) / 2.0) for m in (student, larger))
+        q, p = jnp.exp(log_q), jnp.exp(log_p)
+        m = jnp.log(beta * p + (1 - beta) * q) if 0 < beta < 1 else log_p
+        each = {
+            0.0: p * (log_p - log_q),
+            0.3: beta * p * (log_p - m) + (1 - beta) * q * (log_q - m),
+            1.0: q * (log_q - log_p),
+        }[beta].sum(-1)
+        data = -jnp.take_along_axis(jax.nn.log_softmax(logits(student, batch)), batch["targets"][..., None], -1)[..., 0]
+        return jnp.sum((0.7 * 4.0 * each + 0.3 * data) * batch["loss_mask"].astype(jnp.float32))
+
+    ours = lambda student: distill.objective(student, batch, larger, o=o)
+    (total, (sums, _)), gradients = jax.jit(jax.value_and_grad(ours, has_aux=True))(student)
+    want, their_gradients = jax.jit(jax.value_and_grad(plain))(student)
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), gradients, their_gradients)
+    assert sums["loss"] == total and {"divergence", "cross_entropy", "accuracy"} <= sums.keys()
+
+
+def test_all_logits_stored_are_the_teacher(folder, batch):
+    student, larger = (zoo.load(folder / name, dtype="float32") for name in ("qwen3", "llama"))
+    o = options(folder, temperature=1.5)
+    values, indices = jax.jit(functools.partial(teacher.top_k, k=64))(larger, batch)
+    stored = batch | {"top_values": values, "top_indices": indices}
+    objective = jax.jit(lambda batch, larger: distill.objective(student, batch, larger, o=o)[0])
+    np.testing.assert_allclose(objective(stored, None), objective(batch, larger), rtol=1e-5)
+    assert (indices[..., 0] == jnp.argmax(logits(larger, batch), axis=-1)).all()
+
+
+def losses_of(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_the_student_learns(folder, tmp_path):
+    """Beside the teacher, and from all of its logits stored before: the same losses, but for half precision."""
+    o = options(folder, steps=20, out=tmp_path / "online", packing="off", seed=3)
+    distill.main(o)
+    online = losses_of(o.out)
+    assert online[-1] < 0.5 * online[0]
+
+    store = options(folder, store=tmp_path / "logits", top_k=64, packing="off", epochs=1)
+    distill.main(store)
+    rows, about = teacher.read(tmp_path / "logits")
+    records, _ = open_records(o.data, o.hold_out)
+    assert len(rows) == len(records) and about["top_k"] == 64
+    assert rows[0]["top_values"].shape == (16, 64) and rows[0]["top_values"].dtype == np.float16
+    distill.main(dataclasses.replace(o, teacher=None, logits=tmp_path / "logits", out=tmp_path / "offline"))
+    offline = losses_of(tmp_path / "offline")
+    assert offline[-1] < 0.5 * offline[0]
+    np.testing.assert_allclose(offline[0], online[0], rtol=0.2)  # of other rows, since the data are in another order
+
+
+def test_refusals(folder, tmp_path):
+    both = dict(teacher="tiny", logits=tmp_path)
+    for changes, message in (
+        (both, "Give --teacher"),
+        ({"teacher": None}, "Give --teacher"),
+        ({"teacher": "tiny"}, "tiny has 2048 tokens and .* 64"),
+        ({"teacher": None, "logits": tmp_path, "beta": 1.0}, "needs all of the teacher's logits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distill.main(options(folder, **changes))
+    with pytest.raises(OSError, match=r"has no teacher\.json"):
+        distill.main(options(folder, teacher=None, logits=tmp_path))

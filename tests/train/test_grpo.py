@@ -1,0 +1,226 @@
+"""GRPO: its objective against the formulas written out, what it learns from, that rewards rise, and that a run which is
+killed goes on as if nothing had happened."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zoo
+from tests.zoo import tiny
+from train import grpo, rollouts
+from train.mesh import make_mesh
+from train.records import Record
+from train.state import init_state
+from train.step import jit_train_step
+from zoo import lora
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+VOWELS = """
+def vowels(completion, record):
+    return sum(c in "aeiou" for c in completion) / max(len(completion), 4)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny.write(folder / "model", "qwen3", eos_token_id=63)
+    tiny.write_tokenizer(folder / "model")
+    prompts = [{"prompt": word + " "} for word in ("abc", "hello", "xyz", "quick", "brown", "fox", "lazy", "dog")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (folder / "reward.py").write_text(VOWELS)
+    return folder
+
+
+def options(folder, out, **changes):
+    return grpo.Options(
+        model=str(folder / "model"), data=folder / "prompts.jsonl", reward=(f"{folder / 'reward.py'}:vowels",),
+        out=out, prompts=4, group=4, max_new_tokens=6, seq_len=16, sample_tokens=4, **changes,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def batch():
+    random = np.random.RandomState(0)
+    rows = rollouts.empty(4, 10)
+    for row, (start, end) in enumerate([(2, 9), (1, 4), (3, 10), (4, 5)]):
+        rows["tokens"][row, :end], rows["targets"][row, :end] = random.randint(0, 63, (2, end))
+        rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
+        rows["positions"][row, :end] = np.arange(end)
+        rows["old"][row, start:end] = -4 + 0.3 * random.randn(end - start)
+        rows["advantages"][row] = random.randn()
+    return {name: jnp.asarray(a) for name, a in rows.items()}
+
+
+def plain(model, batch, o, reference):
+    """The formulas, with all logits at once."""
+    where = dict(positions=batch["positions"], segments=batch["segments"])
+
+    def logps(model):
+        logits = model.unembed(model.hidden(batch["tokens"], **where)[0]) / o.temperature
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+
+    now, total, mask = logps(model), [], batch["loss_mask"].astype(jnp.float32)
+    log_ratio = (now - batch["old"]) * mask
+    if o.level == "sequence":
+        log_ratio = jnp.broadcast_to(log_ratio.sum(1, keepdims=True) / mask.sum(1, keepdims=True), log_ratio.shape)
+    ratio, a = jnp.exp(log_ratio), batch["advantages"]
+    losses = -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - o.epsilon, 1 + (o.epsilon_high or o.epsilon)) * a)
+    there = logps(reference)
+    losses = (losses + o.kl * (jnp.exp(there - now) - (there - now) - 1)) * mask
+    total = {
+        "grpo": jnp.mean(losses.sum(1) / mask.sum(1)),
+        "dapo": losses.sum() / mask.sum(),
+        "dr_grpo": losses.sum() / (len(losses) * o.max_new_tokens),
+    }
+    return total[o.loss]
+
+
+@pytest.mark.parametrize(("loss", "level"), [("grpo", "sequence"), ("dapo", "token"), ("dr_grpo", "token")])
+def test_objective(folder, batch, loss, level):
+    """The loss and its gradients, whole and in microbatches, with a reference and without a second copy of it."""
+    o = options(folder, pathlib.Path(), loss=loss, level=level, kl=0.1, epsilon=0.1, epsilon_high=0.3, temperature=0.7)
+    base = zoo.load(folder / "model", dtype="float32")
+    model = jax.tree.map(lambda a: a * 1.05, base)
+    want, gradients = jax.jit(jax.value_and_grad(functools.partial(plain, batch=batch, o=o, reference=base)))(model)
+    for parts in (1, 2):
+        sgd, state = optax.sgd(1.0), init_state(model, optax.sgd(1.0))
+        step = jit_train_step(
+            state, optimizer=sgd, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
+            objective=functools.partial(grpo.objective, o=o), count=functools.partial(grpo.count, o=o),
+            microbatches=parts,
+        )  # fmt: skip
+        state, metrics = step(state, batch, None, base)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+        moved = jax.tree.map(lambda a, b: a - b, model, state.model)
+        jax.tree.map(lambda g, m: np.testing.assert_allclose(m, g, atol=2e-5), gradients, moved)
+    assert {"kl", "entropy", "clipped", "drift"} <= metrics.keys() and metrics["clipped"] > 0
+
+
+def test_the_reference_is_the_model_without_adapters(folder, batch):
+    o = options(folder, pathlib.Path(), kl=0.1)
+    base = zoo.load(folder / "model", dtype="float32")
+    adapted = lora.add(base, rank=2, alpha=2.0, key=jax.random.key(0))
+    moved = jax.tree.map(lambda a: a + 0.1, lora.split(adapted)[0])
+    adapted = lora.joined(moved, lora.split(adapted)[1])
+    loss = jax.jit(lambda model, reference: grpo.objective(model, batch, reference, o=o)[0])
+    np.testing.assert_allclose(loss(adapted, None), loss(adapted, base), rtol=1e-6)
+
+
+def test_experience(folder):
+    """Rows hold prompts and completions, `old` is what the model itself gives the tokens, advantages are of groups."""
+    o = options(folder, pathlib.Path(), temperature=0.7, iterations=2, minibatches=2, compute_dtype="float32")
+    o = dataclasses.replace(o, batch=8)
+    model, tokenizer = zoo.load(folder / "model", dtype="float32"), zoo.tokenizer(folder / "model")
+    words = ("abc ", "hello ", "x ", "fox ")
+    prompts = [rollouts.encode(Record("here", {"prompt": word}), tokenizer) for word in words]
+    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        batches, numbers = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh)
+        again, _ = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh)
+        other, _ = rollouts.experience(model, prompts, 4, o=o, tokenizer=tokenizer, mesh=mesh)
+        looks = jax.jit(lambda batch: grpo.objective(model, batch, o=o)[1][0])(batches[0])
+    assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
+    assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
+    assert any((a["tokens"] != b["tokens"]).any() for a, b in zip(batches, other, strict=True))
+    assert float(looks["drift"]) < 1e-4 * batches[0]["loss_mask"].sum()
+    rows = {name: np.concatenate([batch[name] for batch in batches[:2]]) for name in batches[0]}
+    found = {prompt.record["prompt"]: [] for prompt in prompts}
+    for row in range(16):
+        n, learnt = rows["segments"][row].sum(), rows["loss_mask"][row]
+        ids = [*rows["tokens"][row, :n].tolist(), int(rows["targets"][row, n - 1])]
+        assert (rows["targets"][row, : n - 1] == rows["tokens"][row, 1:n]).all()
+        start = learnt.argmax() + 1
+        assert learnt[: start - 1].sum() == 0 and learnt[start - 1 : n].all() and not learnt[n:].any()
+        assert len(ids) - start <= 6
+        found[tokenizer.decode(ids[:start])].append((tokenizer.decode(ids[start:]), rows["advantages"][row, 0]))
+    module = {}
+    exec(VOWELS, module)
+    for group in found.values():
+        rewards = np.array([module["vowels"](text, {}) for text, _ in group])
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose([a for _, a in group], advantages, atol=1e-4)
+    assert 0 <= numbers["reward"] <= 1 and 1 <= numbers["length"] <= 6
+
+
+def rewards_of(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["reward"] for line in lines if "reward" in line]
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": grpo.finetune.Lora(rank=8), "iterations": 2, "minibatches": 2}])
+def test_the_reward_rises(folder, tmp_path, changes):
+    """From chance, 5 letters of 26, to nearly all: on- and off-policy, all weights and adapters only."""
+    o = options(folder, tmp_path / "run", steps=40, lr=0.01, warmup=0, **changes)
+    grpo.main(dataclasses.replace(o, group=8))
+    rewards = rewards_of(tmp_path / "run")
+    assert np.mean(rewards[:2]) < 0.4 and np.mean(rewards[-3:]) > 0.9
+    assert (tmp_path / "run" / ("adapter" if changes else "model")).is_dir()
+
+
+def test_killed_and_resumed(folder, tmp_path):
+    """SIGKILL in the midst of it: sampling and learning go on to the same numbers, bit by bit."""
+
+    def start(out):
+        command = [
+            sys.executable, "-m", "train.grpo", "--model", str(folder / "model"),
+            "--data", str(folder / "prompts.jsonl"), "--reward", f"{folder / 'reward.py'}:vowels",
+            "--prompts", "2", "--group", "4", "--max-new-tokens", "6", "--seq-len", "16", "--sample-tokens", "4",
+            "--steps", "12", "--save-every", "2", "--lr", "0.01", "--iterations", "2", "--out", str(out),
+        ]  # fmt: skip
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }  # fmt: skip
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def finish(process):
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        return output
+
+    finish(start(tmp_path / "whole"))
+    process = start(tmp_path / "killed")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and '"step": 7,' in metrics.read_text()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert "Going on from step" in finish(start(tmp_path / "killed"))
+    numbers = lambda out: [
+        {k: v for k, v in json.loads(line).items() if "per_second" not in k}
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    ours, theirs = (zoo.load(tmp_path / name / "model") for name in ("killed", "whole"))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ours, theirs))
+
+
+def test_refusals(folder, tmp_path):
+    for changes, message in (
+        ({"minibatches": 3}, "4 x 4 completions can't be split into 3 minibatches"),
+        ({"reward": ("exakt",)}, "'exakt' is no reward"),
+        ({"reward_weights": (1.0, 2.0)}, "1 rewards need as many --reward-weights"),
+        ({"seq_len": 7}, "No prompt has at most 2 tokens"),
+        ({"group": 1}, "take 2 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grpo.main(dataclasses.replace(options(folder, tmp_path), **changes))
+    with pytest.raises(ValueError, match="line 3: the record has neither a prompt nor messages"):
+        rollouts.encode(Record("line 3", {"text": "x"}), zoo.tokenizer(folder / "model"))

@@ -1,0 +1,182 @@
+"""Teaches a model to predict what a larger one predicts: `python -m train.distill --help`.
+
+With `--teacher` alone that one runs beside the student. `--store` writes its largest logits to a folder instead, and
+`--logits` learns from such a folder, without the teacher.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich
+import rich.progress
+from jaxtyping import Array, Float
+
+import kernels
+import train.tiny
+import zoo
+from train import finetune, loop, loss, report, teacher
+from train.data import batches, encode, fingerprint, survey
+from train.mesh import make_mesh, put_batch
+from train.records import open_records
+from train.step import Batch
+from zoo.gather import gathered
+from zoo.registry import family_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(finetune.Options):
+    """Distil a model. Run again with the same options, it goes on from the last checkpoint in --out."""
+
+    teacher: str | None = None
+    """The larger model: a zoo name, a Hub repository org/name, or a folder. It must have the student's tokens."""
+    store: pathlib.Path | None = None
+    """A folder to write the teacher's logits to, for all --epochs of the data; nothing is trained."""
+    logits: pathlib.Path | None = None
+    """A folder that --store has written, to learn from in place of --data."""
+    top_k: int = 64
+    """Logits of a token that --store keeps; six bytes each."""
+    data: pathlib.Path = train.tiny.INSTRUCTIONS
+    """A file (.jsonl, .json, .parquet, .txt, .array_record), or a folder of them, as for train.sft."""
+    hold_out: float = 0.05
+    """Fraction of the records to validate on, from the end, if the data has no validation files."""
+    completions_only: bool = True
+    """Learn what the assistant says and completions, not prompts."""
+    packing: Literal["fit", "off"] = "fit"
+    """Put several examples in a row, which do not see each other, or one each."""
+    epochs: int = 1
+    """Times through the data, if --steps is 0."""
+    beta: float = 0.0
+    """The divergence: 0 is the forward KL(teacher || student), 1 the reverse, and in between they are mixed as in GKD.
+    Of stored logits there is the forward KL alone."""
+    temperature: float = 1.0
+    """Both models' logits are divided by it; the loss is multiplied by its square (Hinton et al., 2015)."""
+    weight: float = 1.0
+    """Of the divergence; the rest, up to 1, is the weight of the data's own next tokens."""
+    out: pathlib.Path = pathlib.Path("runs/distill")
+
+
+def objective(
+    model: Any,
+    batch: Batch,
+    teacher: Any = None,
+    *,
+    o: Options,
+    remat: Callable[[Callable], Callable] | None = None,
+) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
+    """The loss of a batch's targets, for `train.step.train_step`; without a teacher, from the batch's `top_values`.
+
+    The sums are "loss", "divergence", and "cross_entropy" and "accuracy" on the data's own tokens.
+    """
+    where = dict(positions=batch["positions"], segments=batch["segments"])
+    x, reports = model.hidden(batch["tokens"], **where, remat=remat)
+    if teacher is None:
+        divergence = functools.partial(loss.divergence_top_k, temperature=o.temperature)
+        given = (batch["top_values"].astype(jnp.float32), batch["top_indices"])
+        each = loss.by_chunks(lambda x, *given: divergence(model.unembed(x), *given), x, *given)
+    else:
+        divergence = functools.partial(loss.divergence, beta=o.beta, temperature=o.temperature)
+        y = jax.lax.stop_gradient(teacher.hidden(batch["tokens"], **where)[0])
+        each = loss.by_chunks(lambda x, y: divergence(model.unembed(x), teacher.unembed(y)), x, y)
+    total = o.temperature**2 * jnp.sum(jnp.where(batch["loss_mask"] != 0, each, 0))
+    sums = {"divergence": total}
+    mixed = o.weight * total
+    if o.weight < 1:
+        plain, seen = kernels.cross_entropy(model.unembed, x, batch["targets"], batch["loss_mask"])
+        mixed += (1 - o.weight) * plain
+        sums |= {"cross_entropy": seen["loss"], "accuracy": seen["correct"]}
+    sums = {name: jax.lax.stop_gradient(value) for name, value in (sums | {"loss": mixed}).items()}
+    return mixed, (sums, reports)
+
+
+def main(o: Options) -> None:
+    # --------------------------------------------------------------------------------------------------- mesh, models
+    if (o.teacher is None) == (o.logits is None) or (o.store and o.logits):
+        raise ValueError("Give --teacher, to learn from it or to --store its logits; or --logits, to learn from those.")
+    if o.logits and o.beta:
+        raise ValueError(f"--beta {o.beta} needs all of the teacher's logits; of stored ones there is the forward KL.")
+    mesh = make_mesh(o.mesh)
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision)
+    config = zoo.config(tokenizer.folder)
+    o = dataclasses.replace(finetune.resolved(o), seq_len=loop.row_length(o, config))
+    if o.teacher and (vocab := zoo.config(o.teacher).vocab_size) != config.vocab_size:
+        raise ValueError(f"{o.teacher} has {vocab} tokens and {o.model} {config.vocab_size}: they must have the same.")
+
+    # ----------------------------------------------------------------------------------------------------------- data
+    shape: dict[str, Any] = dict(
+        vocab_size=config.vocab_size, seq_len=o.seq_len, packing=o.packing, completions_only=o.completions_only
+    )
+    if o.logits:
+        rows, about = teacher.read(o.logits)
+        if about["data"]["tokenizer"] != fingerprint(o.data, tokenizer)["tokenizer"] or about["seq_len"] != o.seq_len:
+            raise ValueError(f"{o.logits} is of another tokenizer, or of rows of {about['seq_len']} tokens.")
+        held = min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)
+        together = functools.partial(grain.experimental.batch_and_pad, batch_size=o.batch)
+        batched = lambda rows: rows.to_iter_dataset().batch(o.batch, batch_fn=together)
+        data = batched(rows[: len(rows) - held].shuffle(seed=o.seed).repeat(None if o.steps else o.epochs))
+        validation, source, shown = batched(rows[-held:]) if held else None, about, []
+    else:
+        records, held_out = open_records(o.data, o.hold_out)
+        found = survey(records, tokenizer, **shape)
+        report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
+        if o.dry_run:
+            report.examples(found, tokenizer, seq_len=o.seq_len)
+        shape["batch"], epochs = o.batch, None if o.steps and not o.store else o.epochs
+        data = batches(records, tokenizer, seed=o.seed, epochs=epochs, **shape)
+        validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
+        shown = [encode(r, tokenizer, vocab_size=config.vocab_size) for r in itertools.islice(held_out or records, 3)]
+        source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed} | shape
+    source |= {"teacher": o.teacher or source["teacher"]}
+    if o.store:
+        return store(o, mesh, data, source)
+
+    # ----------------------------------------------------------------------------------------------------------- train
+    o = loop.resolve(o, config, o.steps or loop.count(data), width_lr=finetune.width_lr(o))
+    with jax.set_mesh(mesh):
+        larger = zoo.load(o.teacher, dtype=o.compute_dtype, mesh=mesh) if o.teacher else None
+        exported = loop.run(
+            o,
+            config=config,
+            family=family_of(config),
+            mesh=mesh,
+            tokenizer=tokenizer,
+            make_model=lambda: finetune.load(o, mesh),
+            data=data,
+            objective=functools.partial(objective, o=o),
+            others=larger,
+            identity=finetune.identity(o, config, source),
+            validation=validation,
+            prompts=[loop.prompt_of(example) for example in shown],
+            adapters=o.lora.rank > 0,
+        )
+    if exported:
+        finetune.push(o, exported)
+
+
+def store(o: Options, mesh: Any, data: Any, source: dict[str, Any]) -> None:
+    """Writes the teacher's largest logits of all batches."""
+    if jax.process_count() > 1 or mesh.shape["context"] > 1:
+        raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
+    with jax.set_mesh(mesh):
+        larger = zoo.load(o.teacher, dtype=loop.compute_dtype(o), mesh=mesh)
+        top = jax.jit(functools.partial(teacher.top_k, k=o.top_k))
+
+        def with_logits(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            values, indices = map(gathered, top(larger, put_batch(batch, mesh)))
+            return batch | {"top_values": values, "top_indices": indices}
+
+        bar = rich.progress.track(data, "Storing logits", console=rich.get_console())
+        rows = teacher.write(o.store, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.seq_len})
+    rich.print(f"{rows:,} rows of {o.seq_len:,} tokens are in {o.store}, with {o.top_k} logits of each token.")
+
+
+if __name__ == "__main__":
+    loop.command(main, Options)
