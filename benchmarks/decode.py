@@ -1,88 +1,134 @@
-"""How fast greedy text comes: zoo.generate's loop against transformers' generate.
+"""How fast greedy text comes: zoo's engine against batches that wait for their longest, and transformers' generate.
 
     python -m benchmarks.decode --help
 
-Both continue the same prompts with the same float32 weights, and must write the same tokens.
+All continue the same prompts with the same float32 weights, and must write the same tokens.
 """
 
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from benchmarks.common import REFERENCE, Contestant, alternate, import_transformers, ratios, report, write_checkpoint
 
 
-def zoo_generate(folder: str, prompts: np.ndarray, new: int) -> Callable[[], np.ndarray]:
-    import jax
-    import jax.numpy as jnp
+Work = Sequence[tuple[list[int], int]]  # prompts, and how many tokens to write after each
+Generate = Callable[[], list[list[int]]]
 
+
+def zoo_engine(folder: str, work: Work, slots: int) -> Generate:
     import zoo
-    from zoo.generate import Sampler, advance, start
 
     model = zoo.load(folder)
-    lengths = jnp.full(len(prompts), prompts.shape[1])
-    no_stops = jnp.zeros(0, jnp.int32)
+    room = max(len(prompt) for prompt, _ in work) + max(new for _, new in work)
 
-    def generate() -> np.ndarray:
-        generation = start(model, jnp.asarray(prompts), lengths, new, jax.random.key(0))
-        return np.asarray(advance((model, no_stops), generation, Sampler(), jnp.array(new)).tokens)
+    def generate() -> list[list[int]]:
+        engine = zoo.Engine(model, slots=slots, max_tokens=room)
+        completions = [engine.submit(prompt, max_new_tokens=new)[0] for prompt, new in work]
+        while not engine.idle:
+            engine.step()
+        return [completion.tokens for completion in completions]
 
     return generate
 
 
-def transformers_generate(folder: str, prompts: np.ndarray, new: int) -> Callable[[], np.ndarray]:
+def zoo_batches(folder: str, work: Work, slots: int) -> Generate:
+    import zoo
+
+    model = zoo.load(folder)
+
+    def generate() -> list[list[int]]:
+        texts = []
+        for part in batches(work, slots):
+            new = max(new for _, new in part)
+            groups = zoo.complete(model, [prompt for prompt, _ in part], max_new_tokens=new)
+            texts += [group[0].tokens[:new] for group, (_, new) in zip(groups, part, strict=True)]
+        return texts
+
+    return generate
+
+
+def transformers_batches(folder: str, work: Work, slots: int) -> Generate:
     import torch
 
     model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder).eval()
-    inputs = torch.from_numpy(prompts).long()
-    mask = torch.ones_like(inputs)
 
-    def generate() -> np.ndarray:
-        return model.generate(inputs, attention_mask=mask, max_new_tokens=new, do_sample=False)[
-            :, inputs.shape[1] :
-        ].numpy()
+    def generate() -> list[list[int]]:
+        texts = []
+        for part in batches(work, slots):
+            longest = max(len(prompt) for prompt, _ in part)
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in part])
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
+            new = max(new for _, new in part)
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
+            texts += [row[longest : longest + new].tolist() for row, (_, new) in zip(out, part, strict=True)]
+        return texts
 
     return generate
 
 
-def main(batches: tuple[int, ...] = (1, 8), prompt: int = 64, new: int = 128, layers: int = 8, rounds: int = 7) -> None:
-    """Tokens per second, of all sequences together, from a small Qwen3; the prompt's prefill is part of the time.
+def batches(work: Work, slots: int) -> list[Work]:
+    return [work[at : at + slots] for at in range(0, len(work), slots)]
+
+
+def main(
+    equal: tuple[int, ...] = (1, 8),
+    ragged: int = 48,
+    slots: int = 8,
+    prompt: int = 64,
+    new: int = 128,
+    layers: int = 8,
+    rounds: int = 7,
+) -> None:
+    """Tokens per second, of all sequences together, from a small Qwen3; prefill is part of the time.
 
     Args:
-        batches: numbers of sequences continued at once; each is measured by itself.
+        equal: numbers of sequences of one length that are continued at once; each is measured by itself.
+        ragged: sequences in the last case, whose prompts have 8 to `prompt` tokens, and their continuations `new` / 32
+            to `new` with the logarithm spread evenly: most are short, some long.
+        slots: of these sequences that are decoded at once.
         prompt: tokens of a prompt.
         new: tokens to write.
         layers: of the model.
-        rounds: in which both take turns, after a first call each.
+        rounds: in which all take turns, after a first call each.
     """
-    config = REFERENCE | dict(num_hidden_layers=layers)
-    builds = {"zoo": zoo_generate, "transformers": transformers_generate}
+    config, random = REFERENCE | dict(num_hidden_layers=layers), np.random.default_rng(0)
+    some = lambda tokens: random.integers(config["vocab_size"], size=tokens).tolist()
+    length = lambda: round(new / 32 ** random.random())
+    cases = {f"batch {n}": ([(some(prompt), new) for _ in range(n)], n) for n in equal}
+    cases["ragged"] = ([(some(random.integers(8, prompt + 1)), length()) for _ in range(ragged)], slots)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, config)
-        for batch in batches:
-            prompts = np.random.default_rng(0).integers(config["vocab_size"], size=(batch, prompt), dtype=np.int32)
+        for case, (work, at_once) in cases.items():
+            builds = {"zoo": zoo_engine, "transformers": transformers_batches}
+            if case == "ragged":
+                builds["zoo in batches"] = zoo_batches
             with contextlib.ExitStack() as running:
                 contestants = {
-                    name: running.enter_context(Contestant(build, folder, prompts, new))
+                    name: running.enter_context(Contestant(build, folder, work, at_once))
                     for name, build in builds.items()
                 }
                 first = {name: contestant.turn() for name, contestant in contestants.items()}
-                ours, theirs = (turn["outputs"][0] for turn in first.values())
-                np.testing.assert_array_equal(ours, theirs, "zoo and transformers wrote different tokens")
+                if any(turn["outputs"] != first["zoo"]["outputs"] for turn in first.values()):
+                    raise RuntimeError("The contestants wrote different tokens.")
                 taken = alternate({name: contestant.turn for name, contestant in contestants.items()}, rounds)
-            speeds = {name: [batch * new / turn["wall"] for turn in turns] for name, turns in taken.items()}
+            tokens = sum(new for _, new in work)
+            speeds = {name: [tokens / turn["wall"] for turn in turns] for name, turns in taken.items()}
             for name, turns in taken.items():
-                results[f"{name}, batch {batch}"] = {
+                results[f"{name}, {case}"] = {
                     "tokens/s": speeds[name],
                     "speed / transformers": ratios(speeds[name], speeds["transformers"]),
-                    "CPU time of a token, ms": [1e3 * turn["cpu"] / (batch * new) for turn in turns],
+                    "CPU time of a token, ms": [1e3 * turn["cpu"] / tokens for turn in turns],
                     "first call, s": [first[name]["wall"]],
                     "peak memory, MB": [turns[-1]["peak"] / 1e6],
                 }
-    report("decode", "cpu", dict(config=config, batches=batches, prompt=prompt, new=new, rounds=rounds), results)
+    settings = dict(
+        config=config, equal=equal, ragged=ragged, slots=slots, prompt=prompt, new=new, rounds=rounds,
+    )  # fmt: skip
+    report("decode", "cpu", settings, results)
 
 
 if __name__ == "__main__":

@@ -76,18 +76,14 @@ RUNS = (
 def describe(model: Model, seq: int) -> dict[str, Any]:
     """In JAX's process: "hub", its config.json, "flops" of a token, and "peak_flops" of the device, if it is known.
 
-    Of LoRA's frozen weights there is no gradient, and so their third product does not count; nor do the adapters, which
-    are less than a hundredth.
+    Of LoRA's frozen weights there is no gradient, so their third product does not count; nor do the adapters.
     """
     from train.metrics import flops_per_token, peak_flops
     from zoo.config import write
     from zoo.registry import family_of
 
     config = model.config()
-    flops = flops_per_token(config, seq)
-    if model.lora:
-        weights = 2 * flops - flops_per_token(config, 2 * seq)  # of attention, with no window, it is as the length
-        flops -= weights / 3
+    flops = flops_per_token(config, seq, frozen=model.lora)
     hub = json.loads(json.dumps(write(config, family_of(config), np.dtype("float32"))))  # with lists for tuples
     return {"hub": hub, "flops": flops, "peak_flops": peak_flops()}
 
@@ -95,11 +91,7 @@ def describe(model: Model, seq: int) -> dict[str, Any]:
 def with_zoo(
     model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str, timing: dict[str, Any]
 ) -> dict[str, Any]:
-    """In a process of its own: our steps, by `train.step.jit_train_step`.
-
-    That one trains every array that is not of integers. With LoRA, where only the adapters are to be trained, the step
-    is the one below, of the same loss and optimizer.
-    """
+    """In a process of its own: our steps, by `train.step.jit_train_step`."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -108,65 +100,40 @@ def with_zoo(
     import kernels
     from train.optim import adamw
     from train.state import init_state
-    from train.step import REMAT, jit_train_step, loss_sums
-    from zoo import surgery
+    from train.step import REMAT, cross_entropy, jit_train_step
+    from zoo import lora, quantized, surgery
     from zoo.registry import family_of
 
     config, schedule = model.config(), optax.constant_schedule(LEARNING_RATE)
     optimizer = adamw(schedule, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM, b1=BETAS[0], b2=BETAS[1], eps=EPS)
     cast = functools.partial(surgery.cast, dtype=jnp.bfloat16)
-    is_adapted = lambda module: isinstance(module, surgery.LoRALinear)
     size = lambda tree: sum(array.size for array in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)))
 
     def make(key: jax.Array) -> Any:
         net = family_of(config).Model(config, key=key)
         if model.lora:
-            adapted = lambda linear, key: surgery.LoRALinear(linear, key, rank=RANK, alpha=RANK)
-            return surgery.map_linears(cast(net), adapted, "layers.*", key=key)
-        return net if arithmetic == "bf16" else surgery.quantize_training(net, arithmetic)
-
-    def is_trained(module: Any) -> Any:
-        frozen = jax.tree.map(lambda _: not model.lora, module)
-        return eqx.tree_at(lambda m: (m.a, m.b), frozen, (True, True)) if is_adapted(module) else frozen
+            return lora.add(cast(net), rank=RANK, alpha=RANK, key=key)
+        return net if arithmetic == "bf16" else quantized.quantize_training(net, arithmetic)
 
     net = jax.jit(make)(jax.random.key(time.time_ns() % 2**32))
     tokens = np.random.default_rng().integers(config.vocab_size, size=(batch, seq + 1), dtype=np.int32)
     ones, positions = np.ones((batch, seq), np.int32), np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq))
     arrays = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], loss_mask=ones, segments=ones, positions=positions)
     data = {name: jnp.asarray(array) for name, array in arrays.items()}
-    choices = kernels.explain(functools.partial(loss_sums, remat=REMAT[remat]), jax.eval_shape(cast, net), data)
-    trained, frozen = eqx.partition(net, jax.tree.map(is_trained, net, is_leaf=is_adapted))
+    choices = kernels.explain(functools.partial(cross_entropy, remat=REMAT[remat]), jax.eval_shape(cast, net), data)
+    trained, frozen = lora.split(net)
     parameters = {"parameters": size(net), "trained": size(trained)}
-
-    state: Any
-    if model.lora:
-        state = trained, optimizer.init(trained)
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def lora_step(state: Any, data: Any, frozen: Any) -> tuple[Any, Any]:
-            adapters, moments = state
-
-            def mean_loss(adapters: Any) -> Any:
-                total, _ = loss_sums(eqx.combine(cast(adapters), frozen), data, remat=REMAT[remat])
-                return total / (batch * seq)
-
-            loss, gradients = jax.value_and_grad(mean_loss)(adapters)
-            updates, moments = optimizer.update(gradients, moments, adapters)
-            return (optax.apply_updates(adapters, updates), moments), {"loss": loss}
-
-        step = functools.partial(lora_step, frozen=frozen)
-    else:
-        state = init_state(net, optimizer)
-        options: dict[str, Any] = dict(optimizer=optimizer, schedule=schedule)
-        step = jit_train_step(state, compute_dtype=jnp.bfloat16, remat=REMAT[remat], **options)
-    del net, trained, frozen
+    state = init_state(trained, optimizer)
+    options: dict[str, Any] = dict(optimizer=optimizer, schedule=schedule)
+    step = jit_train_step(state, compute_dtype=jnp.bfloat16, remat=REMAT[remat], **options)
+    del net, trained
     losses = []
 
     def queue(steps: int) -> float:
         nonlocal state
         begin = time.perf_counter()
         for _ in range(steps):
-            state, metrics = step(state, data)
+            state, metrics = step(state, data, frozen)
         losses.append(float(metrics["loss"]))  # waits for it
         return time.perf_counter() - begin
 

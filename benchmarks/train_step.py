@@ -1,4 +1,5 @@
 """How long a training step takes, and the first one: train.step against transformers and torch, eager and compiled.
+With --lora, of adapters alone: against peft.
 
     python -m benchmarks.train_step --help
 
@@ -22,6 +23,18 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1  # of the linear maps' matrices
 CLIP_NORM = 1.0
+ADAPTER = "adapter"  # a folder beside the model's files
+
+
+def write_adapter(folder: str, rank: int) -> Callable[[], None]:
+    """A new adapter for the checkpoint in a folder, in PEFT's layout."""
+    import jax
+
+    import zoo
+
+    model = zoo.lora.add(zoo.load(folder), rank=rank, alpha=rank, key=jax.random.key(0))
+    zoo.peft.save(model, f"{folder}/{ADAPTER}")
+    return lambda: None
 
 
 def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
@@ -32,10 +45,15 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
     from train.optim import adamw
     from train.state import init_state
     from train.step import REMAT, jit_train_step
+    from zoo import lora, peft
 
+    model = zoo.load(folder)
+    if os.path.exists(f"{folder}/{ADAPTER}"):
+        model = peft.load(model, f"{folder}/{ADAPTER}")
+    trained, frozen = lora.split(model)
     schedule = optax.constant_schedule(LEARNING_RATE)
     optimizer = adamw(schedule, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM, b1=BETAS[0], b2=BETAS[1], eps=EPS)
-    state = init_state(zoo.load(folder), optimizer)
+    state = init_state(trained, optimizer)
     train_step = jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.float32, remat=REMAT["dots"]
     )
@@ -47,7 +65,7 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
 
     def step() -> float:
         nonlocal state
-        state, metrics = train_step(state, batch)
+        state, metrics = train_step(state, batch, frozen)
         return float(metrics["loss"])
 
     return step
@@ -58,10 +76,15 @@ def torch_step(folder: str, tokens: np.ndarray, compiled: bool) -> Callable[[], 
     import torch
 
     model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
+    if os.path.exists(f"{folder}/{ADAPTER}"):
+        import peft  # pyright: ignore[reportMissingImports]  # not everywhere
+
+        model = peft.PeftModel.from_pretrained(model, f"{folder}/{ADAPTER}", is_trainable=True)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # it was the memory-mapped file, which is slower to write to
-    matrices = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    linears = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    matrices = [matrix for matrix in linears if matrix.requires_grad]
+    others = [p for p in model.parameters() if p.requires_grad and all(p is not matrix for matrix in matrices)]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": others, "weight_decay": 0.0}],
         lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True,
@@ -94,6 +117,7 @@ def main(
     steps: int = 3,
     starts: int = 3,
     compiled: bool = True,
+    lora: int = 0,
 ) -> None:
     """Seconds of a training step, seconds to the first, and memory, of a small Qwen3.
 
@@ -105,6 +129,7 @@ def main(
         steps: in each turn.
         starts: fresh processes of each, for the time to the first step.
         compiled: takes torch.compile along, which needs a C++ compiler and has long starts.
+        lora: the rank of adapters over all linear maps of the layers, which alone are trained; 0: all weights are.
     """
     tokens = np.random.default_rng(0).integers(REFERENCE["vocab_size"], size=(batch, seq + 1), dtype=np.int32)
     config = REFERENCE | dict(num_hidden_layers=layers)
@@ -118,6 +143,9 @@ def main(
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         write_checkpoint(folder, config)
+        if lora:
+            with Contestant(write_adapter, folder, lora):
+                pass
         starting = alternate({name: functools.partial(start, build) for name, build in builds.items()}, starts)
         contestants = {name: running.enter_context(Contestant(build, folder, tokens)) for name, build in builds.items()}
         losses = {name: contestant.turn(4)["outputs"] for name, contestant in contestants.items()}
@@ -142,7 +170,9 @@ def main(
             "start / torch eager": ratios(totals[name], totals["torch eager"]),
             "first losses differ from zoo's by": [apart[name]],
         }
-    settings = dict(config=config, batch=batch, seq=seq, rounds=rounds, steps=steps, starts=starts, losses=losses)
+    settings = dict(
+        config=config, lora=lora, batch=batch, seq=seq, rounds=rounds, steps=steps, starts=starts, losses=losses
+    )
     report("train_step", "cpu", settings, results)
 
 

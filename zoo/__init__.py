@@ -54,18 +54,28 @@ from zoo import (
     gpt_oss,
     llama,
     llama4,
+    lora,
     mistral,
     mixtral,
+    peft,
     qwen2,
     qwen3,
     qwen3_moe,
     registry,
 )
+from zoo.engine import Completion, Engine, complete
 from zoo.generate import generate, stream
+from zoo.quantized import STORED
+from zoo.sampling import Sampler
+from zoo.speculative import speculate
 from zoo.tokenizer import Tokenizer
 
 
 __all__ = [
+    "Completion",
+    "Engine",
+    "Sampler",
+    "complete",
     "config",
     "deepseek2",
     "deepseek3",
@@ -79,13 +89,16 @@ __all__ = [
     "llama",
     "llama4",
     "load",
+    "lora",
     "mistral",
     "mixtral",
     "names",
+    "peft",
     "qwen2",
     "qwen3",
     "qwen3_moe",
     "save",
+    "speculate",
     "stream",
     "tokenizer",
 ]
@@ -105,7 +118,7 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
-    quantize: Literal["int8"] | None = None,
+    quantize: Literal["int8", "fp8", "nf4"] | None = None,
     mtp: bool = False,
 ) -> Any:
     """A model with the weights of a checkpoint: the family's `Model`, called as `model(tokens)`.
@@ -116,8 +129,9 @@ def load(
         dtype: of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
         mesh: places each weight on its devices by the family's PARTITION_RULES, reading only what they need.
         revision: branch, tag or commit of the repository.
-        quantize: "int8" turns the linear maps of the layers into int8 with a scale for each output, tensor by tensor as
-            they are read; the rest keeps its dtype.
+        quantize: stores the weights of the layers' linear maps in "int8" or "fp8", with a scale for each output, or in
+            "nf4", four bits with a scale for each 64 (`zoo.quantized`), tensor by tensor as they are read; the rest
+            keeps its dtype.
         mtp: also load the module that predicts one more token (DeepSeek V3 and R1 have it).
 
     Raises:
@@ -127,13 +141,13 @@ def load(
     """
     if dtype is not None:
         dtype = _float_dtype(dtype)
-    if quantize not in (None, "int8"):
-        raise ValueError(f"quantize={quantize!r} is neither 'int8' nor None.")
+    if quantize is not None and quantize not in STORED:
+        raise ValueError(f"quantize={quantize!r} is none of {', '.join(STORED)}.")
     folder = _folder(source, revision, weights=True)
     family, parsed = _read_config(folder)
     skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
     tensors = convert.packed.unpack(convert.tensors.open_tensors(folder))
-    return zoo.checkpoint.fill(skeleton, tensors, family, dtype=dtype, mesh=mesh, int8=quantize == "int8")
+    return zoo.checkpoint.fill(skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize)
 
 
 def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:

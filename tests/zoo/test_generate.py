@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
-from zoo.generate import Sampler
+from zoo.sampling import Sampler
 
 
 AIDREAMS = pathlib.Path(__file__).parents[3] / "shared" / "data" / "aidreams260k"
@@ -122,6 +122,25 @@ def test_refusals(model, tokenizer):
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         zoo.generate(model, tokenizer, ["a"], max_new_tokens=0)
     assert zoo.generate(model, tokenizer, []) == []
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_greedy_is_transformers(tmp_path, name):
+    """Prompts of different lengths, together here and one by one there."""
+    pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    import torch
+    import transformers
+
+    folder = tiny.write(tmp_path, name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    theirs.generation_config.eos_token_id = None
+    prompts = [tiny.TOKENS[0, :5].tolist(), tiny.TOKENS[1, :12].tolist()]
+    ours = zoo.complete(zoo.load(folder), prompts, max_new_tokens=14)
+    for prompt, (completion,) in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False, pad_token_id=0)
+        assert completion.tokens == theirs.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.skipif(not AIDREAMS.is_dir(), reason="the small trained Llama is not beside this checkout")

@@ -1,0 +1,167 @@
+"""Continuous batching: each token against the plain forward pass, and against transformers; queue, keys, refusals."""
+
+import contextlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.zoo import tiny
+from train.mesh import make_mesh
+from zoo.engine import Engine, bucket, complete
+from zoo.sampling import Sampler
+
+
+PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
+FAMILIES = ["qwen3-window-tail", "gemma3", "deepseek3", "qwen3_moe", "llama4", "gpt_oss"]
+
+draw = eqx.filter_jit(lambda sampler, logits, keys: sampler(logits, keys))
+forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: tiny.write(root / name, name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return zoo.load(folders["qwen3-window-tail"])
+
+
+def logits_after(model, prompt, completion):
+    """By one forward pass: the logits that each of its tokens was drawn from."""
+    ids = np.zeros((1, 64), np.int32)
+    ids[0, : len(prompt) + len(completion.tokens)] = prompt + completion.tokens
+    return forward(model, jnp.asarray(ids))[0, len(prompt) - 1 :][: len(completion.tokens)]
+
+
+def texts(groups):
+    return [[completion.tokens for completion in group] for group in groups]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_is_the_forward_pass(folders, name):
+    """Past windows, and in rows that others had before; stop tokens end some early."""
+    model, stops = zoo.load(folders[name]), range(0, 64, 8)
+    groups = complete(model, PROMPTS, max_new_tokens=14, stops=stops, slots=2)
+    for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
+        logits = logits_after(model, prompt, completion)
+        assert np.array_equal(completion.tokens, jnp.argmax(logits, axis=-1))
+        logs = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(completion.tokens)[:, None], 1)[:, 0]
+        assert np.allclose(completion.logprobs, logs, atol=1e-4)
+        assert completion.finished and completion.ended == (completion.tokens[-1] in stops)
+        assert completion.ended or len(completion.tokens) == 14
+        assert not set(completion.tokens[:-1]) & set(stops)
+    assert len({len(completion.tokens) for (completion,) in groups}) > 1
+
+
+@pytest.mark.parametrize("sampler", [Sampler(1.5), Sampler(1.1, top_k=20, top_p=0.9, min_p=0.02)])
+def test_each_sample_has_its_key(model, sampler):
+    """As the sampler draws from the forward pass's logits, whatever else there is; log-probabilities are unfiltered."""
+    groups = complete(model, PROMPTS[:3], samples=3, max_new_tokens=10, sampler=sampler, seed=4)
+    for m, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False)):
+        for n, completion in enumerate(group):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(4), m), n)
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(10))
+            logits = logits_after(model, prompt, completion)
+            assert np.array_equal(completion.tokens, draw(sampler, logits, keys))
+            logs = jax.nn.log_softmax(logits / sampler.temperature)
+            expected = jnp.take_along_axis(logs, jnp.array(completion.tokens)[:, None], 1)[:, 0]
+            assert np.allclose(completion.logprobs, expected, atol=1e-4)
+        assert len({tuple(completion.tokens) for completion in group}) == 3
+    again = complete(model, PROMPTS[:3], samples=3, max_new_tokens=10, sampler=sampler, seed=4, slots=2)
+    assert texts(again) == texts(groups)
+
+
+def test_a_prompt_is_read_once(model, monkeypatch):
+    """With more samples than rows; and prompts of one bucket are read together."""
+    read, calls = zoo.engine.prefill, []
+    monkeypatch.setattr(zoo.engine, "prefill", lambda *args: calls.append(args[1].shape) or read(*args))
+    complete(model, PROMPTS[:1], samples=5, max_new_tokens=4, slots=2)
+    assert calls == [(1, 16)]
+    calls.clear()
+    prompts = [*PROMPTS[:2], tiny.TOKENS[0, :17].tolist(), *PROMPTS[2:4]]
+    complete(model, prompts, samples=2, max_new_tokens=4)
+    assert calls == [(2, 16), (1, 32), (2, 16)]
+
+
+def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
+    """And each gets what it gets alone."""
+    kinds = [Sampler(), Sampler(1.0), Sampler(0.5, top_k=3), Sampler(2.0, top_p=0.9), Sampler(1.0, min_p=0.1)]
+    options = [dict(max_new_tokens=5 + n, sampler=s, key=jax.random.key(n)) for n, s in enumerate(kinds)]
+    submit = lambda engine, n: engine.submit(PROMPTS[0], **options[n])[0]
+    alone = []
+    for n in range(len(kinds)):
+        engine = Engine(model, slots=4, max_tokens=40, stride=4)
+        alone.append(submit(engine, n))
+        while not engine.idle:
+            engine.step()
+    traced, logprob = [], zoo.decoding.logprob
+    monkeypatch.setattr(zoo.decoding, "logprob", lambda *args: traced.append(1) or logprob(*args))
+    engine = Engine(model, slots=4, max_tokens=40, stride=4)
+    together, pieces = [submit(engine, n) for n in range(3)], {}
+    while not engine.idle:
+        for completion, tokens in engine.step().items():
+            assert 1 <= len(tokens) <= 4
+            pieces[completion] = pieces.get(completion, []) + tokens
+        if len(together) < len(kinds):
+            together.append(submit(engine, len(together)))
+    assert [c.tokens for c in together] == [c.tokens for c in alone] == [pieces[c] for c in together]
+    assert [len(c.tokens) for c in together] == [5, 6, 7, 8, 9]
+    assert not traced
+
+
+def test_cancel(model):
+    """Of one that runs, and of one that waits; the others take their rows."""
+    engine = Engine(model, slots=1, max_tokens=40, stride=2)
+    first, second, third = (engine.submit(prompt, max_new_tokens=6)[0] for prompt in PROMPTS[:3])
+    engine.step()
+    engine.cancel(first)
+    engine.cancel(second)
+    assert list(engine.step()) == [third]
+    while not engine.idle:
+        engine.step()
+    assert (len(first.tokens), second.tokens) == (2, [])
+    assert third.tokens == complete(model, PROMPTS[2:3], max_new_tokens=6)[0][0].tokens
+
+
+def test_int8_weights(folders):
+    model = zoo.load(folders["qwen3_moe"], quantize="int8")
+    for prompt, (completion,) in zip(PROMPTS, complete(model, PROMPTS[:2], max_new_tokens=6), strict=False):
+        assert np.array_equal(completion.tokens, jnp.argmax(logits_after(model, prompt, completion), axis=-1))
+
+
+@pytest.mark.parametrize(
+    "name, spec, scope",
+    [("gemma3", "fsdp=2,tensor=2", jax.set_mesh), ("qwen3_moe", "expert=2", contextlib.nullcontext)],
+)
+def test_on_a_mesh(folders, name, spec, scope):
+    mesh = make_mesh(spec, jax.devices()[: 4 if "," in spec else 2])
+    want = complete(zoo.load(folders[name]), PROMPTS[:3], samples=2, max_new_tokens=5)
+    with scope(mesh):
+        got = complete(zoo.load(folders[name], mesh=mesh), PROMPTS[:3], samples=2, max_new_tokens=5, slots=4)
+    assert texts(got) == texts(want)
+
+
+def test_refusals(model):
+    for prompts, options, message in [
+        ([[1], []], dict(max_new_tokens=4), "Prompt 1 has no tokens"),
+        ([[1] * 60], dict(max_new_tokens=8), "Prompt 0 has 60 tokens.*max_new_tokens=8.*64 positions"),
+        ([[64]], dict(max_new_tokens=8), "Prompt 0 has token 64, but .* 64"),
+        ([[1]], dict(max_new_tokens=0), "max_new_tokens=0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            complete(model, prompts, **options)
+    with pytest.raises(ValueError, match=r"5 tokens.*max_new_tokens=8.*max_tokens=12"):
+        Engine(model, slots=1, max_tokens=12).submit(PROMPTS[0], max_new_tokens=8)
+    assert complete(model, [], max_new_tokens=4) == []
+
+
+def test_buckets():
+    assert [bucket(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
+    assert [bucket(n, 1) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]

@@ -1,0 +1,134 @@
+"""What is compiled of continuous batching, from arrays to arrays: `prefill`, `insert`, `advance` (see `zoo.engine`)."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt32
+
+import zoo.cache
+from kernels.mesh import BATCH, FEATURES, fitting
+from zoo.sampling import Given, Settings
+
+
+class State(eqx.Module):
+    """What stays on the devices: of each sequence what the model remembers, and the logits of its next token."""
+
+    cache: Any
+    logits: Float[Array, "batch vocab"]
+
+
+class Rows(eqx.Module):
+    """The sequences in the batch, as the host knows them; those of free rows have nothing `left`."""
+
+    positions: Int[Given, " slots"]  # of the next token
+    drawn: Int[Given, " slots"]  # tokens so far
+    left: Int[Given, " slots"]  # tokens that may still be drawn
+    keys: UInt32[Given, "slots words"]
+    settings: Settings
+
+
+class Drawn(eqx.Module):
+    """The first `count` tokens of each row are new."""
+
+    tokens: Int[Array, "slots steps"]
+    logprobs: Float[Array, "slots steps"]
+    count: Int[Array, " slots"]
+
+
+@eqx.filter_jit
+def prefill(
+    model: Any,
+    prompts: Int[Given, "batch seq"],
+    lengths: Int[Given, " batch"],
+    max_tokens: int,
+    cache_dtype: DTypeLike | None,
+) -> State:
+    """Reads right-padded prompts. Padding has no position, so the cache does not keep it."""
+    batch, seq = prompts.shape
+    cache = zoo.cache.empty(model, batch, max_tokens, cache_dtype)
+    indices = jnp.broadcast_to(jnp.arange(seq), prompts.shape)
+    x, cache = model.hidden(prompts, cache, positions=jnp.where(indices < lengths[:, None], indices, -1))
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    return State(cache, model.unembed(last)[:, 0].astype(jnp.float32))
+
+
+@eqx.filter_jit
+def vacant(model: Any, slots: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
+    """The state of a batch of free rows; on a mesh (or None), its rows and heads are split as activations are."""
+
+    def placed(x: Array, *axes: Any) -> Array:
+        return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+
+    over = lambda size, names: fitting(size, {a: n for a, n in mesh.shape.items() if a in names}) if mesh else ()
+    rows = over(slots, BATCH)
+
+    def split(x: Array) -> Array:
+        heads = over(x.shape[3], (FEATURES,)) if x.ndim == 5 else ()
+        return placed(x, None, rows, None, heads) if x.ndim > 3 else placed(x)
+
+    logits = jnp.zeros((slots, model.config.vocab_size), jnp.float32)
+    return State(jax.tree.map(split, zoo.cache.empty(model, slots, max_tokens, cache_dtype)), placed(logits, rows))
+
+
+@eqx.filter_jit(donate="all-except-first")
+def insert(inputs: tuple[State, Int[Given, "slots 2"], Int[Given, ""]], state: State) -> State:
+    """Copies rows of one state into another. `inputs`: the former, pairs of rows from and to, and how many there are.
+
+    What a row held before may stay where the new prompt has written nothing: its positions are later than all that the
+    new sequence has reached, so causality hides it.
+    """
+    new, pairs, count = inputs
+
+    def copy(n: Array, state: State) -> State:
+        source, target = pairs[n]
+        row = lambda old, new: old.at[:, target].set(new[:, source]) if old.ndim else old
+        cache = jax.tree.map(row, state.cache, new.cache)
+        return State(cache, state.logits.at[target].set(new.logits[source]))
+
+    return jax.lax.fori_loop(0, count, copy, state)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def advance(
+    inputs: tuple[Any, Int[Given, " stops"], Rows], state: State, steps: int, enough: Int[Given, ""]
+) -> tuple[State, Drawn]:
+    """Decodes up to `steps` tokens a row, as long as more than `enough` rows go on."""
+    model, stops, rows = inputs
+    slots, keys = len(rows.left), jax.random.wrap_key_data(jnp.asarray(rows.keys))
+
+    def unfinished(carry: Any) -> Array:
+        n, left, _, _ = carry
+        return (n < steps) & (jnp.sum(left > 0) > enough)
+
+    def body(carry: Any) -> Any:
+        n, left, state, drawn = carry
+        live = left > 0
+        token = rows.settings.draw(state.logits, jax.vmap(jax.random.fold_in)(keys, rows.drawn + n))
+        put = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, n))
+        new = Drawn(
+            put(drawn.tokens, token),
+            put(drawn.logprobs, logprob(rows.settings.scaled(state.logits), token)),
+            drawn.count + live.astype(jnp.int32),
+        )
+        left = jnp.where(jnp.any(token[:, None] == stops[None], axis=-1), 0, jnp.maximum(left - 1, 0))
+        at = jnp.where(live, rows.positions + n, -1)  # a row that has ended is padding
+        logits, cache = model.decode(token[:, None], state.cache, positions=at[:, None])
+        return n + 1, left, State(cache, logits[:, 0].astype(jnp.float32)), new
+
+    nothing = Drawn(
+        jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps), jnp.float32), jnp.zeros(slots, jnp.int32)
+    )
+    start = (jnp.array(0), rows.left, state, nothing)
+    _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
+    return state, drawn
+
+
+def logprob(scaled: Float[Array, "*batch vocab"], token: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """Of each token, by the softmax over these logits."""
+    chosen = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(scaled, axis=-1)

@@ -1,0 +1,101 @@
+"""How the next token is drawn from its logits: for every row of a batch by settings of its own, in one program."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+
+Given = Array | np.ndarray  # of the host, and a JAX array once it is inside a compiled function
+
+
+class Settings(eqx.Module):
+    """`Sampler`s side by side, one for each row. Filters that are off have values that keep everything."""
+
+    temperature: Float[Given, " batch"]
+    top_k: Int[Given, " batch"]
+    top_p: Float[Given, " batch"]
+    min_p: Float[Given, " batch"]
+
+    def scaled(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
+        """`logits / temperature` in float32, whose softmax is the model's distribution; where that is 0, `logits`."""
+        divisor = jnp.where(self.temperature == 0, 1, self.temperature)
+        return logits.astype(jnp.float32) / _rows(divisor, logits)
+
+    def filtered(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
+        """`scaled(logits)` of the tokens that may be drawn, -inf of the others; at temperature 0 one token remains."""
+        scaled = self.scaled(logits)
+        greedy = _rows(self.temperature == 0, logits)
+        likeliest = jnp.argmax(scaled, axis=-1, keepdims=True)
+        index = jax.lax.broadcasted_iota(likeliest.dtype, scaled.shape, scaled.ndim - 1)
+        alone = jnp.where(index == likeliest, 0, -jnp.inf)
+        filters = (self.top_k < logits.shape[-1]) | (self.top_p < jnp.inf) | (self.min_p > 0)
+        kept = jax.lax.cond(jnp.any(filters), lambda: self._filter(scaled), lambda: scaled)  # no sort in vain
+        return jnp.where(greedy, alone, kept)
+
+    def _filter(self, scaled: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
+        top_k, top_p, min_p = (_rows(a, scaled) for a in (self.top_k, self.top_p, self.min_p))
+        ordered = jnp.sort(scaled, axis=-1, descending=True)
+        likeliest = ordered[..., :1]
+        last = jnp.broadcast_to(jnp.minimum(top_k, scaled.shape[-1]) - 1, likeliest.shape)
+        least_k = jnp.take_along_axis(ordered, last, axis=-1)
+        p = jax.nn.softmax(jnp.where(ordered < least_k, -jnp.inf, ordered), axis=-1)
+        before = jnp.cumsum(p, axis=-1) - p  # what the likelier ones add up to
+        least_p = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        least_p = jnp.minimum(least_p, likeliest)  # the likeliest always stays
+        least = jnp.maximum(jnp.maximum(least_k, least_p), likeliest + jnp.log(min_p))
+        return jnp.where(scaled < least, -jnp.inf, scaled)
+
+    def draw(self, logits: Float[Array, "batch vocab"], keys: Key[Array, " batch"]) -> Int[Array, " batch"]:
+        """One token a row, drawn with the row's own key."""
+        greedy = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        random = lambda: jax.vmap(jax.random.categorical)(keys, self.filtered(logits)).astype(jnp.int32)
+        return jax.lax.cond(jnp.any(self.temperature > 0), random, greedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn from its logits. Filters apply in the order of the fields, as in transformers.
+
+    `temperature` 0 takes the likeliest. `top_k` keeps the k likeliest; `top_p` the fewest whose probabilities add up to
+    p; `min_p` those at least p times as probable as the likeliest.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        bounds = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "min_p": (0, 1)}
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}={value} is not between {low} and {high}.")
+
+    def __call__(self, logits: Float[Array, "batch vocab"], keys: Key[Array, " batch"]) -> Int[Array, " batch"]:
+        """One token a row, drawn with the row's own key."""
+        return settings([self] * len(logits)).draw(logits, keys)
+
+
+def settings(samplers: Sequence[Sampler]) -> Settings:
+    """One row for each sampler."""
+    column = lambda name, off, dtype: np.array(
+        [off if getattr(s, name) is None else getattr(s, name) for s in samplers], dtype
+    )
+    return Settings(
+        temperature=column("temperature", 0, np.float32),
+        top_k=column("top_k", np.iinfo(np.int32).max, np.int32),
+        top_p=column("top_p", np.inf, np.float32),
+        min_p=column("min_p", 0, np.float32),
+    )
+
+
+def _rows(values: Given, like: Array) -> Any:
+    """One value for each row, in as many dimensions as `like`."""
+    return values.reshape(-1, *[1] * (like.ndim - 1))
