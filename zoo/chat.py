@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import pathlib
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -23,6 +24,7 @@ COMMANDS = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply."
 
 def chat(
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
+    adapter: pathlib.Path | None = None,
     system: str | None = None,
     max_new_tokens: int = 1024,
     temperature: float = 0.7,
@@ -37,6 +39,7 @@ def chat(
 
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
+        adapter: a folder with an adapter of the model, in PEFT's layout.
         system: what the model is told before the conversation, if its template has a place for it.
         max_new_tokens: of a reply, at most.
         temperature: 0 takes the likeliest token; more is more varied.
@@ -51,6 +54,7 @@ def chat(
     tokenizer.render([*opening, {"role": "user", "content": "?"}])  # whatever it refuses, before a long load
     with console.status(f"loading {rich.markup.escape(source)}"):
         model = zoo.load(source, dtype=dtype, quantize=quantize)
+        model = zoo.peft.load(model, adapter) if adapter else model
     limit = model.config.max_position_embeddings
     console.print(f"[bold]{rich.markup.escape(source)}[/], {limit:,} positions. [dim]{COMMANDS}[/]")
 

@@ -18,8 +18,10 @@ import re
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Float
 
 import convert.hub
@@ -29,7 +31,7 @@ from zoo.gather import gathered, write_once
 from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.registry import family_of
-from zoo.surgery import modules
+from zoo.surgery import modules, shardings
 
 
 T = TypeVar("T")
@@ -140,7 +142,7 @@ def _write(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, conv
 
 
 def load(model: T, folder: str | os.PathLike) -> T:
-    """`model` with the adapters that a folder holds, in float32.
+    """`model` with the adapters that a folder holds, in float32; on a mesh, split as what they lie over.
 
     Raises:
         OSError: if the folder lacks one of the two files.
@@ -205,7 +207,10 @@ def load(model: T, folder: str | os.PathLike) -> T:
         raise ValueError(
             f"{folder / WEIGHTS} has {len(unused)} tensors that the model has no place for: {', '.join(unused[:5])}."
         )
-    return eqx.tree_at(get, model, new)
+    result, place = eqx.tree_at(get, model, new), jax.tree.leaves(model)[0].sharding
+    if isinstance(place, NamedSharding):
+        result = jax.device_put(result, shardings(result, family.PARTITION_RULES, place.mesh))
+    return result
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:

@@ -136,15 +136,18 @@ def test_over_rounded_weights(folders, format, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-def test_on_a_mesh(folders, name):
-    """Adapters are split as what they lie over, and compute the same."""
+def test_on_a_mesh(folders, name, tmp_path):
+    """Adapters are split as what they lie over, compute the same, and come back from files as they were."""
     model = trained(zoo.load(folders[name]))
     want = forward(model, TOKENS)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         there = jax.device_put(model, shardings(model, family_of(model).PARTITION_RULES, mesh))
         assert error(forward(there, TOKENS), want) < 1e-5
+        peft.save(there, tmp_path)
+        again = peft.load(lora.bare(there), tmp_path)
     assert any(not a.sharding.is_fully_replicated for a in jax.tree.leaves(lora.split(there)[0]))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding and (a == b).all(), again, there))
 
 
 def test_merging_rounds_once(folders):

@@ -5,6 +5,7 @@
 - `server.py`: the answers over HTTP.
 """
 
+import pathlib
 from typing import Annotated, Literal
 
 import jax
@@ -16,6 +17,7 @@ import zoo
 
 def serve(
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
+    adapter: pathlib.Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     slots: int = 8,
@@ -30,6 +32,7 @@ def serve(
 
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
+        adapter: a folder with an adapter of the model, in PEFT's layout.
         host: the address to listen on.
         port: the port to listen on.
         slots: how many replies are written at the same time; others wait.
@@ -46,6 +49,7 @@ def serve(
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
     devices = None if mesh is None else make_mesh(mesh)
     model = zoo.load(source, dtype=dtype, quantize=quantize, mesh=devices)
+    model = zoo.peft.load(model, adapter) if adapter else model
     server = Server(source, model, zoo.tokenizer(source), slots=slots, max_tokens=max_tokens)
     uvicorn.run(server.app(), host=host, port=port, timeout_graceful_shutdown=5)
 
