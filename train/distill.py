@@ -29,7 +29,6 @@ from train.mesh import make_mesh, put_batch
 from train.records import open_records
 from train.step import Batch
 from zoo.gather import gathered
-from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,37 +135,30 @@ def main(o: Options) -> None:
         source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed} | shape
     source |= {"teacher": o.teacher or source["teacher"]}
     if o.store:
-        return store(o, mesh, data, source)
+        return store(o, o.store, mesh, data, source)
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = loop.resolve(o, config, o.steps or loop.count(data), width_lr=finetune.width_lr(o))
-    with jax.set_mesh(mesh):
-        larger = zoo.load(o.teacher, dtype=o.compute_dtype, mesh=mesh) if o.teacher else None
-        exported = loop.run(
-            o,
-            config=config,
-            family=family_of(config),
-            mesh=mesh,
-            tokenizer=tokenizer,
-            make_model=lambda: finetune.load(o, mesh),
-            data=data,
-            objective=functools.partial(objective, o=o),
-            others=larger,
-            identity=finetune.identity(o, config, source),
-            validation=validation,
-            prompts=[loop.prompt_of(example) for example in shown],
-            adapters=o.lora.rank > 0,
-        )
-    if exported:
-        finetune.push(o, exported)
+    finetune.run(
+        o,
+        config,
+        mesh,
+        tokenizer,
+        source=source,
+        data=data,
+        objective=functools.partial(objective, o=o),
+        others=zoo.load(o.teacher, dtype=o.compute_dtype, mesh=mesh) if o.teacher else None,
+        validation=validation,
+        prompts=[loop.prompt_of(example) for example in shown],
+    )
 
 
-def store(o: Options, mesh: Any, data: Any, source: dict[str, Any]) -> None:
+def store(o: Options, folder: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
     """Writes the teacher's largest logits of all batches."""
     if jax.process_count() > 1 or mesh.shape["context"] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
     with jax.set_mesh(mesh):
-        larger = zoo.load(o.teacher, dtype=loop.compute_dtype(o), mesh=mesh)
+        larger = zoo.load(source["teacher"], dtype=loop.compute_dtype(o), mesh=mesh)
         top = jax.jit(functools.partial(teacher.top_k, k=o.top_k))
 
         def with_logits(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -174,8 +166,8 @@ def store(o: Options, mesh: Any, data: Any, source: dict[str, Any]) -> None:
             return batch | {"top_values": values, "top_indices": indices}
 
         bar = rich.progress.track(data, "Storing logits", console=rich.get_console())
-        rows = teacher.write(o.store, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.seq_len})
-    rich.print(f"{rows:,} rows of {o.seq_len:,} tokens are in {o.store}, with {o.top_k} logits of each token.")
+        rows = teacher.write(folder, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.seq_len})
+    rich.print(f"{rows:,} rows of {o.seq_len:,} tokens are in {folder}, with {o.top_k} logits of each token.")
 
 
 if __name__ == "__main__":

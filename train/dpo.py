@@ -25,7 +25,6 @@ from train.preferences import PAIRS, batches, encode_pairs, survey
 from train.records import open_records
 from train.step import Batch
 from zoo import lora
-from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,25 +149,19 @@ def main(o: Options) -> None:
     # ----------------------------------------------------------------------------------------------------------- train
     # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).
     o = loop.resolve(o, config, o.steps or loop.count(data), width_lr=finetune.width_lr(o) / 20)
-    with jax.set_mesh(mesh):
-        exported = loop.run(
-            o,
-            config=config,
-            family=family_of(config),
-            mesh=mesh,
-            tokenizer=tokenizer,
-            make_model=lambda: finetune.load(o, mesh),
-            data=data,
-            objective=functools.partial(objective, o=o),
-            count=count,
-            others=None if o.loss == "orpo" or o.lora.rank else finetune.frozen(o, mesh),
-            identity=finetune.identity(o, config, source | shape),
-            validation=validation,
-            prompts=[loop.prompt_of(example) for example in shown],
-            adapters=o.lora.rank > 0,
-        )
-    if exported:
-        finetune.push(o, exported)
+    finetune.run(
+        o,
+        config,
+        mesh,
+        tokenizer,
+        source=source | shape,
+        data=data,
+        objective=functools.partial(objective, o=o),
+        count=count,
+        others=None if o.loss == "orpo" or o.lora.rank else finetune.frozen(o, mesh),
+        validation=validation,
+        prompts=[loop.prompt_of(example) for example in shown],
+    )
 
 
 if __name__ == "__main__":

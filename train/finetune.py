@@ -1,7 +1,7 @@
 """What the scripts share that begin with a model's weights: which one, whether adapters are trained, where it goes."""
 
 import dataclasses
-import pathlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,6 +14,7 @@ from train import loop, options
 from zoo import lora
 from zoo.registry import family_of
 from zoo.surgery import shardings
+from zoo.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,20 +73,33 @@ def frozen(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
     return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, mtp=mtp)
 
 
-def identity(o: Any, config: Any, data: Any) -> dict[str, Any]:
-    """`train.loop.identity`, and what the adapters are."""
-    rank, where = o.lora.rank, o.lora.where
-    adapters = {"rank": rank, "alpha / rank": o.lora.alpha / rank, "where": where} if rank else None
-    return loop.identity(o, config, family_of(config), data) | {"lora": adapters, "quantize": o.quantize}
-
-
 def width_lr(o: Any) -> float:
     """The learning rate of a model of width 4,096, if none is given: adapters do well with ten times that of weights
     (QLoRA, arXiv:2305.14314, table 9)."""
     return 2e-4 if o.lora.rank else 2e-5
 
 
-def push(o: Any, exported: pathlib.Path) -> None:
-    """Uploads what a run has exported, if that is asked for."""
-    if o.push_to_hub and jax.process_index() == 0:
+def run(
+    o: Any,
+    config: Any,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    *,
+    source: Mapping[str, Any],
+    mtp: bool = False,
+    **parts: Any,
+) -> None:
+    """`train.loop.run` of the model that the options name, with adapters if they say so, and the upload of its result.
+
+    `source` is what must not change of the data while the run is not at its end; `parts` are the loop's.
+    """
+    adapters = dataclasses.asdict(o.lora) if o.lora.rank else None
+    family = family_of(config)
+    identity = loop.identity(o, config, family, source) | {"lora": adapters, "quantize": o.quantize, "mtp": mtp}
+    with jax.set_mesh(mesh):
+        exported = loop.run(
+            o, config=config, family=family, mesh=mesh, tokenizer=tokenizer, identity=identity, mtp=mtp,
+            make_model=lambda: load(o, mesh, mtp=mtp), adapters=o.lora.rank > 0, **parts,
+        )  # fmt: skip
+    if exported and o.push_to_hub and jax.process_index() == 0:
         rich.print(f"Uploaded: {convert.hub.push(exported, o.push_to_hub)}")

@@ -26,7 +26,6 @@ from train.records import open_records
 from train.rollouts import empty, encode, experience
 from train.step import Batch
 from zoo import lora
-from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,27 +151,21 @@ def main(o: Options) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = loop.resolve(o, config, o.steps, width_lr=finetune.width_lr(o) / 20)
-    with jax.set_mesh(mesh):
-        exported = loop.run(
-            o,
-            config=config,
-            family=family_of(config),
-            mesh=mesh,
-            tokenizer=tokenizer,
-            make_model=lambda: finetune.load(o, mesh),
-            data=data,
-            objective=functools.partial(objective, o=o),
-            count=functools.partial(count, o=o),
-            others=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
-            experience=functools.partial(experience, o=o, tokenizer=tokenizer, mesh=mesh),
-            example=empty(o.batch, o.seq_len),
-            updates=updates,
-            identity=finetune.identity(o, config, source),
-            prompts=[prompt.ids for prompt in looked_at[:3]],
-            adapters=o.lora.rank > 0,
-        )
-    if exported:
-        finetune.push(o, exported)
+    finetune.run(
+        o,
+        config,
+        mesh,
+        tokenizer,
+        source=source,
+        data=data,
+        objective=functools.partial(objective, o=o),
+        count=functools.partial(count, o=o),
+        others=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
+        experience=functools.partial(experience, o=o, tokenizer=tokenizer, mesh=mesh),
+        example=empty(o.batch, o.seq_len),
+        updates=updates,
+        prompts=[prompt.ids for prompt in looked_at[:3]],
+    )
 
 
 if __name__ == "__main__":

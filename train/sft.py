@@ -10,8 +10,6 @@ import itertools
 import pathlib
 from typing import Any, Literal
 
-import jax
-
 import train.tiny
 import zoo
 from train import finetune, loop, report
@@ -19,7 +17,6 @@ from train.data import batches, encode, fingerprint, survey
 from train.mesh import make_mesh
 from train.options import LanguageModeling
 from train.records import open_records, weighted
-from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ def main(o: Options) -> None:
         finetune.resolved(o),
         seq_len=loop.row_length(o, config),
         epochs=o.epochs or (8 if embedded else 3),
-        lr=o.lr or (2e-3 if embedded else 0.0),
+        lr=o.lr or (100 * finetune.width_lr(o) if embedded else 0.0),
     )
 
     # ----------------------------------------------------------------------------------------------------------- data
@@ -82,25 +79,19 @@ def main(o: Options) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o, mtp = loop.resolve(o, config, o.steps or loop.count(data), width_lr=finetune.width_lr(o)), o.mtp_weight > 0
-    with jax.set_mesh(mesh):
-        exported = loop.run(
-            o,
-            config=config,
-            family=family_of(config),
-            mesh=mesh,
-            tokenizer=tokenizer,
-            make_model=lambda: finetune.load(o, mesh, mtp=mtp),
-            data=data,
-            objective=o.objective(),
-            identity=finetune.identity(o, config, sources | {"seed": o.seed} | shape) | {"mtp": mtp},
-            validation=validation,
-            prompts=[loop.prompt_of(example) for example in shown],
-            mtp=mtp,
-            adapters=o.lora.rank > 0,
-            neftune=o.neftune,
-        )
-    if exported:
-        finetune.push(o, exported)
+    finetune.run(
+        o,
+        config,
+        mesh,
+        tokenizer,
+        source=sources | {"seed": o.seed} | shape,
+        mtp=mtp,
+        data=data,
+        objective=o.objective(),
+        validation=validation,
+        prompts=[loop.prompt_of(example) for example in shown],
+        neftune=o.neftune,
+    )
 
 
 if __name__ == "__main__":

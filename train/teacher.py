@@ -14,7 +14,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from array_record.python import array_record_module
+from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 from jaxtyping import Float, Int
 
 from train.loss import by_chunks
@@ -27,7 +27,8 @@ ROWS, ABOUT = "rows.array_record", "teacher.json"
 def top_k(model: Any, batch: Batch, k: int) -> tuple[Float[jax.Array, "batch seq k"], Int[jax.Array, "batch seq k"]]:
     """The largest `k` logits of each token, and which they are; never all logits of all tokens at once."""
     x, _ = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
-    return by_chunks(lambda x: tuple(jax.lax.top_k(model.unembed(x).astype(jnp.float32), k)), x)
+    values, indices = by_chunks(lambda x: tuple(jax.lax.top_k(model.unembed(x).astype(jnp.float32), k)), x)
+    return values, indices
 
 
 def write(folder: pathlib.Path, batches: Iterable[Mapping[str, np.ndarray]], about: Mapping[str, Any]) -> int:
@@ -59,7 +60,7 @@ def read(folder: pathlib.Path) -> tuple[grain.MapDataset[dict[str, np.ndarray]],
     """
     if not (folder / ABOUT).is_file():
         raise FileNotFoundError(f"{folder} has no {ABOUT}: store a teacher's logits there with --store, to the end.")
-    source = grain.sources.ArrayRecordDataSource([str(folder / ROWS)])
+    source: Any = grain.sources.ArrayRecordDataSource([str(folder / ROWS)])
 
     def unpack(record: bytes) -> dict[str, np.ndarray]:
         with np.load(io.BytesIO(record)) as row:

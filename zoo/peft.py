@@ -21,7 +21,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
 import convert.hub
@@ -208,7 +208,7 @@ def load(model: T, folder: str | os.PathLike) -> T:
             f"{folder / WEIGHTS} has {len(unused)} tensors that the model has no place for: {', '.join(unused[:5])}."
         )
     result, place = eqx.tree_at(get, model, new), jax.tree.leaves(model)[0].sharding
-    if isinstance(place, NamedSharding):
+    if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         result = jax.device_put(result, shardings(result, family.PARTITION_RULES, place.mesh))
     return result
 
