@@ -62,7 +62,7 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
     if surgeon == "int8":
         attention = surgery.map_linears(attention, lambda m: StoredLinear(m, "int8"))
     if surgeon == "lora":
-        adapt = functools.partial(LoRALinear, rank=3, alpha=3.0)
+        adapt = functools.partial(LoRALinear.new, rank=3, alpha=3.0)
         attention = surgery.map_linears(attention, adapt, "kv_b_proj", key=KEY)
         attention = eqx.tree_at(lambda m: m.kv_b_proj.b, attention, jax.random.normal(KEY, (4 * 22, 3)))
     seen, run = [], kernels.attention

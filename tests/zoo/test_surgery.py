@@ -35,7 +35,7 @@ def mesh():
 
 
 def qlora(model):
-    lora = functools.partial(LoRALinear, rank=4, alpha=8.0)
+    lora = functools.partial(LoRALinear.new, rank=4, alpha=8.0)
     quantized = surgery.map_linears(model, int8)
     return quantized, surgery.map_linears(quantized, lora, "layers.*.[qv]_proj", key=jax.random.key(1))
 
