@@ -93,7 +93,8 @@ def run(
 
     `source` is what must not change of the data while the run is not at its end; `parts` are the loop's.
     """
-    adapters = dataclasses.asdict(o.lora) if o.lora.rank else None
+    rank, alpha, where = o.lora.rank, o.lora.alpha, o.lora.where
+    adapters = {"rank": rank, "scale (alpha / rank)": alpha / max(rank, 1), "where": where}
     family = family_of(config)
     identity = loop.identity(o, config, family, source) | {"lora": adapters, "quantize": o.quantize, "mtp": mtp}
     with jax.set_mesh(mesh):
