@@ -40,7 +40,11 @@ class Model(eqx.Module):
 def make(kind: str) -> Model:
     embed, head, lora = jax.random.split(jax.random.key(0), 3)
     linear = Linear(EMBED, VOCAB, bias=True, std=1.0, key=head)
-    heads = {"tied": None, "int8": StoredLinear(linear, "int8"), "lora": LoRALinear.new(linear, lora, rank=2, alpha=4.0)}
+    heads = {
+        "tied": None,
+        "int8": StoredLinear(linear, "int8"),
+        "lora": LoRALinear.new(linear, lora, rank=2, alpha=4.0),
+    }
     other = jnp.ones(3)
     return Model(
         Embedding(VOCAB, EMBED, std=1.0, key=embed), heads.get(kind, linear), other, 5.0 if kind == "softcap" else None
