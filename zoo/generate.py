@@ -107,7 +107,7 @@ def stream(
             text += decoder.push(completion.tokens[-1])
         if (at := first(text, stop)) is not None:
             text, ended = text[:at], True
-        held = 0 if ended else max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        held = 0 if ended else begun(text, stop)
         if len(text) - held > shown:
             yield text[shown : len(text) - held]
             shown = len(text) - held
@@ -120,6 +120,11 @@ def stream(
 def first(text: str, stop: Sequence[str]) -> int | None:
     """Where the first of the stop strings starts."""
     return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
+
+
+def begun(text: str, stop: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of a stop string."""
+    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], completion: Completion) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from zoo.engine import Completion, Engine
-from zoo.generate import first
+from zoo.generate import begun, first
 from zoo.sampling import Sampler
 from zoo.tokenizer import Tokenizer
 
@@ -56,8 +56,7 @@ class Reply:
                 self.text, self.finish = self.text[:at], "stop"
             elif len(self.tokens) == self.ask.new:
                 self.finish = "length"
-        begun = (n for s in self.ask.stop for n in range(1, len(s)) if self.text.endswith(s[:n]))
-        until = len(self.text) - (0 if self.finish else max(begun, default=0))
+        until = len(self.text) - (0 if self.finish else begun(self.text, self.ask.stop))
         piece, self._said = self.text[self._said : until], until
         return piece
 
