@@ -15,6 +15,9 @@ from train import distill, teacher
 from train.records import open_records
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A teacher, a student that is another model, and texts."""

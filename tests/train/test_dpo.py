@@ -21,6 +21,8 @@ from train.step import jit_train_step
 from zoo.surgery import cast
 
 
+pytestmark = pytest.mark.slow
+
 LOSSES = ("dpo", "ipo", "orpo", "kto")
 
 

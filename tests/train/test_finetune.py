@@ -33,6 +33,8 @@ from zoo.layers import Embedding
 from zoo.surgery import modules
 
 
+pytestmark = pytest.mark.slow
+
 LORA = finetune.Lora(rank=2)
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))
 

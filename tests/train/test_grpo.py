@@ -27,6 +27,8 @@ from train.step import jit_train_step
 from zoo import lora
 
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 VOWELS = """
 def vowels(completion, record):

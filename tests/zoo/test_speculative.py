@@ -16,6 +16,8 @@ from zoo.sampling import Sampler
 from zoo.speculative import MTPDraft
 
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12])]
 STOPS = range(8, 40, 8)
 SMALL = zoo.qwen3.Config(5, 16, 32, 2, 2, 1, 8, 64, 2)  # with a vocabulary of five
@@ -43,7 +45,7 @@ def assert_same(got, want):
         assert np.allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name, noise", [("qwen3-window-tail", 0.1), ("gemma3", 0.1), ("gpt_oss", 0.02)])
+@pytest.mark.parametrize("name, noise", [("gemma3", 0.1), ("gpt_oss", 0.02)])
 def test_greedy_is_the_models(tmp_path, name, noise):
     """Rows advance by different numbers of tokens, and go back within windows; stop tokens and limits hold."""
     model = zoo.load(tiny.write(tmp_path, name))
