@@ -15,6 +15,7 @@ from typing import Any, Literal
 import grain
 import jax
 import jax.numpy as jnp
+import tyro
 from jaxtyping import Array, Float
 
 import train.tiny
@@ -70,6 +71,11 @@ class Options(finetune.Options):
     """Of keys and values while sampling; auto: --compute-dtype."""
     steps: int = 100
     out: pathlib.Path = pathlib.Path("runs/grpo")
+    # Not to be chosen: a batch follows from --prompts, --group and --minibatches, and there is no validation.
+    batch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
+    eval_every: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
+    eval_batches: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
+    patience: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
 
 
 def objective(
