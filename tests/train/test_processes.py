@@ -19,6 +19,8 @@ import train.tiny
 from train import cluster
 
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 150  # seconds for any run
 

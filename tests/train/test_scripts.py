@@ -19,6 +19,8 @@ import zoo
 from tests.zoo import make_golden, tiny
 
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 STEPS = 40

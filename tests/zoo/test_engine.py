@@ -15,6 +15,8 @@ from zoo.engine import Engine, bucket, complete
 from zoo.sampling import Sampler
 
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
 FAMILIES = ["qwen3-window-tail", "gemma3", "deepseek3", "qwen3_moe", "llama4", "gpt_oss"]
 

@@ -20,8 +20,8 @@ from zoo.surgery import cast, modules, shardings
 pytestmark = pytest.mark.slow
 
 TOKENS = jnp.asarray(tiny.TOKENS[:, :24])
-FAMILIES = ["qwen3", "gpt3", "llama4", "mixtral", "qwen3_moe", "deepseek3", "gpt_oss"]
-CASES = pytest.mark.parametrize("name", FAMILIES)
+FAMILIES = ["qwen3", "gpt3", "llama4", "mixtral", "qwen3_moe", "deepseek3"]
+CASES = pytest.mark.parametrize("name", ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3"])
 UNLIKE = pytest.mark.parametrize("name", ["gpt3", "llama4", "mixtral"])  # each stores its matrices in its own way
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))
 

@@ -27,6 +27,8 @@ from zoo.serve import make_mesh, serve
 from zoo.serve.server import Server
 
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 PROMPT = "textwrap.dedent(text)\n\n"
 MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
