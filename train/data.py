@@ -174,10 +174,12 @@ def batches(
             num_packing_bins=BINS if packing == "fit" else 1,
             max_sequences_per_bin=None if packing == "fit" else 1,
         )
-    padded = functools.partial(grain.experimental.batch_and_pad, batch_size=batch)
-    return grain.experimental.ThreadPrefetchIterDataset(
-        rows.batch(batch, batch_fn=padded).map(_named), prefetch_buffer_size=2
-    )
+    return grain.experimental.ThreadPrefetchIterDataset(padded(rows, batch).map(_named), prefetch_buffer_size=2)
+
+
+def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
+    """Batches of so many rows; the last one is filled up with zeros."""
+    return rows.batch(batch, batch_fn=functools.partial(grain.experimental.batch_and_pad, batch_size=batch))
 
 
 def _columns(
@@ -227,12 +229,17 @@ def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any)
     """
     root = pathlib.Path(path)
     files = [file for files in find_files(root) for file in files]
-    text = (tokenizer.folder / "tokenizer.json").read_bytes() + (tokenizer.chat_template or "").encode()
     return {
         "files": {str(file.relative_to(root) if file != root else file.name): file.stat().st_size for file in files},
-        "tokenizer": hashlib.sha256(text).hexdigest(),
+        "tokenizer": tokenizer_hash(tokenizer),
         **settings,
     }
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Of all that makes tokens of records: the tokenizer and its chat template."""
+    text = (tokenizer.folder / "tokenizer.json").read_bytes() + (tokenizer.chat_template or "").encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 # ======================================================================================================================

@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, Literal
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,7 @@ import kernels
 import train.tiny
 import zoo
 from train import finetune, loop, loss, report, teacher
-from train.data import batches, encode, fingerprint, survey
+from train.data import batches, encode, fingerprint, padded, survey, tokenizer_hash
 from train.mesh import make_mesh, put_batch
 from train.records import open_records
 from train.step import Batch
@@ -115,13 +114,13 @@ def main(o: Options) -> None:
     )
     if o.logits:
         rows, about = teacher.read(o.logits)
-        if about["data"]["tokenizer"] != fingerprint(o.data, tokenizer)["tokenizer"] or about["seq_len"] != o.seq_len:
+        if about["data"]["tokenizer"] != tokenizer_hash(tokenizer) or about["seq_len"] != o.seq_len:
             raise ValueError(f"{o.logits} is of another tokenizer, or of rows of {about['seq_len']} tokens.")
         held = min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)
-        together = functools.partial(grain.experimental.batch_and_pad, batch_size=o.batch)
-        batched = lambda rows: rows.to_iter_dataset().batch(o.batch, batch_fn=together)
+        batched = lambda rows: padded(rows.to_iter_dataset(), o.batch)
         data = batched(rows[: len(rows) - held].shuffle(seed=o.seed).repeat(None if o.steps else o.epochs))
         validation, source, shown = batched(rows[-held:]) if held else None, about, []
+        source |= {"batch": o.batch, "seed": o.seed, "hold_out": o.hold_out}  # of this run, not of the stored one
     else:
         records, held_out = open_records(o.data, o.hold_out)
         found = survey(records, tokenizer, **shape)

@@ -135,7 +135,7 @@ def main(o: Options) -> None:
         raise ValueError(f"--group {o.group}: a completion is compared with the others of its prompt; take 2 or more.")
     if o.reward_weights and len(o.reward_weights) != len(o.reward):
         raise ValueError(f"{len(o.reward)} rewards need as many --reward-weights, not {len(o.reward_weights)}.")
-    list(map(rewards.find, o.reward))  # what is misspelt fails now
+    judges = [rewards.find(name) for name in o.reward]
     embedded = o.data == train.tiny.INSTRUCTIONS  # short prompts, for a small model
     o = dataclasses.replace(
         finetune.resolved(o),
@@ -167,7 +167,7 @@ def main(o: Options) -> None:
         objective=functools.partial(objective, o=o),
         count=functools.partial(count, o=o),
         others=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
-        experience=functools.partial(experience, o=o, tokenizer=tokenizer, mesh=mesh),
+        experience=functools.partial(experience, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges),
         example=empty(o.batch, o.seq_len),
         updates=updates,
         prompts=[prompt.ids for prompt in looked_at[:3]],

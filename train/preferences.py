@@ -18,7 +18,7 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
-from train.data import BINS, Example, Survey, encode
+from train.data import BINS, Example, Survey, encode, padded
 from train.records import Record
 from zoo.tokenizer import Tokenizer
 
@@ -163,10 +163,7 @@ def batches(
         num_packing_bins=BINS,
         max_sequences_per_bin=PAIRS,
     )
-    padded = functools.partial(grain.experimental.batch_and_pad, batch_size=batch)
-    return grain.experimental.ThreadPrefetchIterDataset(
-        rows.batch(batch, batch_fn=padded).map(_named), prefetch_buffer_size=2
-    )
+    return grain.experimental.ThreadPrefetchIterDataset(padded(rows, batch).map(_named), prefetch_buffer_size=2)
 
 
 def _columns(

@@ -14,9 +14,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Float, Shaped
 
-from train import cluster, loop, loss, rewards
+from train import cluster, loop, loss
 from train.data import messages, tools_of
 from train.records import Record
+from train.rewards import Reward
 from zoo.engine import complete
 from zoo.sampling import Sampler
 from zoo.tokenizer import Tokenizer
@@ -54,12 +55,20 @@ def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
 
 
 def experience(
-    model: Any, prompts: Sequence[Prompt], n: int, *, o: Any, tokenizer: Tokenizer, mesh: Mesh
+    model: Any,
+    prompts: Sequence[Prompt],
+    n: int,
+    *,
+    o: Any,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    judges: Sequence[Reward],
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
     """The batches of step `n` of `train.grpo`, and numbers to look at: mean reward, length, speed.
 
     Batches have the rows of `train.data`, one completion with its prompt in each, with "advantages" (the same all along
-    a row) and "old", the log-probability with which each target was drawn. `o` are `train.grpo.Options`.
+    a row) and "old", the log-probability with which each target was drawn. `o` are `train.grpo.Options`,
+    and `judges` the rewards that they name.
     """
     started = time.monotonic()
     with loop.generating(model, mesh, o.compute_dtype) as sampling:
@@ -69,7 +78,7 @@ def experience(
             cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
         )  # fmt: skip
     seconds = time.monotonic() - started
-    each = rewarded([[tokenizer.decode(c.tokens) for c in group] for group in groups], prompts, o)
+    each = rewarded([[tokenizer.decode(c.tokens) for c in group] for group in groups], prompts, o, judges)
     total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
     advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
 
@@ -108,19 +117,20 @@ def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
     return {name: np.zeros((rows, seq), kind) for name, kind in kinds.items()}
 
 
-def rewarded(texts: list[list[str]], prompts: Sequence[Prompt], o: Any) -> Float[np.ndarray, "prompts group names"]:
+def rewarded(
+    texts: list[list[str]], prompts: Sequence[Prompt], o: Any, judges: Sequence[Reward]
+) -> Float[np.ndarray, "prompts group names"]:
     """Every reward of every completion. Of several processes the first decides, since a user's function may be random.
 
     Raises:
         ValueError: if a reward is not finite, naming it.
     """
-    functions = [rewards.find(name) for name in o.reward]
-    found = np.zeros((len(prompts), o.group, len(functions)), np.float32)
+    found = np.zeros((len(prompts), o.group, len(judges)), np.float32)
 
     def judge() -> None:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             calls = {
-                at: pool.submit(functions[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
+                at: pool.submit(judges[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
                 for at in np.ndindex(found.shape)
             }
             for at, call in calls.items():

@@ -36,9 +36,6 @@ class ModelDraft(eqx.Module):
     ) -> tuple[Float[Array, "batch seq draft"], Any]:
         return self.model.hidden(following, cache, positions=positions + 1)
 
-    def unembed(self, y: Float[Array, "*batch draft"]) -> Float[Array, "*batch vocab"]:
-        return self.model.unembed(y)
-
     def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
         return self.model.init_cache(batch, slots, dtype)
 
@@ -57,9 +54,6 @@ class MTPDraft(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         model = eqx.tree_at(lambda m: m.mtp.block, self.model, _Remembering(self.model.mtp.block, cache))
         return model.further(x, following, positions=positions)
-
-    def unembed(self, y: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        return self.model.unembed(y)
 
     def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
         return self.model.mtp.block.init_cache(1, batch, slots, dtype)
@@ -115,7 +109,7 @@ class Round(eqx.Module):
     draft_cache: Any
     token: Int[Array, " batch"]
     position: Int[Array, " batch"]  # of `token`
-    y: Float[Array, "batch draft"]  # what the draft's `unembed` turns into logits of the next token
+    y: Float[Array, "batch draft"]  # what the draft's model unembeds: logits of the next token
     number: Int[Array, ""]
     accepted: Int[Array, " batch"]
     drafted: Int[Array, " batch"]
@@ -167,7 +161,7 @@ def run(
         at = jnp.where(r.text.done[:, None], -2, r.position[:, None] + steps)
 
         def propose(y: Array, n: Array | int) -> tuple[Array, Array]:
-            logits = settings.filtered(draft.unembed(y))
+            logits = settings.filtered(draft.model.unembed(y))
             return draw(fold(key, n), logits).astype(jnp.int32), jax.nn.softmax(logits, axis=-1)
 
         def another(carry: Any, n: Array) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
-from train import grpo, rollouts
+from train import grpo, rewards, rollouts
 from train.mesh import make_mesh
 from train.records import Record
 from train.state import init_state
@@ -129,11 +129,11 @@ def test_experience(folder):
     model, tokenizer = zoo.load(folder / "model", dtype="float32"), zoo.tokenizer(folder / "model")
     words = ("abc ", "hello ", "x ", "fox ")
     prompts = [rollouts.encode(Record("here", {"prompt": word}), tokenizer) for word in words]
-    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.reward]
     with jax.set_mesh(mesh):
-        batches, numbers = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh)
-        again, _ = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh)
-        other, _ = rollouts.experience(model, prompts, 4, o=o, tokenizer=tokenizer, mesh=mesh)
+        batches, numbers = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
+        again, _ = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
+        other, _ = rollouts.experience(model, prompts, 4, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
         looks = jax.jit(lambda batch: grpo.objective(model, batch, o=o)[1][0])(batches[0])
     assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
@@ -152,8 +152,8 @@ def test_experience(folder):
     module = {}
     exec(VOWELS, module)
     for group in found.values():
-        rewards = np.array([module["vowels"](text, {}) for text, _ in group])
-        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        earned = np.array([module["vowels"](text, {}) for text, _ in group])
+        advantages = (earned - earned.mean()) / (earned.std(ddof=1) + 1e-4)
         np.testing.assert_allclose([a for _, a in group], advantages, atol=1e-4)
     assert 0 <= numbers["reward"] <= 1 and 1 <= numbers["length"] <= 6
 
@@ -168,8 +168,8 @@ def test_the_reward_rises(folder, tmp_path, changes):
     """From chance, 5 letters of 26, to nearly all: on- and off-policy, all weights and adapters only."""
     o = options(folder, tmp_path / "run", steps=40, lr=0.01, warmup=0, **changes)
     grpo.main(dataclasses.replace(o, group=8))
-    rewards = rewards_of(tmp_path / "run")
-    assert np.mean(rewards[:2]) < 0.4 and np.mean(rewards[-3:]) > 0.9
+    earned = rewards_of(tmp_path / "run")
+    assert np.mean(earned[:2]) < 0.4 and np.mean(earned[-3:]) > 0.9
     assert (tmp_path / "run" / ("adapter" if changes else "model")).is_dir()
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from zoo.engine import Completion, Engine
+from zoo.engine import Completion, Engine, bucket
 from zoo.generate import begun, first
 from zoo.sampling import Sampler
 from zoo.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ class Worker(threading.Thread):
         """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         limit = self._model.config.max_position_embeddings
-        padded = np.zeros((1, min(limit, max(128, 1 << (len(tokens) - 1).bit_length()))), np.int32)
+        padded = np.zeros((1, min(limit, bucket(len(tokens), 128))), np.int32)
         padded[0, : len(tokens)] = tokens
 
         def work() -> None:
