@@ -23,8 +23,8 @@ import tyro
 
 from benchmarks.common import RESULTS, circumstances
 from train.ahead import Compiled, compile_ahead, training
-from train.mesh import make_mesh
 from train.plot import Curve, draw
+from zoo.mesh import make_mesh
 from zoo.registry import CONFIGS, family_of
 
 

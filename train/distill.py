@@ -24,10 +24,11 @@ import train.tiny
 import zoo
 from train import finetune, loop, loss, report, teacher
 from train.data import batches, encode, fingerprint, padded, survey, tokenizer_hash
-from train.mesh import make_mesh, put_batch
+from train.mesh import put_batch
 from train.records import open_records
 from train.step import Batch
 from zoo.gather import gathered
+from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,11 @@ import train.tiny
 import zoo
 from train import finetune, loop, loss, report
 from train.data import fingerprint
-from train.mesh import make_mesh
 from train.preferences import PAIRS, batches, encode_pairs, survey
 from train.records import open_records
 from train.step import Batch
 from zoo import lora
+from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

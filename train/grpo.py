@@ -22,11 +22,11 @@ import train.tiny
 import zoo
 from train import finetune, loop, loss, rewards
 from train.data import fingerprint
-from train.mesh import make_mesh
 from train.records import open_records
 from train.rollouts import empty, encode, experience
 from train.step import Batch
 from zoo import lora
+from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from kernels.mesh import BATCH, FEATURES, SEQUENCE
 from train.ahead import Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training
 from train.chips import Chip, slowest_link
-from train.mesh import check_mesh, make_mesh
+from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
 from zoo.checkpoint import skeleton
 from zoo.layers import AbstractExpertLinear
+from zoo.mesh import make_mesh
 from zoo.pipeline import STAGE, rounds_of
 from zoo.registry import family_of
 from zoo.stack import Stack

@@ -14,9 +14,9 @@ import train.tiny
 import zoo
 from train import finetune, loop, report
 from train.data import batches, encode, fingerprint, survey
-from train.mesh import make_mesh
 from train.options import LanguageModeling
 from train.records import open_records, weighted
+from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

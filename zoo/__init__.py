@@ -65,15 +65,18 @@ from zoo import (
 )
 from zoo.engine import Completion, Engine, complete
 from zoo.generate import generate, stream
+from zoo.mesh import make_mesh
 from zoo.quantized import STORED
 from zoo.sampling import Sampler
-from zoo.speculative import speculate
+from zoo.speculative import ModelDraft, MTPDraft
 from zoo.tokenizer import Tokenizer
 
 
 __all__ = [
     "Completion",
     "Engine",
+    "MTPDraft",
+    "ModelDraft",
     "Sampler",
     "complete",
     "config",
@@ -90,6 +93,7 @@ __all__ = [
     "llama4",
     "load",
     "lora",
+    "make_mesh",
     "mistral",
     "mixtral",
     "names",
@@ -98,7 +102,6 @@ __all__ = [
     "qwen3",
     "qwen3_moe",
     "save",
-    "speculate",
     "stream",
     "tokenizer",
 ]

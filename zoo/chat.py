@@ -4,13 +4,14 @@ import contextlib
 import itertools
 import pathlib
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import rich.console
 import rich.markup
 import tyro
 
 import zoo
+from zoo.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.tokenizer import Tokenizer
 
 
@@ -32,6 +33,8 @@ def chat(
     seed: int = 0,
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     dtype: str | None = None,
+    draft: str | None = None,
+    drafted: int = 4,
 ) -> None:
     """Talks with a model in the terminal. /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply.
 
@@ -47,14 +50,15 @@ def chat(
         seed: of the draws; the same inputs get the same replies.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
+        draft: a smaller model of the same vocabulary, whose tokens the model only checks; mtp for its own such module.
+        drafted: how many tokens are proposed at a time.
     """
     console = rich.console.Console(highlight=False)
     tokenizer = zoo.tokenizer(source)
     opening = [] if system is None else [{"role": "system", "content": system}]
     tokenizer.render([*opening, {"role": "user", "content": "?"}])  # whatever it refuses, before a long load
     with console.status(f"loading {rich.markup.escape(source)}"):
-        model = zoo.load(source, dtype=dtype, quantize=quantize)
-        model = zoo.peft.load(model, adapter) if adapter else model
+        model, drafting = load(source, adapter, draft, drafted, dtype=dtype, quantize=quantize)
     limit = model.config.max_position_embeddings
     console.print(f"[bold]{rich.markup.escape(source)}[/], {limit:,} positions. [dim]{COMMANDS}[/]")
 
@@ -95,6 +99,7 @@ def chat(
                     temperature=temperature,
                     top_p=top_p,
                     seed=seed + number,
+                    draft=drafting,
                 ):
                     console.out(piece, end="", style="cyan", highlight=False)
                     reply += piece
@@ -102,6 +107,17 @@ def chat(
             except KeyboardInterrupt:
                 console.print(" [dim](stopped)[/]")
             turns.append({"role": "assistant", "content": reply})
+
+
+def load(
+    source: str, adapter: pathlib.Path | None, draft: str | None, drafted: int, **options: Any
+) -> tuple[Any, AbstractDraft | None]:
+    """A model, with its adapter, and what drafts for it: "mtp" or a model's name, loaded with the same options."""
+    model = zoo.load(source, mtp=draft == "mtp", **options)
+    model = zoo.peft.load(model, adapter) if adapter else model
+    if draft is None:
+        return model, None
+    return model, MTPDraft(model, drafted) if draft == "mtp" else ModelDraft(zoo.load(draft, **options), drafted)
 
 
 def fit(

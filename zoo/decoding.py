@@ -1,4 +1,7 @@
-"""What is compiled of continuous batching, from arrays to arrays: `prefill`, `insert`, `advance` (see `zoo.engine`)."""
+"""What is compiled of continuous batching, from arrays to arrays: `prefill`, `insert`, `advance` (see `zoo.engine`).
+
+With a draft, `zoo.speculative.advance` takes the place of the last.
+"""
 
 from typing import Any
 
@@ -16,10 +19,11 @@ from zoo.sampling import Given, Settings
 
 
 class State(eqx.Module):
-    """What stays on the devices: of each sequence what the model remembers, and the logits of its next token."""
+    """What stays on the devices: of each sequence what model and draft remember, and the logits of its next token."""
 
-    cache: Any
+    caches: tuple[Any, Any]
     logits: Float[Array, "batch vocab"]
+    drafted: Any  # `zoo.speculative.Drafted`; None without a draft, as the second cache
 
 
 class Rows(eqx.Module):
@@ -33,32 +37,47 @@ class Rows(eqx.Module):
 
 
 class Drawn(eqx.Module):
-    """The first `count` tokens of each row are new."""
+    """The first `count` tokens of each row are new; the model was called `calls` times for them."""
 
     tokens: Int[Array, "slots steps"]
     logprobs: Float[Array, "slots steps"]
     count: Int[Array, " slots"]
+    calls: Int[Array, " slots"]
+
+    @classmethod
+    def nothing(cls, slots: int, steps: int) -> "Drawn":
+        integers = lambda *shape: jnp.zeros(shape, jnp.int32)
+        return cls(integers(slots, steps), jnp.zeros((slots, steps), jnp.float32), integers(slots), integers(slots))
+
+
+def empty(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None) -> tuple[Any, Any]:
+    """The caches of model and draft (or None). What is drafted and refused is written beyond the last token."""
+    ahead = 0 if draft is None else draft.tokens + 1
+    cache = lambda model: zoo.cache.empty(model, batch, max_tokens + ahead, cache_dtype, widen=ahead)
+    return cache(model), None if draft is None else cache(draft)
 
 
 @eqx.filter_jit
 def prefill(
     model: Any,
+    draft: Any,
     prompts: Int[Given, "batch seq"],
     lengths: Int[Given, " batch"],
     max_tokens: int,
     cache_dtype: DTypeLike | None,
 ) -> State:
     """Reads right-padded prompts. Padding has no position, so the cache does not keep it."""
-    batch, seq = prompts.shape
-    cache = zoo.cache.empty(model, batch, max_tokens, cache_dtype)
-    indices = jnp.broadcast_to(jnp.arange(seq), prompts.shape)
+    cache, draft_cache = empty(model, draft, len(prompts), max_tokens, cache_dtype)
+    indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     x, cache = model.hidden(prompts, cache, positions=jnp.where(indices < lengths[:, None], indices, -1))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return State(cache, model.unembed(last)[:, 0].astype(jnp.float32))
+    logits = model.unembed(last)[:, 0].astype(jnp.float32)
+    drafted, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)
+    return State((cache, draft_cache), logits, drafted)
 
 
 @eqx.filter_jit
-def vacant(model: Any, slots: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
+def vacant(model: Any, draft: Any, slots: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
     """The state of a batch of free rows; on a mesh (or None), its rows and heads are split as activations are."""
 
     def placed(x: Array, *axes: Any) -> Array:
@@ -71,8 +90,10 @@ def vacant(model: Any, slots: int, max_tokens: int, cache_dtype: DTypeLike | Non
         heads = over(x.shape[3], (FEATURES,)) if x.ndim == 5 else ()
         return placed(x, None, rows, None, heads) if x.ndim > 3 else placed(x)
 
+    caches = jax.tree.map(split, empty(model, draft, slots, max_tokens, cache_dtype))
+    drafted = None if draft is None else draft.nothing(slots)
     logits = jnp.zeros((slots, model.config.vocab_size), jnp.float32)
-    return State(jax.tree.map(split, zoo.cache.empty(model, slots, max_tokens, cache_dtype)), placed(logits, rows))
+    return State(caches, *jax.tree.map(lambda x: placed(x, rows), (logits, drafted)))
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -86,9 +107,10 @@ def insert(inputs: tuple[State, Int[Given, "slots 2"], Int[Given, ""]], state: S
 
     def copy(n: Array, state: State) -> State:
         source, target = pairs[n]
-        row = lambda old, new: old.at[:, target].set(new[:, source]) if old.ndim else old
-        cache = jax.tree.map(row, state.cache, new.cache)
-        return State(cache, state.logits.at[target].set(new.logits[source]))
+        cached = lambda old, new: old.at[:, target].set(new[:, source]) if old.ndim else old
+        row = lambda old, new: old.at[target].set(new[source])
+        rows = jax.tree.map(row, (state.logits, state.drafted), (new.logits, new.drafted))
+        return State(jax.tree.map(cached, state.caches, new.caches), *rows)
 
     return jax.lax.fori_loop(0, count, copy, state)
 
@@ -107,23 +129,21 @@ def advance(
 
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
-        live = left > 0
+        live, (cache, _) = left > 0, state.caches
         token = rows.settings.draw(state.logits, jax.vmap(jax.random.fold_in)(keys, rows.drawn + n))
         put = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, n))
         new = Drawn(
             put(drawn.tokens, token),
             put(drawn.logprobs, logprob(rows.settings.scaled(state.logits), token)),
             drawn.count + live.astype(jnp.int32),
+            drawn.calls + live.astype(jnp.int32),
         )
         left = jnp.where(jnp.any(token[:, None] == stops[None], axis=-1), 0, jnp.maximum(left - 1, 0))
         at = jnp.where(live, rows.positions + n, -1)  # a row that has ended is padding
-        logits, cache = model.decode(token[:, None], state.cache, positions=at[:, None])
-        return n + 1, left, State(cache, logits[:, 0].astype(jnp.float32)), new
+        logits, cache = model.decode(token[:, None], cache, positions=at[:, None])
+        return n + 1, left, State((cache, None), logits[:, 0].astype(jnp.float32), None), new
 
-    nothing = Drawn(
-        jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps), jnp.float32), jnp.zeros(slots, jnp.int32)
-    )
-    start = (jnp.array(0), rows.left, state, nothing)
+    start = (jnp.array(0), rows.left, state, Drawn.nothing(slots, steps))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 

@@ -2,7 +2,7 @@
 
 A row whose sequence has ended takes the next one that waits, while the others go on. Of `zoo.decoding`, `prefill` reads
 prompts into caches of their own, `insert` copies these to rows of the batch, as often as a prompt is to be continued,
-and `advance` decodes. The `Engine` around them keeps the queue, and knows who is where.
+and `advance`, or that of `zoo.speculative`, decodes. The `Engine` around them keeps the queue, and knows who is where.
 """
 
 import collections
@@ -18,9 +18,11 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Int, PRNGKeyArray
 
-from zoo.decoding import Rows, State, advance, insert, prefill, vacant
+from zoo import decoding, speculative
+from zoo.decoding import Rows, State, insert, prefill, vacant
 from zoo.gather import gathered
 from zoo.sampling import Sampler, settings
+from zoo.speculative import AbstractDraft
 
 
 AT_ONCE = 8  # prompts in one prefill: enough to keep a device busy, and few, since they need caches beside the batch's
@@ -32,11 +34,13 @@ class Completion:
 
     `tokens` includes the stop token that ended it, and `ended` says that there is one. `logprobs` has for each token
     its log softmax(logits / temperature), without regard to filters (`top_k`, ...); at temperature 0, of the logits as
-    they are. `finished`: no more will come.
+    they are. `calls` is how often the model was called for them, without the prompt: less often than there are tokens
+    where a draft proposed well. `finished`: no more will come.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    calls: int = 0
     ended: bool = False
     finished: bool = False
 
@@ -84,18 +88,30 @@ class Engine:
         stops: Sequence[int] = (),
         stride: int = 16,
         cache_dtype: DTypeLike | None = None,
+        draft: AbstractDraft | None = None,
     ):
         """
         Args:
             stops: the tokens that end a completion.
-            stride: how many tokens of each row a step decodes at most.
+            stride: how many tokens of each row a step decodes at most, but for a draft's, which may make it one more
+                than it proposes.
             cache_dtype: "int8" for a cache in 8 bits, or a float's; None is the model's (`zoo.cache.empty`).
+            draft: what proposes tokens for the model to check (`zoo.speculative`).
+
+        Raises:
+            ValueError: for a draft of another vocabulary.
         """
+        if draft is not None and draft.model.config.vocab_size != model.config.vocab_size:
+            raise ValueError(
+                f"The draft has a vocabulary of {draft.model.config.vocab_size}, and the model's is "
+                f"{model.config.vocab_size}; they have to be the same."
+            )
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
+        self.draft = draft
         self._stops = np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        self._state = vacant(model, slots, max_tokens, cache_dtype, mesh)
+        self._state = vacant(model, draft, slots, max_tokens, cache_dtype, mesh)
         self._rows: list[_Sequence | None] = [None] * slots
         self._groups: collections.deque[_Group] = collections.deque()
 
@@ -149,15 +165,19 @@ class Engine:
         if not running:
             return {}
         enough = len(running) - max(1, len(self._rows) // 8) if self._groups else 0
-        inputs = (self.model, self._stops, self._table())
-        self._state, drawn = advance(inputs, self._state, self.stride, np.array(enough))
-        tokens, logprobs, counts = (gathered(a) for a in (drawn.tokens, drawn.logprobs, drawn.count))
+        given, state = (self._stops, self._table()), (self._state, self.stride, np.array(enough))
+        if self.draft is None:
+            self._state, drawn = decoding.advance((self.model, *given), *state)
+        else:
+            self._state, drawn = speculative.advance(((self.model, self.draft), *given), *state)
+        tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
         new = {}
         for row, sequence in running:
             done, count = sequence.completion, counts[row]
             new[done] = tokens[row, :count].tolist()
             done.tokens += new[done]
             done.logprobs += logprobs[row, :count].tolist()
+            done.calls += int(calls[row])
             done.ended = done.tokens[-1] in self._stops
             done.finished = done.ended or len(done.tokens) == sequence.limit
         self._sweep()
@@ -193,7 +213,7 @@ class Engine:
                 break
             chosen.append(group)
         prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
-        read = prefill(self.model, prompts, lengths, self.max_tokens, self.cache_dtype)
+        read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype)
         for row, group in enumerate(chosen):
             group.read, group.row = read, row
         return read
@@ -223,11 +243,13 @@ def complete(
     seed: int = 0,
     slots: int = 64,
     cache_dtype: DTypeLike | None = None,
+    draft: AbstractDraft | None = None,
 ) -> list[list[Completion]]:
     """`samples` completions of each prompt, in the prompts' order, decoded `slots` at a time.
 
     Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else there is. Greedy ones
-    (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits.
+    (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits; `draft` makes it faster where
+    what it proposes is likely (docs/generation.md).
 
     Raises:
         ValueError: as `Engine.submit`, naming the prompt.
@@ -242,6 +264,7 @@ def complete(
         max_tokens=bucket(max(map(len, prompts))) + max_new_tokens,
         stops=stops,
         cache_dtype=cache_dtype,
+        draft=draft,
     )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
     completions = [

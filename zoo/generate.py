@@ -8,10 +8,9 @@ from jax.typing import DTypeLike
 
 from zoo.engine import Completion, Engine, bucket, check
 from zoo.sampling import Sampler
+from zoo.speculative import AbstractDraft
 from zoo.tokenizer import Tokenizer
 
-
-__all__ = ["Prompt", "Sampler", "generate", "stream"]
 
 Prompt = str | Sequence[int]
 
@@ -30,6 +29,7 @@ def generate(
     stop: Sequence[str] = (),
     slots: int = 64,
     cache_dtype: DTypeLike | None = None,
+    draft: AbstractDraft | None = None,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt and without what ended it.
 
@@ -38,11 +38,12 @@ def generate(
 
     A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
     tokens. `temperature` 0 (greedy) is the default; see `Sampler` for the filters. The same `seed` gives the same text.
-    Up to `slots` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits (docs/generation.md). If
-    several processes hold parts of the model, all call this, and all get the texts.
+    Up to `slots` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits, and a `draft` proposes
+    tokens for the model to check (docs/generation.md). If several processes hold parts of the model, all call this, and
+    all get the texts.
 
     Raises:
-        ValueError: for a prompt without tokens, or one too long for the model's positions.
+        ValueError: for a prompt without tokens, one too long for the model's positions, or a draft of other tokens.
     """
     if not prompts:
         return []
@@ -55,6 +56,7 @@ def generate(
         max_tokens=bucket(max(map(len, ids))) + max_new_tokens,
         stops=tokenizer.eos,
         cache_dtype=cache_dtype,
+        draft=draft,
     )
     sampler, key = Sampler(temperature, top_k, top_p, min_p), jax.random.key(seed)
     numbers: dict[Completion, int] = {}
@@ -88,6 +90,7 @@ def stream(
     seed: int = 0,
     stop: Sequence[str] = (),
     cache_dtype: DTypeLike | None = None,
+    draft: AbstractDraft | None = None,
 ) -> Iterator[str]:
     """The same continuation as `generate`'s for one prompt, in pieces as they come; joined, they are its text.
 
@@ -96,15 +99,16 @@ def stream(
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     check(model, ids, max_new_tokens)
     room = bucket(len(ids)) + max_new_tokens
-    engine = Engine(model, slots=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype)
+    engine = Engine(
+        model, slots=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype, draft=draft
+    )
     sampler, key = Sampler(temperature, top_k, top_p, min_p), jax.random.fold_in(jax.random.key(seed), 0)
     (completion,) = engine.submit(ids, max_new_tokens=max_new_tokens, sampler=sampler, key=key)
     decoder, text, shown = tokenizer.stream(before=ids), "", 0
     while not engine.idle:
-        engine.step()
+        (new,) = engine.step().values()
         ended = completion.ended
-        if not ended:
-            text += decoder.push(completion.tokens[-1])
+        text += "".join(map(decoder.push, new[:-1] if ended else new))
         if (at := first(text, stop)) is not None:
             text, ended = text[:at], True
         held = 0 if ended else begun(text, stop)

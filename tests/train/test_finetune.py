@@ -21,7 +21,6 @@ import zoo.__main__
 from tests.zoo import tiny
 from train import finetune, loop, sft
 from train.data import batches
-from train.mesh import make_mesh
 from train.metrics import read_metrics
 from train.neftune import NoisyEmbedding, noisy
 from train.records import Record, weighted
@@ -30,6 +29,7 @@ from train.step import cross_entropy, train_step
 from train.stop import StopRequest
 from zoo import lora, peft
 from zoo.layers import Embedding
+from zoo.mesh import make_mesh
 from zoo.surgery import modules
 
 

@@ -20,11 +20,11 @@ import pytest
 import zoo
 from tests.zoo import tiny
 from train import grpo, rewards, rollouts
-from train.mesh import make_mesh
 from train.records import Record
 from train.state import init_state
 from train.step import jit_train_step
 from zoo import lora
+from zoo.mesh import make_mesh
 
 
 pytestmark = pytest.mark.slow

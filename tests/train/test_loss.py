@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.train import make_golden_trl as trl
 from train import loss
-from train.mesh import make_mesh
+from zoo.mesh import make_mesh
 
 
 GOLDEN = json.loads(trl.FILE.read_text())

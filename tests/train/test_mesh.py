@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from tests.zoo import tiny
-from train.mesh import AXES, balanced, check_mesh, make_mesh, put_batch, without_stages
+from train.mesh import balanced, check_mesh, put_batch, without_stages
 from zoo import mixtral, qwen3
 from zoo.checkpoint import skeleton
 from zoo.config import read
+from zoo.mesh import AXES, make_mesh
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import kernels
 import zoo
 from kernels.mesh import BATCH
 from tests.zoo import tiny
-from train.mesh import balanced, check_mesh, make_mesh, put_batch
+from train.mesh import balanced, check_mesh, put_batch
 from train.step import REMAT, routings_of
 from zoo import surgery
+from zoo.mesh import make_mesh
 from zoo.registry import family_of
 
 

@@ -20,10 +20,10 @@ import zoo
 from train import ahead, chips, hlo, loop, plan, planner
 from train.ahead import Program, TooLarge, compile_ahead, training
 from train.chips import CHIPS, chip_of, fleet, slowest_link
-from train.mesh import make_mesh
 from train.planner import Options, candidates, suggestion
 from zoo import qwen3
 from zoo.checkpoint import skeleton
+from zoo.mesh import make_mesh
 
 
 TINY = Options(model="tiny", topology="v6e:2x4", batch=8, seq=64)

@@ -182,7 +182,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from train import cluster
 from train.checkpoint import Checkpoints
-from train.mesh import make_mesh
+from zoo.mesh import make_mesh
 from train.state import TrainState
 
 task, folder, *joined = sys.argv[1:]
@@ -237,7 +237,7 @@ GENERATE = """
 import sys
 import jax, zoo
 from train import cluster
-from train.mesh import make_mesh
+from zoo.mesh import make_mesh
 
 if joined := sys.argv[1:]:
     _, coordinator, _, processes, _, process = joined

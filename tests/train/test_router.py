@@ -10,11 +10,12 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
-from train.mesh import make_mesh, put_batch
+from train.mesh import put_batch
 from train.optim import adamw, make_schedule
 from train.state import init_state
 from train.step import jit_train_step
 from zoo import deepseek3, mixtral
+from zoo.mesh import make_mesh
 from zoo.surgery import shardings
 
 

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from tests.zoo import tiny
 from train.checkpoint import Checkpoints
-from train.mesh import make_mesh, put_batch
+from train.mesh import put_batch
 from train.optim import adamw, make_schedule
 from train.state import abstract_state, init_state
 from train.step import REMAT, cross_entropy, jit_train_step
 from zoo import qwen3
 from zoo.layers import Linear
+from zoo.mesh import make_mesh
 from zoo.stack import AbstractBlock, Stack
 from zoo.surgery import cast, shardings
 

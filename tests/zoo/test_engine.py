@@ -10,8 +10,8 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
-from train.mesh import make_mesh
 from zoo.engine import Engine, bucket, complete
+from zoo.mesh import make_mesh
 from zoo.sampling import Sampler
 
 

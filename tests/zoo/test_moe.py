@@ -14,9 +14,9 @@ import convert.tensors
 import zoo
 from kernels import ragged_dot_xla
 from tests.zoo import tiny
-from train.mesh import make_mesh
 from zoo import mixtral, moe, surgery
 from zoo.layers import ExpertLinear
+from zoo.mesh import make_mesh
 
 
 TOKENS = jnp.asarray(tiny.TOKENS)

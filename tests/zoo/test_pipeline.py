@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.mesh import make_mesh
+from zoo.mesh import make_mesh
 from zoo.pipeline import pipeline
 
 

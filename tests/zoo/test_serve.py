@@ -23,7 +23,8 @@ import uvicorn
 
 import zoo
 from zoo.engine import Engine
-from zoo.serve import make_mesh, serve
+from zoo.mesh import make_mesh
+from zoo.serve import serve
 from zoo.serve.server import Server
 
 
@@ -378,13 +379,10 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
 
 
 def test_on_a_mesh(model, tokenizer):
-    placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2"))
+    placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2", jax.devices()[:4]))
     with Running(placed, tokenizer) as running:
         text = running.ask(COMPLETIONS, prompt=PROMPT, max_tokens=NEW, temperature=0)["choices"][0]["text"]
     assert text == greedy(model, tokenizer, PROMPT)
-    for words in "tensor", "tensor=two", "":
-        with pytest.raises(ValueError, match=r"mesh .* can't be read: write axes and sizes"):
-            make_mesh(words)
 
 
 def test_no_slots(model, tokenizer):

@@ -19,7 +19,7 @@ import jax, numpy as np
 import zoo
 from convert.tensors import Tensor
 from train import cluster
-from train.mesh import make_mesh
+from zoo.mesh import make_mesh
 
 folder, mesh, options, processes, process, coordinator = sys.argv[1:]
 if int(processes) > 1:

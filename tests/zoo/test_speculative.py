@@ -12,8 +12,8 @@ import safetensors.numpy
 import zoo
 from tests.zoo import tiny
 from tests.zoo.test_deepseek import further_tensors
+from zoo.mesh import make_mesh
 from zoo.sampling import Sampler
-from zoo.speculative import MTPDraft
 
 
 pytestmark = pytest.mark.slow
@@ -40,27 +40,39 @@ def with_further(tmp_path_factory):
 
 
 def assert_same(got, want):
-    for a, (b,) in zip(got, want, strict=True):
+    """The same tokens, and never more calls of the model than that."""
+    for (a,), (b,) in zip(got, want, strict=True):
         assert (a.tokens, a.ended, a.finished) == (b.tokens, b.ended, True)
         assert np.allclose(a.logprobs, b.logprobs, atol=1e-4)
+        assert a.calls <= b.calls == len(b.tokens)
 
 
-@pytest.mark.parametrize("name, noise", [("gemma3", 0.1), ("gpt_oss", 0.02)])
+def per_call(got):
+    """Tokens that one call of the model gave."""
+    return sum(len(c.tokens) for (c,) in got) / sum(c.calls for (c,) in got)
+
+
+@pytest.mark.parametrize("name, noise", [("qwen3-window-tail", 0.05), ("gpt_oss", 0.02)])
 def test_greedy_is_the_models(tmp_path, name, noise):
-    """Rows advance by different numbers of tokens, and go back within windows; stop tokens and limits hold."""
+    """Rows advance by different numbers of tokens, and go back within windows; others take the rows that end."""
     model = zoo.load(tiny.write(tmp_path, name))
-    want = zoo.complete(model, PROMPTS, max_new_tokens=20, stops=STOPS)
-    got, rate = zoo.speculate(model, PROMPTS, draft=noisy(model, noise), drafted=3, max_new_tokens=20, stops=STOPS)
-    assert_same(got, want)
-    assert 0.05 < rate < 0.95
+    options = dict(max_new_tokens=20, stops=STOPS, slots=2)
+    got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, noise), 3), **options)
+    assert_same(got, zoo.complete(model, PROMPTS, **options))
+    assert 1.1 < per_call(got) < 3
+
+
+def test_a_draft_that_is_the_model_is_always_right(tmp_path):
+    model = zoo.load(tiny.write(tmp_path, "qwen3-window-tail"))
+    (got,) = zoo.complete(model, PROMPTS[:1], max_new_tokens=20, draft=zoo.ModelDraft(model, 4))
+    assert got[0].calls == 4
 
 
 def test_greedy_with_mtp(with_further):
     """The module's own cache, and the model's, are of latents."""
     want = zoo.complete(with_further, PROMPTS, max_new_tokens=12)
-    got, rate = zoo.speculate(with_further, PROMPTS, drafted=2, max_new_tokens=12)
+    got = zoo.complete(with_further, PROMPTS, max_new_tokens=12, draft=zoo.MTPDraft(with_further, 2))
     assert_same(got, want)
-    assert 0 <= rate < 1
 
 
 def test_mtp_remembers(with_further):
@@ -68,7 +80,7 @@ def test_mtp_remembers(with_further):
     tokens = jnp.asarray(tiny.TOKENS)
     x, _ = eqx.filter_jit(with_further.hidden)(tokens)
     want, _ = eqx.filter_jit(with_further.further)(x[:, :-1], tokens[:, 1:])
-    draft, call = MTPDraft(with_further), eqx.filter_jit(lambda draft, *args: draft(*args))
+    draft, call = zoo.MTPDraft(with_further), eqx.filter_jit(lambda draft, *args: draft(*args))
     cache = draft.init_cache(2, 40, jnp.float32)
     for start, end, wrong in [(0, 9, 0), (9, 10, 0), (10, 14, 2), (12, 16, 0)]:
         following = tokens[:, start + 1 : end + 1]
@@ -89,22 +101,67 @@ def test_distribution(sampler):
     logits = eqx.filter_jit(model)(jnp.concatenate([jnp.tile(jnp.array([prompt]), (125, 1)), texts], axis=1))
     p = jax.nn.softmax(zoo.sampling.settings([sampler] * 125).filtered(logits[:, 1:4]), axis=-1)
     p = np.asarray(jnp.prod(jnp.take_along_axis(p, texts[..., None], axis=-1)[..., 0], axis=1))
-    got, rate = zoo.speculate(model, [prompt] * rows, draft=draft, drafted=2, max_new_tokens=3, sampler=sampler)
+    (got,) = zoo.complete(
+        model, [prompt], samples=rows, max_new_tokens=3, sampler=sampler, draft=zoo.ModelDraft(draft, 2), slots=rows
+    )
     counts = np.zeros((5, 5, 5))
     np.add.at(counts, tuple(np.array([c.tokens for c in got]).T), 1)
     counts, possible = counts.reshape(-1), p > 0
-    assert counts[~possible].sum() == 0 and 0.05 < rate < 0.95
+    assert counts[~possible].sum() == 0 and {c.calls for c in got} == {1, 2, 3}
     chi2 = np.sum((counts - rows * p)[possible] ** 2 / (rows * p[possible]))
     freedom = possible.sum() - 1
     assert chi2 < freedom + 4 * np.sqrt(2 * freedom)
 
 
+def test_draws_do_not_depend_on_others(tmp_path):
+    """Nor on how many tokens a step decodes."""
+    model = zoo.load(tiny.write(tmp_path, "qwen3-window-tail"))
+    draft, alone = zoo.ModelDraft(noisy(model, 0.1), 2), []
+    for prompt in PROMPTS:
+        engine = zoo.Engine(model, slots=1, max_tokens=40, stride=1, draft=draft)
+        alone += engine.submit(prompt, max_new_tokens=10, sampler=Sampler(1.0), key=jax.random.key(3))
+        while not engine.idle:
+            assert 1 <= len(engine.step()[alone[-1]]) <= 3
+    engine = zoo.Engine(model, slots=2, max_tokens=40, stride=9, draft=draft)
+    together = [
+        engine.submit(prompt, max_new_tokens=10, sampler=Sampler(1.0), key=jax.random.key(3))[0] for prompt in PROMPTS
+    ]
+    while not engine.idle:
+        engine.step()
+    assert [c.tokens for c in together] == [c.tokens for c in alone]
+    assert {len(c.tokens) for c in together} == {10}
+
+
+def test_on_a_mesh(tmp_path):
+    folder, options = tiny.write(tmp_path, "qwen3-window-tail"), dict(samples=2, max_new_tokens=6)
+    model = zoo.load(folder)
+    want = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), **options)
+    mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        model = zoo.load(folder, mesh=mesh)
+        got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), slots=4, **options)
+    assert [[c.tokens for c in group] for group in got] == [[c.tokens for c in group] for group in want]
+
+
+def test_text(tmp_path):
+    """All at once and as it comes, with stop strings within what a round brings."""
+    model, tokenizer = zoo.load("tiny"), zoo.tokenizer("tiny")
+    prompt, draft = "def __init__(self", zoo.ModelDraft(model, 4)
+    (want,) = zoo.generate(model, tokenizer, [prompt], max_new_tokens=12)
+    for stop in [], [want[5:8]]:
+        (plain,) = zoo.generate(model, tokenizer, [prompt], max_new_tokens=12, stop=stop)
+        assert zoo.generate(model, tokenizer, [prompt], max_new_tokens=12, stop=stop, draft=draft) == [plain]
+        pieces = list(zoo.stream(model, tokenizer, prompt, max_new_tokens=12, stop=stop, draft=draft))
+        assert "".join(pieces) == plain and len(pieces) < 8
+
+
 def test_refusals(tmp_path):
     model = zoo.load(tiny.write(tmp_path, "qwen3-window-tail"))
-    for options, message in [
-        (dict(), "nothing to draft with"),
-        (dict(draft=zoo.qwen3.Model(SMALL, key=jax.random.key(0))), "vocabulary of 5, and the model's is 64"),
-        (dict(draft=model, drafted=0), "drafted=0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            zoo.speculate(model, PROMPTS, max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="no module to draft with"):
+        zoo.MTPDraft(model)
+    with pytest.raises(ValueError, match="tokens=0"):
+        zoo.ModelDraft(model, 0)
+    with pytest.raises(ValueError, match="vocabulary of 5, and the model's is 64"):
+        zoo.complete(
+            model, PROMPTS, max_new_tokens=4, draft=zoo.ModelDraft(zoo.qwen3.Model(SMALL, key=jax.random.key(0)))
+        )

@@ -8,11 +8,11 @@
 import pathlib
 from typing import Annotated, Literal
 
-import jax
 import tyro
-from jax.sharding import AxisType
 
 import zoo
+from zoo.chat import load
+from zoo.mesh import make_mesh
 
 
 def serve(
@@ -25,6 +25,8 @@ def serve(
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     dtype: str | None = None,
     mesh: str | None = None,
+    draft: str | None = None,
+    drafted: int = 4,
 ) -> None:
     """Serves a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -40,6 +42,8 @@ def serve(
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
         mesh: devices by what they split, such as tensor=4 or fsdp=2,tensor=2; None for one device.
+        draft: a smaller model of the same vocabulary, whose tokens the model only checks; mtp for its own such module.
+        drafted: how many tokens are proposed at a time.
     """
     try:
         import uvicorn
@@ -48,16 +52,6 @@ def serve(
     except ImportError as error:
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
     devices = None if mesh is None else make_mesh(mesh)
-    model = zoo.load(source, dtype=dtype, quantize=quantize, mesh=devices)
-    model = zoo.peft.load(model, adapter) if adapter else model
-    server = Server(source, model, zoo.tokenizer(source), slots=slots, max_tokens=max_tokens)
+    model, drafting = load(source, adapter, draft, drafted, dtype=dtype, quantize=quantize, mesh=devices)
+    server = Server(source, model, zoo.tokenizer(source), slots=slots, max_tokens=max_tokens, draft=drafting)
     uvicorn.run(server.app(), host=host, port=port, timeout_graceful_shutdown=5)
-
-
-def make_mesh(text: str) -> jax.sharding.Mesh:
-    """The mesh that `text` describes, such as "fsdp=2,tensor=2", of the first devices that there are."""
-    try:
-        sizes = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
-    except ValueError as error:
-        raise ValueError(f"The mesh {text!r} can't be read: write axes and sizes as in fsdp=2,tensor=2.") from error
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

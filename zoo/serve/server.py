@@ -19,6 +19,7 @@ from zoo.engine import Engine
 from zoo.sampling import Sampler
 from zoo.serve.fields import CHAT, COMPLETIONS, Field, Refusal, in_template_form, is_ids, is_text, read
 from zoo.serve.worker import Ask, Reply, Worker
+from zoo.speculative import AbstractDraft
 from zoo.tokenizer import Tokenizer
 
 
@@ -28,13 +29,24 @@ STRIDE = 4  # tokens of a step: with more the device waits less, with fewer read
 class Server:
     """One model under one name. `app()` is the ASGI application."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Tokenizer, *, slots: int, max_tokens: int):
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        slots: int,
+        max_tokens: int,
+        draft: AbstractDraft | None = None,
+    ):
         for option, value in ("slots", slots), ("max_tokens", max_tokens):
             if value < 1:
                 raise ValueError(f"{option}={value} leaves no room for any reply; it must be at least 1.")
         self.name, self.tokenizer, self.vocab_size = name, tokenizer, model.config.vocab_size
         self.positions = min(max_tokens, model.config.max_position_embeddings)
-        make = lambda: Engine(model, slots=slots, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE)
+        make = lambda: Engine(
+            model, slots=slots, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE, draft=draft
+        )
         self.worker = Worker(model, make)
 
     def app(self) -> Starlette:
