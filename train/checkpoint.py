@@ -13,6 +13,7 @@ does the rest. All call the same methods in the same order; what fails in one pr
 """
 
 import concurrent.futures
+import functools
 import json
 import logging
 import os
@@ -139,18 +140,17 @@ class Checkpoints:
             raise OSError(f"The last checkpoint could not be saved; {self.folder} has those of steps {self.steps()}.")
 
     def restore(self, abstract: TrainState, *, step: int | None = None) -> tuple[TrainState, Any] | None:
-        """A checkpoint: a state with the shardings of `abstract`, and its `data`. None if there is none.
+        """The newest checkpoint: a state with the shardings of `abstract`, and its `data`. None if there is none.
 
-        It is that of `step`, or the newest.
-
-        A damaged one is set aside under another name, `say` is told, and the one before it is used.
+        A damaged one is set aside under another name, `say` is told, and the one before it is used. With a `step` it is
+        that step's, or None.
 
         Raises:
             ValueError: if it is of another run, naming what differs.
             OSError: if all are damaged.
         """
         self.check(wait=True)
-        step = agree(together(self._newest)) if step is None else step
+        step = agree(together(functools.partial(self._newest, step)))
         if step < 0:
             return None
         path = self.folder / str(step)
@@ -171,10 +171,13 @@ class Checkpoints:
             unfinished.mkdir()
             (unfinished / "meta.json").write_text(meta)
 
-    def _newest(self) -> int:
-        """The step of the newest undamaged checkpoint, or -1: there is none, or this is not process 0, which looks."""
+    def _newest(self, only: int | None) -> int:
+        """The step of the newest undamaged checkpoint, or -1: there is none, or this is not process 0, which looks.
+
+        Where `only` one step is asked for, it is that one or -1.
+        """
         steps = self.steps() if self._first else []
-        for step in reversed(steps):
+        for step in reversed(steps) if only is None else {only} & {*steps}:
             path = self.folder / str(step)
             try:
                 manifest.verify(path)
@@ -182,7 +185,7 @@ class Checkpoints:
                 return step
             except (OSError, ValueError) as error:
                 self._set_aside(path, error)
-        if steps:
+        if steps and only is None:
             raise OSError(f"No checkpoint in {self.folder} is undamaged.")
         return -1
 

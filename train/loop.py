@@ -262,8 +262,11 @@ def run(
         if n < o.steps:
             rich.print(f"Validation has not improved since step {best():,}, so the run ends at step {n:,}.")
         if o.patience and best() != n:
-            state, _ = checkpoints.restore(abstract, step=best() * updates) or (state, None)
-            rich.print(f"The model of step {best():,} is exported, where validation was best.")
+            if found := checkpoints.restore(abstract, step=best() * updates):
+                state, _ = found
+                rich.print(f"The model of step {best():,} is exported, where validation was best.")
+            else:
+                rich.print(f"WARNING: the model of step {n:,} is exported, not that of step {best():,}, which was best.")
 
     # --------------------------------------------------------------------------------------------------- what is left
     exported = o.out / ("adapter" if adapters else "model")

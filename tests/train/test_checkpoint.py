@@ -154,6 +154,18 @@ def test_all_damaged(folder):
         checkpoints(folder)[0].restore(abstract_state(model(), OPTIMIZER))
 
 
+def test_one_that_is_asked_for(folder):
+    """Another is not taken in its place."""
+    kept, said = checkpoints(folder)
+    abstract = abstract_state(model(), OPTIMIZER)
+    state, data = kept.restore(abstract, step=1)
+    assert_same(state, at(1))
+    assert data == {"next": 1}
+    (folder / "1" / "meta.json").write_text("{}")
+    assert kept.restore(abstract, step=1) is None and "step 1 is damaged" in said[-1]
+    assert kept.restore(abstract, step=1) is None and kept.steps() == [2]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -83,7 +83,7 @@ def test_each_sample_has_its_key(model, sampler):
 def test_a_prompt_is_read_once(model, monkeypatch):
     """With more samples than rows; and prompts of one bucket are read together."""
     read, calls = zoo.engine.prefill, []
-    monkeypatch.setattr(zoo.engine, "prefill", lambda *args: calls.append(args[1].shape) or read(*args))
+    monkeypatch.setattr(zoo.engine, "prefill", lambda *args: calls.append(args[2].shape) or read(*args))
     complete(model, PROMPTS[:1], samples=5, max_new_tokens=4, slots=2)
     assert calls == [(1, 16)]
     calls.clear()
