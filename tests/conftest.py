@@ -6,7 +6,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Most of a test is LLVM's optimising of programs that run once; the suite takes a third less without. Also in processes.
+# Most of a test is LLVM optimising programs that run once: without, the suite takes a third less. Also in processes.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin otherwise, and starve the other process
 
