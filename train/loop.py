@@ -266,7 +266,7 @@ def run(
                 state, _ = found
                 rich.print(f"The model of step {best():,} is exported, where validation was best.")
             else:
-                rich.print(f"WARNING: that of step {n:,} is exported, not that of step {best():,}, which was best.")
+                rich.print(f"WARNING: step {best():,} was best, but is damaged; the model of step {n:,} is exported.")
 
     # --------------------------------------------------------------------------------------------------- what is left
     exported = o.out / ("adapter" if adapters else "model")

@@ -373,6 +373,15 @@ def test_over_rounded_weights(base, tuned, tmp_path, format):
     assert 0 < np.abs(np.subtract(losses(metrics), losses(tuned[1]))).mean() < 0.2
 
 
+@pytest.mark.parametrize("text, devices, quantize", [("stage=3,fsdp=2", 6, "none"), ("fsdp=2,tensor=2", 4, "int8")])
+def test_adapters_on_a_mesh(base, tmp_path, monkeypatch, text, devices, quantize):
+    """The losses of one device, in a pipeline too."""
+    options = dict(steps=2, batch=12, lora=LORA, quantize=quantize)
+    want = losses(run(base, tmp_path / "one", **options))
+    monkeypatch.setattr(sft, "make_mesh", lambda text: make_mesh(text, jax.devices()[:devices]))
+    np.testing.assert_allclose(losses(run(base, tmp_path / "many", mesh=text, **options)), want, rtol=1e-4)
+
+
 def test_adapters_go_on_exactly(base, tuned, tmp_path, stop_after):
     out, metrics, _ = tuned
     stop_after(3)
