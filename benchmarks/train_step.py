@@ -173,7 +173,7 @@ def main(
     settings = dict(
         config=config, lora=lora, batch=batch, seq=seq, rounds=rounds, steps=steps, starts=starts, losses=losses
     )
-    report("train_step", "cpu", settings, results)
+    report("train_step-lora" if lora else "train_step", "cpu", settings, results)
 
 
 if __name__ == "__main__":
