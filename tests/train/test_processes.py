@@ -76,7 +76,8 @@ class Run:
 def script(name, out, *options):
     """A command line that trains the embedded model a little."""
     command = ["-m", f"train.{name}", "--model", "tiny", "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
-    command += ["--seq-len", "32", "--batch", "8", "--lr", "1e-3", "--sample-tokens", "1", "--eval-batches", "1"]
+    command += ["--seq-len", "32", "--lr", "1e-3", "--sample-tokens", "1"]
+    command += [] if name == "grpo" else ["--batch", "8", "--eval-batches", "1"]
     return [*command, *options]
 
 
@@ -128,6 +129,26 @@ def test_fine_tuning(folder):
     for name, tensor in theirs.items():
         got, want = (t.view().astype(np.float32) for t in (ours[name], tensor))
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-5, err_msg=name)  # bfloat16, rounded once
+
+
+@pytest.mark.parametrize(
+    "name, options, seen",
+    [
+        ("sft", ["--lora.rank", "4", "--quantize", "int8"], ("loss", "validation_loss", "grad_norm")),
+        ("grpo", ["--prompts", "2", "--group", "4", "--max-new-tokens", "8"], ("loss", "reward", "length", "entropy")),
+    ],
+)
+def test_two_processes_do_what_one_does(folder, name, options, seen):
+    """With adapters, whose export both take part in; and with samples, which both have to draw alike."""
+    outs = folder / f"{name}-one", folder / f"{name}-two"
+    for processes, out in zip((1, 2), outs, strict=True):
+        Run(folder, processes, 2 // processes, *script(name, out, "--steps", "2", *options)).finish()
+    ours, theirs = (metrics(out) for out in outs)
+    assert len(ours) == len(theirs) == 3
+    for number in seen:
+        values = [[line[number] for line in lines if number in line] for lines in (ours, theirs)]
+        np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6, err_msg=number)
+        assert values[0]
 
 
 def test_stopped_killed_and_resumed_by_other_numbers_of_processes(folder):
