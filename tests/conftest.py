@@ -6,8 +6,6 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Most of a test is LLVM optimising programs that run once: without, the suite takes a third less. Also in processes.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin otherwise, and starve the other process
 
 import jax
@@ -17,6 +15,10 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    # Most of a test is LLVM optimising programs that run once: without, the suite takes a third less. Processes of
+    # their own, which train as users do or compile for GPUs and TPUs, keep all optimisations.
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True, scope="module")
