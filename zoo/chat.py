@@ -11,6 +11,7 @@ import rich.markup
 import tyro
 
 import zoo
+from zoo.harmony import Parts
 from zoo.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.tokenizer import Tokenizer
 
@@ -89,7 +90,7 @@ def chat(
             if dropped:
                 turns = turns[dropped:]
                 console.print(f"[dim]The conversation got too long; its oldest {dropped} messages are dropped.[/]")
-            reply = ""
+            reply, reasoned, parts = "", False, Parts(tokenizer.channels)
             try:
                 for piece in zoo.stream(
                     model,
@@ -99,10 +100,15 @@ def chat(
                     temperature=temperature,
                     top_p=top_p,
                     seed=seed + number,
+                    special=tokenizer.channels,
                     draft=drafting,
                 ):
-                    console.out(piece, end="", style="cyan", highlight=False)
-                    reply += piece
+                    reasoning, answer = parts.push(piece)
+                    console.out(reasoning, end="", style="dim", highlight=False)
+                    if answer and reasoned and not reply:
+                        console.print("\n")
+                    console.out(answer, end="", style="cyan", highlight=False)
+                    reply, reasoned = reply + answer, reasoned or bool(reasoning)
                 console.print()
             except KeyboardInterrupt:
                 console.print(" [dim](stopped)[/]")

@@ -89,12 +89,14 @@ def stream(
     min_p: float | None = None,
     seed: int = 0,
     stop: Sequence[str] = (),
+    special: bool = False,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
 ) -> Iterator[str]:
     """The same continuation as `generate`'s for one prompt, in pieces as they come; joined, they are its text.
 
     A piece is held back while it may still turn into a stop string, or while its last character is incomplete.
+    With `special` the text has the special tokens too, all but the one that ends it.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     check(model, ids, max_new_tokens)
@@ -104,7 +106,7 @@ def stream(
     )
     sampler, key = Sampler(temperature, top_k, top_p, min_p), jax.random.fold_in(jax.random.key(seed), 0)
     (completion,) = engine.submit(ids, max_new_tokens=max_new_tokens, sampler=sampler, key=key)
-    decoder, text, shown = tokenizer.stream(before=ids), "", 0
+    decoder, text, shown = tokenizer.stream(ids, special=special), "", 0
     while not engine.idle:
         (new,) = engine.step().values()
         ended = completion.ended

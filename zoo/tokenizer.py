@@ -19,7 +19,7 @@ import tokenizers
 from jinja2 import ext, nodes, sandbox
 from tokenizers import decoders
 
-from zoo import tiktoken
+from zoo import harmony, tiktoken
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -35,6 +35,7 @@ class Tokenizer:
     - `vocab_size`: the highest id plus one, added tokens included.
     - `bos`, `pad`: ids, or None where there is no such token.
     - `eos`: the ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own.
+    - `channels`: whether replies come in channels, as gpt-oss's do (`zoo.harmony`).
     - `chat_template`: a jinja template, or None.
     """
 
@@ -53,6 +54,7 @@ class Tokenizer:
         self.bos = self._id("bos_token")
         self.pad = self._id("pad_token")
         self.eos = self._eos()
+        self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None
 
         template = config.get("chat_template")
         if isinstance(template, list):
@@ -100,9 +102,9 @@ class Tokenizer:
         """The text of ids, with or without the special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
-    def stream(self, before: Sequence[int] = ()) -> "Stream":
-        """Decodes ids one by one as the continuation of the ids `before`. Special tokens are left out."""
-        return Stream(self._tokenizer, before)
+    def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "Stream":
+        """Decodes ids one by one as the continuation of the ids `before`, with or without the special tokens."""
+        return Stream(self._tokenizer, before, special)
 
     def render(
         self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **extra: Any
@@ -191,9 +193,9 @@ class Tokenizer:
 class Stream:
     """Decodes ids one by one; see `Tokenizer.stream`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int]):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int], special: bool):
         self._tokenizer = tokenizer
-        self._stream = decoders.DecodeStream(ids=list(before), skip_special_tokens=True)
+        self._stream = decoders.DecodeStream(ids=list(before), skip_special_tokens=not special)
 
     def push(self, id: int) -> str:
         """The text that is complete now: empty while a character waits for more of its bytes."""

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from zoo.engine import Engine
+from zoo.harmony import Parts
 from zoo.sampling import Sampler
 from zoo.serve.fields import CHAT, COMPLETIONS, Field, Refusal, in_template_form, is_ids, is_text, read
 from zoo.serve.worker import Ask, Reply, Worker
@@ -80,8 +81,8 @@ class Server:
         if said.get("stream"):
             if top is not None:
                 raise Refusal("logprobs cannot be streamed.", "logprobs")
-            shown = lambda piece: {"text": piece, "logprobs": None}
-            openings = {reply: shown(echoed(reply)) for reply in replies if echo}
+            shown = lambda reply, piece: {"text": piece, "logprobs": None}
+            openings = {reply: shown(reply, echoed(reply)) for reply in replies if echo}
             return self._stream(said, "cmpl", "text_completion", replies, openings, shown)
 
         await unless_gone(request, self._finish(replies))
@@ -100,14 +101,20 @@ class Server:
             raise Refusal(str(error), "messages") from error
         prompt = self.tokenizer.encode(rendered, special=False)
         new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
-        replies = self._replies(said, [prompt], new, "messages")
+        replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels)
+        parts = {reply: Parts(self.tokenizer.channels) for reply in replies}
+
+        def shown(reply: Reply, piece: str) -> dict[str, str]:
+            reasoning, answer = parts[reply].push(piece)
+            return {"content": answer} | ({"reasoning_content": reasoning} if reasoning else {})
+
         if said.get("stream"):
             openings = {reply: {"delta": {"role": "assistant", "content": ""}} for reply in replies}
-            shown = lambda piece: {"delta": {"content": piece}}
-            return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, shown)
+            deltas = lambda reply, piece: {"delta": shown(reply, piece)}
+            return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, deltas)
 
         await unless_gone(request, self._finish(replies))
-        contents = [{"message": {"role": "assistant", "content": reply.text}} for reply in replies]
+        contents = [{"message": {"role": "assistant"} | shown(reply, reply.text)} for reply in replies]
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
     async def _read(self, request: Request, fields: dict[str, Field], required: str) -> dict[str, Any]:
@@ -117,8 +124,10 @@ class Server:
             raise Refusal(message, "model", status=404, code="model_not_found")
         return said
 
-    def _replies(self, said: dict[str, Any], prompts: list[list[int]], new: int, field: str) -> list[Reply]:
-        """`n` for each prompt, in order."""
+    def _replies(
+        self, said: dict[str, Any], prompts: list[list[int]], new: int, field: str, *, special: bool = False
+    ) -> list[Reply]:
+        """`n` for each prompt, in order; `special` as of an `Ask`."""
         top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
         share = {name: float(said[name]) for name in ("top_p", "min_p") if name in said}
         sampler = Sampler(float(said.get("temperature", 1)), top_k if top_k > 0 else None, **share)
@@ -136,7 +145,7 @@ class Server:
                     code="context_length_exceeded",
                 )
             seed = said.get("seed", secrets.randbits(32)) % 2**32
-            ask = Ask(prompt, new, sampler, seed, [stop] if is_text(stop) else stop)
+            ask = Ask(prompt, new, sampler, seed, [stop] if is_text(stop) else stop, special)
             replies += [Reply(len(replies) + i, ask, self.tokenizer) for i in range(n)]
         return replies
 
@@ -159,7 +168,7 @@ class Server:
         kind: str,
         replies: list[Reply],
         openings: dict[Reply, dict[str, Any]],
-        shown: Callable[[str], dict[str, Any]],
+        shown: Callable[[Reply, str], dict[str, Any]],
     ) -> Response:
         """Server-sent events: the openings, then what the replies say as they do, and the usage if asked for."""
         counted = said.get("stream_options") == {"include_usage": True}
@@ -172,7 +181,7 @@ class Server:
                 async with contextlib.aclosing(self.worker.write(replies)) as pieces:
                     async for reply, piece, finish in pieces:
                         if piece or finish:
-                            yield event(head | {"choices": [choice(reply, shown(piece), finish)]})
+                            yield event(head | {"choices": [choice(reply, shown(reply, piece), finish)]})
             except Exception as error:  # too late for another status
                 yield event(Refusal(f"The server failed: {error!r}", status=500).body)
             else:

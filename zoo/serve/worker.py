@@ -33,6 +33,7 @@ class Ask:
     sampler: Sampler
     seed: int
     stop: Sequence[str]
+    special: bool  # whether the text shows special tokens
 
 
 class Reply:
@@ -43,7 +44,7 @@ class Reply:
         self.tokens: list[int] = []  # with the end token
         self.text = ""  # without it, and without the stop string
         self.finish: Literal["stop", "length"] | None = None if ask.new else "length"
-        self._eos, self._decoder, self._said = tokenizer.eos, tokenizer.stream(ask.prompt), 0
+        self._eos, self._decoder, self._said = tokenizer.eos, tokenizer.stream(ask.prompt, special=ask.special), 0
 
     def push(self, token: int) -> str:
         """What the next token lets it say: no half character, and nothing that may yet become a stop string."""

@@ -1,0 +1,121 @@
+"""Replies in channels: what is reasoning and what is answer, at once and piece by piece, in the chat and the server."""
+
+import json
+
+import pytest
+import tokenizers
+
+import zoo
+from tests.zoo.test_chat import ASK, talk  # noqa: F401 (a fixture)
+from tests.zoo.test_serve import CHAT, COMPLETIONS, MESSAGES, Running
+from tests.zoo.test_tokenizer import folder
+from zoo.harmony import Parts, split
+
+
+ANALYSIS = "<|channel|>analysis<|message|>They greet.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Hello é!"
+CALL = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+SPECIAL = [f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "return", "call")]
+# As gpt-oss's: the model opens its channels itself, and of earlier turns hears the answers.
+TEMPLATE = """\
+{%- for message in messages -%}
+<|start|>{{ message.role }}{{ '<|channel|>final' if message.role == 'assistant' -}}
+<|message|>{{ message.content }}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.load("tiny", dtype="float32")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder with a tokenizer that has channels."""
+    path = folder(tmp_path / "channels", TEMPLATE)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|return|>"}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "text, reasoning, answer",
+    [
+        (ANALYSIS + FINAL, "They greet.", "Hello é!"),
+        (FINAL.removeprefix("<|start|>assistant"), "", "Hello é!"),
+        (ANALYSIS + "<|start|>assistant" + ANALYSIS + FINAL, "They greet.\nThey greet.", "Hello é!"),
+        (ANALYSIS + CALL, "They greet.", CALL.removeprefix("<|start|>")),
+        (CALL.removeprefix("<|start|>assistant"), "", CALL.removeprefix("<|start|>assistant")),
+        (ANALYSIS + CALL.replace(" to=functions.add", ""), "They greet.", '{"a": 1}'),  # a word before the calls
+        (ANALYSIS + FINAL.replace("final", "final <|constrain|>json"), "They greet.", "Hello é!"),
+        (ANALYSIS + "<|start|>assistant<|channel|>fin", "They greet.", ""),
+        ("Hello <|message|>", "", "Hello <|message|>"),
+        ("", "", ""),
+    ],
+)
+def test_split(text, reasoning, answer):
+    assert split(text) == (reasoning, answer)
+
+
+def test_pieces_join_to_the_whole(source):
+    """Token by token, as a stream decodes them; special tokens come whole."""
+    tokenizer = zoo.tokenizer(source)
+    for text in ANALYSIS + FINAL, ANALYSIS + "<|start|>assistant" + ANALYSIS + CALL:
+        decoder, parts = tokenizer.stream(special=True), Parts(tokenizer.channels)
+        said = [parts.push(decoder.push(id)) for id in tokenizer.encode(text)]
+        assert tuple(map("".join, zip(*said, strict=True))) == split(text) and len(said) > 20
+
+
+def test_other_tokenizers_have_no_channels(tmp_path):
+    assert not zoo.tokenizer("tiny").channels and not zoo.tokenizer(folder(tmp_path / "chatml")).channels
+    assert Parts(False).push(ANALYSIS) == ("", ANALYSIS)
+
+
+def test_chat(talk, source, monkeypatch):  # noqa: F811
+    """The reasoning is shown before the answer, and only the answer stays in the conversation."""
+    tokenizer, options = zoo.tokenizer(source), []
+
+    def stream(*_, **given):
+        options.append(given["special"])
+        decoder = tokenizer.stream(special=True)
+        return map(decoder.push, tokenizer.encode(ANALYSIS + FINAL))
+
+    monkeypatch.setattr(zoo, "stream", stream)
+    shown, prompts = talk(ASK, "And then?", source=str(source))
+    assert shown.count("They greet.\n\nHello é!\n") == 2 and "analysis" not in shown and options == [True, True]
+    messages = [{"role": "user", "content": ASK}, {"role": "assistant", "content": "Hello é!"}]
+    messages.append({"role": "user", "content": "And then?"})
+    assert prompts[1] == tokenizer.render(messages, add_generation_prompt=True)
+
+
+@pytest.mark.slow
+def test_serve(model, source, monkeypatch):
+    """Over HTTP, whole and in pieces; the model's tokens are made up."""
+    tokenizer = zoo.tokenizer(source)
+    script = tokenizer.encode(ANALYSIS + FINAL + "<|return|>")
+
+    with Running(model, tokenizer) as running:
+
+        async def write(replies):
+            for reply in replies:
+                for token in script:
+                    yield reply, reply.push(token), reply.finish
+
+        monkeypatch.setattr(running.server.worker, "write", write)
+        body = {"messages": MESSAGES, "max_tokens": 100, "n": 2}
+        choices = running.ask(CHAT, **body)["choices"]
+        events = [event["choices"][0] for event in running.events(CHAT, **body)]
+        completion = running.ask(COMPLETIONS, prompt="hello", max_tokens=100)["choices"][0]
+    want = {"role": "assistant", "content": "Hello é!", "reasoning_content": "They greet."}
+    assert [choice["message"] for choice in choices] == [want, want]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    for index in range(2):
+        deltas = [event["delta"] for event in events if event["index"] == index]
+        for field in ("content", "reasoning_content"):
+            assert "".join(delta.get(field, "") for delta in deltas) == want[field]
+        assert sum("reasoning_content" in delta for delta in deltas) > 3
+    assert completion["text"] == "analysisThey greet.assistantfinalHello é!"  # a completion is text
