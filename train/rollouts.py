@@ -78,7 +78,7 @@ def experience(
             cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
         )  # fmt: skip
     seconds = time.monotonic() - started
-    each = rewarded([[tokenizer.decode(c.tokens) for c in group] for group in groups], prompts, o, judges)
+    each = rewarded([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, o, judges)
     total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
     advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
 

@@ -102,6 +102,12 @@ class Tokenizer:
         """The text of ids, with or without the special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
+    def answer(self, ids: Sequence[int]) -> str:
+        """The text of a reply without the special tokens; of one in channels, only what is for the user."""
+        if not self.channels:
+            return self.decode(ids)
+        return harmony.split(self.decode([id for id in ids if id not in self.eos], special=True))[1]
+
     def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "Stream":
         """Decodes ids one by one as the continuation of the ids `before`, with or without the special tokens."""
         return Stream(self._tokenizer, before, special)

@@ -70,6 +70,15 @@ def test_pieces_join_to_the_whole(source):
         assert tuple(map("".join, zip(*said, strict=True))) == split(text) and len(said) > 20
 
 
+def test_the_answer_of_a_reply(source):
+    tokenizer = zoo.tokenizer(source)
+    assert tokenizer.answer(tokenizer.encode(ANALYSIS + FINAL + "<|return|>")) == "Hello é!"
+    assert tokenizer.answer(tokenizer.encode(ANALYSIS)) == ""
+    assert tokenizer.answer(tokenizer.encode("Hello é!<|return|>")) == "Hello é!"
+    plain = zoo.tokenizer("tiny")
+    assert plain.answer([*plain.encode("Hello"), *plain.eos]) == "Hello"
+
+
 def test_other_tokenizers_have_no_channels(tmp_path):
     assert not zoo.tokenizer("tiny").channels and not zoo.tokenizer(folder(tmp_path / "chatml")).channels
     assert Parts(False).push(ANALYSIS) == ("", ANALYSIS)
