@@ -25,6 +25,7 @@ from zoo.sampling import Sampler, settings
 from zoo.speculative import AbstractDraft
 
 
+PADDING = 512  # tokens by which two sizes of one vocabulary may differ
 AT_ONCE = 8  # prompts in one prefill: enough to keep a device busy, and few, since they need caches beside the batch's
 
 
@@ -101,10 +102,10 @@ class Engine:
         Raises:
             ValueError: for a draft of another vocabulary.
         """
-        if draft is not None and draft.model.config.vocab_size != model.config.vocab_size:
+        if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
             raise ValueError(
                 f"The draft has a vocabulary of {draft.model.config.vocab_size}, and the model's is "
-                f"{model.config.vocab_size}; they have to be the same."
+                f"{model.config.vocab_size}; they have to be the same, but for padding."
             )
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
         self.draft = draft

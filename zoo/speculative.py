@@ -25,13 +25,13 @@ class Drafted(eqx.Module):
 
     `x` are the model's features of the token before the drafted `tokens` and of these, of which the first `count`
     stayed. `refused` are the draft's probabilities where the next one did not, and 0 if there was none: the next token
-    is drawn from what they leave of the model's.
+    is drawn from what they leave of the model's. They are as many as the draft has tokens.
     """
 
     x: Float[Array, "batch seq features"]
     tokens: Int[Array, "batch seq"]
     count: Int[Array, " batch"]
-    refused: Float[Array, "batch vocab"]
+    refused: Float[Array, "batch drafted"]
 
 
 class AbstractDraft(eqx.Module):
@@ -93,7 +93,10 @@ class AbstractDraft(eqx.Module):
 
 
 class ModelDraft(AbstractDraft):
-    """A model of the same vocabulary as draft: it reads the `following` tokens, one position on."""
+    """A model of the same vocabulary as draft: it reads the `following` tokens, one position on.
+
+    Its vocabulary may be padded to another size, as those of Qwen2.5's and Gemma 3's small and large models are.
+    """
 
     model: Any
     tokens: int = eqx.field(static=True, default=4)
@@ -109,7 +112,8 @@ class ModelDraft(AbstractDraft):
         cache: Any,
         positions: Int[Array, "batch seq"],
     ) -> tuple[Float[Array, "batch seq draft"], Any]:
-        return self.model.hidden(following, cache, positions=positions + 1)
+        known = jnp.minimum(following, self.model.config.vocab_size - 1)
+        return self.model.hidden(known, cache, positions=positions + 1)
 
     def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
         return self.model.init_cache(batch, slots, dtype)
@@ -169,6 +173,7 @@ def advance(
     """
     (model, draft), stops, rows = inputs
     slots, k, settings = len(rows.left), draft.tokens, rows.settings
+    vocab, drafted = state.logits.shape[1], draft.model.config.vocab_size
     rounds = max(1, steps // (k + 1))
     row, index = jnp.arange(slots), jnp.broadcast_to(jnp.arange(k + 1), (slots, k + 1))
     here = lambda x, at: x[row, at]
@@ -188,7 +193,7 @@ def advance(
         start = (rows.positions + drawn.count)[:, None]  # of the next token
 
         p = jax.nn.softmax(settings.filtered(state.logits), axis=-1)
-        rest = jnp.maximum(p - past.refused, 0)
+        rest = jnp.maximum(p - jnp.pad(past.refused[:, :vocab], ((0, 0), (0, max(vocab - drafted, 0)))), 0)
         rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)  # where both round alike
         token = categorical(fold(key, k + 1), jnp.log(rest))
 
@@ -198,7 +203,7 @@ def advance(
         y, draft_cache = draft(past.x, following, draft_cache, positions)
 
         def propose(y: Array, n: Array | int) -> tuple[Array, Array]:
-            logits = settings.filtered(draft.model.unembed(y))
+            logits = settings.filtered(jnp.where(jnp.arange(drafted) < vocab, draft.model.unembed(y), -jnp.inf))
             return categorical(fold(key, n), logits), jax.nn.softmax(logits, axis=-1)
 
         def another(carry: Any, n: Array) -> tuple[Any, Any]:

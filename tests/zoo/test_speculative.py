@@ -1,5 +1,6 @@
 """Speculative decoding: greedy text is the model's own whatever the draft; drawn text has the model's distribution."""
 
+import dataclasses
 import itertools
 
 import equinox as eqx
@@ -91,10 +92,16 @@ def test_mtp_remembers(with_further):
         assert np.allclose(got[:, kept], want[:, start:end][:, kept], atol=1e-4)
 
 
-@pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.7, top_k=4, top_p=0.95)])
-def test_distribution(sampler):
-    """The frequencies of all texts of three tokens, of a vocabulary of five, against their probabilities."""
-    model, draft = (zoo.qwen3.Model(SMALL, key=jax.random.key(n)) for n in range(2))
+@pytest.mark.parametrize(
+    "sampler, vocab", [(Sampler(1.0), 5), (Sampler(0.7, top_k=4, top_p=0.95), 5), (Sampler(1.0), 4), (Sampler(1.0), 7)]
+)
+def test_distribution(sampler, vocab):
+    """The frequencies of all texts of three tokens, of a vocabulary of five, against their probabilities.
+
+    A draft that knows more tokens, or fewer, makes no difference.
+    """
+    configs = SMALL, dataclasses.replace(SMALL, vocab_size=vocab)
+    model, draft = (zoo.qwen3.Model(config, key=jax.random.key(n)) for n, config in enumerate(configs))
     model, draft = (eqx.tree_at(lambda m: m.lm_head.weight, m, 8 * m.lm_head.weight) for m in (model, draft))
     prompt, rows = [3, 1], 4000
     texts = jnp.array(list(itertools.product(range(5), repeat=3)))
@@ -161,7 +168,6 @@ def test_refusals(tmp_path):
         zoo.MTPDraft(model)
     with pytest.raises(ValueError, match="tokens=0"):
         zoo.ModelDraft(model, 0)
-    with pytest.raises(ValueError, match="vocabulary of 5, and the model's is 64"):
-        zoo.complete(
-            model, PROMPTS, max_new_tokens=4, draft=zoo.ModelDraft(zoo.qwen3.Model(SMALL, key=jax.random.key(0)))
-        )
+    other = zoo.qwen3.Model(dataclasses.replace(SMALL, vocab_size=600), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="vocabulary of 600, and the model's is 64"):
+        zoo.complete(model, PROMPTS, max_new_tokens=4, draft=zoo.ModelDraft(other))
