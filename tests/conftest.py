@@ -1,28 +1,62 @@
-"""Set before jax starts: eight fake CPU devices, and every way in which JAX can be strict about types and shapes."""
+"""Set before jax starts: eight fake CPU devices, every way in which JAX can be strict about types and shapes, and
+compilers that hurry.
 
+Most of a test is XLA compiling what then runs for milliseconds. So the suite compiles without most optimisations, and
+keeps what it compiled in one cache, which all workers share and the next run finds (`pytest --cache-clear` empties it).
+The live comparisons, and processes that test what users do, keep all optimisations.
+"""
+
+import importlib.util
 import os
+import pathlib
+
+import pytest
 
 
+MISSING = [name for name in ("hypothesis", "starlette", "uvicorn", "pyarrow") if importlib.util.find_spec(name) is None]
+if MISSING:
+    pytest.exit(f"The tests need {', '.join(MISSING)}: pip install -e '.[test]'", returncode=4)
+
+FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+# MLIR's emitters cost more than LLVM, and 32 modules of one program more than one.
+HURRY = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if FAST else ""
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8" + HURRY
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin otherwise, and starve the other process
 
 import jax
-import pytest
+
+from tests.zoo import tiny
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-    # Most of a test is LLVM optimising programs that run once: without, the suite takes a third less. Processes of
-    # their own, which train as users do or compile for GPUs and TPUs, keep all optimisations.
+if FAST:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_configure(config):
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "loadgroup"  # what shares programs and fixtures goes to one worker
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of a family run on one worker, whatever file they are in, and those of a file: they share programs."""
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            names = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            families = [tiny.FAMILIES[name] for name in names if isinstance(name, str) and name in tiny.FAMILIES]
+            item.add_marker(pytest.mark.xdist_group(families[0] if families else item.location[0]))
+
+
 @pytest.fixture(autouse=True, scope="module")
-def compiled_programs_end_with_their_module():
-    """Each holds memory maps, of which Linux gives a process 65,530: a whole suite's would be too many."""
+def compiled_programs_end_before_there_are_too_many():
+    """Each holds memory maps, of which Linux gives a process 65,530."""
     yield
-    jax.clear_caches()
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+        jax.clear_caches()

@@ -8,6 +8,7 @@ A model is named by a zoo name (`zoo.names()`), by a Hub repository "org/name", 
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -16,10 +17,21 @@ import shutil
 from typing import Any, Literal
 
 
+__version__ = "0.1.0"
+
+
 def _check_shadows() -> None:
     """Another distribution's kernels, train or convert would be imported in place of ours, and its code run."""
     root = pathlib.Path(__file__).resolve().parent.parent
     for name in ("kernels", "convert", "train"):
+        # Installed into one folder, the later of two packages of one name overwrites files of the earlier.
+        for other in importlib.metadata.distributions(name=name):
+            if pathlib.Path(str(other.locate_file(name))).resolve() == root / name:
+                raise ImportError(
+                    f"zoo's package {name!r} and that of the distribution {name} {other.version} were installed into "
+                    f"the same folder {root / name}, one over the other; uninstall {name} and install equinox-zoo "
+                    "again, or use each in an environment of its own."
+                )
         spec = importlib.util.find_spec(name)
         origin = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None
         if origin is None or root not in origin.parents:

@@ -1,0 +1,54 @@
+"""What a new user does first, with whatever is installed: load, generate, train, export, and transformers beside it.
+
+It needs nothing of this checkout: `.ci/run` runs a copy of this file, elsewhere, against the wheel that it has built.
+"""
+
+import importlib.metadata
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels
+import zoo
+
+
+def test_version():
+    assert zoo.__version__ == importlib.metadata.version("equinox-zoo")
+
+
+def test_data_is_installed():
+    """What is no Python file: the embedded model, its instructions, and the kernels' block sizes."""
+    import train.tiny
+
+    assert zoo.config("tiny").vocab_size == zoo.load("tiny").embed_tokens.weight.shape[0]
+    assert train.tiny.INSTRUCTIONS.is_file()
+    assert list(pathlib.Path(kernels.__file__).parent.glob("block_sizes/*.json"))
+
+
+@pytest.mark.slow
+def test_training_ends_with_a_model_that_generates(tmp_path):
+    command = [sys.executable, "-m", "train.sft", "--steps", "2", "--batch", "2", "--seq-len", "64", "--out", "run"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    folder = tmp_path / "run" / "model"
+    (text,) = zoo.generate(zoo.load(folder), zoo.tokenizer(folder), ["The module"], max_new_tokens=4)
+    assert text
+
+
+@pytest.mark.live
+def test_transformers_reads_the_export(tmp_path):
+    """It looks for a package called `kernels` of its own maker's, and must not take ours for that one."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers and torch")
+    import torch
+    from transformers.utils import is_kernels_available
+
+    assert not is_kernels_available()
+    model, tokens = zoo.load("tiny", dtype="float32"), np.arange(3, 19)[None]
+    zoo.save(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    expected = theirs(torch.from_numpy(tokens)).logits.detach().numpy()
+    assert np.abs(np.asarray(model(jnp.asarray(tokens))) - expected).max() < 1e-4 * np.abs(expected).max()
