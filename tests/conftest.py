@@ -9,13 +9,14 @@ The live comparisons, and processes that test what users do, keep all optimisati
 import importlib.util
 import os
 import pathlib
+import shutil
 
 import pytest
 
 
-MISSING = [name for name in ("hypothesis", "starlette", "uvicorn", "pyarrow") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in ("hypothesis", "pyarrow", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
 if MISSING:
-    pytest.exit(f"The tests need {', '.join(MISSING)}: pip install -e '.[test]'", returncode=4)
+    raise pytest.UsageError(f"The tests need {', '.join(MISSING)}, which the extra has: pip install -e '.[test]'")
 
 FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
 # MLIR's emitters cost more than LLVM, and 32 modules of one program more than one.
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin othe
 
 import jax
 
+from tests.seconds import Seconds
 from tests.zoo import tiny
 
 
@@ -37,8 +39,17 @@ if FAST:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seconds", metavar="FILE", help="write the CPU seconds of each file and family to this file")
+
+
 def pytest_configure(config):
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    if FAST:
+        config.pluginmanager.register(Seconds())
+    cache = config.cache.mkdir("xla")
+    if not hasattr(config, "workerinput") and sum(path.stat().st_size for path in cache.iterdir()) > 2**30:
+        shutil.rmtree(cache)  # what programs were that the code no longer has
+    jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if config.getoption("dist", "no") == "load":
         config.option.dist = "loadgroup"  # what shares programs and fixtures goes to one worker

@@ -1,0 +1,123 @@
+"""CPU seconds of every test file and every family: counted in each run, and held to a budget.
+
+A plugin of tests/conftest.py. CPU seconds, with those of child processes, hardly depend on what else the machine does,
+as the time on the clock does. The table in tests/README.md is made by
+
+    python -m tests.seconds                        # a quarter of an hour: all but the live comparisons
+    python -m tests.seconds tests/zoo/test_new.py  # only the rows of some files
+"""
+
+import collections
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+
+import pytest
+
+
+FILE, FAMILY = 30, 15  # CPU seconds, on a machine with two cores and nothing else to do
+TIERS = ("default", "slow")
+NOISE = 2.0  # by which a run may exceed them: busy machines, cold disks, slower cores
+README = pathlib.Path(__file__).with_name("README.md")
+
+
+class Seconds:
+    """Adds up what the phases of all tests took, on whichever worker they ran."""
+
+    def __init__(self):
+        self.counted = collections.Counter()  # (what, tier) -> CPU seconds, of files and of families
+        self.before = 0.0
+
+    def pytest_runtest_logstart(self):
+        self.before = _cpu()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item):
+        report = yield
+        now = _cpu()
+        # What is set on a report travels with it from a worker to the process that adds up.
+        report.cpu_seconds, self.before = now - self.before, now
+        report.tier = next((tier for tier in ("slow", "live") if item.get_closest_marker(tier)), "default")
+        group = item.get_closest_marker("xdist_group")
+        report.group = group.args[0] if group else item.location[0]
+        return report
+
+    def pytest_runtest_logreport(self, report):
+        file = report.nodeid.split("::")[0]
+        for what in {file, report.group}:
+            self.counted[what, report.tier] += report.cpu_seconds
+
+    def pytest_sessionfinish(self, session):
+        if hasattr(session.config, "workerinput"):
+            return  # the process that started this worker adds up
+        faults = overruns({what: seconds for (what, tier), seconds in self.counted.items() if tier == "default"})
+        for fault in faults:
+            session.config.get_terminal_writer().line(f"\n{fault}", red=True)
+        if faults and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if path := session.config.getoption("--seconds", None):
+            pathlib.Path(path).write_text("".join(f"{s:.1f} {t} {w}\n" for (w, t), s in self.counted.items()))
+
+
+def _cpu() -> float:
+    """The CPU seconds of this process, and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def _is_file(what: str) -> bool:
+    return what.endswith(".py")
+
+
+def overruns(counted: Mapping[str, float]) -> list[str]:
+    """A sentence for each file (a path) and each family (a name) that takes more than its budget, and some noise."""
+    faults = []
+    for what, seconds in counted.items():
+        budget = FILE if _is_file(what) else FAMILY
+        if seconds > NOISE * budget:
+            faults.append(
+                f"The tests of {what} took {seconds:.0f} CPU seconds, where {budget} are the budget "
+                "(tests/seconds.py): compile less, or mark what must be long as slow."
+            )
+    return faults
+
+
+def table(counted: Mapping[tuple[str, str], float]) -> str:
+    """Markdown: a row for each file and each family, the longest first, with seconds by default and if slow."""
+    rows = []
+    for kind, budget, belongs in (("file", FILE, _is_file), ("family", FAMILY, lambda what: not _is_file(what))):
+        of = {tier: {what: s for (what, t), s in counted.items() if t == tier and belongs(what)} for tier in TIERS}
+        whats = sorted(of["default"] | of["slow"], key=lambda what: (-of["default"].get(what, 0), what))
+        rows += [f"| {kind} | default, at most {budget} | slow |", "|---|---|---|"]
+        rows += [f"| {w} | {of['default'].get(w, 0):.1f} | {of['slow'].get(w, 0):.1f} |" for w in whats]
+        rows += [f"| all | {sum(of['default'].values()):.0f} | {sum(of['slow'].values()):.0f} |", ""]
+    return "\n".join(rows)
+
+
+def read(markdown: str) -> dict[tuple[str, str], float]:
+    """What the tables say: (file or family, tier) -> CPU seconds."""
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \|$", markdown, re.M)
+    return {(w, tier): float(s) for w, *row in rows if w != "all" for tier, s in zip(TIERS, row, strict=True)}
+
+
+def main() -> None:
+    """Runs the tests and replaces the tables, or with paths of some files their rows."""
+    paths, kept = sys.argv[1:], {}
+    if paths:
+        kept = {key: s for key, s in read(README.read_text()).items() if key[0] not in paths}
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "seconds"
+        options = ["-q", "-n", "2", "--cache-clear", "-m", "not live", "--seconds", str(path)]
+        subprocess.run([sys.executable, "-m", "pytest", *options, *paths], cwd=README.parents[1], check=True)
+        lines = [line.split() for line in path.read_text().splitlines()]
+    counted = {(what, tier): float(seconds) for seconds, tier, what in lines if not paths or what in paths}
+    before, rest = README.read_text().split("<!-- seconds -->\n")
+    after = rest.split("<!-- end -->")[1]
+    README.write_text(f"{before}<!-- seconds -->\n\n{table(kept | counted)}\n<!-- end -->{after}")
+
+
+if __name__ == "__main__":
+    main()
