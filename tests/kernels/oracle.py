@@ -1,4 +1,7 @@
-"""What attention means, in float64 numpy, and how tests call `kernels.attention` and measure how far off it is."""
+"""What attention means, in float64 numpy, and how tests call `kernels.attention` and measure how far off it is.
+
+All but `run` is numpy: outside of jit, every operation of JAX on a new shape compiles a program of its own.
+"""
 
 import functools
 
@@ -7,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kernels
-from kernels.masks import Mask, Segments, Tokens
+from kernels.masks import And, Causal, Chunk, Full, Mask, Or, Segments, Spans, Tokens, Window
 
 
 SCALE = 0.3
@@ -15,25 +18,22 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of thes
 
 
 def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None, **tokens):
-    """Output and the gradients of q, k, v and sinks, in float64, one logit matrix per head.
-
-    Who sees whom is `Mask.visible`'s answer for all pairs; test_masks.py holds that to plain numpy.
-    """
+    """Output and the gradients of q, k, v and sinks, in float64, one logit matrix per head."""
     q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     (batch, seq, heads, _), (kv_seq, kv_heads) = q.shape, k.shape[1:3]
     k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
     q_tokens, kv_tokens = (
         Tokens(
-            tokens.get(f"{side}_positions", jnp.arange(length)[None]),
+            tokens.get(f"{side}_positions", np.arange(length)[None]),
             tokens.get(f"{side}_segments"),
             tokens.get(f"{side}_spans"),
         )
         for side, length in (("q", seq), ("kv", kv_seq))
     )
-    mask = kernels.Causal() if mask is None else mask
+    mask = Causal() if mask is None else mask
     mask = mask & Segments() if "q_segments" in tokens else mask
     row, column = (lambda x: x[:, :, None]), (lambda x: x[:, None, :])
-    seen = mask.visible(jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
+    seen = sees(mask, jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
     seen = np.broadcast_to(seen, (batch, seq, kv_seq))[:, None]
 
     x = SCALE * np.einsum("bshd,bthd->bhst", q, k)
@@ -62,13 +62,35 @@ def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None
     return out, gradients
 
 
+def sees(mask: Mask, q: Tokens, kv: Tokens) -> np.ndarray:
+    """Whether the query sees the key, for tokens whose arrays broadcast against each other."""
+    match mask:
+        case And(a, b):
+            return sees(a, q, kv) & sees(b, q, kv)
+        case Or(a, b):
+            return sees(a, q, kv) | sees(b, q, kv)
+        case Full():
+            return np.ones(np.broadcast_shapes(q.positions.shape, kv.positions.shape), bool)
+        case Causal():
+            return kv.positions <= q.positions
+        case Window(size):
+            return q.positions - kv.positions < size
+        case Chunk(size):
+            return q.positions // size == kv.positions // size
+        case Segments():
+            return q.segments == kv.segments
+        case Spans():
+            return (q.spans == kv.spans) & (q.spans >= 0)
+    raise AssertionError(f"{mask} is not defined here.")
+
+
 def arrays(batch=2, seq=150, heads=4, dim=16, kv_seq=None, kv_heads=2, v_dim=None, dtype=jnp.float32, size=3):
     """q, k, v and the gradient of the output: logits of about 4, so that the softmax has something to decide."""
     rng = np.random.default_rng(0)
     shapes = [(seq, heads, dim), (kv_seq or seq, kv_heads, dim), (kv_seq or seq, kv_heads, v_dim or dim)]
     shapes.append((seq, heads, v_dim or dim))
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=(batch, *shape)), dtype) for shape in shapes)
-    return size * q, k, v, d_out
+    q, k, v, d_out = (rng.normal(size=(batch, *shape)) for shape in shapes)
+    return [x.astype(dtype) for x in (size * q, k, v, d_out)]
 
 
 def run(implementation, q, k, v, d_out, *, sinks=None, **options):
@@ -99,7 +121,7 @@ def errors(actual, expected):
 def tokens(q_positions, kv_positions, q_segments, kv_segments):
     names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
     values = (q_positions, kv_positions, q_segments, kv_segments)
-    return {name: jnp.asarray(np.atleast_2d(x), jnp.int32) for name, x in zip(names, values, strict=True)}
+    return {name: np.atleast_2d(x).astype(np.int32) for name, x in zip(names, values, strict=True)}
 
 
 def packed(*rows):

@@ -1,5 +1,8 @@
 """What is special about the Pallas-Triton attention kernels; test_attention.py has what all implementations share."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,10 +12,10 @@ from kernels import Causal, Full, Mask, sliding
 from kernels.attention_triton import Schedule
 from kernels.masks import Tokens, block_classes
 from kernels.triton import pieces
-from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run
+from tests.kernels.oracle import QUICK, SCALE, arrays, errors, oracle, packed, run
 
 
-POSITIONS = jnp.array([5, 250, 299], jnp.int32)
+POSITIONS = np.array([5, 250, 299], np.int32)
 
 
 def test_widths_are_cut_into_powers_of_two():
@@ -25,11 +28,11 @@ def test_widths_are_cut_into_powers_of_two():
     }
 
 
-@pytest.mark.parametrize("dim, v_dim", [(100, 48), (208, 80)])
-def test_heads_in_pieces(dim, v_dim):
-    """100 features are 64, 32 and 16, the last with zeros. The widest heads have kernels for dk and dv apart."""
-    x = arrays(batch=2, seq=140, heads=6, kv_heads=2, dim=dim, v_dim=v_dim, size=1)
-    options = dict(mask=sliding(50), softcap=4.0, sinks=jnp.linspace(-3, 3, 6), **packed([60, 1, 79], [10, 70, 60]))
+def test_heads_in_pieces():
+    """196 features are 128, 64 and 16, the last with zeros. Heads so wide have kernels for dk and for dv apart."""
+    x = arrays(batch=2, seq=140, heads=6, kv_heads=2, dim=196, v_dim=80, size=1)
+    sinks = np.linspace(-3, 3, 6, dtype=np.float32)
+    options = dict(mask=sliding(50), softcap=4.0, sinks=sinks, **packed([60, 1, 79], [10, 70, 60]))
     assert np.max(errors(run("triton", *x, **options), oracle(*x, **options))) < 1e-5
 
 
@@ -42,15 +45,17 @@ def test_heads_in_pieces(dim, v_dim):
     ],
 )
 def test_blocks_are_met_if_seen_and_first_those_seen_in_full(mask: Mask, full, met):
-    tokens = Tokens(jnp.arange(190, dtype=jnp.int32)[None])
-    schedule = Schedule.of(block_classes(mask, tokens, tokens, 64, 32))
+    tokens = Tokens(np.arange(190, dtype=np.int32)[None])
+    classes = jax.jit(lambda tokens: block_classes(mask, tokens, tokens, 64, 32))(tokens)
+    schedule, classes = jax.device_get((jax.jit(Schedule.of)(classes), classes))
     assert schedule.full.tolist() == [full] and schedule.met.tolist() == [met]
-    for row, classes in zip(schedule.order[0], block_classes(mask, tokens, tokens, 64, 32)[0], strict=True):
-        assert sorted(row.tolist()) == list(range(6)) and (np.diff(classes[row].astype(int)) <= 0).all()
+    for row, of_row in zip(schedule.order[0], classes[0], strict=True):
+        assert sorted(row.tolist()) == list(range(6)) and (np.diff(of_row[row].astype(int)) <= 0).all()
 
 
-def decode(q, k, v, **options):
-    return kernels.decode_attention(q, k, v, scale=SCALE, implementation="triton", **options)
+@functools.partial(jax.jit, static_argnames=("mask", "softcap", "implementation"), compiler_options=QUICK)
+def decode(q, k, v, *, implementation="triton", **options):
+    return kernels.decode_attention(q, k, v, scale=SCALE, implementation=implementation, **options)
 
 
 def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):
@@ -64,9 +69,9 @@ def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):
     [
         # 6 + 251 + 300 keys in blocks of 32, and more programs than some of these rows have blocks.
         (dict(heads=8, kv_heads=2, dim=64, v_dim=64), dict(mask=Causal())),
-        (dict(heads=6, kv_heads=6, dim=80, v_dim=96), dict(mask=sliding(40), softcap=4.0, sinks=jnp.arange(6.0))),
+        (dict(heads=6, kv_heads=6, dim=80, v_dim=96), dict(mask=sliding(40), softcap=4.0, sinks=np.float32(range(6)))),
         # DeepSeek's latent cache: one key for all heads, which are too many for one program.
-        (dict(heads=20, kv_heads=1, dim=576, v_dim=512), dict(mask=Causal(), sinks=jnp.full(20, -jnp.inf))),
+        (dict(heads=20, kv_heads=1, dim=576, v_dim=512), dict(mask=Causal(), sinks=np.full(20, -np.inf, np.float32))),
     ],
 )
 def test_decode_merges_what_its_programs_have_found(shapes, options):
@@ -81,40 +86,48 @@ def test_decode_in_bfloat16_is_as_exact_as_the_reference():
     expected, _ = oracle(q, k, v, d_out, q_positions=POSITIONS[:, None])
     error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - expected[:, 0]) / np.linalg.norm(expected)
     ours = error(decode(q[:, 0], k, v, q_positions=POSITIONS))
-    theirs = error(
-        kernels.decode_attention(q[:, 0], k, v, scale=SCALE, implementation="reference", q_positions=POSITIONS)
-    )
+    theirs = error(decode(q[:, 0], k, v, q_positions=POSITIONS, implementation="reference"))
     assert ours < 4e-3 and ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("garbage", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 def test_decode_loads_no_garbage(garbage):
     """Beyond a row's length it may be anything. What is seen spoils its head in whole, and nothing else."""
     q, k, v, _ = cache(heads=8, kv_heads=2, dim=64, v_dim=64)
-    q, beyond = q[:, 0], jnp.arange(300)[None, :, None] > POSITIONS[:, None, None]
-    spoil = lambda x: x.at[..., 3].set(jnp.where(beyond, garbage, x[..., 3]))
-    clean = decode(q, k, v, q_positions=POSITIONS)
-    np.testing.assert_array_equal(decode(q, spoil(k), spoil(v), q_positions=POSITIONS), clean)
-    spoilt = jnp.zeros(clean.shape, bool).at[1, :4].set(True)
-    one = lambda x: x.at[1, 100, 0, 3].set(garbage)
-    for arguments in [(q, one(k), v), (q, k, one(v)), (q.at[1, :4, 3].set(garbage), k, v)]:
-        out = decode(*arguments, q_positions=POSITIONS)
-        np.testing.assert_array_equal(jnp.isnan(out), spoilt)
-        np.testing.assert_array_equal(out[~spoilt], clean[~spoilt])
+    q, beyond = q[:, 0], np.arange(300)[None, :] > POSITIONS[:, None]
+    clean = np.asarray(decode(q, k, v, q_positions=POSITIONS))
+    dirty_k, dirty_v = spoilt(k, garbage, beyond), spoilt(v, garbage, beyond)
+    np.testing.assert_array_equal(decode(q, dirty_k, dirty_v, q_positions=POSITIONS), clean)
+    of_head = np.zeros(clean.shape, bool)
+    of_head[1, :4] = True
+    one, heads = (1, 100, 0), (1, slice(0, 4))
+    for x, where in [(k, one), (v, one), (q, heads)]:
+        arguments = [spoilt(x, garbage, where) if x is each else each for each in (q, k, v)]
+        out = np.asarray(decode(*arguments, q_positions=POSITIONS))
+        np.testing.assert_array_equal(np.isnan(out), of_head)
+        np.testing.assert_array_equal(out[~of_head], clean[~of_head])
+
+
+def spoilt(x, garbage, where):
+    """With garbage in the fourth feature there."""
+    x = x.copy()
+    x[..., 3][where] = garbage
+    return x
 
 
 def test_a_row_that_sees_nothing_yields_zeros():
     q, k, v, _ = cache(heads=8, kv_heads=2, dim=64, v_dim=64)
-    out = decode(q[:, 0], k, v, q_positions=jnp.array([-1, 0, 1], jnp.int32))
+    out = np.asarray(decode(q[:, 0], k, v, q_positions=np.array([-1, 0, 1], np.int32)))
     assert not out[0].any()
-    np.testing.assert_allclose(out[1], jnp.repeat(v[1, 0], 4, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(out[1], np.repeat(v[1, 0], 4, axis=0), rtol=1e-6)
 
 
 def test_what_it_refuses():
+    given = lambda **shapes: map(jnp.asarray, arrays(seq=4, **shapes)[:3])
     with pytest.raises(ValueError, match=r"at most 256 features, and these 272 and 16"):
-        kernels.attention(*arrays(seq=4, dim=272, v_dim=16)[:3], scale=SCALE, implementation="triton")
-    q, k, v, _ = arrays(seq=4, dim=24)
+        kernels.attention(*given(dim=272, v_dim=16), scale=SCALE, implementation="triton")
+    q, k, v = given(dim=24)
     with pytest.raises(ValueError, match=r"multiples of 16 features, 576 at most, and these 24 and 24"):
         decode(q[:, 0], k, v)
     with pytest.raises(ValueError, match=r"the scale is -1.0"):
-        kernels.attention(*arrays(seq=4)[:3], scale=-1.0, implementation="triton")
+        kernels.attention(*given(), scale=-1.0, implementation="triton")

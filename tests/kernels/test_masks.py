@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels import Causal, Chunk, Full, Spans, Window, sliding
 from kernels.masks import FULL, PARTIAL, SKIP, Segments, Tokens, block_classes
+from tests.kernels.oracle import sees
 
 
 Q = dict(positions=[0, 1, 5, 9, -1], segments=[1, 1, 2, 2, 0], spans=[-1, 3, 3, 8, -1])
@@ -37,9 +37,10 @@ SAME_SPAN = (q["spans"][:, None] == kv["spans"][None, :]) & (q["spans"][:, None]
     ids=str,
 )
 def test_who_sees_whom(mask, expected):
-    rows = Tokens(**{name: jnp.asarray(ids, jnp.int32)[:, None] for name, ids in Q.items()})
-    columns = Tokens(**{name: jnp.asarray(ids, jnp.int32)[None, :] for name, ids in KV.items()})
-    assert np.array_equal(mask.visible(rows, columns), expected)
+    rows = Tokens(**{name: ids.astype(np.int32)[:, None] for name, ids in q.items()})
+    columns = Tokens(**{name: ids.astype(np.int32)[None, :] for name, ids in kv.items()})
+    assert np.array_equal(jax.jit(mask.visible)(rows, columns), expected)
+    assert np.array_equal(sees(mask, rows, columns), expected), "nor is the oracle of attention right"
 
 
 MASKS = [
@@ -57,13 +58,13 @@ def runs(low, high):
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
-    seq=st.sampled_from([1, 50]),
-    kv_seq=st.sampled_from([33, 40]),
+    # Lengths and blocks, pairwise: each set is a program, with all masks in it.
+    lengths_and_sizes=st.sampled_from([(1, 33, (7, 5)), (50, 40, (7, 5)), (50, 33, (16, 20)), (1, 40, (16, 20))]),
     ids=st.tuples(*[runs(-1, 30), runs(0, 2), runs(-2, 1)] * 2),
-    sizes=st.sampled_from([(7, 5), (16, 20)]),
 )
-def test_what_is_said_of_a_block_is_true_of_every_pair(seq, kv_seq, ids, sizes):
-    take = lambda ids, length: jnp.asarray(np.resize(ids, length), jnp.int32)[None]
+def test_what_is_said_of_a_block_is_true_of_every_pair(lengths_and_sizes, ids):
+    seq, kv_seq, sizes = lengths_and_sizes
+    take = lambda ids, length: np.resize(ids, length).astype(np.int32)[None]
     q = Tokens(*(take(each, seq) for each in ids[:3]))
     kv = Tokens(*(take(each, kv_seq) for each in ids[3:]))
     for seen, classes in zip(*jax.device_get(_seen_and_classes(q, kv, *sizes)), strict=True):
@@ -80,9 +81,14 @@ def _seen_and_classes(q, kv, q_block, kv_block):
     return [mask.visible(row, column) for mask in MASKS], [block_classes(m, q, kv, q_block, kv_block) for m in MASKS]
 
 
+def classes(mask, seq):
+    """Those of the blocks of 32 tokens of one sequence."""
+    tokens = Tokens(np.arange(seq, dtype=np.int32)[None])
+    return jax.jit(lambda tokens: block_classes(mask, tokens, tokens, 32, 32))(tokens)[0].tolist()
+
+
 def test_blocks_of_plain_sequences_are_told_apart_exactly():
-    indices = Tokens(jnp.arange(96, dtype=jnp.int32)[None])
-    found = lambda mask: np.asarray(block_classes(mask, indices, indices, 32, 32))[0].tolist()
+    found = lambda mask: classes(mask, 96)
     assert found(Causal()) == [[PARTIAL, SKIP, SKIP], [FULL, PARTIAL, SKIP], [FULL, FULL, PARTIAL]]
     assert found(sliding(33)) == [[PARTIAL, SKIP, SKIP], [PARTIAL, PARTIAL, SKIP], [SKIP, PARTIAL, PARTIAL]]
     assert found(Chunk(32)) == [[FULL, SKIP, SKIP], [SKIP, FULL, SKIP], [SKIP, SKIP, FULL]]
@@ -90,5 +96,4 @@ def test_blocks_of_plain_sequences_are_told_apart_exactly():
 
 
 def test_a_last_block_that_is_not_whole_is_never_full():
-    tokens = Tokens(jnp.arange(40, dtype=jnp.int32)[None])
-    assert np.asarray(block_classes(Full(), tokens, tokens, 32, 32))[0].tolist() == [[FULL, PARTIAL], [FULL, PARTIAL]]
+    assert classes(Full(), 40) == [[FULL, PARTIAL], [FULL, PARTIAL]]
