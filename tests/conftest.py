@@ -1,9 +1,7 @@
 """Set before jax starts: eight fake CPU devices, every way in which JAX can be strict about types and shapes, and
-compilers that hurry.
+compilers that hurry (hurry.py).
 
-Most of a test is XLA compiling what then runs for milliseconds. So the suite compiles without most optimisations, and
-keeps what it compiled in one cache, which all workers share and the next run finds (`pytest --cache-clear` empties it).
-The live comparisons, and processes that test what users do, keep all optimisations.
+What was compiled is kept in one cache, which all workers share and the next run finds; `pytest --cache-clear` empties it.
 """
 
 import importlib.util
@@ -18,11 +16,11 @@ MISSING = [name for name in ("hypothesis", "pyarrow", "starlette", "uvicorn") if
 if MISSING:
     raise pytest.UsageError(f"The tests need {', '.join(MISSING)}, which the extra has: pip install -e '.[test]'")
 
-FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
-# MLIR's emitters cost more than LLVM, and 32 modules of one program more than one.
-HURRY = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if FAST else ""
+from tests import hurry
+
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8" + HURRY
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {hurry.FLAGS}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin otherwise, and starve the other process
 
@@ -35,7 +33,7 @@ from tests.zoo import tiny
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-if FAST:
+if hurry.HURRY:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
@@ -44,13 +42,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if FAST:
+    if hurry.HURRY:
         config.pluginmanager.register(Seconds())
-    cache = config.cache.mkdir("xla")
-    if not hasattr(config, "workerinput") and sum(path.stat().st_size for path in cache.iterdir()) > 2**30:
-        shutil.rmtree(cache)  # what programs were that the code no longer has
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        cache = config.cache.mkdir("xla")
+        if not hasattr(config, "workerinput") and sum(path.stat().st_size for path in cache.iterdir()) > 2**30:
+            shutil.rmtree(cache)  # of which most are programs that the code no longer has
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if config.getoption("dist", "no") == "load":
         config.option.dist = "loadgroup"  # what shares programs and fixtures goes to one worker
 

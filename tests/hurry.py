@@ -1,0 +1,27 @@
+"""How the suite compiles: in a hurry, since most of a test is XLA compiling what then runs for milliseconds.
+
+JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment of pytest leaves all optimisations in, as users have them.
+"""
+
+import importlib.metadata
+import os
+
+
+HURRY = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+FLAGS = ""
+if HURRY:
+    FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # one LLVM module a program, not 32
+    if importlib.metadata.version("jaxlib") < "0.11":
+        FLAGS += " --xla_cpu_use_fusion_emitters=false"  # which take longer than LLVM; newer ones have no choice
+
+
+def environment(devices: int = 1, cache: os.PathLike | str = "") -> dict[str, str]:
+    """That of a process that compiles so too, for as many fake devices, and keeps what it compiled in a folder."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(HURRY)),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "COLUMNS": "200",  # or messages are wrapped
+    }
