@@ -1,7 +1,8 @@
 """Set before jax starts: eight fake CPU devices, every way in which JAX can be strict about types and shapes, and
 compilers that hurry (hurry.py).
 
-What was compiled is kept in one cache, which all workers share and the next run finds; `pytest --cache-clear` empties it.
+What was compiled is kept in one cache, which all workers share and the next run finds; `pytest --cache-clear` empties
+it.
 """
 
 import importlib.util

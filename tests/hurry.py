@@ -15,8 +15,8 @@ if HURRY:
         FLAGS += " --xla_cpu_use_fusion_emitters=false"  # which take longer than LLVM; newer ones have no choice
 
 
-def environment(devices: int = 1, cache: os.PathLike | str = "") -> dict[str, str]:
-    """That of a process that compiles so too, for as many fake devices, and keeps what it compiled in a folder."""
+def environment(cache: os.PathLike | str, *, devices: int = 1) -> dict[str, str]:
+    """That of a process that compiles so too, and keeps what it compiled in a folder; it sees fake devices."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",

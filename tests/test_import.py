@@ -38,6 +38,17 @@ def test_shadowed(tmp_path, name):
     assert error.startswith("ImportError: ") and str(intruder / "__init__.py") in error and "uninstall" in error
 
 
+def test_overwritten(tmp_path):
+    """Two distributions that have a package `kernels` were installed into one folder."""
+    for package in ("zoo", "convert", "train", "kernels"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_bytes((ROOT / package / "__init__.py").read_bytes())
+    (tmp_path / "kernels-0.18.2.dist-info").mkdir()
+    (tmp_path / "kernels-0.18.2.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.18.2\n")
+    error = python("import zoo", tmp_path, cwd=tmp_path).stderr.strip().splitlines()[-1]
+    assert error.startswith("ImportError: ") and "kernels 0.18.2" in error and "uninstall kernels" in error
+
+
 @pytest.mark.live
 def test_transformers_beside_us(tmp_path):
     """Hugging Face's own `kernels` is not installed here; transformers must not take ours for it."""
