@@ -83,7 +83,8 @@ def test_ragged_dot(interpreter):
 def test_attention_has_no_races(kernel, interpreter):
     """Of one program only: the interpreter takes two programs' registers for the same, and calls that a race."""
     seq, kv_seq = (256, 64) if kernel == "dkv" else (128, 384)
-    q, k, v, d_out = oracle.arrays(batch=1, seq=seq, kv_seq=kv_seq, heads=1, kv_heads=1, dim=64, dtype=jnp.bfloat16)
+    shapes = dict(batch=1, seq=seq, kv_seq=kv_seq, heads=1, kv_heads=1, dim=64)
+    q, k, v, d_out = map(jnp.asarray, oracle.arrays(**shapes, dtype=jnp.bfloat16))
     tokens, formula, zeros = (indices(q), indices(k)), Formula(oracle.SCALE, Full(), None), jnp.zeros((1, 1, seq))
     with interpreter(detect_races=True):  # raises where it finds one
         if kernel == "forward":
@@ -140,6 +141,7 @@ def test_on_a_hopper_gpu():
 
 def check_attention(*, mask, softcap=None, sinks=None, **shapes):
     arrays = oracle.arrays(**dict(batch=1, seq=256, heads=2, dim=64, dtype=jnp.bfloat16) | shapes)
+    arrays = [jnp.asarray(x) for x in arrays]
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
     def attention(q, k, v, sinks):

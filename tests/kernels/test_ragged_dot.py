@@ -38,15 +38,15 @@ def oracle(x, w, group_sizes, d_out):
 
 
 def arrays(tokens=150, groups=5, in_features=24, out_features=40, dtype=jnp.float32):
-    """x, w and the gradient of the output."""
+    """x, w and the gradient of the output, in numpy."""
     rng = np.random.default_rng(0)
     shapes = (tokens, in_features), (groups, out_features, in_features), (tokens, out_features)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
 
 
 def run(implementation, x, w, group_sizes, d_out):
-    """Output and the gradients of x and w."""
-    return _run(implementation, x, w, jnp.asarray(group_sizes, jnp.int32), d_out)
+    """Output and the gradients of x and w, in numpy."""
+    return jax.device_get(_run(implementation, x, w, np.asarray(group_sizes, np.int32), d_out))
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
@@ -62,6 +62,7 @@ def errors(actual, expected):
     return np.array(list(map(relative, actual, expected)))
 
 
+# Those with as many rows and groups share a program.
 CASES = {
     "sizes of all kinds": (150, [33, 0, 1, 96, 20]),
     "rows of no group": (150, [0, 40, 7, 0, 31]),
@@ -69,7 +70,7 @@ CASES = {
     "all rows in one of the groups": (150, [0, 0, 150, 0, 0]),
     "sizes beyond the rows": (150, [60, 60, 60, 60, 0]),
     "whole tiles": (384, [128, 256]),
-    "tiles of the largest size and parts of them": (300, [130, 169]),
+    "tiles of the largest size and parts of them": (384, [130, 169]),
     "one group": (100, [100]),
     "one row": (1, [0, 1, 0]),
     "a decode": (8, np.bincount([3, 3, 7, 19, 20, 64, 64, 127], minlength=128)),
@@ -90,7 +91,7 @@ def test_float32_equals_the_oracle(case, implementation):
 def test_int8_matrices(implementation):
     """Without a float copy of all of them, and with a gradient of x alone."""
     x, w, d_out = arrays()
-    w, sizes = jnp.round(20 * w).astype(jnp.int8), jnp.array([33, 0, 1, 96, 20], jnp.int32)
+    w, sizes = jnp.asarray(np.round(20 * w), jnp.int8), jnp.array([33, 0, 1, 96, 20], jnp.int32)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def out_and_dx(x, d_out):
@@ -119,17 +120,24 @@ def test_any_group_sizes(group_sizes):
         assert not any(np.asarray(rows)[sum(group_sizes) :].any() for rows in actual[:2])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
-@pytest.mark.parametrize("in_features, out_features", [(512, 200), (200, 512)])
-def test_bfloat16_is_as_exact_as_the_reference(in_features, out_features, implementation):
-    """In several blocks of rows and of features, the last of which are not full."""
+@functools.cache
+def errors_in_bfloat16(implementation, in_features, out_features):
     tokens, group_sizes = CASES["sizes of all kinds"]
     x, w, d_out = arrays(tokens, len(group_sizes), in_features, out_features, jnp.bfloat16)
-    expected = oracle(x, w, group_sizes, d_out)
     actual = run(implementation, x, w, group_sizes, d_out)
     assert {a.dtype for a in actual} == {x.dtype}
-    out, *gradients = errors(actual, expected)
-    theirs = errors(run("reference", x, w, group_sizes, d_out), expected)
+    return errors(actual, oracle(x, w, group_sizes, d_out))
+
+
+@pytest.mark.parametrize(
+    "implementation, in_features, out_features",
+    # Only a TPU's blocks differ by what is summed over.
+    [("xla", 136, 384), ("triton", 136, 384), ("tpu", 136, 384), ("tpu", 384, 136)],
+)
+def test_bfloat16_is_as_exact_as_the_reference(implementation, in_features, out_features):
+    """In several blocks of rows and of features, the last of which are not full."""
+    out, *gradients = errors_in_bfloat16(implementation, in_features, out_features)
+    theirs = errors_in_bfloat16("reference", in_features, out_features)
     assert out < 4e-3 and np.max(gradients) < 1e-2
     assert all(a < 1.5 * b for a, b in zip([out, *gradients], theirs, strict=True))
 
@@ -155,9 +163,15 @@ GROUP_SIZES = [40, 0, 60, 0, 30]
 def test_what_has_no_rows_or_no_group_may_hold_garbage(implementation, garbage):
     x, w, d_out = arrays()
     expected = run(implementation, x, w, GROUP_SIZES, d_out)
-    x, w, d_out = x.at[130:].set(garbage), w.at[1::2].set(garbage), d_out.at[130:].set(garbage)
+    x[130:], w[1::2], d_out[130:] = garbage, garbage, garbage
     for ours, theirs in zip(run(implementation, x, w, GROUP_SIZES, d_out), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def with_nan(array, at):
+    array = array.copy()
+    array[at] = np.nan
+    return array
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -165,10 +179,9 @@ def test_what_has_no_rows_or_no_group_may_hold_garbage(implementation, garbage):
 def test_a_nan_stays_in_its_row_and_its_group(implementation, row, group):
     x, w, d_out = arrays()
     out, dx, dw = run(implementation, x, w, GROUP_SIZES, d_out)
-    spoil = lambda array, i: array.at[i].set(np.nan)
     for dirty, expected in [
-        ((spoil(x, row), w, GROUP_SIZES, d_out), (spoil(out, row), dx, spoil(dw, group))),
-        ((x, w, GROUP_SIZES, spoil(d_out, row)), (out, spoil(dx, row), spoil(dw, group))),
+        ((with_nan(x, row), w, GROUP_SIZES, d_out), (with_nan(out, row), dx, with_nan(dw, group))),
+        ((x, w, GROUP_SIZES, with_nan(d_out, row)), (out, with_nan(dx, row), with_nan(dw, group))),
     ]:
         for ours, theirs in zip(run(implementation, *dirty), expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -178,8 +191,9 @@ def test_a_nan_stays_in_its_row_and_its_group(implementation, row, group):
 def test_a_nan_in_a_matrix_stays_in_its_rows(implementation):
     x, w, d_out = arrays()
     out, dx, dw = run(implementation, x, w, GROUP_SIZES, d_out)
-    expected = out.at[40:100].set(np.nan), dx.at[40:100].set(np.nan), dw
-    for ours, theirs in zip(run(implementation, x, w.at[2].set(np.nan), GROUP_SIZES, d_out), expected, strict=True):
+    rows = slice(40, 100)
+    expected = with_nan(out, rows), with_nan(dx, rows), dw
+    for ours, theirs in zip(run(implementation, x, with_nan(w, 2), GROUP_SIZES, d_out), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -195,7 +209,7 @@ def test_the_work_is_that_of_the_rows(training, decode):
         groups = np.repeat(np.arange(len(group_sizes)), group_sizes)[:tokens]
         blocks = np.arange(len(groups)) // size
         for aligned, empty in [(False, False), (True, False), (True, True)]:
-            tiles = plan(jnp.asarray(group_sizes, jnp.int32), tokens, size, aligned=aligned, empty=empty)
+            tiles = plan(np.asarray(group_sizes, np.int32), tokens, size, aligned=aligned, empty=empty)
             group, first, end = (np.asarray(x)[: tiles.count] for x in (tiles.group, tiles.first, tiles.end))
             rows = np.concatenate([[], *map(np.arange, first, end)])
             np.testing.assert_array_equal(rows, np.arange(len(groups)))
@@ -250,7 +264,7 @@ def test_memory_and_flops_do_not_grow_with_the_groups(dtype):
 
 def test_inside_scan_and_checkpoint():
     x, w, _ = arrays(groups=10, in_features=24, out_features=24)
-    layers = w.reshape(2, 5, 24, 24), jnp.array([[70, 0, 10, 30, 40], [1, 2, 100, 3, 0]])
+    layers = w.reshape(2, 5, 24, 24), np.array([[70, 0, 10, 30, 40], [1, 2, 100, 3, 0]])
 
     def loss(x, w, sizes, implementation):
         def layer(x, layer):
@@ -267,7 +281,7 @@ def test_inside_scan_and_checkpoint():
 
 def test_inside_vmap_and_while_loop():
     x, w, _ = arrays(groups=3, in_features=24, out_features=24)
-    xs, sizes = jnp.stack([x, 2 * x]), jnp.array([[100, 0, 30], [1, 2, 3]])
+    w, xs, sizes = jnp.asarray(w), np.stack([x, 2 * x]), np.array([[100, 0, 30], [1, 2, 3]])
 
     def squared(x, sizes, implementation):
         step = lambda state: (state[0] + 1, kernels.ragged_dot(state[1], w, sizes, implementation=implementation))
@@ -284,8 +298,7 @@ def test_the_choice_of_implementation():
     def loops(*args, **kwargs):
         return "while" in str(jax.make_jaxpr(functools.partial(kernels.ragged_dot, **kwargs))(*args))
 
-    x, w, _ = arrays()
-    sizes = jnp.array(GROUP_SIZES)
+    x, w, sizes = map(jnp.asarray, [*arrays()[:2], GROUP_SIZES])
     assert loops(x, w, sizes) and not loops(x, w, sizes, implementation="reference")
     assert kernels.ragged_dot(x[:0], w, sizes).shape == (0, 40)
     assert not kernels.ragged_dot(x, w[:0], sizes[:0]).any()
@@ -302,8 +315,7 @@ def test_float64_stays_float64():
 
 
 def test_contradictions_are_refused():
-    x, w, _ = arrays()
-    sizes = jnp.array(GROUP_SIZES)
+    x, w, sizes = map(jnp.asarray, [*arrays()[:2], GROUP_SIZES])
     with pytest.raises(ValueError, match=r"no such implementation"):
         kernels.ragged_dot(x, w, sizes, implementation="cutlass")
     with pytest.raises(ValueError, match=r"'xla'\): it needs a row, a group and a feature at least"):
@@ -327,8 +339,7 @@ def test_what_kernels_cannot_address_is_refused(implementation, w_shape, w_dtype
 
 
 def test_shapes_that_do_not_fit_are_refused_where_nobody_checks_annotations():
-    x, w, _ = arrays()
-    sizes = jnp.array(GROUP_SIZES)
+    x, w, sizes = map(jnp.asarray, [*arrays()[:2], GROUP_SIZES])
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         with pytest.raises(ValueError, match=r"x have 24 features, and w, \(groups, out, in\), takes 40"):
