@@ -1,6 +1,7 @@
 """Preference optimisation: the objective equals TRL's, is the same packed or not, and learns."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,17 @@ import pytest
 import train.tiny
 import zoo
 from tests.train import make_golden_trl as trl
+from tests.train.conftest import command, devices
 from tests.train.test_loss import GIVEN, GOLDEN
-from train import dpo, finetune, preferences
+from train import dpo, preferences
 from train.metrics import read_metrics
 from train.optim import adamw
 from train.records import open_records
 from train.state import init_state
 from train.step import jit_train_step
-from zoo.surgery import cast
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("quick")
 
 LOSSES = ("dpo", "ipo", "orpo", "kto")
 
@@ -64,7 +65,8 @@ def rows():
 def test_the_objective_equals_trl(rows, loss):
     batch, model, reference = rows
     o = dpo.Options(loss=loss, beta=trl.BETA)
-    total, (sums, _) = dpo.objective(model, batch, reference, o=o)
+    objective = lambda x, y: dpo.objective(Given(x), batch, Given(y), o=o)
+    total, (sums, _) = jax.jit(objective)(model.logits, reference.logits)
     orpo = np.mean(-np.array(GOLDEN["orpo_chosen_logps"]) - np.array(GOLDEN["orpo_odds_ratio"]))
     expected = orpo if loss == "orpo" else GOLDEN[loss][0]
     np.testing.assert_allclose([total, sums["loss"]], 2 * [trl.PAIRS * expected], rtol=1e-5)
@@ -78,24 +80,15 @@ def test_what_is_not_there_counts_for_nothing(rows, loss):
     batch, model, reference = rows
     batch = batch | {"desirable": batch["loss_mask"]}
     objective = lambda x: dpo.objective(Given(x), batch, reference, o=dpo.Options(loss=loss))[0]
-    value, gradient = jax.value_and_grad(objective)(model.logits)
+    value, gradient = jax.jit(jax.value_and_grad(objective))(model.logits)
     learnt = batch["loss_mask"] != 0
     learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # of its second documents there is no gradient
     assert jnp.isfinite(value) and jnp.array_equal(jnp.any(gradient != 0, axis=2), learnt)
 
 
-# ======================================================================================================================
-# The embedded model and preferences.
-# ======================================================================================================================
-
-
-@pytest.fixture(scope="module")
-def records():
-    return open_records(train.tiny.PREFERENCES, 0.0)[0]
-
-
-def test_the_embedded_preferences_follow_from_the_instructions(records):
+def test_the_embedded_preferences_follow_from_the_instructions():
     """Of every third question: the answer; and half of its words, or it and another answer."""
+    records = open_records(train.tiny.PREFERENCES, 0.0)[0]
     chats = [record.fields["messages"] for record in open_records(train.tiny.INSTRUCTIONS, 0.0)[0]]
     chats = [chat for chat in chats if len(chat) == 2]
     assert len(records) == len(chats) // 3
@@ -107,24 +100,39 @@ def test_the_embedded_preferences_follow_from_the_instructions(records):
         assert record.fields == {"prompt": [question], "chosen": [answer], "rejected": [rejected]}
 
 
+# ======================================================================================================================
+# A tiny model and preferences: capitals rather than small letters.
+# ======================================================================================================================
+
+
 @pytest.fixture(scope="module")
-def model():
-    return cast(zoo.load("tiny"), jnp.float32)
+def pairs(base):
+    random = np.random.RandomState(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.randint(3, 5))) for _ in range(40)]
+    lines = [json.dumps({"prompt": f"{word} ", "chosen": word.upper(), "rejected": word[::-1]}) for word in words]
+    (base / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    return base / "pairs.jsonl"
 
 
-def rows_of(records, loss, **shape):
-    """The only batch of these records."""
+@pytest.fixture(scope="module")
+def model(base):
+    return zoo.load(base / "model", dtype="float32")
+
+
+def rows_of(base, pairs, count, loss, **shape):
+    """The only batch of the first records, in eight rows of 64 tokens whatever the shape that they were packed for."""
     (batch,) = preferences.batches(
-        records, zoo.tokenizer("tiny"), vocab_size=2048, unpaired=loss == "kto", epochs=1, **shape
-    )
-    return jax.tree.map(jnp.asarray, batch)
+        open_records(pairs, 0.0)[0][:count], zoo.tokenizer(base / "model"), vocab_size=64, unpaired=loss == "kto",
+        epochs=1, batch=8, **shape,
+    )  # fmt: skip
+    return {name: jnp.asarray(np.pad(a, ((0, 0), (0, 64 - a.shape[1])))) for name, a in batch.items()}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_packing_changes_nothing(records, model, loss):
-    reference = jax.tree.map(lambda a: a * 0.99, model)
+def test_packing_changes_nothing(base, pairs, model, loss):
+    reference = jax.tree.map(lambda a: jnp.asarray(np.asarray(a) * np.float32(0.99)), model)
     objective = jax.jit(functools.partial(dpo.objective, o=dpo.Options(loss=loss)))
-    packed, spread = rows_of(records[:4], loss, seq_len=512, batch=2), rows_of(records[:4], loss, seq_len=144, batch=8)
+    packed, spread = (rows_of(base, pairs, 4, loss, seq_len=seq_len) for seq_len in (64, 20))
     assert dpo.count(packed) == dpo.count(spread) == (8 if loss == "kto" else 4)
     assert packed["segments"].max() > 4 > spread["segments"].max()
     sums = [objective(model, batch, reference)[1][0] for batch in (packed, spread)]
@@ -133,16 +141,16 @@ def test_packing_changes_nothing(records, model, loss):
 
 
 @pytest.mark.parametrize("loss", ["orpo", "kto"])  # without and with a copy of the model to refer to
-def test_it_learns(records, model, loss):
+def test_it_learns(base, pairs, model, loss):
     o, optimizer = dpo.Options(loss=loss, beta=1.0 if loss == "orpo" else 0.1), adamw(optax.constant_schedule(1e-3))
-    batch = rows_of(records[:8], loss, seq_len=512, batch=4 if loss == "kto" else 2)
-    state = init_state(jax.tree.map(jnp.copy, model), optimizer)
+    batch = rows_of(base, pairs, 8, loss, seq_len=64)
+    state = init_state(model, optimizer)
     step = jit_train_step(
         state, optimizer=optimizer, schedule=optax.constant_schedule(1e-3), compute_dtype=jnp.float32,
         objective=functools.partial(dpo.objective, o=o), count=dpo.count,
     )  # fmt: skip
     history = []
-    for _ in range(8):
+    for _ in range(24):
         state, metrics = step(state, batch, None, None if loss == "orpo" else model)
         history.append(metrics)
     first, last = jax.device_get((history[0], history[-1]))
@@ -151,16 +159,30 @@ def test_it_learns(records, model, loss):
     assert last["loss"] < 0.7 * first["loss"] and last["margin"] > first["margin"] and last["accuracy"] > 0.9
 
 
-def test_the_script_trains_adapters(tmp_path):
-    dpo.main(
-        dpo.Options(
-            out=tmp_path, lora=finetune.Lora(rank=4), steps=4, batch=8, seq_len=176, lr=1e-3, mesh="fsdp=4,tensor=2",
-            sample_tokens=2, sample_every=4, eval_every=4,
-        )
-    )  # fmt: skip
-    before, first, *_, last = read_metrics(tmp_path / "metrics.jsonl")
-    for name in ("loss", "margin"):  # the reference is the model without adapters, which is what it begins as
-        # Rewards are a tenth of differences of sums of some 180, in float32.
-        np.testing.assert_allclose([before[f"validation_{name}"], first[name]], np.log(2) * (name == "loss"), atol=1e-5)
+def assert_learnt_from_the_start(out):
+    """The reference is the model without adapters, which is what it begins as."""
+    before, first, *_, last = read_metrics(out / "metrics.jsonl")
+    for name in ("loss", "margin"):
+        want = np.log(2) * (name == "loss")
+        # Rewards are a tenth of differences of sums of up to some 180, in float32.
+        np.testing.assert_allclose([before[f"validation_{name}"], first[name]], want, atol=1e-5)
     assert last["margin"] > 0 and last["validation_loss"] < np.log(2)
-    assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+    assert (out / "adapter/adapter_model.safetensors").exists()
+
+
+def test_the_script_trains_adapters(base, pairs, tmp_path, monkeypatch):
+    devices(monkeypatch, 8)
+    command(
+        "train.dpo", "--model", base / "model", "--data", pairs, "--out", tmp_path, "--lora.rank", 4, "--steps", 4,
+        "--batch", 8, "--seq-len", 32, "--lr", 1e-2, "--mesh", "fsdp=4,tensor=2", "--eval-every", 4,
+    )  # fmt: skip
+    assert_learnt_from_the_start(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_learns_the_embedded_preferences(tmp_path):
+    command(
+        "train.dpo", "--out", tmp_path, "--lora.rank", 4, "--steps", 4, "--batch", 8, "--seq-len", 176, "--lr", 1e-3,
+        "--eval-every", 4,
+    )  # fmt: skip
+    assert_learnt_from_the_start(tmp_path)

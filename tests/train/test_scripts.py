@@ -1,62 +1,54 @@
-"""The scripts as a user runs them, in processes of their own: to the end, killed, told to stop, and with bad input."""
+"""The scripts by their command lines: to the end, stopped, and with bad input; and, in processes of their own, killed."""
 
 import json
 import os
 import pathlib
 import re
 import signal
-import string
 import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import convert.tensors
 import zoo
+from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
+from train import loop
+from train.stop import StopRequest
 
-
-pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
-STEPS = 40
+STEPS = 16
+pytestmark = pytest.mark.usefixtures("quick")
+generate = zoo.generate  # that of `quick` runs writes nothing
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A tiny random model with a tokenizer, and a data set: spell a word in capitals."""
-    folder = tmp_path_factory.mktemp("base")
-    tiny.write(folder / "model", "qwen3", eos_token_id=63)
-    tiny.write_tokenizer(folder / "model")
-    random = np.random.RandomState(0)
-    with (folder / "words.jsonl").open("w") as file:
-        for _ in range(200):
-            word = "".join(random.choice(list(string.ascii_lowercase), random.randint(3, 9)))
-            file.write(json.dumps({"prompt": word + " ", "completion": word.upper()}) + "\n")
-    return folder
+def words(base):
+    write_words(base / "words.jsonl", 0, count=200)
+    return base
 
 
-def start(base, out, *options, script="train.sft", **kwargs):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "200",
-        "JAX_COMPILATION_CACHE_DIR": str(base / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+def options(base, out, *more):
+    usual = {
+        "model": base / "model", "data": base / "words.jsonl", "out": out, "steps": STEPS, "seq-len": 32, "batch": 4,
+        "lr": 1e-2, "sample-tokens": 2, "save-every": 4, "eval-every": 4,
     }  # fmt: skip
-    command = [sys.executable, "-m", script, "--model", str(base / "model"), "--data", str(base / "words.jsonl")]
-    command += ["--out", str(out), "--steps", str(STEPS), "--seq-len", "32", "--batch", "4", "--lr", "3e-3"]
-    command += ["--sample-tokens", "4", "--save-every", "4", *options]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs
-    )
+    return [str(word) for name, value in usual.items() for word in (f"--{name}", value)] + [str(word) for word in more]
 
 
-def finish(process, code=0):
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == code, output
-    return output
+def refused(*arguments, script="train.sft"):
+    """The sentence that the script ends with."""
+    with pytest.raises(SystemExit) as end:
+        command(script, *arguments)
+    assert isinstance(end.value.code, str) and "Traceback" not in end.value.code
+    return end.value.code
 
 
 def metrics(out):
@@ -69,119 +61,113 @@ def losses(out):
     return {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
 
 
-def wait_for_step(process, out, step):
-    while process.poll() is None and max(losses(out), default=0) < step:
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
-def whole(base):
-    """A run that nobody disturbed."""
-    return finish(start(base, base / "whole")), base / "whole"
+def whole(words):
+    """The folder of a run that nobody disturbed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zoo, "generate", generate)
+        command("train.sft", *options(words, words / "whole"))
+    return words / "whole"
 
 
-def test_a_run(base, whole):
-    output, out = whole
-    assert list(losses(out)) == list(range(1, STEPS + 1))
-    held_out = [line["validation_loss"] for line in metrics(out) if "validation_loss" in line]
-    assert len(held_out) == 11 and held_out[-1] < held_out[0] - 0.3
-    line = metrics(out)[-1]
+def test_a_run(words, whole, capsys):
+    assert list(losses(whole)) == list(range(1, STEPS + 1))
+    held_out = [line["validation_loss"] for line in metrics(whole) if "validation_loss" in line]
+    assert len(held_out) == 5 and held_out[-1] < held_out[0] - 0.3
+    line = metrics(whole)[-1]
     assert {"accuracy", "grad_norm", "learning_rate", "tokens", "tokens_per_second"} <= line.keys()
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    samples = [json.loads(sample) for sample in (out / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {0, 10, 20, 30, 40}
-    assert f'zoo.load("{out / "model"}")' in output
-    model = zoo.load(out / "model")
-    assert model.config == zoo.load(base / "model").config
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
+    samples = [json.loads(sample) for sample in (whole / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {0, 4, 8, 12, 16} and all(sample["prompt"] for sample in samples)
+    model = zoo.load(whole / "model")
+    assert model.config == zoo.load(words / "model").config
     assert model.embed_tokens.weight.dtype == "float32"
-    assert zoo.tokenizer(out / "model").encode("ab") == zoo.tokenizer(base / "model").encode("ab")
+    assert zoo.tokenizer(whole / "model").encode("ab") == zoo.tokenizer(words / "model").encode("ab")
+    command("train.sft", *options(words, whole))
+    said = capsys.readouterr().out.replace("\n", "")
+    assert f"Going on from step {STEPS}" in said and f'zoo.load("{whole / "model"}")' in said
 
 
-def test_killed_and_resumed(base, whole):
-    """SIGKILL at three moments, saves under way: every loss and every weight is as if nothing had happened."""
-    out = base / "killed"
-    for step in (5, 17, 28):
-        process = start(base, out)
-        wait_for_step(process, out, step)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    assert "Going on from step" in finish(start(base, out))
-    assert losses(out) == losses(whole[1])
-    assert list(losses(out)) == list(range(1, STEPS + 1))
-    ours, theirs = (convert.tensors.open_tensors(folder / "model") for folder in (out, whole[1]))
-    assert all(ours[name].view().tobytes() == theirs[name].view().tobytes() for name in theirs)
+@pytest.fixture
+def stopped_at(monkeypatch):
+    """`stopped_at(n)`: a SIGTERM comes in the n-th step of a run."""
+
+    def stopped_at(step):
+        class Stop(StopRequest):
+            asked = 0
+
+            def agreed(self):
+                self.asked += 1
+                if self.asked == step:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return super().agreed()
+
+        monkeypatch.setattr(loop, "StopRequest", Stop)
+
+    return stopped_at
 
 
-@pytest.mark.parametrize("matmul", ["int8", "fp8"])
-def test_eight_bits(base, whole, matmul):
+def test_told_to_stop(words, whole, stopped_at, capsys):
+    out = words / "stopped"
+    stopped_at(6)
+    command("train.sft", *options(words, out))
+    assert "Stopped by SIGTERM after step 6, which is saved" in capsys.readouterr().out.replace("\n", " ")
+    assert list(losses(out)) == list(range(1, 7)) and not (out / "model").exists()
+    stopped_at(0)
+    command("train.sft", *options(words, out))
+    assert "Going on from step 6" in capsys.readouterr().out
+    assert losses(out) == losses(whole)
+    assert (out / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("matmul", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_eight_bits(words, whole, stopped_at, matmul):
     """The losses are nearly those of the float run, though this one stops in between and goes on."""
-    out = base / matmul
-    process = start(base, out, "--matmul", matmul)
-    wait_for_step(process, out, 9)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
-    assert "Going on from step" in finish(start(base, out, "--matmul", matmul))
+    out = words / matmul
+    stopped_at(5)
+    command("train.sft", *options(words, out, "--matmul", matmul))
+    stopped_at(0)
+    command("train.sft", *options(words, out, "--matmul", matmul))
     assert list(losses(out)) == list(range(1, STEPS + 1))
-    ours, theirs = (np.array(list(losses(folder).values())) for folder in (out, whole[1]))
-    assert np.mean(ours[-8:]) < np.mean(ours[:8]) - 0.3
+    ours, theirs = (np.array(list(losses(folder).values())) for folder in (out, whole))
+    assert np.mean(ours[-4:]) < np.mean(ours[:4]) - 0.3
     assert 0 < np.mean(np.abs(ours - theirs)) < 0.1 and abs(np.mean(ours[-8:]) - np.mean(theirs[-8:])) < 0.05
-    assert zoo.load(out / "model").config == zoo.load(base / "model").config
+    assert zoo.load(out / "model").config == zoo.load(words / "model").config
 
 
-def test_told_to_stop(base, whole):
-    out = base / "stopped"
-    process = start(base, out)
-    wait_for_step(process, out, 9)
-    process.send_signal(signal.SIGTERM)
-    output = finish(process)
-    (step,) = map(int, re.findall(r"Stopped by SIGTERM after step (\d+), which is saved", output))
-    assert max(losses(out)) == step < STEPS
-    assert f"Going on from step {step}" in finish(start(base, out))
-    assert losses(out) == losses(whole[1])
+def test_resuming_on_other_data_is_refused(words, whole):
+    assert "identity.data.batch is 4, and now it is 8" in refused(*options(words, whole, "--batch", "8"))
 
 
-def test_resuming_on_other_data_is_refused(base, whole):
-    output = finish(start(base, whole[1], "--batch", "8"), code=1)
-    assert "identity.data.batch is 4, and now it is 8" in output.replace("\n", "")
-    assert "Traceback" not in output
+def test_not_finite(words):
+    out = words / "nan"
+    text = refused(*options(words, out, "--lr", "1e30", "--clip-norm", "inf", "--warmup", "0", "--hold-out", "0"))
+    (step,) = map(int, re.findall(r"not finite at step (\d+); the state of step", text))
+    assert step > 1 and "Lower --lr" in text
+    assert (out / "checkpoints" / str(step - 1)).is_dir() and not (out / "model").exists()
 
 
-def test_not_finite(base):
-    output = finish(start(base, base / "nan", "--lr", "1e30", "--clip-norm", "inf", "--warmup", "0"), code=1)
-    (step,) = map(int, re.findall(r"not finite at step (\d+); the state of step", output))
-    assert step > 1 and "Lower --lr" in output and "Traceback" not in output
-    assert (base / "nan" / "checkpoints" / str(step - 1)).is_dir()
-    assert not (base / "nan" / "model").exists()
-
-
-def test_dry_run(base):
-    output = finish(start(base, base / "dry", "--dry-run"))
-    words = [
-        "words.jsonl",
-        "190",
-        "prompt",
-        "completion",
-        "Example 3",
-        "filled",
-        "vocabulary",
-        "Memory",
-        "Mesh",
-        "fsdp",
+def test_dry_run(words, capsys):
+    command("train.sft", *options(words, words / "dry", "--dry-run"))
+    output = capsys.readouterr().out
+    for word in (
+        "words.jsonl", "190", "prompt", "completion", "Example 3", "filled", "vocabulary", "Memory", "Mesh", "fsdp",
         "free",
-    ]
-    assert all(word in output for word in words), output
-    assert not (base / "dry").exists()
+    ):  # fmt: skip
+        assert word in output, word
+    assert not (words / "dry").exists()
 
 
-def test_pretrain(base):
-    output = finish(start(base, base / "pretrain", "--steps", "8", script="train.pretrain"))
-    assert len(losses(base / "pretrain")) == 8 and "zoo.load" in output
-    assert zoo.load(base / "pretrain" / "model").config == zoo.config(base / "model")
+def test_pretrain(words, capsys):
+    out = words / "pretrain"
+    command("train.pretrain", *options(words, out, "--steps", 2, "--router-balance", 0, "--eval-every", 2))
+    assert len(losses(out)) == 2 and "zoo.load" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(out) if "validation_loss" in line] == [0, 2]
+    assert zoo.load(out / "model").config == zoo.config(words / "model")
 
 
 @pytest.mark.parametrize(
-    "content, options, words",
+    "content, more, said",
     [
         ("", [], ["bad.jsonl", "empty"]),
         ('{"prompt": "a", "completion": "B"}\n{"prompt": "a", "comp\n', [], ["bad.jsonl", "line 2"]),
@@ -192,13 +178,59 @@ def test_pretrain(base):
         ('{"prompt": "abcdefg", "completion": "h"}\n' * 9, ["--seq-len", "4"], ["nothing to learn"]),
     ],
 )
-def test_bad_input(base, tmp_path, content, options, words):
+def test_bad_input(base, tmp_path, content, more, said):
     (tmp_path / "bad.jsonl").write_text(content)
-    output = finish(start(base, tmp_path / "out", "--data", str(tmp_path / "bad.jsonl"), *options), code=1)
-    last = output.replace("\n", " ")
-    assert all(word in last for word in words), output
-    assert "Traceback" not in output
+    text = refused(*options(base, tmp_path / "out", "--data", tmp_path / "bad.jsonl", *more))
+    assert all(word in text.replace("\n", " ") for word in said), text
     assert not (tmp_path / "out").exists()
+
+
+# ======================================================================================================================
+# Processes of their own.
+# ======================================================================================================================
+
+
+def start(*arguments):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false", "COLUMNS": "200",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "train.sft", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(words):
+    """SIGKILL at two moments, saves under way, then SIGTERM: every loss and every weight is as if nothing had
+    happened. An error is one sentence, and exit code 1."""
+    long = ["--steps", "40", "--lr", "3e-3"]
+    finish(start(*options(words, words / "calm", *long)))
+    out = words / "killed"
+    for step, number in ((5, signal.SIGKILL), (17, signal.SIGKILL), (28, signal.SIGTERM)):
+        process = start(*options(words, out, *long))
+        while process.poll() is None and max(losses(out), default=0) < step:
+            time.sleep(0.01)
+        process.send_signal(number)
+        output, _ = process.communicate()
+        if number == signal.SIGKILL:
+            assert process.returncode == -signal.SIGKILL
+    assert process.returncode == 0 and re.search(r"Stopped by SIGTERM after step (28|29|3\d), which is saved", output)
+    assert "Going on from step" in finish(start(*options(words, out, *long)))
+    assert losses(out) == losses(words / "calm")
+    assert list(losses(out)) == list(range(1, 41))
+    ours, theirs = (convert.tensors.open_tensors(folder / "model") for folder in (out, words / "calm"))
+    assert all(ours[name].view().tobytes() == theirs[name].view().tobytes() for name in theirs)
+    output = finish(start(*options(words, out, *long, "--batch", "8")), code=1)
+    assert "identity.data.batch is 4, and now it is 8" in output.replace("\n", "") and "Traceback" not in output
 
 
 @pytest.fixture(scope="module")
@@ -208,17 +240,19 @@ def shakespeare(tmp_path_factory):
         pytest.skip("the small trained Llama is not beside this checkout")
     folder = tmp_path_factory.mktemp("shakespeare")
     (folder / "model").symlink_to(SHARED / "aidreams260k")
-    options = ["--data", str(SHARED / "text" / "tinyshakespeare.txt"), "--seq-len", "128", "--batch", "16"]
-    finish(start(folder, folder / "out", *options, "--save-every", "1000"))
+    data = ["--data", SHARED / "text" / "tinyshakespeare.txt", "--seq-len", 128, "--batch", 16, "--lr", 3e-3]
+    finish(start(*options(folder, folder / "out", *data, "--steps", 40, "--save-every", 1000, "--eval-every", 20)))
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_real_weights_learn_shakespeare(shakespeare):
     """Held-out loss falls by more than a nat."""
     held_out = [line["validation_loss"] for line in metrics(shakespeare) if "validation_loss" in line]
     assert held_out[-1] < held_out[0] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.live
 def test_transformers_loads_what_was_trained(shakespeare):
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")

@@ -1,0 +1,92 @@
+"""What tests of the training scripts share: a tiny base model, command lines in this process, and quick runs."""
+
+import functools
+import json
+import runpy
+import string
+import sys
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import zoo
+import zoo.mesh
+from tests.zoo import tiny
+from train import loop
+
+
+def write_words(path, seed, count=60, sign=str.upper):
+    """Prompts and completions: a word, and what `sign` makes of it."""
+    random = np.random.RandomState(seed)
+    words = ["".join(random.choice(list(string.ascii_lowercase), random.randint(3, 9))) for _ in range(count)]
+    lines = [json.dumps({"prompt": f"{word} ", "completion": sign(word)}) + "\n" for word in words]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with a tiny random model, its tokenizer of 64 tokens, and words to write in capitals."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny.write(folder / "model", "qwen3", eos_token_id=63)
+    tiny.write_tokenizer(folder / "model")
+    write_words(folder / "words.jsonl", 0)
+    return folder
+
+
+def command(script, *arguments):
+    """`python -m script` with these arguments, but in this process. A sentence that it ends with is a SystemExit."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that the module has been imported before
+        patch.setattr(sys, "argv", [script, *map(str, arguments)])
+        patch.setenv("COLUMNS", "200")
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+
+
+def devices(patch, number):
+    """Lets scripts have so many of the eight devices."""
+    make_mesh = functools.partial(zoo.mesh.make_mesh, devices=jax.devices()[:number])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("train.") and hasattr(module, "make_mesh"):
+            patch.setattr(module, "make_mesh", make_mesh)
+    patch.setattr(zoo.mesh, "make_mesh", make_mesh)
+
+
+def remembered(function, key):
+    """`function`, called once for each key."""
+    made = {}
+
+    def call(*args, **options):
+        name = key(*args, **options)
+        if name not in made:
+            made[name] = function(*args, **options)
+        return made[name]
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Runs of scripts have one device, write no samples, and share the compiled steps that are the same.
+
+    Two runs with the same options trace and compile the same step, which is most of what a short run takes.
+    """
+
+    def rates(o, updates=1):
+        return o.schedule, o.lr, o.steps, o.warmup, o.decay, o.weight_decay, o.clip_norm, updates
+
+    def parts(value):
+        return (value.func, *sorted(value.keywords.items())) if isinstance(value, functools.partial) else value
+
+    def step(state, **options):
+        arrays = tuple((a.shape, a.dtype, a.sharding) for a in jax.tree.leaves(state))
+        return jax.tree.structure(state), arrays, *((name, parts(options[name])) for name in sorted(options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        devices(patch, 1)
+        patch.setattr(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts))
+        patch.setattr(loop, "make_optimizer", remembered(loop.make_optimizer, rates))
+        patch.setattr(loop, "jit_train_step", remembered(loop.jit_train_step, step))
+        yield
