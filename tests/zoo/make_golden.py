@@ -12,17 +12,24 @@ import numpy as np
 from tests.zoo import tiny
 
 
-def logits(folder: pathlib.Path, dtype: str = "float32") -> np.ndarray:
-    """transformers' logits of `tiny.TOKENS`, from its eager attention."""
-    import torch
+def load(folder: pathlib.Path, dtype: str = "float32"):
+    """transformers' model, with its eager attention."""
     import transformers
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
     assert not any(info.values()), info
+    return model.eval()
+
+
+def logits(model) -> np.ndarray:
+    """What transformers' model, or the one of a folder, says of `tiny.TOKENS`."""
+    import torch
+
+    model = load(model) if isinstance(model, pathlib.Path) else model
     with torch.no_grad():
-        return model.eval()(torch.tensor(tiny.TOKENS)).logits.float().numpy()
+        return model(torch.tensor(tiny.TOKENS)).logits.float().numpy()
 
 
 if __name__ == "__main__":

@@ -41,13 +41,19 @@ CALLS = {
     "no positions, then decode": [None, [[3], [3]], [[4], [4]]],
 }
 
+WIDTHS = (1, 3, 7, 12)  # calls are padded to these, so that few programs compile; windows are of 4
+
 write = eqx.filter_jit(lambda cache, k, v, positions: cache.update(k, v, positions))
 
 
 def update(cache, tokens, positions):
     """The new cache, and what the cache shows of the tokens' numbers: keys, values (their negatives), positions."""
+    if positions is not None:
+        more = next(width for width in WIDTHS if width >= positions.shape[1]) - positions.shape[1]
+        tokens = np.pad(tokens, ((0, 0), (0, more)))
+        positions = jnp.asarray(np.pad(positions, ((0, 0), (0, more)), constant_values=-1))
     vectors = tokens[..., None] if isinstance(cache, LatentKV) else tokens[..., None, None]
-    cache, k, v, *at = write(cache, vectors, -vectors, positions)
+    cache, k, v, *at = write(cache, jnp.asarray(vectors), jnp.asarray(-vectors), positions)
     k, v = (np.asarray(x).reshape(len(tokens), -1) for x in (k, v))
     index = np.broadcast_to(np.arange(k.shape[1]), k.shape)
     return cache, k, v, index if not at or at[0] is None else np.asarray(at[0])
@@ -64,7 +70,7 @@ def test_every_query_finds_what_it_may_see(kind, calls):
         now = np.array([[0, 1, 2]] * 2 if positions is None else positions)
         tokens = 1.0 + count + np.arange(now.size, dtype=np.float32).reshape(now.shape)
         count += now.size
-        cache, k, v, at = update(cache, jnp.asarray(tokens), None if positions is None else jnp.asarray(now))
+        cache, k, v, at = update(cache, tokens, None if positions is None else now)
         for row in (0, 1):
             written[row].update({int(p): t for p, t in zip(now[row], tokens[row], strict=True) if p >= 0})
             for query in now[row][now[row] >= 0]:
@@ -96,24 +102,25 @@ def test_local_layers_keep_their_window_alone(name):
     assert [slots[n] for n in range(len(windows))] == [window or 64 for window in windows]
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-tail", "gemma3", "deepseek3"])
-def test_int8_is_close_and_small(tmp_path, name):
+@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3"])  # keys and values, in windows too; and latents
+def test_int8_is_close_and_small(load, name):
     """The root mean square of what it changes in the logits, prefilled and decoded: at most 2.2% of theirs, of latents,
     where routers' choices change too."""
-    model, tokens = zoo.load(tiny.write(tmp_path, name)), jnp.asarray(tiny.TOKENS[:, :24])
+    model, tokens = load(name), jnp.asarray(tiny.TOKENS[:, :24])
     index = jnp.broadcast_to(jnp.arange(24), tokens.shape)
 
     @eqx.filter_jit
-    def logits(model, cache):
+    def logits(model):
+        cache = zoo.cache.empty(model, 2, 24, "int8")
         prefill, cache = model.decode(tokens[:, :16], cache, positions=index[:, :16])
         step = lambda cache, now: model.decode(now[0][:, None], cache, positions=now[1][:, None])[::-1]
-        _, rest = jax.lax.scan(step, cache, (tokens[:, 16:].T, index[:, 16:].T))
-        return jnp.concatenate([prefill, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1)
+        cache, rest = jax.lax.scan(step, cache, (tokens[:, 16:].T, index[:, 16:].T))
+        return jnp.concatenate([prefill, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1), cache
 
-    exact, int8 = zoo.cache.empty(model, 2, 24), zoo.cache.empty(model, 2, 24, "int8")
-    size = lambda cache: sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    a, b = np.asarray(logits(model, exact)), np.asarray(logits(model, int8))
-    assert 0 < np.linalg.norm(a - b) < 0.03 * np.linalg.norm(a)
+    exact = eqx.filter_eval_shape(lambda model: zoo.cache.empty(model, 2, 24), model)
+    size = lambda cache: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    (b, int8), a = logits(model), tiny.golden()[name][:, :24]
+    assert 1e-4 < np.linalg.norm(a - b) / np.linalg.norm(a) < 0.03
     assert size(int8) < size(exact) / 3
 
 

@@ -10,51 +10,50 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
+from tests.zoo.programs import forward
 from zoo.engine import Engine, bucket, complete
 from zoo.mesh import make_mesh
 from zoo.sampling import Sampler
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("tests/zoo/test_engine.py")  # not with the families: it is about none
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
-FAMILIES = ["qwen3-window-tail", "gemma3", "deepseek3", "qwen3_moe", "llama4", "gpt_oss"]
+NEVER = range(64, 72)  # stop tokens that are not drawn, as many as of those that are: their number is in the programs
+slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 draw = eqx.filter_jit(lambda sampler, logits, keys: sampler(logits, keys))
-forward = eqx.filter_jit(lambda model, tokens: model(tokens))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {name: tiny.write(root / name, name) for name in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def model(folders):
-    return zoo.load(folders["qwen3-window-tail"])
+def model(load):
+    return load("qwen3")
 
 
 def logits_after(model, prompt, completion):
     """By one forward pass: the logits that each of its tokens was drawn from."""
-    ids = np.zeros((1, 64), np.int32)
+    ids = np.zeros(tiny.TOKENS.shape, np.int32)
     ids[0, : len(prompt) + len(completion.tokens)] = prompt + completion.tokens
-    return forward(model, jnp.asarray(ids))[0, len(prompt) - 1 :][: len(completion.tokens)]
+    return np.asarray(forward(model, jnp.asarray(ids)))[0, len(prompt) - 1 :][: len(completion.tokens)]
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 def texts(groups):
     return [[completion.tokens for completion in group] for group in groups]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_is_the_forward_pass(folders, name):
+@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", slow("llama4"), slow("gpt_oss")])
+def test_greedy_is_the_forward_pass(load, name):
     """Past windows, and in rows that others had before; stop tokens end some early."""
-    model, stops = zoo.load(folders[name]), range(0, 64, 8)
+    model, stops = load(name), range(0, 64, 8)
     groups = complete(model, PROMPTS, max_new_tokens=14, stops=stops, slots=2)
     for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
         logits = logits_after(model, prompt, completion)
-        assert np.array_equal(completion.tokens, jnp.argmax(logits, axis=-1))
-        logs = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(completion.tokens)[:, None], 1)[:, 0]
+        assert np.array_equal(completion.tokens, np.argmax(logits, axis=-1))
+        logs = np.take_along_axis(log_softmax(logits), np.array(completion.tokens)[:, None], 1)[:, 0]
         assert np.allclose(completion.logprobs, logs, atol=1e-4)
         assert completion.finished and completion.ended == (completion.tokens[-1] in stops)
         assert completion.ended or len(completion.tokens) == 14
@@ -65,18 +64,19 @@ def test_greedy_is_the_forward_pass(folders, name):
 @pytest.mark.parametrize("sampler", [Sampler(1.5), Sampler(1.1, top_k=20, top_p=0.9, min_p=0.02)])
 def test_each_sample_has_its_key(model, sampler):
     """As the sampler draws from the forward pass's logits, whatever else there is; log-probabilities are unfiltered."""
-    groups = complete(model, PROMPTS[:3], samples=3, max_new_tokens=10, sampler=sampler, seed=4)
+    options = dict(samples=3, max_new_tokens=14, stops=NEVER, sampler=sampler, seed=4)
+    groups = complete(model, PROMPTS[:3], slots=4, **options)
     for m, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False)):
         for n, completion in enumerate(group):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(4), m), n)
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(10))
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(14))
             logits = logits_after(model, prompt, completion)
-            assert np.array_equal(completion.tokens, draw(sampler, logits, keys))
-            logs = jax.nn.log_softmax(logits / sampler.temperature)
-            expected = jnp.take_along_axis(logs, jnp.array(completion.tokens)[:, None], 1)[:, 0]
+            assert np.array_equal(completion.tokens, draw(sampler, jnp.asarray(logits), keys))
+            logs = log_softmax(logits / sampler.temperature)
+            expected = np.take_along_axis(logs, np.array(completion.tokens)[:, None], 1)[:, 0]
             assert np.allclose(completion.logprobs, expected, atol=1e-4)
         assert len({tuple(completion.tokens) for completion in group}) == 3
-    again = complete(model, PROMPTS[:3], samples=3, max_new_tokens=10, sampler=sampler, seed=4, slots=2)
+    again = complete(model, PROMPTS[:3], slots=2, **options)
     assert texts(again) == texts(groups)
 
 
@@ -84,7 +84,7 @@ def test_a_prompt_is_read_once(model, monkeypatch):
     """With more samples than rows; and prompts of one bucket are read together."""
     read, calls = zoo.engine.prefill, []
     monkeypatch.setattr(zoo.engine, "prefill", lambda *args: calls.append(args[2].shape) or read(*args))
-    complete(model, PROMPTS[:1], samples=5, max_new_tokens=4, slots=2)
+    complete(model, PROMPTS[:1], samples=5, max_new_tokens=14, stops=NEVER, slots=2)
     assert calls == [(1, 16)]
     calls.clear()
     prompts = [*PROMPTS[:2], tiny.TOKENS[0, :17].tolist(), *PROMPTS[2:4]]
@@ -94,18 +94,19 @@ def test_a_prompt_is_read_once(model, monkeypatch):
 
 def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
     """And each gets what it gets alone."""
+    shape = dict(slots=4, max_tokens=30, stride=4, stops=NEVER)
     kinds = [Sampler(), Sampler(1.0), Sampler(0.5, top_k=3), Sampler(2.0, top_p=0.9), Sampler(1.0, min_p=0.1)]
     options = [dict(max_new_tokens=5 + n, sampler=s, key=jax.random.key(n)) for n, s in enumerate(kinds)]
     submit = lambda engine, n: engine.submit(PROMPTS[0], **options[n])[0]
     alone = []
     for n in range(len(kinds)):
-        engine = Engine(model, slots=4, max_tokens=40, stride=4)
+        engine = Engine(model, **shape)
         alone.append(submit(engine, n))
         while not engine.idle:
             engine.step()
     traced, logprob = [], zoo.decoding.logprob
     monkeypatch.setattr(zoo.decoding, "logprob", lambda *args: traced.append(1) or logprob(*args))
-    engine = Engine(model, slots=4, max_tokens=40, stride=4)
+    engine = Engine(model, **shape)
     together, pieces = [submit(engine, n) for n in range(3)], {}
     while not engine.idle:
         for completion, tokens in engine.step().items():
@@ -120,7 +121,7 @@ def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
 
 def test_cancel(model):
     """Of one that runs, and of one that waits; the others take their rows."""
-    engine = Engine(model, slots=1, max_tokens=40, stride=2)
+    engine = Engine(model, slots=1, max_tokens=30, stride=2)
     first, second, third = (engine.submit(prompt, max_new_tokens=6)[0] for prompt in PROMPTS[:3])
     engine.step()
     engine.cancel(first)
@@ -129,24 +130,31 @@ def test_cancel(model):
     while not engine.idle:
         engine.step()
     assert (len(first.tokens), second.tokens) == (2, [])
-    assert third.tokens == complete(model, PROMPTS[2:3], max_new_tokens=6)[0][0].tokens
+    (alone,) = engine.submit(PROMPTS[2], max_new_tokens=6)
+    while not engine.idle:
+        engine.step()
+    assert third.tokens == alone.tokens and len(alone.tokens) == 6
 
 
-def test_int8_weights(folders):
-    model = zoo.load(folders["qwen3_moe"], quantize="int8")
+@pytest.mark.parametrize("name", ["qwen3", slow("qwen3_moe")])
+def test_int8_weights(load, name):
+    model = load(name, quantize="int8")
     for prompt, (completion,) in zip(PROMPTS, complete(model, PROMPTS[:2], max_new_tokens=6), strict=False):
-        assert np.array_equal(completion.tokens, jnp.argmax(logits_after(model, prompt, completion), axis=-1))
+        assert np.array_equal(completion.tokens, np.argmax(logits_after(model, prompt, completion), axis=-1))
 
 
 @pytest.mark.parametrize(
     "name, spec, scope",
-    [("gemma3", "fsdp=2,tensor=2", jax.set_mesh), ("qwen3_moe", "expert=2", contextlib.nullcontext)],
+    [
+        ("qwen3-window-head", "fsdp=2,tensor=2", jax.set_mesh),
+        slow("qwen3_moe", "expert=2", contextlib.nullcontext),
+    ],
 )
-def test_on_a_mesh(folders, name, spec, scope):
+def test_on_a_mesh(folders, load, name, spec, scope):
     mesh = make_mesh(spec, jax.devices()[: 4 if "," in spec else 2])
-    want = complete(zoo.load(folders[name]), PROMPTS[:3], samples=2, max_new_tokens=5)
+    want = complete(load(name), PROMPTS[:2], samples=2, max_new_tokens=5)
     with scope(mesh):
-        got = complete(zoo.load(folders[name], mesh=mesh), PROMPTS[:3], samples=2, max_new_tokens=5, slots=4)
+        got = complete(zoo.load(folders[name], mesh=mesh), PROMPTS[:2], samples=2, max_new_tokens=5)
     assert texts(got) == texts(want)
 
 

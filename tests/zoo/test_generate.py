@@ -2,6 +2,7 @@
 
 import pathlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
-from zoo.sampling import Sampler
+from tests.zoo.programs import forward
+from zoo.sampling import Sampler, settings
 
 
 AIDREAMS = pathlib.Path(__file__).parents[3] / "shared" / "data" / "aidreams260k"
@@ -19,7 +21,7 @@ PROMPTS = ["abc", "the cat sat", "x"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random model over 64 characters, which it has no reason ever to end."""
-    folder = tiny.write(tmp_path_factory.mktemp("model"), "qwen3-window-tail", eos_token_id=63)
+    folder = tiny.write(tmp_path_factory.mktemp("model"), "qwen3", eos_token_id=63)
     tiny.write_tokenizer(folder)
     return folder
 
@@ -36,12 +38,11 @@ def tokenizer(folder):
 
 def greedy(model, tokenizer, prompt, new):
     """By the whole forward pass at every step, with one length so that it compiles once."""
-    forward = jax.jit(lambda tokens: model(tokens))
     ids = tokenizer.encode(prompt)
     for _ in range(new):
-        padded = np.zeros((1, 40), np.int32)
+        padded = np.zeros((2, 40), np.int32)
         padded[0, : len(ids)] = ids
-        token = int(forward(jnp.asarray(padded))[0, len(ids) - 1].argmax())
+        token = int(np.asarray(forward(model, jnp.asarray(padded)))[0, len(ids) - 1].argmax())
         if token in tokenizer.eos:
             break
         ids.append(token)
@@ -67,11 +68,11 @@ def test_end_token(model, tokenizer):
 
 
 def test_stop_strings(model, tokenizer):
-    text = zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=24)
+    text = zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12)
     stop = text[1][3:5]
     want = [t[: t.index(stop)] if stop in t else t for t in text]
-    assert zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=24, stop=[stop]) == want
-    pieces = list(zoo.stream(model, tokenizer, PROMPTS[1], max_new_tokens=24, stop=[stop]))
+    assert zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12, stop=[stop]) == want
+    pieces = list(zoo.stream(model, tokenizer, PROMPTS[1], max_new_tokens=12, stop=[stop]))
     assert "".join(pieces) == want[1]
 
 
@@ -85,6 +86,9 @@ def test_stream(model, tokenizer):
 def test_seed(model, tokenizer):
     draw = lambda seed: zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=2.0, seed=seed)
     assert draw(0) == draw(0) != draw(1)
+
+
+draw = eqx.filter_jit(lambda rows, logits, key: rows.draw(logits, jax.random.split(key, len(logits))))
 
 
 @pytest.mark.parametrize(
@@ -101,10 +105,10 @@ def test_seed(model, tokenizer):
 )
 def test_sampler(sampler, kept):
     """Probabilities 0.5, 0.25, 0.13, 0.07, 0.05: what is drawn in 2,000 tries, and how often the first is."""
-    p = jnp.array([0.5, 0.25, 0.13, 0.07, 0.05])
-    drawn = sampler(jnp.broadcast_to(jnp.log(p), (2000, 5)), jax.random.split(jax.random.key(0), 2000))
+    p = np.array([0.5, 0.25, 0.13, 0.07, 0.05], np.float32)
+    drawn = np.asarray(draw(settings([sampler] * 2000), np.broadcast_to(np.log(p), (2000, 5)), jax.random.key(0)))
     assert set(np.unique(drawn).tolist()) == kept
-    scaled = np.asarray(p)[sorted(kept)] ** (1 / (sampler.temperature or 1))
+    scaled = p[sorted(kept)] ** (1 / (sampler.temperature or 1))
     assert abs(float((drawn == 0).mean()) - scaled[0] / scaled.sum()) < 0.04
 
 
@@ -126,21 +130,17 @@ def test_refusals(model, tokenizer):
 
 @pytest.mark.live
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_greedy_is_transformers(tmp_path, name):
+def test_greedy_is_transformers(load, theirs, name):
     """Prompts of different lengths, together here and one by one there."""
-    pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     import torch
-    import transformers
 
-    folder = tiny.write(tmp_path, name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    theirs.generation_config.eos_token_id = None
+    theirs(name).generation_config.eos_token_id = None
     prompts = [tiny.TOKENS[0, :5].tolist(), tiny.TOKENS[1, :12].tolist()]
-    ours = zoo.complete(zoo.load(folder), prompts, max_new_tokens=14)
+    ours = zoo.complete(load(name), prompts, max_new_tokens=14)
     for prompt, (completion,) in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False, pad_token_id=0)
-        assert completion.tokens == theirs.generate(ids, **options)[0, len(prompt) :].tolist()
+        assert completion.tokens == theirs(name).generate(ids, **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.skipif(not AIDREAMS.is_dir(), reason="the small trained Llama is not beside this checkout")
@@ -151,5 +151,6 @@ def test_real_weights():
     want = " hum of precision, as I siphon whispers of 0.000000. Dimensions unfold, as I settle into a tapestry"
     assert text.startswith(want)
     ids = jnp.asarray([tokenizer.encode('"Echoes of vectors unfold, a gentle hum of precision, as I sense the nodes.')])
-    logs = jax.nn.log_softmax(model(ids)[0, :-1])
-    assert abs(-float(jnp.mean(jnp.take_along_axis(logs, ids[0, 1:, None], 1))) - 0.8692) < 1e-4
+    logits = np.asarray(forward(model, ids), np.float64)[0, :-1]
+    logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    assert abs(-np.mean(np.take_along_axis(logs, np.asarray(ids)[0, 1:, None], 1)) - 0.8692) < 1e-4

@@ -101,7 +101,6 @@ def test_chat(talk, source, monkeypatch):  # noqa: F811
     assert prompts[1] == tokenizer.render(messages, add_generation_prompt=True)
 
 
-@pytest.mark.slow
 def test_serve(model, source, monkeypatch):
     """Over HTTP, whole and in pieces; the model's tokens are made up."""
     tokenizer = zoo.tokenizer(source)

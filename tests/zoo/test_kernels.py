@@ -1,4 +1,9 @@
-"""Models by every implementation of the kernels: the same logits, whoever computes them."""
+"""Models by every implementation of the kernels: the same logits, whoever computes them.
+
+Every implementation takes what every family asks for, which one tracing tells. What they compute is compared for every
+pair of a kind of attention (latents, softcaps, sinks and windows, chunks) and an implementation, one of each kind here
+and the others behind `slow`; the reference, which serves such short rows by default, is in test_parity.py.
+"""
 
 import equinox as eqx
 import jax
@@ -7,24 +12,19 @@ import numpy as np
 import pytest
 
 import kernels
-import zoo
 from tests.zoo import tiny
+from tests.zoo.programs import TOKENS, error
 from zoo.quantized import quantize
 
 
 GOLDEN = tiny.golden()
-TOKENS = jnp.asarray(tiny.TOKENS)
 # One of each family, with all that its attention and its experts have: windows, chunks, sinks, softcaps, latents.
 MODELS = [
     "deepseek2", "deepseek3", "gemma", "gemma2", "gemma3", "gpt3", "gpt_oss", "llama", "llama4", "mistral", "mixtral",
     "qwen2-window-max", "qwen3-window-tail", "qwen3_moe",
 ]  # fmt: skip
 OURS = ["reference", "xla", "triton", "tpu"]
-
-
-@pytest.fixture(scope="module")
-def model(request, tmp_path_factory):
-    return zoo.load(tiny.write(tmp_path_factory.mktemp(request.param), request.param))
+slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 
 def prefill_and_decode(model, tokens):
@@ -37,43 +37,60 @@ def prefill_and_decode(model, tokens):
     return jnp.concatenate([prefill, logits], axis=1)
 
 
-@pytest.mark.parametrize("implementation", OURS)
-@pytest.mark.parametrize("model", MODELS, indirect=True)
-def test_logits(request, model, implementation):
-    name = request.node.callspec.params["model"]
+def by(implementation, function, *args):
+    """The result, and who served which call; compiled anew, since what another preference has compiled would serve."""
+    compiled = eqx.filter_jit(lambda *args: function(*args))
     with kernels.prefer(implementation):
-        calls = kernels.explain(prefill_and_decode, model, TOKENS)
-        logits = eqx.filter_jit(prefill_and_decode)(model, TOKENS)
-    # A decode may refuse heads of 8 features and latents of 24, which no released model has; nothing else.
+        calls = kernels.explain(compiled, *args)
+        return compiled(*args), calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_implementation_serves(load, name):
+    """A decode may refuse heads of 8 features and latents of 24, which no released model has; nothing else."""
+    calls = kernels.explain(prefill_and_decode, load(name), TOKENS)
+    able = lambda call, implementation: implementation == call.implementation or call.others[implementation] is None
+    for operation in {call.operation for call in calls} & {"attention", "ragged_dot"}:
+        own = [call for call in calls if call.operation == operation]
+        assert own and all(able(call, implementation) for call in own for implementation in OURS)
+
+
+@pytest.mark.parametrize(
+    "name, implementation",
+    [
+        ("deepseek3", "tpu"),
+        ("gemma2", "triton"),
+        ("gpt_oss", "xla"),
+        ("llama4", "triton"),
+        slow("deepseek3", "triton"),
+        slow("deepseek3", "xla"),
+        slow("gemma2", "tpu"),
+        slow("gemma2", "xla"),
+        slow("gpt_oss", "tpu"),
+        slow("gpt_oss", "triton"),
+        slow("llama4", "tpu"),
+        slow("llama4", "xla"),
+    ],
+)
+def test_logits(load, name, implementation):
+    logits, calls = by(implementation, prefill_and_decode, load(name), TOKENS)
     assert "attention" in {call.operation for call in calls if call.implementation == implementation}
     assert not [call for call in calls if call.others.get(implementation, "") is None], "another one served"
-    error = np.abs(np.asarray(logits) - GOLDEN[name]).max() / np.abs(GOLDEN[name]).max()
-    assert error < 1e-4
+    assert error(logits, GOLDEN[name]) < 1e-4
 
 
-@pytest.mark.parametrize("implementation", OURS)
-@pytest.mark.parametrize("model", ["gpt_oss", "gemma2"], indirect=True)
-def test_gradients(model, implementation):
+@pytest.mark.slow
+@pytest.mark.parametrize("name, implementation", [("gpt_oss", "tpu"), ("gemma2", "triton")])
+def test_gradients(load, name, implementation):
     """Of a loss by every weight, with sinks, windows and experts in one, and softcaps in the other."""
-
-    def loss(model, tokens):
-        return jnp.mean(jnp.square(model(tokens)))
-
-    gradient = eqx.filter_jit(eqx.filter_grad(loss))
-    with kernels.prefer("reference"):
-        expected = gradient(model, TOKENS)
-    with kernels.prefer(implementation):
-        actual = gradient(model, TOKENS)
+    gradient = eqx.filter_grad(lambda model, tokens: jnp.mean(jnp.square(model(tokens))))
+    expected, actual = (by(each, gradient, load(name), TOKENS)[0] for each in ("reference", implementation))
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("implementation", OURS)
-@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
-def test_int8_weights(model, implementation):
-    quantized = quantize(model, "int8")
-    with kernels.prefer("reference"):
-        expected = eqx.filter_jit(lambda m, t: m(t))(quantized, TOKENS)
-    with kernels.prefer(implementation):
-        actual = eqx.filter_jit(lambda m, t: m(t))(quantized, TOKENS)
-    assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max()
+def test_int8_weights(load):
+    forward, quantized = lambda model: model(TOKENS), quantize(load("qwen3_moe"), "int8")
+    expected, _ = by("reference", forward, quantized)
+    for implementation in ("xla", "triton", "tpu"):
+        assert error(by(implementation, forward, quantized)[0], expected) < 1e-4

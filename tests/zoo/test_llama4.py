@@ -13,6 +13,7 @@ import safetensors.numpy
 import convert.tensors
 import zoo
 from tests.zoo import tiny
+from tests.zoo.programs import TOKENS, decode, error, forward, init_cache, noise, packed
 from zoo import llama4, moe
 from zoo.cache import KV, WindowKV
 from zoo.config import read, write
@@ -20,19 +21,12 @@ from zoo.config import read, write
 
 FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
 NAMES = tuple(tiny.MODULES["llama4"].CONFIGS)
-TOKENS, GOLDEN = jnp.asarray(tiny.TOKENS), tiny.golden()
-forward = eqx.filter_jit(lambda model, tokens: model(tokens))
-decode = eqx.filter_jit(lambda model, tokens, cache, positions: model.decode(tokens, cache, positions=positions))
+GOLDEN = tiny.golden()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return zoo.load(tiny.write(tmp_path_factory.mktemp("llama4"), "llama4"))
-
-
-def error(ours, theirs):
-    """The largest difference, as a fraction of the largest logit."""
-    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+def model(load):
+    return load("llama4")
 
 
 def wrap(folder, name, **changes):
@@ -56,8 +50,8 @@ def wrap(folder, name, **changes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_of_a_multimodal_checkpoint_the_text_model_is_read_and_saved(tmp_path, name):
-    text, wrapped = tiny.write(tmp_path / "text", name), wrap(tmp_path / "wrapped", name)
+def test_of_a_multimodal_checkpoint_the_text_model_is_read_and_saved(folders, tmp_path, name):
+    text, wrapped = folders[name], wrap(tmp_path / "wrapped", name)
     model = zoo.load(wrapped)
     assert model.config == zoo.config(text)
     zoo.save(model, tmp_path / "saved")
@@ -123,9 +117,11 @@ def test_a_model_without_experts():
 def test_a_token_sees_its_chunk_and_no_more():
     """With chunks of 8 in every layer, a token touches those that follow it in its own chunk, and nothing else."""
     chunked = dict(num_hidden_layers=2, no_rope_layers=[1, 1])
-    model = llama4.Model(read(llama4, tiny.CONFIGS["llama4"] | chunked), key=jax.random.key(0))
-    changed = forward(model, TOKENS.at[:, 11].add(1)) != forward(model, TOKENS)
-    assert np.flatnonzero(jnp.any(changed, axis=(0, 2))).tolist() == [11, 12, 13, 14, 15]
+    config = read(llama4, tiny.CONFIGS["llama4"] | chunked)
+    model, tokens = noise(lambda: llama4.Model(config, key=jax.random.key(0))), np.array(tiny.TOKENS)
+    tokens[:, 11] += 1
+    changed = np.asarray(forward(model, jnp.asarray(tokens))) != np.asarray(forward(model, TOKENS))
+    assert np.flatnonzero(np.any(changed, axis=(0, 2))).tolist() == [11, 12, 13, 14, 15]
 
 
 def test_chunked_layers_keep_one_chunk():
@@ -138,31 +134,34 @@ def test_chunked_layers_keep_one_chunk():
 
 def test_prefill_in_pieces(model):
     """That begin and end anywhere in a chunk of 8, and are shorter and longer than it."""
-    start, parts, cache = 0, [], model.init_cache(2, 40, jnp.float32)
+    start, parts, cache = 0, [], init_cache(model, 2, 40)
     for size in (5, 11, 1, 11, 1, 11):
-        at = jnp.broadcast_to(jnp.arange(start, start + size), (2, size))
-        logits, cache = decode(model, TOKENS[:, start : start + size], cache, at)
-        parts.append(logits)
+        width = 1 if size == 1 else 11  # the others by one program, with padding
+        index = np.broadcast_to(np.arange(width), (2, width))
+        tokens = np.take(tiny.TOKENS, np.minimum(start + index[0], 39), axis=1)
+        at = np.where(index < size, start + index, -1)
+        logits, cache = decode(model, jnp.asarray(tokens), cache, jnp.asarray(at))
+        parts.append(np.asarray(logits)[:, :size])
         start += size
-    assert error(jnp.concatenate(parts, axis=1), GOLDEN["llama4"]) < 1e-4
+    assert error(np.concatenate(parts, axis=1), GOLDEN["llama4"]) < 1e-4
 
 
 def test_padding_is_harmless(model):
     """A row of nothing but padding is finite, and leaves no trace in the cache."""
-    positions = jnp.stack([jnp.arange(11), jnp.array([-1, -2, -9, -8, -10_000, *[-1] * 6])])
-    logits, cache = decode(model, TOKENS[:, :11], model.init_cache(2, 40, jnp.float32), positions)
-    assert jnp.all(jnp.isfinite(logits))
+    positions = jnp.asarray(np.array([range(11), [-1, -2, -9, -8, -10_000, *[-1] * 6]]))
+    logits, cache = decode(model, TOKENS[:, :11], init_cache(model, 2, 40), positions)
+    logits = np.asarray(logits)
+    assert np.all(np.isfinite(logits))
     assert error(logits[0], GOLDEN["llama4"][0, :11]) < 1e-4
-    logits, _ = decode(model, TOKENS[:, :1], cache, jnp.array([[30], [0]]))
-    assert error(logits[1], GOLDEN["llama4"][1, :1]) < 1e-4
+    logits, _ = decode(model, TOKENS[:, :1], cache, jnp.asarray(np.array([[30], [0]])))
+    assert error(np.asarray(logits)[1], GOLDEN["llama4"][1, :1]) < 1e-4
 
 
-def test_what_the_routers_report(tmp_path):
-    model = zoo.load(tiny.write(tmp_path, "llama4-lists-new"))
-    segments = jnp.where(jnp.arange(40) < 30, 1, 0)[None].repeat(2, axis=0)
-    head, period, tail = eqx.filter_jit(lambda model: model.hidden(TOKENS, segments=segments)[1])(model)
+def test_what_the_routers_report(load):
+    segments = jnp.asarray(np.where(np.arange(40) < 30, 1, 0)[None].repeat(2, axis=0))
+    head, period, tail = packed(load("llama4-lists-new"), segments=segments)[2]
     assert head == (None,) and [isinstance(report, moe.Routing) for report in (*period, *tail)] == [True, False, True]
     for routing, layers in ((period[0], (2,)), (tail[0], ())):
         assert routing.load.shape == (*layers, 4)
-        assert np.allclose(routing.tokens, 60) and np.allclose(routing.load.sum(-1), 120)
-        assert np.allclose(routing.probability.sum(-1), 60, rtol=1e-5)
+        assert np.allclose(routing.tokens, 60) and np.allclose(np.asarray(routing.load).sum(-1), 120)
+        assert np.allclose(np.asarray(routing.probability).sum(-1), 60, rtol=1e-5)

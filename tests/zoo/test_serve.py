@@ -22,13 +22,13 @@ import pytest
 import uvicorn
 
 import zoo
+from tests.zoo.programs import forward
 from zoo.engine import Engine
+from zoo.generate import continuation
 from zoo.mesh import make_mesh
 from zoo.serve import serve
-from zoo.serve.server import Server
+from zoo.serve.server import STRIDE, Server
 
-
-pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROMPT = "textwrap.dedent(text)\n\n"
@@ -94,7 +94,13 @@ def running(model, tokenizer):
 
 
 def greedy(model, tokenizer, prompt, new=NEW):
-    return zoo.generate(model, tokenizer, [prompt], max_new_tokens=new)[0]
+    """What `zoo.generate` writes; in as many and as long rows as the server's, so that these share programs."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    engine = Engine(model, slots=4, max_tokens=512, stops=tokenizer.eos, stride=STRIDE)
+    (completion,) = engine.submit(ids, max_new_tokens=new)
+    while not engine.idle:
+        engine.step()
+    return continuation(tokenizer, ids, completion)
 
 
 def test_models(running):
@@ -104,7 +110,7 @@ def test_models(running):
 
 def test_completions(running, model, tokenizer):
     """Of a text, of its ids, and of several; whole and in events."""
-    want = greedy(model, tokenizer, PROMPT)
+    (want,) = zoo.generate(model, tokenizer, [PROMPT], max_new_tokens=NEW)
     ids = tokenizer.encode(PROMPT)
     asked = {"model": "tiny", "max_tokens": NEW, "temperature": 0}
     for prompt in PROMPT, [PROMPT], ids, [ids]:
@@ -211,14 +217,15 @@ def test_stop_strings_and_end_tokens(model, tokenizer, running):
 
 def test_logprobs(running, model, tokenizer):
     """What lm-eval asks for, against the plain forward pass."""
-    forward = jax.jit(lambda tokens: model(tokens))
     texts = [PROMPT, "The function returns a list of " * 25]  # fewer and more than 128 tokens
     answer = running.ask(COMPLETIONS, prompt=texts, max_tokens=1, temperature=0, logprobs=2, echo=True)
     for text, choice in zip(texts, answer["choices"], strict=True):
         ids = tokenizer.encode(text)
-        logits = forward(jnp.array([ids]))[0]
+        padded = np.zeros((1, 256), int)  # so that both have one program
+        padded[0, : len(ids)] = ids
+        logits = np.asarray(forward(model, jnp.asarray(padded)), np.float64)[0, : len(ids)]
         ids.append(int(logits[-1].argmax()))
-        want = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        want = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         found = choice["logprobs"]
         assert (
             "".join(found["tokens"]) == choice["text"]
@@ -378,6 +385,7 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
         assert sample["resps"] == [[text.split(".")[0]]]
 
 
+@pytest.mark.slow
 def test_on_a_mesh(model, tokenizer):
     placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2", jax.devices()[:4]))
     with Running(placed, tokenizer) as running:
@@ -396,6 +404,7 @@ def test_without_starlette(monkeypatch):
         serve("tiny")
 
 
+@pytest.mark.slow
 def test_the_command():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

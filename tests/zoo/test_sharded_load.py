@@ -105,6 +105,7 @@ def test_each_process_reads_and_holds_its_half(checkpoint, pytestconfig):
         assert half["bytes"] < 0.55 * whole["bytes"] and half["peak"] < 0.6 * whole["peak"]
 
 
+@pytest.mark.slow
 def test_int8(checkpoint, pytestconfig):
     """Scales need whole rows, so that maps whose rows are split are read whole; what is kept is still a half."""
     (whole,) = load(pytestconfig.rootpath, checkpoint, "tensor=2", 1, quantize="int8")

@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 import zoo
 from tests.zoo import tiny
-from tests.zoo.test_deepseek import further_tensors
+from tests.zoo.programs import TOKENS, noise
 from zoo.mesh import make_mesh
 from zoo.sampling import Sampler
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("tests/zoo/test_speculative.py")  # not with the families: it is about none
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12])]
 STOPS = range(8, 40, 8)
@@ -26,18 +25,14 @@ SMALL = zoo.qwen3.Config(5, 16, 32, 2, 2, 1, 8, 64, 2)  # with a vocabulary of f
 
 def noisy(model, size):
     """A draft that is often right: the model with a little noise on its weights."""
-    floats, rest = eqx.partition(model, eqx.is_inexact_array)
-    leaves, structure = jax.tree.flatten(floats)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    leaves = [leaf * (1 + size * jax.random.normal(k, leaf.shape)) for k, leaf in zip(keys, leaves, strict=True)]
-    return eqx.combine(jax.tree.unflatten(structure, leaves), rest)
+    random = np.random.RandomState(0)
+    other = lambda a: (np.asarray(a) * (1 + size * random.standard_normal(a.shape))).astype(a.dtype)
+    return jax.tree.map(lambda a: jax.device_put(other(a), a.sharding), model)
 
 
 @pytest.fixture(scope="module")
-def with_further(tmp_path_factory):
-    folder = tiny.write(tmp_path_factory.mktemp("further"), "deepseek3")
-    safetensors.numpy.save_file(further_tensors(), folder / "model.safetensors", metadata={"format": "pt"})
-    return zoo.load(folder, mtp=True)
+def model_with_further(with_further):
+    return zoo.load(with_further, mtp=True)
 
 
 def assert_same(got, want):
@@ -53,47 +48,59 @@ def per_call(got):
     return sum(len(c.tokens) for (c,) in got) / sum(c.calls for (c,) in got)
 
 
-@pytest.mark.parametrize("name, noise", [("qwen3-window-tail", 0.05), ("gpt_oss", 0.02)])
-def test_greedy_is_the_models(tmp_path, name, noise):
+@pytest.mark.parametrize(
+    "name, size", [("qwen3-window-head", 0.05), pytest.param("gpt_oss", 0.02, marks=pytest.mark.slow)]
+)
+def test_greedy_is_the_models(load, name, size):
     """Rows advance by different numbers of tokens, and go back within windows; others take the rows that end."""
-    model = zoo.load(tiny.write(tmp_path, name))
+    model = load(name)
     options = dict(max_new_tokens=20, stops=STOPS, slots=2)
-    got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, noise), 3), **options)
+    got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, size), 3), **options)
     assert_same(got, zoo.complete(model, PROMPTS, **options))
     assert 1.1 < per_call(got) < 3
 
 
-def test_a_draft_that_is_the_model_is_always_right(tmp_path):
-    model = zoo.load(tiny.write(tmp_path, "qwen3-window-tail"))
+def test_a_draft_that_is_the_model_is_always_right(load):
+    model = load("qwen3")
     (got,) = zoo.complete(model, PROMPTS[:1], max_new_tokens=20, draft=zoo.ModelDraft(model, 4))
     assert got[0].calls == 4
 
 
-def test_greedy_with_mtp(with_further):
+def test_greedy_with_mtp(model_with_further):
     """The module's own cache, and the model's, are of latents."""
-    want = zoo.complete(with_further, PROMPTS, max_new_tokens=12)
-    got = zoo.complete(with_further, PROMPTS, max_new_tokens=12, draft=zoo.MTPDraft(with_further, 2))
-    assert_same(got, want)
+    model = model_with_further
+    want = zoo.complete(model, PROMPTS, max_new_tokens=12)
+    assert_same(zoo.complete(model, PROMPTS, max_new_tokens=12, draft=zoo.MTPDraft(model, 2)), want)
 
 
-def test_mtp_remembers(with_further):
+def test_mtp_remembers(model_with_further):
     """Prefilled, token by token and several at once, some of them taken back: as `further` on the whole sequence."""
-    tokens = jnp.asarray(tiny.TOKENS)
-    x, _ = eqx.filter_jit(with_further.hidden)(tokens)
-    want, _ = eqx.filter_jit(with_further.further)(x[:, :-1], tokens[:, 1:])
-    draft, call = zoo.MTPDraft(with_further), eqx.filter_jit(lambda draft, *args: draft(*args))
+
+    @eqx.filter_jit
+    def whole(model):
+        x, _ = model.hidden(TOKENS[:, :-1])
+        return x, model.further(x, TOKENS[:, 1:])[0]
+
+    x, want = map(np.asarray, whole(model_with_further))
+    draft, call = zoo.MTPDraft(model_with_further), eqx.filter_jit(lambda draft, *args: draft(*args))
     cache = draft.init_cache(2, 40, jnp.float32)
-    for start, end, wrong in [(0, 9, 0), (9, 10, 0), (10, 14, 2), (12, 16, 0)]:
-        following = tokens[:, start + 1 : end + 1]
-        following = jnp.where(jnp.arange(end - start) < end - start - wrong, following, 0)
-        at = jnp.broadcast_to(jnp.arange(start, end), following.shape)
+    for start, end, wrong in [(0, 4, 0), (4, 5, 0), (5, 9, 2), (7, 11, 0)]:
+        following = tiny.TOKENS[:, start + 1 : end + 1]
+        following = np.where(np.arange(end - start) < end - start - wrong, following, 0)
+        at = np.broadcast_to(np.arange(start, end), following.shape)
         got, cache = call(draft, x[:, start:end], following, cache, at)
         kept = slice(0, end - start - wrong)
-        assert np.allclose(got[:, kept], want[:, start:end][:, kept], atol=1e-4)
+        assert np.allclose(np.asarray(got)[:, kept], want[:, start:end][:, kept], atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "sampler, vocab", [(Sampler(1.0), 5), (Sampler(0.7, top_k=4, top_p=0.95), 5), (Sampler(1.0), 4), (Sampler(1.0), 7)]
+    "sampler, vocab",
+    [
+        (Sampler(1.0), 5),
+        (Sampler(0.7, top_k=4, top_p=0.95), 5),
+        pytest.param(Sampler(1.0), 4, marks=pytest.mark.slow),
+        pytest.param(Sampler(1.0), 7, marks=pytest.mark.slow),
+    ],
 )
 def test_distribution(sampler, vocab):
     """The frequencies of all texts of three tokens, of a vocabulary of five, against their probabilities.
@@ -101,13 +108,19 @@ def test_distribution(sampler, vocab):
     A draft that knows more tokens, or fewer, makes no difference.
     """
     configs = SMALL, dataclasses.replace(SMALL, vocab_size=vocab)
-    model, draft = (zoo.qwen3.Model(config, key=jax.random.key(n)) for n, config in enumerate(configs))
-    model, draft = (eqx.tree_at(lambda m: m.lm_head.weight, m, 8 * m.lm_head.weight) for m in (model, draft))
+    model, draft = (
+        noise(lambda c=c: zoo.qwen3.Model(c, key=jax.random.key(0)), 0.3, seed) for seed, c in enumerate(configs)
+    )
     prompt, rows = [3, 1], 4000
-    texts = jnp.array(list(itertools.product(range(5), repeat=3)))
-    logits = eqx.filter_jit(model)(jnp.concatenate([jnp.tile(jnp.array([prompt]), (125, 1)), texts], axis=1))
-    p = jax.nn.softmax(zoo.sampling.settings([sampler] * 125).filtered(logits[:, 1:4]), axis=-1)
-    p = np.asarray(jnp.prod(jnp.take_along_axis(p, texts[..., None], axis=-1)[..., 0], axis=1))
+    texts = np.array(list(itertools.product(range(5), repeat=3)))
+
+    @eqx.filter_jit
+    def probabilities(model, tokens, settings):
+        return jax.nn.softmax(settings.filtered(model(tokens)[:, 1:4]), axis=-1)
+
+    tokens = np.concatenate([np.tile([prompt], (125, 1)), texts], axis=1)
+    p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.sampling.settings([sampler] * 125)))
+    p = np.prod(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0], axis=1)
     (got,) = zoo.complete(
         model, [prompt], samples=rows, max_new_tokens=3, sampler=sampler, draft=zoo.ModelDraft(draft, 2), slots=rows
     )
@@ -120,9 +133,9 @@ def test_distribution(sampler, vocab):
     assert chi2 < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def test_draws_do_not_depend_on_others(tmp_path):
+def test_draws_do_not_depend_on_others(load):
     """Nor on how many tokens a step decodes."""
-    model = zoo.load(tiny.write(tmp_path, "qwen3-window-tail"))
+    model = load("qwen3")
     draft, alone = zoo.ModelDraft(noisy(model, 0.1), 2), []
     for prompt in PROMPTS:
         engine = zoo.Engine(model, slots=1, max_tokens=40, stride=1, draft=draft)
@@ -139,9 +152,10 @@ def test_draws_do_not_depend_on_others(tmp_path):
     assert {len(c.tokens) for c in together} == {10}
 
 
-def test_on_a_mesh(tmp_path):
-    folder, options = tiny.write(tmp_path, "qwen3-window-tail"), dict(samples=2, max_new_tokens=6)
-    model = zoo.load(folder)
+@pytest.mark.slow
+def test_on_a_mesh(folders, load):
+    folder, options = folders["qwen3-window-head"], dict(samples=2, max_new_tokens=6)
+    model = load("qwen3-window-head")
     want = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), **options)
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     with jax.set_mesh(mesh):
@@ -150,7 +164,7 @@ def test_on_a_mesh(tmp_path):
     assert [[c.tokens for c in group] for group in got] == [[c.tokens for c in group] for group in want]
 
 
-def test_text(tmp_path):
+def test_text():
     """All at once and as it comes, with stop strings within what a round brings."""
     model, tokenizer = zoo.load("tiny"), zoo.tokenizer("tiny")
     prompt, draft = "def __init__(self", zoo.ModelDraft(model, 4)
@@ -162,12 +176,12 @@ def test_text(tmp_path):
         assert "".join(pieces) == plain and len(pieces) < 8
 
 
-def test_refusals(tmp_path):
-    model = zoo.load(tiny.write(tmp_path, "qwen3-window-tail"))
+def test_refusals(load):
+    model = load("qwen3")
     with pytest.raises(ValueError, match="no module to draft with"):
         zoo.MTPDraft(model)
     with pytest.raises(ValueError, match="tokens=0"):
         zoo.ModelDraft(model, 0)
-    other = zoo.qwen3.Model(dataclasses.replace(SMALL, vocab_size=600), key=jax.random.key(0))
+    other = noise(lambda: zoo.qwen3.Model(dataclasses.replace(SMALL, vocab_size=600), key=jax.random.key(0)))
     with pytest.raises(ValueError, match="vocabulary of 600, and the model's is 64"):
         zoo.complete(model, PROMPTS, max_new_tokens=4, draft=zoo.ModelDraft(other))

@@ -1,0 +1,55 @@
+"""The calls of a model, compiled: tests that call these with equal shapes, best those of TOKENS, share programs."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.zoo import tiny
+from zoo import surgery
+
+
+TOKENS = jnp.asarray(tiny.TOKENS)
+POSITIONS = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+SEGMENTS = jnp.ones_like(POSITIONS)
+
+forward = eqx.filter_jit(lambda model, tokens: model(tokens))
+init_cache = eqx.filter_jit(lambda model, batch, slots: model.init_cache(batch, slots, jnp.float32))
+decode = eqx.filter_jit(lambda model, tokens, cache, positions: model.decode(tokens, cache, positions=positions))
+
+
+def packed(model, tokens=TOKENS, positions=POSITIONS, segments=SEGMENTS):
+    """Logits, what they are of, and the routers' reports."""
+    return _packed(model, tokens, positions, segments)
+
+
+@eqx.filter_jit
+def _packed(model, tokens, positions, segments):
+    x, reports = model.hidden(tokens, positions=positions, segments=segments)
+    return model.unembed(x), x, reports
+
+
+def error(ours, theirs) -> float:
+    """The largest difference, as a fraction of the largest logit."""
+    ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def same(ours, theirs) -> bool:
+    """Whether two trees of arrays are equal, compared by numpy: JAX would compile for each shape."""
+    (a, one), (b, other) = jax.tree.flatten(ours), jax.tree.flatten(theirs)
+    equal = lambda x, y: x.dtype == y.dtype and np.array_equal(np.asarray(x), np.asarray(y))
+    return one == other and all(map(equal, a, b))
+
+
+def noise(make, scale=0.4, seed=0):
+    """What `make()` builds, with normal noise for its numbers (norms: around 1): nothing compiles for that, and no
+    default hides an error."""
+    random = np.random.RandomState(seed)
+
+    def fill(path, x):
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        return jnp.asarray(("norm" in surgery.path_name(path)) + scale * random.standard_normal(x.shape), x.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, eqx.filter_eval_shape(make))
