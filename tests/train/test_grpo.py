@@ -1,5 +1,5 @@
-"""GRPO: its objective against the formulas written out, what it learns from, that rewards rise, and that a run which is
-killed goes on as if nothing had happened."""
+"""GRPO: its objective against the formulas written out, what it learns from, the script to its end, that rewards rise,
+and that a run which is killed goes on as if nothing had happened."""
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ import optax
 import pytest
 
 import zoo
+from tests.train.conftest import command
 from tests.zoo import tiny
 from train import grpo, rewards, rollouts
 from train.records import Record
@@ -27,8 +28,7 @@ from zoo import lora
 from zoo.mesh import make_mesh
 
 
-pytestmark = pytest.mark.slow
-
+pytestmark = pytest.mark.usefixtures("quick")
 ROOT = pathlib.Path(__file__).parents[2]
 VOWELS = """
 def vowels(completion, record):
@@ -67,54 +67,76 @@ def batch():
     return {name: jnp.asarray(a) for name, a in rows.items()}
 
 
+# Every loss, both levels, and one and several microbatches, but not all combinations of them.
+CASES = {"grpo": ("sequence", 2), "dapo": ("token", 1), "dr_grpo": ("token", 2)}
+
+
+def objective_options(folder, loss):
+    return options(
+        folder, pathlib.Path(), loss=loss, level=CASES[loss][0], kl=0.1, epsilon=0.1, epsilon_high=0.3, temperature=0.7
+    )
+
+
 def plain(model, batch, o, reference):
-    """The formulas, with all logits at once."""
+    """The formulas, with all logits at once: the three losses of a loss's level."""
     where = dict(positions=batch["positions"], segments=batch["segments"])
 
     def logps(model):
         logits = model.unembed(model.hidden(batch["tokens"], **where)[0]) / o.temperature
         return jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
 
-    now, total, mask = logps(model), [], batch["loss_mask"].astype(jnp.float32)
-    log_ratio = (now - batch["old"]) * mask
-    if o.level == "sequence":
-        log_ratio = jnp.broadcast_to(log_ratio.sum(1, keepdims=True) / mask.sum(1, keepdims=True), log_ratio.shape)
-    ratio, a = jnp.exp(log_ratio), batch["advantages"]
-    losses = -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - o.epsilon, 1 + (o.epsilon_high or o.epsilon)) * a)
-    there = logps(reference)
-    losses = (losses + o.kl * (jnp.exp(there - now) - (there - now) - 1)) * mask
-    total = {
-        "grpo": jnp.mean(losses.sum(1) / mask.sum(1)),
-        "dapo": losses.sum() / mask.sum(),
-        "dr_grpo": losses.sum() / (len(losses) * o.max_new_tokens),
+    now, there, mask = logps(model), logps(reference), batch["loss_mask"].astype(jnp.float32)
+
+    def losses_of(level):
+        log_ratio = (now - batch["old"]) * mask
+        if level == "sequence":
+            log_ratio = jnp.broadcast_to(log_ratio.sum(1, keepdims=True) / mask.sum(1, keepdims=True), log_ratio.shape)
+        ratio, a = jnp.exp(log_ratio), batch["advantages"]
+        losses = -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - o.epsilon, 1 + (o.epsilon_high or o.epsilon)) * a)
+        return (losses + o.kl * (jnp.exp(there - now) - (there - now) - 1)) * mask
+
+    averages = {
+        "grpo": lambda losses: jnp.mean(losses.sum(1) / mask.sum(1)),
+        "dapo": lambda losses: losses.sum() / mask.sum(),
+        "dr_grpo": lambda losses: losses.sum() / (len(losses) * o.max_new_tokens),
     }
-    return total[o.loss]
+    return jnp.stack([averages[loss](losses_of(level)) for loss, (level, _) in CASES.items()])
 
 
-@pytest.mark.parametrize(("loss", "level"), [("grpo", "sequence"), ("dapo", "token"), ("dr_grpo", "token")])
-def test_objective(folder, batch, loss, level):
-    """The loss and its gradients, whole and in microbatches, with a reference and without a second copy of it."""
-    o = options(folder, pathlib.Path(), loss=loss, level=level, kl=0.1, epsilon=0.1, epsilon_high=0.3, temperature=0.7)
-    base = zoo.load(folder / "model", dtype="float32")
-    model = jax.tree.map(lambda a: a * 1.05, base)
-    want, gradients = jax.jit(jax.value_and_grad(functools.partial(plain, batch=batch, o=o, reference=base)))(model)
-    for parts in (1, 2):
-        sgd, state = optax.sgd(1.0), init_state(model, optax.sgd(1.0))
+@pytest.fixture(scope="module")
+def model(folder):
+    return zoo.load(folder / "model", dtype="float32")
+
+
+@pytest.fixture
+def expected(folder, model, batch):
+    """The loss -> its value and its gradients, by the formulas: one program for all."""
+    moved = jax.tree.map(lambda a: jnp.asarray(np.asarray(a) * np.float32(1.05)), model)
+    each = functools.partial(plain, batch=batch, o=objective_options(folder, "dapo"), reference=model)
+    values, gradients = jax.jit(lambda model: (each(model), jax.jacrev(each)(model)))(moved)
+    return moved, {loss: (values[n], jax.tree.map(lambda a, n=n: a[n], gradients)) for n, loss in enumerate(CASES)}
+
+
+def test_objective(folder, model, batch, expected):
+    """The losses and their gradients, in microbatches too, with a reference."""
+    moved, of_losses = expected
+    for loss, (_, parts) in CASES.items():
+        o, (want, gradients) = objective_options(folder, loss), of_losses[loss]
+        sgd, state = optax.sgd(1.0), init_state(moved, optax.sgd(1.0))
         step = jit_train_step(
             state, optimizer=sgd, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
             objective=functools.partial(grpo.objective, o=o), count=functools.partial(grpo.count, o=o),
             microbatches=parts,
         )  # fmt: skip
-        state, metrics = step(state, batch, None, base)
-        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
-        moved = jax.tree.map(lambda a, b: a - b, model, state.model)
-        jax.tree.map(lambda g, m: np.testing.assert_allclose(m, g, atol=2e-5), gradients, moved)
-    assert {"kl", "entropy", "clipped", "drift"} <= metrics.keys() and metrics["clipped"] > 0
+        state, metrics = step(state, batch, None, model)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5, err_msg=loss)
+        change = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), moved, state.model)
+        jax.tree.map(lambda g, m: np.testing.assert_allclose(m, g, atol=2e-5), gradients, change)
+        assert {"kl", "entropy", "clipped", "drift"} <= metrics.keys() and metrics["clipped"] > 0
 
 
-def test_the_reference_is_the_model_without_adapters(folder, batch):
-    o = options(folder, pathlib.Path(), kl=0.1)
-    base = zoo.load(folder / "model", dtype="float32")
+def test_the_reference_is_the_model_without_adapters(folder, model, batch):
+    o, base = options(folder, pathlib.Path(), kl=0.1), model
     adapted = lora.add(base, rank=2, alpha=2.0, key=jax.random.key(0))
     moved = jax.tree.map(lambda a: a + 0.1, lora.split(adapted)[0])
     adapted = lora.joined(moved, lora.split(adapted)[1])
@@ -122,11 +144,11 @@ def test_the_reference_is_the_model_without_adapters(folder, batch):
     np.testing.assert_allclose(loss(adapted, None), loss(adapted, base), rtol=1e-6)
 
 
-def test_experience(folder):
+def test_experience(folder, model):
     """Rows hold prompts and completions, `old` is what the model itself gives the tokens, advantages are of groups."""
     o = options(folder, pathlib.Path(), temperature=0.7, iterations=2, minibatches=2, compute_dtype="float32")
     o = dataclasses.replace(o, batch=8)
-    model, tokenizer = zoo.load(folder / "model", dtype="float32"), zoo.tokenizer(folder / "model")
+    tokenizer = zoo.tokenizer(folder / "model")
     words = ("abc ", "hello ", "x ", "fox ")
     prompts = [rollouts.encode(Record("here", {"prompt": word}), tokenizer) for word in words]
     mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.reward]
@@ -163,6 +185,28 @@ def rewards_of(out):
     return [line["reward"] for line in lines if "reward" in line]
 
 
+def arguments(folder, out, *more):
+    usual = {
+        "model": folder / "model", "data": folder / "prompts.jsonl", "reward": f"{folder / 'reward.py'}:vowels",
+        "prompts": 4, "group": 4, "max-new-tokens": 6, "seq-len": 16, "sample-tokens": 4, "lr": 0.01, "out": out,
+    }  # fmt: skip
+    return [str(word) for name, value in usual.items() for word in (f"--{name}", value)] + [str(word) for word in more]
+
+
+def test_the_script(folder, tmp_path, capsys):
+    """All weights, off-policy, and near to a second copy of the model; then nothing is left to do."""
+    more = ["--steps", 2, "--iterations", 2, "--minibatches", 2, "--kl", 0.1, "--compute-dtype", "float32"]
+    for _ in range(2):
+        command("train.grpo", *arguments(folder, tmp_path / "run", *more))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reward" in line] == [1, 2]
+    assert all(line["kl"] >= 0 and 1 <= line["length"] <= 6 for line in lines if "reward" in line)
+    assert "Going on from step 2" in capsys.readouterr().out
+    before, after = zoo.load(folder / "model"), zoo.load(tmp_path / "run" / "model")
+    assert not (np.asarray(before.embed_tokens.weight) == np.asarray(after.embed_tokens.weight)).all()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"lora": grpo.finetune.Lora(rank=8), "iterations": 2, "minibatches": 2}])
 def test_the_reward_rises(folder, tmp_path, changes):
     """From chance, 5 letters of 26, to nearly all: on- and off-policy, all weights and adapters only."""
@@ -173,23 +217,21 @@ def test_the_reward_rises(folder, tmp_path, changes):
     assert (tmp_path / "run" / ("adapter" if changes else "model")).is_dir()
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(folder, tmp_path):
     """SIGKILL in the midst of it: sampling and learning go on to the same numbers, bit by bit."""
 
     def start(out):
-        command = [
-            sys.executable, "-m", "train.grpo", "--model", str(folder / "model"),
-            "--data", str(folder / "prompts.jsonl"), "--reward", f"{folder / 'reward.py'}:vowels",
-            "--prompts", "2", "--group", "4", "--max-new-tokens", "6", "--seq-len", "16", "--sample-tokens", "4",
-            "--steps", "12", "--save-every", "2", "--lr", "0.01", "--iterations", "2", "--out", str(out),
-        ]  # fmt: skip
+        more = ["--prompts", 2, "--steps", 8, "--save-every", 2, "--iterations", 2]
         environment = os.environ | {
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         }  # fmt: skip
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            [sys.executable, "-m", "train.grpo", *arguments(folder, out, *more)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
 
     def finish(process):
         output, _ = process.communicate(timeout=300)
@@ -199,7 +241,7 @@ def test_killed_and_resumed(folder, tmp_path):
     finish(start(tmp_path / "whole"))
     process = start(tmp_path / "killed")
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and '"step": 7,' in metrics.read_text()):
+    while process.poll() is None and not (metrics.exists() and '"step": 5,' in metrics.read_text()):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -1,4 +1,4 @@
-"""The scripts by their command lines: to the end, stopped, and with bad input; and, in processes of their own, killed."""
+"""The scripts by their command lines: to the end, stopped, with bad input; and, in processes of their own, killed."""
 
 import json
 import os
