@@ -139,11 +139,14 @@ CALL = """
 import sys
 from convert import hub
 
-repo, revision, weights = sys.argv[1:]
-try:
-    print(hub.folder(repo, revision or None, weights=weights == "True"))
-except (OSError, ValueError) as error:
-    print(f"{type(error).__name__}: {error}")
+weights, waits, repo, *revisions = sys.argv[1:]
+if waits == "False":
+    hub.time.sleep = lambda seconds: None
+for revision in revisions:
+    try:
+        print(hub.folder(repo, revision or None, weights=weights == "True"))
+    except (OSError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}")
 """
 
 
@@ -151,16 +154,22 @@ INSPECT = """
 import sys
 import zoo
 
-try:
-    print(zoo.inspect(sys.argv[1]).num_hidden_layers)
-except (OSError, ValueError) as error:
-    print(f"{type(error).__name__}: {error}")
+for repo in sys.argv[1:]:
+    try:
+        print(zoo.inspect(repo).num_hidden_layers)
+    except (OSError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}")
 """
 
 
-def ask(hub, repo, revision="", weights=True, **environment):
-    """What `folder` gives in a fresh process: a path, or "Error: message"."""
-    return run(hub, CALL, repo, revision, str(weights), **environment)
+def ask(hub, repo, *revisions, weights=True, waits=True, **environment):
+    """What `folder` gives in a fresh process, a line for each revision: a path, or "Error: message"."""
+    return run(hub, CALL, str(weights), str(waits), repo, *(revisions or [""]), **environment)
+
+
+def inspect(hub, *repos, **environment):
+    """How many layers each repository's model has in a fresh process, or "Error: message"."""
+    return run(hub, INSPECT, *repos, JAX_PLATFORMS="cpu", **environment).splitlines()
 
 
 def run(hub, script, *arguments, **environment):
@@ -200,54 +209,41 @@ def test_without_weights(hub):
     assert not [path for path in hub.requests if "safetensors" in path]
 
 
-@pytest.fixture
-def model(tmp_path, monkeypatch):
-    """A model on the Hub, whose files a test may change; with more weights than a look at the header fetches."""
+def test_inspecting(hub, tmp_path, monkeypatch):
+    """Headers are fetched and nothing else, and compared with the config; pickles and a missing network are told."""
     folder = tiny.write(tmp_path / "model", "qwen3")
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     header = 8 + int.from_bytes(files["model.safetensors"][:8], "little")
+    # With more weights than a look at the header fetches.
     files["model.safetensors"] = files["model.safetensors"][:header] + bytes(10**6)
+    deep = re.sub(rb'"num_hidden_layers": \d+', b'"num_hidden_layers": 90', files["config.json"])
     monkeypatch.setitem(REPOSITORIES, "org/model", files)
-    return files
-
-
-def test_inspecting_fetches_headers_only(hub, model):
-    layers = json.loads(model["config.json"])["num_hidden_layers"]
-    assert run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu") == str(layers)
+    monkeypatch.setitem(REPOSITORIES, "org/deep", files | {"config.json": deep})
+    monkeypatch.setitem(REPOSITORIES, "org/pickle", {"config.json": files["config.json"]})
+    layers, lacking, pickles = inspect(hub, "org/model", "org/deep", "org/pickle")
+    assert layers == str(json.loads(files["config.json"])["num_hidden_layers"])
     assert names(hub.cache) >= {"config.json"} and not names(hub.cache) & {"model.safetensors", "tokenizer.json"}
-    assert hub.sent < 200_000
-
-
-def test_inspecting_compares_tensors_with_the_config(hub, model):
-    model["config.json"] = re.sub(rb'"num_hidden_layers": \d+', b'"num_hidden_layers": 90', model["config.json"])
+    assert hub.sent < 400_000
     assert re.match(
-        "ValueError: org/model lacks .* tensors that its config.json calls for: model.layers.",
-        run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu"),
+        "ValueError: org/deep lacks .* tensors that its config.json calls for: model.layers.",
+        lacking,
     )
+    assert pickles.startswith("ValueError: org/pickle has neither model.safetensors nor model.safetensors.index.json")
+    assert inspect(hub, "org/model", HF_HUB_OFFLINE="1") == [
+        "FileNotFoundError: org/model is not complete in the cache; unset HF_HUB_OFFLINE to download it."
+    ]
 
 
-def test_inspecting_without_a_network(hub, model):
-    run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu")
-    answer = run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
-    assert answer == "FileNotFoundError: org/model is not complete in the cache; unset HF_HUB_OFFLINE to download it."
-
-
-def test_inspecting_pickles(hub, model):
-    del model["model.safetensors"]
-    answer = run(hub, INSPECT, "org/model", JAX_PLATFORMS="cpu")
-    assert answer.startswith("ValueError: org/model has neither model.safetensors nor model.safetensors.index.json")
-
-
-@pytest.mark.parametrize("revision, commit", [("v1", "b" * 40), ("b" * 40, "b" * 40)])
-def test_everything_is_of_one_commit(hub, revision, commit):
-    assert ask(hub, "org/many", revision).endswith(commit)
-    assert {re.search("resolve/(.+?)/", path)[1] for path in hub.requests if "resolve" in path} == {commit}
+@pytest.mark.parametrize("revision", ["v1", "b" * 40])
+def test_everything_is_of_one_commit(hub, revision):
+    assert ask(hub, "org/many", revision).endswith("b" * 40)
+    assert {re.search("resolve/(.+?)/", path)[1] for path in hub.requests if "resolve" in path} == {"b" * 40}
 
 
 def test_the_cache_serves_offline(hub):
     path = ask(hub, "org/many")
     hub.requests.clear()
-    assert ask(hub, "org/many", HF_HUB_OFFLINE="1") == path
+    assert ask(hub, "org/many", "", "a" * 40, HF_HUB_OFFLINE="1").splitlines() == [path, path]
     assert ask(hub, "org/many", "a" * 40) == path
     assert not hub.requests
 
@@ -288,10 +284,10 @@ def test_a_missing_repository(hub):
     )
 
 
-@pytest.mark.parametrize("revision", ["v2", "d" * 40])
-def test_a_missing_revision(hub, revision):
-    answer = ask(hub, "org/one", revision)
-    assert answer == f"FileNotFoundError: org/one has no branch, tag or commit '{revision}'."
+def test_a_missing_revision(hub):
+    revisions = ["v2", "d" * 40]
+    answers = ask(hub, "org/one", *revisions).splitlines()
+    assert answers == [f"FileNotFoundError: org/one has no branch, tag or commit '{name}'." for name in revisions]
 
 
 @pytest.mark.parametrize("fault, status", [("revision", 401), ("resolve", 403)])
@@ -318,12 +314,12 @@ def test_an_index_that_leaves_the_repository(hub):
 
 def test_a_busy_hub_is_asked_again(hub):
     hub.faults["revision"] = [429, 503]
-    assert names(ask(hub, "org/one", weights=False)) == COMMON
+    assert names(ask(hub, "org/one", weights=False, waits=False)) == COMMON
 
 
 def test_a_hub_that_stays_busy(hub):
     hub.faults["revision"] = [429] * 9
-    assert ask(hub, "org/one").startswith(
+    assert ask(hub, "org/one", waits=False).startswith(
         f"ConnectionError: {hub.url} answered 429, and the cache lacks all or part of org/"
     )
     assert len(hub.requests) == 4
