@@ -1,4 +1,5 @@
-"""Caches against a plain dictionary of what was written, and the memory that local layers take, by shape."""
+"""Caches: against a plain dictionary of what was written; families that decode with them, against transformers; and the
+memory that local layers take, by shape."""
 
 import equinox as eqx
 import jax
@@ -8,11 +9,13 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
+from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
 from zoo.cache import KV, LatentKV, WindowKV
 from zoo.config import read
 
 
+GOLDEN = tiny.golden()
 SLOTS, WINDOW = 16, 4
 CACHES = {  # each with the window of its layers
     "KV": (KV.empty(2, 2, SLOTS, 1, 1, jnp.float32), SLOTS),
@@ -83,6 +86,24 @@ def test_every_query_finds_what_it_may_see(kind, calls):
         assert before.ndim == 0 or np.array_equal(before[0], after[0])
 
 
+@pytest.mark.parametrize("name", STACKS)
+def test_decode_equals_forward(load, name):
+    """Right-padded prompts of different lengths, prefilled at once, then decoded token by token."""
+    model = load(name)
+    lengths, cache = np.array([5, 23]), init_cache(model, 2, 40)
+    indices = np.broadcast_to(np.arange(23), (2, 23))
+    positions = np.where(indices < lengths[:, None], indices, -1)
+    prompt = np.where(positions < 0, 0, tiny.TOKENS[:, :23])
+    logits, cache = decode(model, jnp.asarray(prompt), cache, jnp.asarray(positions))
+    assert error(np.asarray(logits)[0, :5], GOLDEN[name][0, :5]) < 1e-4
+    assert error(np.asarray(logits)[1], GOLDEN[name][1, :23]) < 1e-4
+    for step in range(17):
+        at = (lengths + step)[:, None]
+        now = jnp.asarray(np.take_along_axis(tiny.TOKENS, at, 1))
+        logits, cache = decode(model, now, cache, jnp.asarray(at))
+        assert error(np.asarray(logits)[:, 0], np.take_along_axis(GOLDEN[name], at[..., None], 1)[:, 0]) < 1e-4
+
+
 @pytest.mark.parametrize(
     "name", [n for n, hub in tiny.CONFIGS.items() if hub.get("sliding_window") or hub.get("attention_chunk_size")]
 )
@@ -119,7 +140,7 @@ def test_int8_is_close_and_small(load, name):
 
     exact = eqx.filter_eval_shape(lambda model: zoo.cache.empty(model, 2, 24), model)
     size = lambda cache: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    (b, int8), a = logits(model), tiny.golden()[name][:, :24]
+    (b, int8), a = logits(model), GOLDEN[name][:, :24]
     assert 1e-4 < np.linalg.norm(a - b) / np.linalg.norm(a) < 0.03
     assert size(int8) < size(exact) / 3
 

@@ -154,8 +154,8 @@ def test_draws_do_not_depend_on_others(load):
 
 @pytest.mark.slow
 def test_on_a_mesh(folders, load):
-    folder, options = folders["qwen3-window-head"], dict(samples=2, max_new_tokens=6)
-    model = load("qwen3-window-head")
+    folder, options = folders["qwen3"], dict(samples=2, max_new_tokens=6)
+    model = load("qwen3")
     want = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), **options)
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     with jax.set_mesh(mesh):
