@@ -1,4 +1,7 @@
-"""Runs of several real processes, joined by gloo on this machine: the same numbers, files and ends as of one."""
+"""Runs of several real processes, joined by gloo on this machine: the same numbers, files and ends as of one.
+
+The processes do one task after another (see joined.py). What one process does is done in the tests' own.
+"""
 
 import contextlib
 import json
@@ -11,44 +14,53 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
 import convert.tensors
 import train.tiny
+from tests.train import joined
+from tests.train.conftest import command
 from train import cluster
 
 
-pytestmark = pytest.mark.slow
-
 ROOT = pathlib.Path(__file__).parents[2]
-LIMIT = 150  # seconds for any run
+LIMIT = 240  # seconds for any processes
 
 
 class Run:
     """Processes that were started together, and what each of them prints."""
 
-    def __init__(self, folder, processes, devices, *command):
+    def __init__(self, folder, processes, devices, *tasks):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        quick = "--xla_backend_optimization_level=0"  # to compile
+        quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # to compile
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {quick}",
-            "COLUMNS": "200",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "COLUMNS": "200", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }  # fmt: skip
         self.outputs = [folder / f"{address}-{n}.txt" for n in range(processes)]
         self.processes = []
         for n, output in enumerate(self.outputs):
-            joined = ["--coordinator", address, "--processes", str(processes), "--process", str(n)]
+            call = [
+                sys.executable,
+                "-m",
+                "tests.train.joined",
+                address,
+                str(processes),
+                str(n),
+                *map(json.dumps, tasks),
+            ]
             with output.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, *command, *(joined if processes > 1 else [])],
-                        cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                        call, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                     )
-                )  # fmt: skip
+                )
 
     def wait_for(self, condition):
         """Until the condition holds; the processes have to go on meanwhile."""
@@ -58,7 +70,7 @@ class Run:
             time.sleep(0.05)
 
     def finish(self, *codes):
-        """What the processes printed, when all have ended, with these exit codes; without any, all with 0."""
+        """When all have ended, with these exit codes: of each process, task -> what it printed."""
         try:
             for process in self.processes:
                 process.wait(LIMIT)
@@ -66,19 +78,26 @@ class Run:
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        assert [p.returncode for p in self.processes] == list(codes or (0,) * len(self.processes)), self.text()
-        return [output.read_text() for output in self.outputs]
+        assert [p.returncode for p in self.processes] == list(codes), self.text()
+        found = [re.split("^===== (.*)\n", output.read_text(), flags=re.M)[1:] for output in self.outputs]
+        return [dict(zip(parts[::2], parts[1::2], strict=True)) for parts in found]
 
     def text(self):
         return "\n".join(f"----- {output}\n{output.read_text()[-3000:]}" for output in self.outputs)
 
 
 def script(name, out, *options):
-    """A command line that trains the embedded model a little."""
-    command = ["-m", f"train.{name}", "--model", "tiny", "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
-    command += ["--seq-len", "32", "--lr", "1e-3", "--sample-tokens", "1"]
-    command += [] if name == "grpo" else ["--batch", "8", "--eval-batches", "1"]
-    return [*command, *options]
+    """A task that trains the embedded model a little."""
+    data = ["--model", "tiny", "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
+    data += ["--seq-len", "32", "--lr", "1e-3", "--sample-tokens", "1"]
+    data += [] if name == "grpo" else ["--batch", "8", "--eval-batches", "1"]
+    return ["script", f"train.{name}", *data, *options]
+
+
+def alone(task):
+    """The same in this process, with eight devices."""
+    _, name, *options = task
+    command(name, *options)
 
 
 def metrics(out):
@@ -110,12 +129,54 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("processes")
 
 
-def test_fine_tuning(folder):
+FINE_TUNING = ["--steps", "4", "--save-every", "3", "--eval-every", "2", "--sample-every", "4"]
+ADAPTERS = ["--steps", "2", "--lora.rank", "4", "--quantize", "int8"]
+GRPO = ["--steps", "2", "--prompts", "2", "--group", "4", "--max-new-tokens", "8"]
+PRETRAINING = ["--steps", "12", "--save-every", "2", "--eval-every", "12", "--sample-every", "12"]
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    """Four processes with two devices each: they save a checkpoint, pre-train until one of them gets a SIGTERM, and end
+    because what they are to do next is wrong everywhere."""
+    stormy, wrong = (
+        script("pretrain", folder / "stormy", *PRETRAINING),
+        script("sft", folder / "bad", "--mesh", "fsdp=3"),
+    )
+    run = Run(folder, 4, 2, ["save", str(folder / "bits")], stormy, wrong)
+    run.wait_for(lambda: last_step(folder / "stormy") >= 1)
+    os.kill(run.processes[2].pid, signal.SIGTERM)
+    outputs = run.finish(1, 1, 1, 1)
+    return [(output[json.dumps(stormy)], output[json.dumps(wrong)]) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def two(folder, four):
+    """Two processes with four devices each, and what they print of each task. The last one fails in the first only."""
+    (folder / "blocked" / "metrics.jsonl").mkdir(parents=True)
+    tasks = {
+        "restore": ["restore", str(folder / "bits")],
+        "fail": ["fail_to_save", str(folder / "failing")],
+        "dry": script("sft", folder / "dry", "--steps", "2", "--dry-run"),
+        "sft": script("sft", folder / "sft-two", *FINE_TUNING),
+        "adapters": script("sft", folder / "adapters-two", *ADAPTERS),
+        "grpo": script("grpo", folder / "grpo-two", *GRPO),
+        "generate": ["generate"],
+        "blocked": script("sft", folder / "blocked", "--steps", "2"),
+    }
+    run = Run(folder, 2, 4, *tasks.values())
+    outputs = run.finish(1, run.processes[1].wait(LIMIT))  # which JAX aborts, or it comes upon the loss by itself
+    assert run.processes[1].returncode
+    begun = [[name for name, task in tasks.items() if json.dumps(task) in output] for output in outputs]
+    assert begun[0] == list(tasks) and begun[1][:7] == list(tasks)[:7], run.text()  # so all but the last one succeeded
+    return [{name: output.get(json.dumps(task), "") for name, task in tasks.items()} for output in outputs]
+
+
+@pytest.mark.slow
+def test_fine_tuning(folder, two):
     """Two processes with four devices each do what one with eight does, and only the first speaks and writes."""
-    options = ["--steps", "4", "--save-every", "3", "--eval-every", "2", "--sample-every", "4"]
-    one, two = folder / "one", folder / "two"
-    Run(folder, 1, 8, *script("sft", one, *options)).finish()
-    first, second = Run(folder, 2, 4, *script("sft", two, *options)).finish()
+    alone(script("sft", folder / "sft-one", *FINE_TUNING))
+    one, two, (first, second) = folder / "sft-one", folder / "sft-two", (output["sft"] for output in two)
     assert_same_run(two, one)
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     assert "step 4/4" in first and f'zoo.load("{two / "model"}")' in first
@@ -131,19 +192,18 @@ def test_fine_tuning(folder):
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-5, err_msg=name)  # bfloat16, rounded once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, options, seen",
+    "name, task, seen",
     [
-        ("sft", ["--lora.rank", "4", "--quantize", "int8"], ("loss", "validation_loss", "grad_norm")),
-        ("grpo", ["--prompts", "2", "--group", "4", "--max-new-tokens", "8"], ("loss", "reward", "length", "entropy")),
+        ("adapters", ("sft", ADAPTERS), ("loss", "validation_loss", "grad_norm")),
+        ("grpo", ("grpo", GRPO), ("loss", "reward", "length", "entropy")),
     ],
 )
-def test_two_processes_do_what_one_does(folder, name, options, seen):
+def test_two_processes_do_what_one_does(folder, two, name, task, seen):
     """With adapters, whose export both take part in; and with samples, which both have to draw alike."""
-    outs = folder / f"{name}-one", folder / f"{name}-two"
-    for processes, out in zip((1, 2), outs, strict=True):
-        Run(folder, processes, 2 // processes, *script(name, out, "--steps", "2", *options)).finish()
-    ours, theirs = (metrics(out) for out in outs)
+    alone(script(task[0], folder / f"{name}-one", *task[1]))
+    ours, theirs = (metrics(folder / f"{name}-{processes}") for processes in ("two", "one"))
     assert len(ours) == len(theirs) == 3
     for number in seen:
         values = [[line[number] for line in lines if number in line] for lines in (ours, theirs)]
@@ -151,134 +211,67 @@ def test_two_processes_do_what_one_does(folder, name, options, seen):
         assert values[0]
 
 
-def test_stopped_killed_and_resumed_by_other_numbers_of_processes(folder):
+@pytest.mark.slow
+def test_stopped_killed_and_resumed_by_other_numbers_of_processes(folder, four):
     """Pre-training by four processes, one of which gets SIGTERM; by two, one of which is killed; and by one."""
-    options = ["--steps", "12", "--save-every", "2", "--eval-every", "12", "--sample-every", "12"]
     calm, out = folder / "calm", folder / "stormy"
-    Run(folder, 1, 8, *script("pretrain", calm, *options)).finish()
-
-    run = Run(folder, 4, 2, *script("pretrain", out, *options))
-    run.wait_for(lambda: last_step(out) >= 1)
-    os.kill(run.processes[2].pid, signal.SIGTERM)
-    first, *_ = run.finish()
+    alone(script("pretrain", calm, *PRETRAINING))
+    (first, _), *_ = four
     (stopped,) = map(int, re.findall(r"Stopped by SIGTERM after step (\d+), which is saved", first))
-    assert 1 <= stopped == last_step(out) < 6
+    assert 1 <= stopped < 6
 
-    run = Run(folder, 2, 1, *script("pretrain", out, *options))
+    task = script("pretrain", out, *PRETRAINING)
+    run = Run(folder, 2, 1, task)
     run.wait_for(lambda: any(stopped < step for step in saved_steps(out)))
     os.kill(run.processes[1].pid, signal.SIGKILL)
     killed = time.monotonic()
-    first, _ = run.finish(1, -signal.SIGKILL)
+    first, _ = (output[json.dumps(task)] for output in run.finish(1, -signal.SIGKILL))
     assert time.monotonic() - killed < 60
     assert f"Going on from step {stopped} " in first
     assert "Process 0: a computation of all processes failed, most likely because one has died" in first
     assert "Traceback" not in first
 
-    (only,) = Run(folder, 1, 8, *script("pretrain", out, *options, "--mesh", "fsdp=4,tensor=2")).finish()
-    (resumed,) = map(int, re.findall(r"Going on from step (\d+) ", only))
+    resumed = max(saved_steps(out))
     assert stopped < resumed < 12
+    alone([*task, "--mesh", "fsdp=4,tensor=2"])
     assert_same_run(out, calm)
 
 
-def test_errors_are_told_and_end_all(folder):
+@pytest.mark.slow
+def test_errors_are_told_and_end_all(four, two):
     """What is wrong everywhere is said everywhere; what is wrong in one process ends the others too."""
-    texts = Run(folder, 2, 1, *script("sft", folder / "bad", "--mesh", "fsdp=3")).finish(1, 1)
-    for n, text in enumerate(texts):
+    for n, (_, text) in enumerate(four):
         assert f"Process {n}: ValueError: The mesh 'fsdp=3'" in text and "Traceback" not in text
-    (folder / "blocked" / "metrics.jsonl").mkdir(parents=True)
-    run = Run(folder, 2, 1, *script("sft", folder / "blocked", "--steps", "2"))
-    first, _ = run.finish(1, run.processes[1].wait(LIMIT))  # which JAX aborts, or it comes upon the loss by itself
-    assert "Process 0: IsADirectoryError" in first and "Traceback" not in first and run.processes[1].returncode
+    first = two[0]["blocked"]
+    assert "Process 0: IsADirectoryError" in first and "Traceback" not in first
 
 
-def test_dry_run(folder):
-    first, second = Run(folder, 2, 1, *script("sft", folder / "dry", "--steps", "2", "--dry-run")).finish()
-    assert all(word in first for word in ("Example 3", "Memory", "Mesh", "2 x cpu")) and "Memory" not in second
+@pytest.mark.slow
+def test_dry_run(folder, two):
+    first, second = (output["dry"] for output in two)
+    assert all(word in first for word in ("Example 3", "Memory", "Mesh", "8 x cpu")) and "Memory" not in second
     assert not (folder / "dry").exists()
 
 
-CHILD = """
-import json, pathlib, sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from train import cluster
-from train.checkpoint import Checkpoints
-from zoo.mesh import make_mesh
-from train.state import TrainState
-
-task, folder, *joined = sys.argv[1:]
-if joined:
-    _, coordinator, _, processes, _, process = joined
-    cluster.initialize(coordinator, int(processes), int(process))
-place = NamedSharding(make_mesh(), P("fsdp"))
-random = np.random.default_rng(0)
-values = [random.standard_normal((8, 5)).astype(np.float32), random.integers(-128, 128, (8, 3), np.int8)]
-step, places = np.int32(7), (NamedSharding(place.mesh, P()), place, place)
-put = lambda a, place: jax.make_array_from_callback(a.shape, place, lambda index: a[index])
-state = TrainState(*map(put, (step, *values), places))
-said = []
-kept = Checkpoints(folder, identity={}, say=said.append)
-if task == "save":
-    kept.save(state, {"next": 3})
-    kept.close()
-elif task == "fail":
-    blocked, first = pathlib.Path(folder, "7.unfinished"), jax.process_index() == 0
-    if first:
-        blocked.write_text("a file where process 0 needs a folder")
-    kept.save(state, None)
-    assert len(said) == 1 and "could not be saved" in said[0] and not kept.steps()
-    if first:
-        blocked.unlink()
-    kept.save(state, None)
-    kept.close()
-    assert len(said) == 1 and kept.steps() == [7]
-else:
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-    restored, data = kept.restore(abstract)
-    assert data == {"next": 3} and restored.step == 7
-    for array, value in zip(jax.tree.leaves(restored), (step, *values), strict=True):
-        assert array.dtype == value.dtype and array.addressable_shards
-        for shard in array.addressable_shards:
-            assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes()
-"""
+@pytest.mark.slow
+def test_a_checkpoint_of_four_processes_is_restored_by_others_bit_by_bit(folder, two):
+    """By two, or they had not gone on to the tasks that follow; and by one with fewer devices."""
+    joined.restore(str(folder / "bits"), jax.devices()[:4])
 
 
-def test_a_checkpoint_of_four_processes_is_restored_by_others_bit_by_bit(folder):
-    kept = folder / "bits"
-    Run(folder, 4, 1, "-c", CHILD, "save", str(kept)).finish()
-    for processes, devices in ((2, 1), (1, 8)):
-        Run(folder, processes, devices, "-c", CHILD, "restore", str(kept)).finish()
+@pytest.mark.slow
+def test_a_save_that_fails_in_one_process_fails_in_all_and_the_run_goes_on(folder, two):
+    """As the tasks themselves see; here is what they left."""
+    assert [path.name for path in (folder / "failing").iterdir()] == ["7"]
 
 
-def test_a_save_that_fails_in_one_process_fails_in_all_and_the_run_goes_on(folder):
-    Run(folder, 2, 1, "-c", CHILD, "fail", str(folder / "failing")).finish()
-
-
-GENERATE = """
-import sys
-import jax, zoo
-from train import cluster
-from zoo.mesh import make_mesh
-
-if joined := sys.argv[1:]:
-    _, coordinator, _, processes, _, process = joined
-    cluster.initialize(coordinator, int(processes), int(process))
-mesh = make_mesh()
-with jax.set_mesh(mesh):
-    model = zoo.load("tiny", mesh=mesh)
-    prompts = ["The module", "A list", "for i", "def f"]
-    print("TEXTS", zoo.generate(model, zoo.tokenizer("tiny"), prompts, max_new_tokens=4, stop=["?"]))
-"""
-
-
-def test_generation(folder):
+@pytest.mark.slow
+def test_generation(two, capsys):
     """Rows that lie on the devices of several processes come to all of them."""
-    texts = [
-        text.split("TEXTS ")[1].splitlines()[0]
-        for processes, devices in ((1, 2), (2, 1))
-        for text in Run(folder, processes, devices, "-c", GENERATE).finish()
-    ]
-    assert len(texts) == 3 and len(set(texts)) == 1
+    joined.generate()
+    texts = [line for text in (*(o["generate"] for o in two), capsys.readouterr().out) for line in text.splitlines()]
+    texts = [json.loads(line) for line in texts if line.startswith('["')]
+    assert len(texts) == 3 and len(texts[0]) == 8 and texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(

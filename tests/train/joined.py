@@ -1,0 +1,90 @@
+"""What each process of test_processes.py does, one task after another, because starting processes takes long.
+
+python -m tests.train.joined COORDINATOR PROCESSES PROCESS '["task", "argument", ...]' ...
+"""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from train import cluster, loop
+from train.checkpoint import Checkpoints
+from train.state import TrainState
+from zoo.mesh import make_mesh
+
+
+PROMPTS = ["The module", "A list", "for i", "def f", "class", "import", "x =", "Return"]
+
+
+def script(name, *arguments):
+    """The command line of a training script."""
+    sys.argv = [name, *arguments]
+    module = importlib.import_module(name)
+    loop.command(module.main, module.Options)
+
+
+def generate():
+    mesh = make_mesh()
+    with jax.set_mesh(mesh):
+        texts = zoo.generate(zoo.load("tiny", mesh=mesh), zoo.tokenizer("tiny"), PROMPTS, max_new_tokens=4, stop=["?"])
+    print(json.dumps(texts))
+
+
+def known_state(devices=None):
+    """A state spread over the devices, and its values."""
+    mesh = make_mesh("fsdp=-1", devices)
+    random = np.random.default_rng(0)
+    values = [random.standard_normal((8, 5)).astype(np.float32), random.integers(-128, 128, (8, 3), np.int8)]
+    values, places = (np.int32(7), *values), (P(), P("fsdp"), P("fsdp"))
+    put = lambda a, spec: jax.make_array_from_callback(a.shape, NamedSharding(mesh, spec), lambda index: a[index])
+    return TrainState(*map(put, values, places)), values
+
+
+def save(folder):
+    kept = Checkpoints(folder, identity={})
+    kept.save(known_state()[0], {"next": 3})
+    kept.close()
+
+
+def restore(folder, devices=None):
+    """What `save` has saved, whoever did, bit by bit."""
+    state, values = known_state(devices)
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    restored, data = Checkpoints(folder, identity={}).restore(abstract)
+    assert data == {"next": 3} and restored.step == 7
+    for array, value in zip(jax.tree.leaves(restored), values, strict=True):
+        assert array.dtype == value.dtype and array.addressable_shards
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes()
+
+
+def fail_to_save(folder):
+    """Once, in process 0 alone; all know of it, and the next save succeeds."""
+    said, state = [], known_state()[0]
+    kept = Checkpoints(folder, identity={}, say=said.append)
+    blocked, first = pathlib.Path(folder, "7.unfinished"), jax.process_index() == 0
+    if first:
+        blocked.write_text("a file where process 0 needs a folder")
+    kept.save(state, None)
+    assert len(said) == 1 and "could not be saved" in said[0] and not kept.steps()
+    if first:
+        blocked.unlink()
+    kept.save(state, None)
+    kept.close()
+    assert len(said) == 1 and kept.steps() == [7]
+
+
+if __name__ == "__main__":
+    coordinator, processes, process, *tasks = sys.argv[1:]
+    cluster.initialize(coordinator, int(processes), int(process))
+    for task in tasks:
+        name, *arguments = json.loads(task)
+        print(f"===== {task}", flush=True)
+        {f.__name__: f for f in (script, generate, save, restore, fail_to_save)}[name](*arguments)
