@@ -6,6 +6,7 @@ import re
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,19 +24,24 @@ from zoo.registry import family_of
 ROWS, SEQ = 24, 32
 WIDTH = 72  # of the widest activations: keys of all heads in DeepSeek's
 
-MESHES = ("replica=2,context=4", "fsdp=2,tensor=4")
-FOR_EXPERTS = "expert=2,context=2,tensor=2"
-TWICE, THRICE = "stage=2,fsdp=2,context=2", "stage=3,tensor=2"  # by how often the layers repeat
-DENSE = {
-    "gemma": THRICE, "gemma2": TWICE, "gemma3-pattern": TWICE, "gpt3": THRICE, "llama": THRICE, "mistral": THRICE,
-    "qwen2": THRICE, "qwen3": THRICE, "qwen3-window-tail": TWICE,
+# Two or three meshes have every axis of a family: first weights and tokens are split, by default; then, slow, also
+# layers, by how often they repeat, and what replicas do.
+SPLIT, EXPERTS = "fsdp=2,context=2,tensor=2", "expert=2,context=2,tensor=2"
+TWICE, THRICE, COPIES = "stage=2,replica=2,fsdp=2", "stage=3,replica=2", "replica=2,fsdp=4"
+WEIGHTS = "fsdp=2,tensor=4"  # quicker to compile than with experts and contexts
+MESHES = {
+    "gemma": (SPLIT, THRICE), "gemma2": (SPLIT, TWICE), "gemma3-pattern": (SPLIT, TWICE), "gpt3": (SPLIT, THRICE),
+    "llama": (SPLIT, THRICE), "mistral": (SPLIT, THRICE), "qwen2": (SPLIT, THRICE), "qwen3": (SPLIT, THRICE),
+    "qwen3-window-tail": (SPLIT, TWICE),
+    "deepseek2": (WEIGHTS, EXPERTS, TWICE), "deepseek3": (EXPERTS, TWICE), "gpt_oss": (WEIGHTS, EXPERTS, TWICE),
+    "llama4-alternating": (WEIGHTS, EXPERTS, TWICE), "mixtral": (EXPERTS, THRICE, COPIES),
+    "qwen3_moe": (WEIGHTS, EXPERTS, THRICE),
 }  # fmt: skip
-SPARSE = {
-    "deepseek2": TWICE, "deepseek3": TWICE, "gpt_oss": TWICE, "llama4-alternating": TWICE, "mixtral": THRICE,
-    "qwen3_moe": THRICE,
-}  # fmt: skip
-CASES = [(name, text) for name, staged in DENSE.items() for text in (*MESHES, staged)] + [
-    (name, text) for name, staged in SPARSE.items() for text in (*MESHES, FOR_EXPERTS, staged)
+FAST = [("llama", THRICE), *((name, texts[0]) for name, texts in MESHES.items())]
+CASES = [
+    pytest.param(name, text, marks=[] if (name, text) in FAST else pytest.mark.slow)
+    for name, texts in MESHES.items()
+    for text in texts
 ]
 
 
@@ -53,17 +59,17 @@ def make_batch():
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: tiny.write(root / name, name) for name in DENSE | SPARSE}
+    return {name: tiny.write(root / name, name) for name in MESHES}
 
 
 def test_every_family_is_here():
-    assert {tiny.FAMILIES[name] for name in DENSE | SPARSE} == tiny.MODULES.keys()
+    assert {tiny.FAMILIES[name] for name in MESHES} == tiny.MODULES.keys()
 
 
 def load(folder):
     """The tiny checkpoint with half its weights. As it is, half a unit in the last place of gpt-oss's moves its
     gradients by 3e-5, and so would any other order of adding up."""
-    return jax.tree.map(lambda a: a / 2 if eqx.is_inexact_array(a) else a, zoo.load(folder))
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a) / 2) if eqx.is_inexact_array(a) else a, zoo.load(folder))
 
 
 def compiled(model, batch, places=None):
