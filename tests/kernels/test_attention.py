@@ -29,17 +29,17 @@ SEQ, KV_SEQ, WINDOW = 140, 150, 20
 EVERYTHING = dict(seq=SEQ, kv_seq=KV_SEQ, v_dim=32), dict(mask=sliding(WINDOW), softcap=4.0)
 DOCUMENTS = packed([50, 1, 60, 39], [10, 90, 50])
 DOCUMENTS |= {name: DOCUMENTS[name][:, :SEQ] for name in ("q_positions", "q_segments")}
-# Pairwise: with and without softcap, sinks, packed documents, a window, keys longer than queries; heads that share keys
-# by two, all and none; values as wide as keys, narrower and wider.
+# Each with and without: softcap and sinks in all four ways; documents, a window, keys longer than queries; and
+# heads that share keys by two, all and none; values as wide as keys, narrower and wider.
 CASES = {
-    "causal": (dict(seq=300), {}),
+    "causal": (dict(seq=300), dict(sinks=SINKS)),
     "full, with logits whose exponential overflows": (
         dict(seq=130, kv_seq=270, heads=5, kv_heads=1, dim=48, v_dim=16, size=10),
         dict(mask=Full()),
     ),
     "chunks and images": (
         dict(seq=260, kv_heads=4),
-        dict(mask=(Causal() & Chunk(48)) | Spans(), sinks=SINKS, q_spans=IMAGES, kv_spans=IMAGES),
+        dict(mask=(Causal() & Chunk(48)) | Spans(), softcap=4.0, q_spans=IMAGES, kv_spans=IMAGES),
     ),
     "packed": (dict(seq=300, v_dim=32), dict(softcap=4.0, sinks=SINKS, **packed([128, 1, 130, 41], [10, 250, 40]))),
     "everything": (EVERYTHING[0], dict(**EVERYTHING[1], sinks=SINKS, **DOCUMENTS)),
