@@ -15,13 +15,15 @@ if HURRY:
         FLAGS += " --xla_cpu_use_fusion_emitters=false"  # which take longer than LLVM; newer ones have no choice
 
 
-def environment(cache: os.PathLike | str, *, devices: int = 1) -> dict[str, str]:
-    """That of a process that compiles so too, and keeps what it compiled in a folder; it sees fake devices."""
+def environment(*, devices: int = 1) -> dict[str, str]:
+    """That of a process with fake devices which compiles so too, and shares what the suite has compiled."""
+    import jax  # which is not to start before conftest.py has set what it reads
+
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(HURRY)),
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "COLUMNS": "200",  # or messages are wrapped
     }

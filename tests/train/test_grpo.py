@@ -4,7 +4,6 @@ and that a run which is killed goes on as if nothing had happened."""
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import optax
 import pytest
 
 import zoo
+from tests import hurry
 from tests.train.conftest import command
 from tests.zoo import tiny
 from train import grpo, rewards, rollouts
@@ -223,14 +223,9 @@ def test_killed_and_resumed(folder, tmp_path):
 
     def start(out):
         more = ["--prompts", 2, "--steps", 8, "--save-every", 2, "--iterations", 2]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        }  # fmt: skip
         return subprocess.Popen(
             [sys.executable, "-m", "train.grpo", *arguments(folder, out, *more)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=ROOT, env=hurry.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
     def finish(process):

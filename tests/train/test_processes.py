@@ -20,6 +20,7 @@ import pytest
 
 import convert.tensors
 import train.tiny
+from tests import hurry
 from tests.train import joined
 from tests.train.conftest import command
 from train import cluster
@@ -36,31 +37,17 @@ class Run:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # to compile
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {quick}",
-            "COLUMNS": "200", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }  # fmt: skip
         self.outputs = [folder / f"{address}-{n}.txt" for n in range(processes)]
         self.processes = []
         for n, output in enumerate(self.outputs):
-            call = [
-                sys.executable,
-                "-m",
-                "tests.train.joined",
-                address,
-                str(processes),
-                str(n),
-                *map(json.dumps, tasks),
-            ]
+            call = [sys.executable, "-m", "tests.train.joined", address, str(processes), str(n)]
             with output.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        call, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                        [*call, *map(json.dumps, tasks)], cwd=ROOT, env=hurry.environment(devices=devices),
+                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                     )
-                )
+                )  # fmt: skip
 
     def wait_for(self, condition):
         """Until the condition holds; the processes have to go on meanwhile."""

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import convert.tensors
 import zoo
+from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
 from train import loop
@@ -191,15 +191,10 @@ def test_bad_input(base, tmp_path, content, more, said):
 
 
 def start(*arguments):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false", "COLUMNS": "200",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    }  # fmt: skip
-    command = [sys.executable, "-m", "train.sft", *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        [sys.executable, "-m", "train.sft", *arguments],
+        cwd=ROOT, env=hurry.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 def finish(process, code=0):
