@@ -43,11 +43,17 @@ def model(tmp_path_factory):
     return zoo.load(tiny.write(tmp_path_factory.mktemp("checkpoint"), "mixtral"))
 
 
+@pytest.fixture(scope="module")
+def routed(model):
+    """The step with what routers add to the loss."""
+    return jit_train_step(init_state(model, SGD), optimizer=SGD, **OPTIONS, **ROUTER)
+
+
 def assert_close(got, want, tolerance=1e-5):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance), got, want)
 
 
-def test_the_loss_of_the_routers(model, batch):
+def test_the_loss_of_the_routers(model, batch, routed):
     """Against the formulas, with the means over layers written out."""
 
     def loss(model):
@@ -62,17 +68,15 @@ def test_the_loss_of_the_routers(model, batch):
         return jnp.sum(losses * weights) / jnp.sum(weights) + 0.5 * balance + 0.1 * z, balance
 
     gradients, balance = jax.jit(jax.grad(loss, has_aux=True))(model)
-    state = init_state(model, SGD)
-    state, metrics = jit_train_step(state, optimizer=SGD, **OPTIONS, **ROUTER)(state, batch)
+    state, metrics = routed(init_state(model, SGD), batch)
     assert_close(state.model, jax.tree.map(jnp.subtract, model, gradients))
     assert_close(metrics["balance"], balance)
     assert metrics["balance"] > 1
 
 
-def test_on_a_mesh(model, batch):
+def test_on_a_mesh(model, batch, routed):
     step = functools.partial(jit_train_step, optimizer=SGD, **OPTIONS, **ROUTER)
-    alone = init_state(model, SGD)
-    alone = step(alone)(alone, batch)
+    alone = routed(init_state(model, SGD), batch)
     mesh = make_mesh("fsdp=4,tensor=2")
     with jax.set_mesh(mesh):
         state = init_state(jax.device_put(model, shardings(model, mixtral.PARTITION_RULES, mesh)), SGD)
@@ -94,7 +98,7 @@ def test_biases_move_towards_an_even_load(tmp_path, batch):
     biases = lambda model: [np.asarray(a) for p, a in jax.tree_util.tree_leaves_with_path(model) if "bias" in str(p)]
     state = init_state(model, optimizer)
     before = biases(state.model)
-    step = jit_train_step(state, optimizer=optimizer, **OPTIONS, microbatches=2)
+    step = jit_train_step(state, optimizer=optimizer, **OPTIONS)
     state, _ = step(state, batch)
     assert before and all((a == b).all() for a, b in zip(biases(state.model), before, strict=True))
 
