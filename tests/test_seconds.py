@@ -13,11 +13,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_overruns_are_named():
-    within = {"tests/a.py": 2 * seconds.FILE, "llama": 2 * seconds.FAMILY}
+    within = {"tests/a.py": 3 * seconds.FILE, "llama": 3 * seconds.FAMILY}
     assert seconds.overruns(within) == []
-    (file,) = seconds.overruns(within | {"tests/b.py": 2 * seconds.FILE + 1})
-    (family,) = seconds.overruns(within | {"gemma": 2 * seconds.FAMILY + 1})
-    assert "tests/b.py took 61 CPU seconds, where 30" in file and "gemma took 31 CPU seconds, where 15" in family
+    (file,) = seconds.overruns(within | {"tests/b.py": 3 * seconds.FILE + 1})
+    (family,) = seconds.overruns(within | {"gemma": 3 * seconds.FAMILY + 1})
+    assert "tests/b.py took 91 CPU seconds, where 30" in file and "gemma took 46 CPU seconds, where 15" in family
 
 
 def test_a_run_counts_each_test_and_fails_beyond_the_budget(pytester, monkeypatch):

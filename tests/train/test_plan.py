@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
+from tests import hurry
 from train import ahead, chips, hlo, loop, plan, planner
 from train.ahead import Program, TooLarge, compile_ahead, training
 from train.chips import CHIPS, chip_of, fleet, slowest_link
@@ -208,7 +209,7 @@ def test_bytes_by_kind(config, made):
 def wide(text, devices):
     """The step of a model whose parts weigh more than what is gathered of them, and its arguments by kind.
 
-    Compiled as users do: what hurries in conftest.py also changes what one loop leaves to another.
+    Compiled as users do: what hurries (hurry.py) also changes what one loop leaves to another.
     """
     config = qwen3.Config(
         vocab_size=2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
@@ -217,7 +218,7 @@ def wide(text, devices):
     mesh = make_mesh(text, devices)
     program = training(config, qwen3, mesh, batch=16, seq=256, remat="full", microbatches=1)
     with pytest.MonkeyPatch.context() as patch:
-        as_users = {"xla_cpu_use_fusion_emitters": True}
+        as_users = {name: True for name in ["xla_cpu_use_fusion_emitters"] if name in hurry.FLAGS}
         compile = jax.stages.Lowered.compile
         patch.setattr(jax.stages.Lowered, "compile", lambda self, options: compile(self, options | as_users))
         compiled = compile_ahead(program, mesh)
