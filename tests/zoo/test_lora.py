@@ -25,8 +25,9 @@ def trained(model, *, where=lora.LAYERS, rank=3, alpha=5.0):
     """With adapters that do something, as if they had been trained; of numbers from numpy, so that nothing compiles."""
     add = lambda model: lora.add(model, rank=rank, alpha=alpha, where=where, key=jax.random.key(0))
     random, kept = np.random.RandomState(1), iter(jax.tree.leaves(lora.bare(model)))
-    new = lambda x: jnp.asarray(0.2 * random.standard_normal(x.shape), x.dtype)
-    fill = lambda path, x: new(x) if path[-1].name in ("a", "b") else next(kept)
+    new = lambda x, scale: jnp.asarray(scale * random.standard_normal(x.shape), x.dtype)
+    scales = {"a": 0.2, "b": 0.1}
+    fill = lambda path, x: new(x, scales[path[-1].name]) if path[-1].name in scales else next(kept)
     return jax.tree_util.tree_map_with_path(fill, eqx.filter_eval_shape(add, model))
 
 
