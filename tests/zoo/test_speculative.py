@@ -49,7 +49,7 @@ def per_call(got):
 
 
 @pytest.mark.parametrize(
-    "name, size", [("qwen3-window-head", 0.05), pytest.param("gpt_oss", 0.02, marks=pytest.mark.slow)]
+    "name, size", [("qwen3-window-max", 0.05), pytest.param("gpt_oss", 0.02, marks=pytest.mark.slow)]
 )
 def test_greedy_is_the_models(load, name, size):
     """Rows advance by different numbers of tokens, and go back within windows; others take the rows that end."""
@@ -66,6 +66,7 @@ def test_a_draft_that_is_the_model_is_always_right(load):
     assert got[0].calls == 4
 
 
+@pytest.mark.slow
 def test_greedy_with_mtp(model_with_further):
     """The module's own cache, and the model's, are of latents."""
     model = model_with_further
