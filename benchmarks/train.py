@@ -112,7 +112,7 @@ def with_zoo(
     def make(key: jax.Array) -> Any:
         net = family_of(config).Model(config, key=key)
         if model.lora:
-            return lora.add(cast(net), rank=RANK, alpha=RANK, key=key)
+            return lora.add(cast(net), rank=RANK, alpha=float(RANK), key=key)
         return net if arithmetic == "bf16" else quantized.quantize_training(net, arithmetic)
 
     net = jax.jit(make)(jax.random.key(time.time_ns() % 2**32))
