@@ -31,7 +31,7 @@ def test_data_is_installed():
 
 @pytest.mark.slow
 def test_training_ends_with_a_model_that_generates(tmp_path):
-    command = [sys.executable, "-m", "train.sft", "--steps", "2", "--batch", "2", "--seq-len", "64", "--out", "run"]
+    command = [sys.executable, "-m", "train.sft", "--steps", "2", "--batch", "8", "--seq-len", "64", "--out", "run"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     folder = tmp_path / "run" / "model"

@@ -160,9 +160,9 @@ def test_not_finite(words):
 
 def test_dry_run(words, capsys):
     command("train.sft", *options(words, words / "dry", "--dry-run"))
-    output = capsys.readouterr().out
+    output = "".join(capsys.readouterr().out.split())  # tables wrap long paths
     for word in (
-        "words.jsonl", "190", "prompt", "completion", "Example 3", "filled", "vocabulary", "Memory", "Mesh", "fsdp",
+        "words.jsonl", "190", "prompt", "completion", "Example3", "filled", "vocabulary", "Memory", "Mesh", "fsdp",
         "free",
     ):  # fmt: skip
         assert word in output, word
