@@ -1,4 +1,4 @@
-"""kernels.attention: both implementations against a formula in float64 numpy, and what "xla" promises beyond it."""
+"""kernels.attention: every implementation against a formula in float64 numpy."""
 
 import functools
 import itertools
@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import kernels
-from kernels import Causal, Chunk, Full, Spans, attention_xla, sliding
-from kernels.masks import Segments, Tokens
-from tests.kernels.oracle import QUICK, SCALE, arrays, errors, oracle, packed, run, tokens
+from kernels import Causal, Chunk, Full, Spans, sliding
+from kernels.masks import Segments
+from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run, tokens
 
 
 IMPLEMENTATIONS = ["reference", "xla", "triton", "tpu"]  # the latter two are interpreted
@@ -141,75 +139,6 @@ def test_garbage_touches_only_those_who_see_it(implementation):
         assert np.isnan(out[:, 70:]).all()
 
 
-def test_memory_is_linear_in_the_sequence():
-    """Forward and backward, with everything that could tempt one to build a mask."""
-
-    def temporaries(seq, implementation):
-        x = [jax.ShapeDtypeStruct((1, seq, 2, 32), jnp.float32)] * 3
-        ids = [jax.ShapeDtypeStruct((1, seq), jnp.int32)] * 4
-
-        def loss(q, k, v, *ids):
-            where = dict(zip(("q_positions", "kv_positions", "q_segments", "kv_segments"), ids, strict=True))
-            return kernels.attention(
-                q, k, v, scale=SCALE, mask=sliding(99), implementation=implementation, **where
-            ).sum()
-
-        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*x, *ids).compile(QUICK).memory_analysis().temp_size_in_bytes
-
-    assert temporaries(4096, "reference") > 4096 * 4096 * 4  # so this test can fail
-    once, twice = temporaries(4096, "xla"), temporaries(8192, "xla")
-    assert twice < 2.1 * once
-    assert twice < 8192 * 8192 * 4 / 10
-
-
-def test_inside_a_sharded_scanned_rematerialised_model():
-    """The batch stays split over eight devices, nothing is gathered, and the numbers are the reference's."""
-    q, k, v, _ = arrays(batch=8, seq=160, dim=8)
-    segments = np.repeat([[1, 2, 0]], 8, axis=0).repeat([70, 60, 30], axis=1).astype(np.int32)
-
-    def loss(q, k, v, segments, implementation):
-        def layer(x, scale):
-            x = kernels.attention(
-                x, k * scale, v, scale=SCALE, q_segments=segments, kv_segments=segments, implementation=implementation
-            )
-            return x, None
-
-        return jnp.square(jax.lax.scan(jax.checkpoint(layer), q, jnp.array([1.0, 2.0]))[0]).sum()
-
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = NamedSharding(mesh, P("data"))
-    gradient = lambda implementation, **options: jax.jit(
-        jax.grad(functools.partial(loss, implementation=implementation), (0, 1, 2)), compiler_options=QUICK, **options
-    )
-    compiled = gradient("xla", in_shardings=split).lower(q, k, v, segments).compile()
-    actual = compiled(*jax.device_put((q, k, v, segments), split))
-    expected = gradient("reference")(q, k, v, segments)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.sharding.is_equivalent_to(split, 4)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert "all-gather" not in compiled.as_text()
-
-
-@pytest.mark.parametrize(
-    "options, blocks",
-    [
-        (dict(mask=Full()), 16),
-        (dict(), 4 + 3 + 2 + 1),
-        (dict(mask=sliding(128)), 4 + 3),
-        (dict(mask=Causal() & Chunk(256)), 1 + 2 + 1 + 2),
-        (dict(mask=Full() & Segments(), **packed([256, 128, 128])), 4 + 1 + 1),
-        (dict(mask=Causal() & Segments(), **packed([256, 128, 128])), 3 + 1 + 1),
-    ],
-)
-def test_blocks_that_nobody_sees_are_skipped(options, blocks):
-    sequence = attention_xla.Blocks.of(4 * attention_xla.BLOCK)
-    indices = np.arange(sequence.length)[None]
-    q, kv = (Tokens(options.get(f"{side}_positions", indices), options.get(f"{side}_segments")) for side in ("q", "kv"))
-    visible_blocks = jax.jit(attention_xla.visible_blocks, static_argnums=(0, 1, 3))
-    first, end = visible_blocks(options.get("mask", Causal()), sequence, q, sequence, kv)
-    assert (end - first).sum() == blocks
-
-
 def test_the_choice_of_implementation():
     def loops(*args, **kwargs):
         return "while" in str(jax.make_jaxpr(functools.partial(kernels.attention, scale=SCALE, **kwargs))(*args))
@@ -246,35 +175,3 @@ def test_contradictions_are_refused():
         attention(q, k, v, mask=Causal() | Spans())
     with pytest.raises(ValueError, match=r"The mask has Segments\(\), and there are none"):
         attention(q, k, v, mask=Causal() & Segments())
-
-
-DECODES = {
-    "causal": (dict(seq=1, kv_seq=150, kv_heads=1), {}),
-    "all": (dict(seq=1, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=jnp.asarray(SINKS))),
-    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=64), dict(mask=Causal() & Chunk(64))),
-    "latents, wider than a register": (dict(seq=1, kv_seq=96, kv_heads=1, dim=160, v_dim=144, size=1), {}),
-}
-
-
-@pytest.mark.parametrize(
-    "case, implementation",
-    # The reference's decode is its attention, and test_attention_triton.py has more of Triton's.
-    [("all", "reference"), ("all", "triton"), ("chunks, of which one is empty yet", "triton")]
-    + [(case, "tpu") for case in DECODES],
-)
-def test_decode_of_a_ragged_cache(case, implementation):
-    """One row is at its first position, another in the middle. Later slots hold garbage, which reaches nobody."""
-    shapes, options = DECODES[case]
-    *qkv, d_out = arrays(**shapes)
-    positions = np.array([[0], [67]])
-    later = np.arange(shapes["kv_seq"])[None] > positions
-    expected, _ = oracle(*qkv, d_out, q_positions=positions, **options)
-    q, k, v = qkv
-    k[later], v[later] = np.nan, np.inf
-    decode = functools.partial(kernels.decode_attention, scale=SCALE, implementation=implementation, **options)
-    decode = jax.jit(decode, compiler_options=QUICK)
-    out = decode(q[:, 0], k, v, q_positions=positions[:, 0])
-    assert np.linalg.norm(out - expected[:, 0]) < 1e-5 * np.linalg.norm(expected)
-    v[1, 67] = np.nan  # which is seen now
-    out = np.asarray(decode(q[:, 0], k, v, q_positions=positions[:, 0]))
-    assert np.isnan(out[1]).all() and np.isfinite(out[0]).all()

@@ -1,5 +1,6 @@
 """What tests of the training scripts share: a tiny base model, command lines in this process, and quick runs."""
 
+import dataclasses
 import functools
 import json
 import runpy
@@ -10,11 +11,14 @@ import warnings
 import jax
 import numpy as np
 import pytest
+import rich
 
 import zoo
 import zoo.mesh
 from tests.zoo import tiny
-from train import loop
+from train import loop, sft
+from train.metrics import read_metrics
+from train.stop import StopRequest
 
 
 def write_words(path, seed, count=60, sign=str.upper):
@@ -41,7 +45,7 @@ def command(script, *arguments):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that the module has been imported before
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
-        patch.setenv("COLUMNS", "200")
+        patch.setattr(rich.get_console(), "width", 300)  # or long paths are cut
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
@@ -90,3 +94,38 @@ def quick():
         patch.setattr(loop, "make_optimizer", remembered(loop.make_optimizer, rates))
         patch.setattr(loop, "jit_train_step", remembered(loop.jit_train_step, step))
         yield
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    return zoo.load(base / "model", dtype="float32")
+
+
+def run(base, out, **changes):
+    """Runs `train.sft` and returns its metrics so far."""
+    o = sft.Options(
+        model=str(base / "model"), data=(base / "words.jsonl",), out=out, steps=8, seq_len=32, lr=1e-2, hold_out=0.0
+    )
+    sft.main(dataclasses.replace(o, **changes))
+    return read_metrics(out / "metrics.jsonl") if out.exists() else []
+
+
+def losses(metrics):
+    return [line["loss"] for line in metrics if "loss" in line]
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """`stop_after(n)`: the next run is told to stop by a SIGTERM in its n-th step; `stop_after(0)`: none is."""
+
+    def stop_after(steps):
+        class Stop(StopRequest):
+            asked = 0
+
+            def agreed(self):
+                self.asked += 1
+                return "SIGTERM" if self.asked == steps else ""
+
+        monkeypatch.setattr(loop, "StopRequest", Stop)
+
+    return stop_after

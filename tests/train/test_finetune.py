@@ -1,10 +1,6 @@
-"""Fine-tuning: noise, mixtures, patience, adapters in checkpoints and files, and uploads; scripts run in process."""
+"""Fine-tuning: noise, mixtures and patience; scripts run in process."""
 
-import dataclasses
 import json
-import math
-import shutil
-import types
 
 import equinox as eqx
 import grain
@@ -13,66 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from huggingface_hub.errors import HfHubHTTPError
 
-import convert.hub
-import zoo.__main__
-from tests.train.conftest import devices, write_words
+import zoo
+from tests.train.conftest import losses, run, write_words
 from tests.zoo import tiny
-from train import finetune, loop, sft
+from train import finetune
 from train.checkpoint import Checkpoints
 from train.data import batches
-from train.metrics import read_metrics
 from train.neftune import NoisyEmbedding, noisy
 from train.optim import adamw
 from train.records import Record, weighted
 from train.state import abstract_state, init_state
 from train.step import cross_entropy, train_step
-from train.stop import StopRequest
-from zoo import lora, peft
 from zoo.layers import Embedding
 from zoo.surgery import modules
 
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-LORA = finetune.Lora(rank=2)
-forward = eqx.filter_jit(lambda model, tokens: model(tokens))
-
-
-@pytest.fixture(scope="module")
-def model(base):
-    return zoo.load(base / "model", dtype="float32")
-
-
-def run(base, out, **changes):
-    """Runs `train.sft` and returns its metrics so far."""
-    o = sft.Options(
-        model=str(base / "model"), data=(base / "words.jsonl",), out=out, steps=8, seq_len=32, lr=1e-2, hold_out=0.0
-    )
-    sft.main(dataclasses.replace(o, **changes))
-    return read_metrics(out / "metrics.jsonl") if out.exists() else []
-
-
-def losses(metrics):
-    return [line["loss"] for line in metrics if "loss" in line]
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """`stop_after(n)`: the next run is told to stop by a SIGTERM in its n-th step; `stop_after(0)`: none is."""
-
-    def stop_after(steps):
-        class Stop(StopRequest):
-            asked = 0
-
-            def agreed(self):
-                self.asked += 1
-                return "SIGTERM" if self.asked == steps else ""
-
-        monkeypatch.setattr(loop, "StopRequest", Stop)
-
-    return stop_after
 
 
 # ======================================================================================================================
@@ -283,203 +236,3 @@ def test_patience_needs_validation(base, impatient, tmp_path):
     options, _, out = impatient
     with pytest.raises(ValueError, match=r"identity\.patience is True, and now it is False"):
         run(base, out, **options | dict(patience=0))
-
-
-# ======================================================================================================================
-# Adapters.
-# ======================================================================================================================
-
-
-def adapted(base, out, **changes):
-    """Runs `train.sft`, and returns its metrics and the model with adapters at its end."""
-    models = []
-    with pytest.MonkeyPatch.context() as patch:
-        save = peft.save
-        patch.setattr(loop.peft, "save", lambda model, *args, **kw: (models.append(model), save(model, *args, **kw)))
-        metrics = run(base, out, **dict(lora=LORA, lr=3e-2) | changes)
-    return metrics, *models
-
-
-@pytest.fixture(scope="module")
-def tuned(base, tmp_path_factory):
-    out = tmp_path_factory.mktemp("lora")
-    return out, *adapted(base, out)
-
-
-def stored(out, step=8):
-    """Path -> how many numbers, of the arrays in a checkpoint."""
-    state = json.loads((out / "checkpoints" / str(step) / "meta.json").read_text())["state"]
-    return {path: math.prod(json.loads(text[text.index("[") :])) for path, text in state.items()}
-
-
-def test_adapters_are_all_that_is_kept(model, tuned):
-    """Weights are neither in the checkpoint, nor has the optimizer moments of them, nor do they change."""
-    out, metrics, trained = tuned
-    assert np.mean(losses(metrics)[-2:]) < losses(metrics)[0] - 0.3
-    adapters, frozen = lora.split(trained)
-    size = sum(a.size for a in jax.tree.leaves(adapters))
-    assert size < 0.3 * sum(a.size for a in jax.tree.leaves(frozen))
-    arrays = stored(out)
-    assert sum(n for path, n in arrays.items() if path.startswith("model.")) == size
-    assert sum(n for path, n in arrays.items() if path.startswith("opt_state.") and n > 1) == 2 * size
-    assert all(path.endswith((".a", ".b")) for path, n in arrays.items() if n > 1)
-    assert eqx.tree_equal(lora.bare(trained), model)
-
-
-def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned):
-    out, _, trained = tuned
-    assert not (out / "model").exists()
-    tokens = jnp.asarray(tiny.TOKENS)
-    logits = forward(trained, tokens)
-    assert (forward(peft.load(model, out / "adapter"), tokens) == logits).all()
-    assert jnp.abs(logits - forward(model, tokens)).max() > 0.1
-    zoo.__main__.merge(str(base / "model"), out / "adapter", out / "merged")
-    error = jnp.abs(forward(zoo.load(out / "merged"), tokens) - logits).max()
-    assert error < 1e-5 * jnp.abs(logits).max()
-
-
-@pytest.fixture(scope="module")
-def rounded(base, tmp_path_factory):
-    out = tmp_path_factory.mktemp("int8")
-    return out, *adapted(base, out, quantize="int8")
-
-
-def assert_over_rounded_weights(out, metrics, trained, tuned):
-    """A checkpoint of QLoRA is as large as one of LoRA, and the losses are nearly the same."""
-    assert any(modules(trained, zoo.quantized.StoredLinear))
-    assert stored(out) == stored(tuned[0])
-    assert np.mean(losses(metrics)[-2:]) < losses(metrics)[0] - 0.3
-    assert 0 < np.abs(np.subtract(losses(metrics), losses(tuned[1]))).mean() < 0.2
-
-
-def test_over_rounded_weights(rounded, tuned):
-    assert_over_rounded_weights(*rounded, tuned)
-
-
-@pytest.mark.slow
-def test_over_weights_of_four_bits(base, tmp_path):
-    slower = dict(lr=1e-2, hold_out=0.05)
-    tuned = tmp_path / "float", *adapted(base, tmp_path / "float", **slower)
-    assert_over_rounded_weights(tmp_path / "nf4", *adapted(base, tmp_path / "nf4", quantize="nf4", **slower), tuned)
-
-
-def test_adapters_on_a_mesh(base, rounded, tmp_path, monkeypatch, stop_after):
-    """The losses of one device, over rounded weights too."""
-    devices(monkeypatch, 4)
-    stop_after(2)
-    metrics = run(base, tmp_path, mesh="fsdp=2,tensor=2", lora=LORA, quantize="int8", lr=3e-2)
-    np.testing.assert_allclose(losses(metrics), losses(rounded[1])[:2], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_adapters_in_a_pipeline(base, tmp_path, monkeypatch):
-    options = dict(steps=2, batch=12, lora=LORA)
-    want = losses(run(base, tmp_path / "one", **options))
-    devices(monkeypatch, 6)
-    metrics = run(base, tmp_path / "many", mesh="stage=3,fsdp=2", **options)
-    np.testing.assert_allclose(losses(metrics), want, rtol=1e-4)
-
-
-def test_adapters_go_on_exactly(base, tuned, tmp_path, stop_after):
-    out, metrics, _ = tuned
-    stop_after(3)
-    run(base, tmp_path, lora=LORA, lr=3e-2)
-    assert not (tmp_path / "adapter").exists()
-    stop_after(0)
-    assert losses(run(base, tmp_path, lora=LORA, lr=3e-2)) == losses(metrics)
-    file = "adapter/adapter_model.safetensors"
-    assert (tmp_path / file).read_bytes() == (out / file).read_bytes()
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(lora=finetune.Lora(rank=4)), r"identity\.lora\.rank is 2, and now it is 4"),
-        (
-            dict(lora=finetune.Lora(rank=2, alpha=2.0)),
-            r"identity\.lora\.scale \(alpha / rank\) is 2\.0, and now it is 1\.0",
-        ),
-        (dict(lora=finetune.Lora(rank=2, where="*.q_proj")), r"identity\.lora\.where is layers\.\*, and now .*q_proj"),
-        (dict(lora=LORA, quantize="int8"), r"identity\.quantize is none, and now it is int8"),
-        (dict(), r"identity\.lora\.rank is 2, and now it is 0"),
-    ],
-)
-def test_other_adapters_are_refused(base, tuned, changes, words):
-    with pytest.raises(ValueError, match=words):
-        run(base, tuned[0], **changes)
-
-
-def test_rounded_weights_are_not_trained(base, tmp_path):
-    with pytest.raises(ValueError, match=r"--quantize nf4 keeps weights that are not trained; it needs --lora\.rank"):
-        run(base, tmp_path / "out", quantize="nf4")
-    assert not (tmp_path / "out").exists()
-
-
-# ======================================================================================================================
-# Uploads.
-# ======================================================================================================================
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A Hub that writes down what it is asked, with the files it got; `hub.refuse` names what it does not do."""
-    hub = types.SimpleNamespace(asked=[], refuse="")
-
-    def answer(name, value):
-        if hub.refuse == name:
-            raise HfHubHTTPError("403 Forbidden", response=types.SimpleNamespace(headers={}, request=None))
-        hub.asked.append((name, value))
-
-    class Api:
-        def create_repo(self, repo, *, private, exist_ok):
-            answer("create", (repo, private, exist_ok))
-
-        def upload_folder(self, *, folder_path, repo_id):
-            answer("upload", (repo_id, sorted(file.name for file in folder_path.iterdir())))
-            return types.SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
-
-    monkeypatch.setattr(convert.hub, "HfApi", Api)
-    return hub
-
-
-CREATED = ("create", ("me/words", True, True))
-
-
-def test_uploads(base, tuned, tmp_path, hub, monkeypatch, capsys):
-    """The repository is made before the training, private, and filled after it: here of a run that is at its end."""
-    out = shutil.copytree(tuned[0], tmp_path / "out")
-    monkeypatch.setattr(loop, "run", lambda *a, run=loop.run, **kw: (hub.asked.append("run"), run(*a, **kw))[1])
-    run(base, out, lora=LORA, lr=3e-2, push_to_hub="me/words")
-    files = ["adapter_config.json", "adapter_model.safetensors"]
-    assert hub.asked == [CREATED, "run", ("upload", ("me/words", files))]
-    assert "https://hub/me/words/commit/1" in capsys.readouterr().out
-
-
-def test_a_repository_that_cannot_be_made(base, tmp_path, hub):
-    hub.refuse = "create"
-    with pytest.raises(OSError, match=r"me/words can't be made on the Hub; is HF_TOKEN one that may write there.*403"):
-        run(base, tmp_path / "out", steps=1, push_to_hub="me/words")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_upload_that_fails(base, model, tuned, tmp_path, hub):
-    """Nothing is lost, and the same command tries again without training."""
-    hub.refuse = "upload"
-    out, metrics, _ = tuned
-    out = shutil.copytree(out, tmp_path / "out")
-    shutil.rmtree(out / "adapter")
-    again = dict(lora=LORA, lr=3e-2, push_to_hub="me/words")
-    with pytest.raises(OSError, match=f"{out}/adapter is not uploaded to me/words.*`hf upload me/words {out}/adapter`"):
-        run(base, out, **again)
-    assert peft.load(model, out / "adapter")
-    hub.refuse = ""
-    assert run(base, out, **again) == metrics
-    name, (_, files) = hub.asked[-1]
-    assert name == "upload" and files == ["adapter_config.json", "adapter_model.safetensors"]
-
-
-def test_nothing_is_uploaded_before_the_end(base, tmp_path, hub, stop_after):
-    stop_after(1)
-    run(base, tmp_path / "out", lora=LORA, lr=3e-2, push_to_hub="me/words")
-    run(base, tmp_path / "dry", lora=LORA, lr=3e-2, push_to_hub="me/words", dry_run=True)
-    assert hub.asked == [CREATED] and not (tmp_path / "dry").exists()
