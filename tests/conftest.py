@@ -12,11 +12,6 @@ import shutil
 
 import pytest
 
-
-MISSING = [name for name in ("hypothesis", "pyarrow", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-if MISSING:
-    raise pytest.UsageError(f"The tests need {', '.join(MISSING)}, which the extra has: pip install -e '.[test]'")
-
 from tests import hurry
 
 
@@ -43,6 +38,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    missing = [name for name in ("hypothesis", "pyarrow", "starlette", "uvicorn") if not importlib.util.find_spec(name)]
+    if missing:
+        raise pytest.UsageError(f"The tests need {', '.join(missing)}, which the extra has: pip install -e '.[test]'")
     if hurry.HURRY:
         config.pluginmanager.register(Seconds())
     if config.pluginmanager.has_plugin("cacheprovider"):
