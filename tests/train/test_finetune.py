@@ -217,6 +217,7 @@ def test_a_run_without_progress_ends(base, model, impatient, capsys):
     assert f"The model of step {best} is exported" in said
 
 
+@pytest.mark.slow
 def test_patience_survives_interruptions(base, impatient, tmp_path, stop_after):
     """The best model is not among the checkpoints that make room for newer ones."""
     options, metrics, out = impatient

@@ -39,7 +39,7 @@ MESHES = {
 }  # fmt: skip
 # By default every axis, and every kind of layer that is split in a way of its own: dense ones, learnt positions,
 # latents, experts. The others are slow.
-FAST = [("llama", SPLIT), ("llama", THRICE), ("gpt3", SPLIT), ("deepseek3", EXPERTS), ("mixtral", COPIES)]
+FAST = [("llama", SPLIT), ("llama", THRICE), ("gpt3", SPLIT), ("deepseek2", WEIGHTS), ("qwen3_moe", EXPERTS)]
 CASES = [
     pytest.param(name, text, marks=[] if (name, text) in FAST else pytest.mark.slow)
     for name, texts in MESHES.items()

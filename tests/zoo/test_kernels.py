@@ -61,7 +61,7 @@ def test_every_implementation_serves(load, name):
         ("deepseek3", "tpu"),
         ("gemma2", "triton"),
         ("gpt_oss", "xla"),
-        ("llama4", "triton"),
+        ("llama4", "xla"),
         slow("deepseek3", "triton"),
         slow("deepseek3", "xla"),
         slow("gemma2", "tpu"),
@@ -69,7 +69,7 @@ def test_every_implementation_serves(load, name):
         slow("gpt_oss", "tpu"),
         slow("gpt_oss", "triton"),
         slow("llama4", "tpu"),
-        slow("llama4", "xla"),
+        slow("llama4", "triton"),
     ],
 )
 def test_logits(load, name, implementation):
