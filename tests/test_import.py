@@ -16,6 +16,11 @@ def python(code: str, *path: pathlib.Path, cwd: pathlib.Path) -> subprocess.Comp
     return subprocess.run([sys.executable, "-c", code], env=environment, cwd=cwd, capture_output=True, text=True)
 
 
+def run(script: pathlib.Path) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+
+
 def test_cost(tmp_path):
     code = """
 import resource, sys
@@ -29,13 +34,49 @@ print(seconds, [module for module in heavy if module in sys.modules])
     assert heavy.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["kernels", "convert", "train"])
-def test_shadowed(tmp_path, name):
-    intruder = tmp_path / "site" / name
-    intruder.mkdir(parents=True)
-    (intruder / "__init__.py").write_text("")
-    error = python("import zoo", tmp_path / "site", ROOT, cwd=tmp_path).stderr.strip().splitlines()[-1]
-    assert error.startswith("ImportError: ") and str(intruder / "__init__.py") in error and "uninstall" in error
+# As an editable install does: our packages are found after all that lies on the path, folders without code included.
+EDITABLE = f"""
+import importlib.machinery, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if path is None and name in ("zoo", "kernels", "convert", "train"):
+            return importlib.machinery.PathFinder.find_spec(name, [{str(ROOT)!r}])
+sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder) + 1, Finder)
+"""
+
+
+def test_beside_a_users_files(tmp_path):
+    """zoo takes its own packages, says so of the one that is hidden from the user, and never looks at train."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "x.jsonl").touch()
+    (tmp_path / "train.py").write_text("raise SystemExit('train.py was run')")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "mine.cu").touch()
+    (tmp_path / "convert.py").write_text("raise SystemExit('convert.py was run')")
+    (tmp_path / "script.py").write_text(EDITABLE + "import zoo, kernels, convert.hub; print(kernels, convert)")
+    result = run(tmp_path / "script.py")
+    assert str(ROOT / "kernels") in result.stdout and str(ROOT / "convert") in result.stdout, result.stderr
+    (warning,) = [line for line in result.stderr.splitlines() if "Warning" in line]
+    assert str(tmp_path / "convert.py") in warning and "rename it" in warning and "script.py" in warning
+
+
+@pytest.mark.parametrize("name", ["kernels", "convert"])
+def test_imported_before_zoo(tmp_path, name):
+    """Two packages of one name are too many; the remedy that the message names is one."""
+    theirs = tmp_path / f"{name}.py"
+    theirs.touch()
+    (tmp_path / "script.py").write_text(f"{EDITABLE}import {name}, zoo")
+    error = run(tmp_path / "script.py").stderr.strip().splitlines()[-1]
+    assert error.startswith("ImportError: ") and str(theirs) in error and "rename" in error
+
+
+def test_a_script_of_such_a_name(tmp_path):
+    """It runs, and nothing is said: nobody imports it."""
+    # Nothing after our packages is needed here, and jax takes a second.
+    code = "import sys; sys.modules['jax'] = None\ntry:\n    import zoo\nexcept ImportError as error: print(error)"
+    (tmp_path / "convert.py").write_text(EDITABLE + code)
+    result = run(tmp_path / "convert.py")
+    assert "jax" in result.stdout and result.stderr == ""
 
 
 def test_overwritten(tmp_path):

@@ -14,35 +14,56 @@ import json
 import os
 import pathlib
 import shutil
+import sys
+import warnings
 from typing import Any, Literal
 
 
 __version__ = "0.1.0"
 
 
-def _check_shadows() -> None:
-    """Another distribution's kernels, train or convert would be imported in place of ours, and its code run."""
-    root = pathlib.Path(__file__).resolve().parent.parent
-    for name in ("kernels", "convert", "train"):
-        # Installed into one folder, the later of two packages of one name overwrites files of the earlier.
-        for other in importlib.metadata.distributions(name=name):
-            if pathlib.Path(str(other.locate_file(name))).resolve() == root / name:
-                raise ImportError(
-                    f"zoo's package {name!r} and that of the distribution {name} {other.version} were installed into "
-                    f"the same folder {root / name}, one over the other; uninstall {name} and install equinox-zoo "
-                    "again, or use each in an environment of its own."
-                )
-        spec = importlib.util.find_spec(name)
-        origin = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None
-        if origin is None or root not in origin.parents:
-            found = f"{origin} is imported in its place" if origin else "it is not found"
+def _import_own(name: str) -> None:
+    """Imports zoo's package `name` from beside zoo, whatever else of that name comes first on the path.
+
+    The names are common. A user's folder of data is no module, and one's own script convert.py is seldom imported, so
+    that what comes first on the path hides ours only by its place; the user hears of it, since from here on the name
+    is our package's. One process can't have two packages of one name: if the other was imported already, this raises.
+    """
+    folder = pathlib.Path(__file__).resolve().parent.parent / name
+    # Installed into one folder, the later of two packages of one name overwrites files of the earlier.
+    for other in importlib.metadata.distributions(name=name):
+        if pathlib.Path(str(other.locate_file(name))).resolve() == folder:
             raise ImportError(
-                f"zoo needs the package {name!r} that lies beside it in {root}, but {found}; uninstall the "
-                f"distribution that brings the other one, or put {root} first on PYTHONPATH."
+                f"zoo's package {name!r} and that of the distribution {name} {other.version} were installed into the "
+                f"same folder {folder}, one over the other; uninstall {name} and install equinox-zoo again, or use "
+                "each in an environment of its own."
             )
+    loaded = sys.modules.get(name)
+    spec = loaded.__spec__ if loaded else importlib.util.find_spec(name)
+    origin = spec.origin if spec and spec.origin else None  # a folder without __init__.py has none
+    if origin and pathlib.Path(origin).resolve() == folder / "__init__.py":
+        return
+    if loaded:
+        theirs = origin or ", ".join(getattr(loaded, "__path__", ["a module without a file"]))
+        raise ImportError(
+            f"{theirs} was imported as {name!r} before zoo, which brings a package of that name, {folder}. A program "
+            "can use only one of the two: rename the other, or uninstall it if it is a distribution's."
+        )
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if origin and not (script and pathlib.Path(script).resolve() == pathlib.Path(origin).resolve()):
+        warnings.warn(
+            f"`import {name}` now gives zoo's package {folder}, though {origin} comes first on the path. If this "
+            "program imports that file, rename it, or uninstall it if it is a distribution's; if not, all is well.",
+            stacklevel=3,
+        )
+    own = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    assert own and own.loader
+    sys.modules[name] = importlib.util.module_from_spec(own)
+    own.loader.exec_module(sys.modules[name])
 
 
-_check_shadows()
+for _name in ("kernels", "convert"):  # never train, which zoo does not import
+    _import_own(_name)
 
 import jax
 import jax.numpy as jnp
