@@ -31,6 +31,9 @@ def chat(
     max_new_tokens: int = 1024,
     temperature: float = 0.7,
     top_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     seed: int = 0,
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     dtype: str | None = None,
@@ -48,6 +51,10 @@ def chat(
         max_new_tokens: of a reply, at most.
         temperature: 0 takes the likeliest token; more is more varied.
         top_p: draw from the fewest tokens whose probabilities add up to this.
+        repetition_penalty: divides positive logits, and multiplies others, of tokens that the chat has; 1 is off, None
+            what the checkpoint's generation_config.json says.
+        presence_penalty: what the logit of a token is lowered by once the reply has it; from -2 to 2.
+        frequency_penalty: the same for each time that the reply has it.
         seed: of the draws; the same inputs get the same replies.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
@@ -99,6 +106,9 @@ def chat(
                     max_new_tokens=min(max_new_tokens, limit - len(ids)),
                     temperature=temperature,
                     top_p=top_p,
+                    repetition_penalty=repetition_penalty,
+                    presence_penalty=presence_penalty,
+                    frequency_penalty=frequency_penalty,
                     seed=seed + number,
                     special=tokenizer.channels,
                     draft=drafting,

@@ -19,8 +19,13 @@ from zoo.sampling import Given, Settings
 
 
 class State(eqx.Module):
-    """What stays on the devices: of each sequence what model and draft remember, and the logits of its next token."""
+    """What stays on the devices: of each sequence its tokens, what model and draft remember, and the next one's logits.
 
+    Tokens lie at their positions, like keys and values. Rows are longer than their sequences: what lies there at later
+    positions is not looked at.
+    """
+
+    tokens: Int[Array, "batch seq"]
     caches: tuple[Any, Any]
     logits: Float[Array, "batch vocab"]
     drafted: Any  # `zoo.speculative.Drafted`; None without a draft, as the second cache
@@ -50,10 +55,15 @@ class Drawn(eqx.Module):
         return cls(integers(slots, steps), jnp.zeros((slots, steps), jnp.float32), integers(slots), integers(slots))
 
 
+def room(draft: Any, max_tokens: int) -> int:
+    """Positions of a row. With a draft there are `draft.tokens` + 1 more: rejected tokens are written there."""
+    return max_tokens + (0 if draft is None else draft.tokens + 1)
+
+
 def empty(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None) -> tuple[Any, Any]:
-    """The caches of model and draft (or None). What is drafted and refused is written beyond the last token."""
-    ahead = 0 if draft is None else draft.tokens + 1
-    cache = lambda model: zoo.cache.empty(model, batch, max_tokens + ahead, cache_dtype, widen=ahead)
+    """The caches of model and draft (or None)."""
+    size = room(draft, max_tokens)
+    cache = lambda model: zoo.cache.empty(model, batch, size, cache_dtype, widen=size - max_tokens)
     return cache(model), None if draft is None else cache(draft)
 
 
@@ -73,7 +83,8 @@ def prefill(
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     logits = model.unembed(last)[:, 0].astype(jnp.float32)
     drafted, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)
-    return State((cache, draft_cache), logits, drafted)
+    tokens = jnp.pad(prompts, ((0, 0), (0, room(draft, max_tokens) - prompts.shape[1])))
+    return State(tokens, (cache, draft_cache), logits, drafted)
 
 
 @eqx.filter_jit
@@ -92,8 +103,10 @@ def vacant(model: Any, draft: Any, slots: int, max_tokens: int, cache_dtype: DTy
 
     caches = jax.tree.map(split, empty(model, draft, slots, max_tokens, cache_dtype))
     drafted = None if draft is None else draft.nothing(slots)
+    tokens = jnp.zeros((slots, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((slots, model.config.vocab_size), jnp.float32)
-    return State(caches, *jax.tree.map(lambda x: placed(x, rows), (logits, drafted)))
+    tokens, logits, drafted = jax.tree.map(lambda x: placed(x, rows), (tokens, logits, drafted))
+    return State(tokens, caches, logits, drafted)
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -109,8 +122,9 @@ def insert(inputs: tuple[State, Int[Given, "slots 2"], Int[Given, ""]], state: S
         source, target = pairs[n]
         cached = lambda old, new: old.at[:, target].set(new[:, source]) if old.ndim else old
         row = lambda old, new: old.at[target].set(new[source])
-        rows = jax.tree.map(row, (state.logits, state.drafted), (new.logits, new.drafted))
-        return State(jax.tree.map(cached, state.caches, new.caches), *rows)
+        rest = lambda state: (state.tokens, state.logits, state.drafted)
+        tokens, logits, drafted = jax.tree.map(row, rest(state), rest(new))
+        return State(tokens, jax.tree.map(cached, state.caches, new.caches), logits, drafted)
 
     return jax.lax.fori_loop(0, count, copy, state)
 
@@ -130,7 +144,10 @@ def advance(
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
         live, (cache, _) = left > 0, state.caches
-        token = rows.settings.draw(state.logits, jax.vmap(jax.random.fold_in)(keys, rows.drawn + n))
+        at = jnp.where(live, rows.positions + n, -1)  # a row that has ended is padding
+        logits = rows.settings.penalized(state.logits, state.tokens, rows.positions - rows.drawn, at)
+        token = rows.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, rows.drawn + n))
+        tokens = write(state.tokens, token[:, None], at[:, None])
         put = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, n))
         new = Drawn(
             put(drawn.tokens, token),
@@ -139,13 +156,20 @@ def advance(
             drawn.calls + live.astype(jnp.int32),
         )
         left = jnp.where(jnp.any(token[:, None] == stops[None], axis=-1), 0, jnp.maximum(left - 1, 0))
-        at = jnp.where(live, rows.positions + n, -1)  # a row that has ended is padding
         logits, cache = model.decode(token[:, None], cache, positions=at[:, None])
-        return n + 1, left, State((cache, None), logits[:, 0].astype(jnp.float32), None), new
+        return n + 1, left, State(tokens, (cache, None), logits[:, 0].astype(jnp.float32), None), new
 
     start = (jnp.array(0), rows.left, state, Drawn.nothing(slots, steps))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
+
+
+def write(
+    tokens: Int[Array, "batch seq"], new: Int[Array, "batch new"], positions: Int[Array, "batch new"]
+) -> Int[Array, "batch seq"]:
+    """`tokens` with the new ones at their positions; padding, at negative ones, is not written."""
+    at = jnp.where(positions < 0, tokens.shape[1], positions)
+    return tokens.at[jnp.arange(len(tokens))[:, None], at].set(new)
 
 
 def logprob(scaled: Float[Array, "*batch vocab"], token: Int[Array, "*batch"]) -> Float[Array, "*batch"]:

@@ -34,9 +34,9 @@ class Completion:
     """What was drawn after a prompt, so far or altogether.
 
     `tokens` includes the stop token that ended it, and `ended` says that there is one. `logprobs` has for each token
-    its log softmax(logits / temperature), without regard to filters (`top_k`, ...); at temperature 0, of the logits as
-    they are. `calls` is how often the model was called for them, without the prompt: less often than there are tokens
-    where a draft proposed well. `finished`: no more will come.
+    its log softmax(logits / temperature), without regard to penalties and filters (`top_k`, ...); at temperature 0, of
+    the logits as they are. `calls` is how often the model was called for them, without the prompt: less often than
+    there are tokens where a draft proposed well. `finished`: no more will come.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)

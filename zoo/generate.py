@@ -25,6 +25,9 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     seed: int = 0,
     stop: Sequence[str] = (),
     slots: int = 64,
@@ -37,10 +40,11 @@ def generate(
     `tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True), special=False)`.
 
     A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
-    tokens. `temperature` 0 (greedy) is the default; see `Sampler` for the filters. The same `seed` gives the same text.
-    Up to `slots` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits, and a `draft` proposes
-    tokens for the model to check (docs/generation.md). If several processes hold parts of the model, all call this, and
-    all get the texts.
+    tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
+    transformers, generation_config.json's `repetition_penalty` holds unless another is given. The same `seed` gives the
+    same text. Up to `slots` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits, and a
+    `draft` proposes tokens for the model to check (docs/generation.md). If several processes hold parts of the model,
+    all call this, and all get the texts.
 
     Raises:
         ValueError: for a prompt without tokens, one too long for the model's positions, or a draft of other tokens.
@@ -58,7 +62,9 @@ def generate(
         cache_dtype=cache_dtype,
         draft=draft,
     )
-    sampler, key = Sampler(temperature, top_k, top_p, min_p), jax.random.key(seed)
+    repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
+    sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
+    key = jax.random.key(seed)
     numbers: dict[Completion, int] = {}
     for n, row in enumerate(ids):
         own = jax.random.fold_in(key, n)
@@ -87,6 +93,9 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     seed: int = 0,
     stop: Sequence[str] = (),
     special: bool = False,
@@ -104,7 +113,9 @@ def stream(
     engine = Engine(
         model, slots=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype, draft=draft
     )
-    sampler, key = Sampler(temperature, top_k, top_p, min_p), jax.random.fold_in(jax.random.key(seed), 0)
+    repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
+    sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
+    key = jax.random.fold_in(jax.random.key(seed), 0)
     (completion,) = engine.submit(ids, max_new_tokens=max_new_tokens, sampler=sampler, key=key)
     decoder, text, shown = tokenizer.stream(ids, special=special), "", 0
     while not engine.idle:

@@ -21,6 +21,36 @@ class Settings(eqx.Module):
     top_k: Int[Given, " batch"]
     top_p: Float[Given, " batch"]
     min_p: Float[Given, " batch"]
+    repetition_penalty: Float[Given, " batch"]
+    presence_penalty: Float[Given, " batch"]
+    frequency_penalty: Float[Given, " batch"]
+
+    def penalized(
+        self,
+        logits: Float[Array, "batch vocab"],
+        tokens: Int[Array, "batch seq"],
+        prompt: Int[Given, " batch"],
+        position: Int[Given, " batch"],
+    ) -> Float[Array, "batch vocab"]:
+        """`logits` of the token at `position`, lowered where the same token is among `tokens` before it.
+
+        The first `prompt` tokens of a row are its prompt, the others are completion. Those from `position` on are not
+        looked at, so a row may hold tokens there that were drafted and rejected.
+        """
+        off = (self.repetition_penalty == 1) & (self.presence_penalty == 0) & (self.frequency_penalty == 0)
+        return jax.lax.cond(jnp.all(off), lambda: logits, lambda: self._penalize(logits, tokens, prompt, position))
+
+    def _penalize(self, logits: Array, tokens: Array, prompt: Given, position: Given) -> Array:
+        index, row = jnp.arange(tokens.shape[1])[None], jnp.arange(len(tokens))[:, None]
+        drawn, before = index >= jnp.asarray(prompt)[:, None], index < jnp.asarray(position)[:, None]
+        counts = jnp.zeros((2, *logits.shape), jnp.int32)
+        counts = counts.at[drawn.astype(jnp.int32), row, tokens].add(before.astype(jnp.int32))
+        repetition, presence, frequency = (
+            _rows(a, logits) for a in (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        )
+        lowered = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(jnp.any(counts > 0, axis=0), lowered, logits)
+        return logits - frequency * counts[1].astype(jnp.float32) - presence * (counts[1] > 0).astype(jnp.float32)
 
     def scaled(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
         """`logits / temperature` in float32, whose softmax is the model's distribution; where that is 0, `logits`."""
@@ -60,27 +90,34 @@ class Settings(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How the next token is drawn from its logits. Filters apply in the order of the fields, as in transformers.
+    """How the next token is drawn from its logits: penalties first, then temperature, then filters in their order here.
 
     `temperature` 0 takes the likeliest. `top_k` keeps the k likeliest; `top_p` the fewest whose probabilities add up to
     p; `min_p` those at least p times as probable as the likeliest.
+
+    `repetition_penalty` r divides positive logits by r, and multiplies others by it, of tokens that the prompt or the
+    completion has (arXiv:1909.05858, section 4.1, as transformers does). `frequency_penalty` is subtracted from a
+    token's logit once for each time that the completion has it, `presence_penalty` once if it has it at all (OpenAI's
+    API reference; vLLM applies the three in the same order). Negative ones, and r < 1, make tokens likelier.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self):
         bounds = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "min_p": (0, 1)}
+        bounds |= {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}  # OpenAI's and vLLM's
+        if not 0 < self.repetition_penalty < np.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing.")
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} is not between {low} and {high}.")
-
-    def __call__(self, logits: Float[Array, "batch vocab"], keys: Key[Array, " batch"]) -> Int[Array, " batch"]:
-        """One token a row, drawn with the row's own key."""
-        return settings([self] * len(logits)).draw(logits, keys)
 
 
 def settings(samplers: Sequence[Sampler]) -> Settings:
@@ -93,6 +130,9 @@ def settings(samplers: Sequence[Sampler]) -> Settings:
         top_k=column("top_k", np.iinfo(np.int32).max, np.int32),
         top_p=column("top_p", np.inf, np.float32),
         min_p=column("min_p", 0, np.float32),
+        repetition_penalty=column("repetition_penalty", 1, np.float32),
+        presence_penalty=column("presence_penalty", 0, np.float32),
+        frequency_penalty=column("frequency_penalty", 0, np.float32),
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.decoding import Drawn, Rows, State, logprob
+from zoo.decoding import Drawn, Rows, State, logprob, write
 from zoo.sampling import Given
 
 
@@ -169,12 +169,14 @@ def advance(
 ) -> tuple[State, Drawn]:
     """`zoo.decoding.advance` in rounds, as many as surely draw no more than `steps` tokens a row, but at least one.
 
-    In each round the model is called once, and a row gets up to `draft.tokens` + 1 tokens.
+    In each round the model is called once, and a row gets up to `draft.tokens` + 1 tokens. Penalties apply to
+    the model's logits alone, so fewer drafted tokens stay with them.
     """
     (model, draft), stops, rows = inputs
     slots, k, settings = len(rows.left), draft.tokens, rows.settings
     vocab, drafted = state.logits.shape[1], draft.model.config.vocab_size
     rounds = max(1, steps // (k + 1))
+    prompt = rows.positions - rows.drawn
     row, index = jnp.arange(slots), jnp.broadcast_to(jnp.arange(k + 1), (slots, k + 1))
     here = lambda x, at: x[row, at]
     fold = jax.vmap(jax.random.fold_in, (0, None))
@@ -192,7 +194,8 @@ def advance(
         at = lambda positions, real=True: jnp.where(real & (left > 0)[:, None], positions, -2)
         start = (rows.positions + drawn.count)[:, None]  # of the next token
 
-        p = jax.nn.softmax(settings.filtered(state.logits), axis=-1)
+        penalized = settings.penalized(state.logits, state.tokens, prompt, start[:, 0])
+        p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
         rest = jnp.maximum(p - jnp.pad(past.refused[:, :vocab], ((0, 0), (0, max(vocab - drafted, 0)))), 0)
         rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)  # where both round alike
         token = categorical(fold(key, k + 1), jnp.log(rest))
@@ -220,7 +223,9 @@ def advance(
         tokens = jnp.concatenate([token[:, None], drafts], axis=1)
         x, cache = model.hidden(tokens, cache, positions=at(start + index))
         logits = model.unembed(x).astype(jnp.float32)
-        p = jax.nn.softmax(settings.filtered(logits), axis=-1)
+        written = write(state.tokens, tokens, at(start + index))
+        penalized = jax.vmap(settings.penalized, (1, None, None, 1), 1)(logits, written, prompt, start + 1 + index)
+        p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
         of_drafts = lambda p: jnp.take_along_axis(p[:, :k], drafts[..., None], axis=-1)[..., 0]
         u = jax.vmap(lambda key: jax.random.uniform(key, (k,)))(fold(key, k))
         count = jnp.sum(jnp.cumprod(u * of_drafts(q) < of_drafts(p), axis=1), axis=1, dtype=jnp.int32)
@@ -234,7 +239,7 @@ def advance(
             count,
             here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), count),
         )
-        return n + 1, left, State((cache, draft_cache), here(logits, count), past), drawn
+        return n + 1, left, State(written, (cache, draft_cache), here(logits, count), past), drawn
 
     start = (jnp.array(0), rows.left, state, Drawn.nothing(slots, rounds * (k + 1)))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)

@@ -8,6 +8,7 @@ and config.json. Ids and rendered text are those of transformers' `AutoTokenizer
 import bisect
 import functools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ class Tokenizer:
     - `vocab_size`: the highest id plus one, added tokens included.
     - `bos`, `pad`: ids, or None where there is no such token.
     - `eos`: the ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own.
+    - `repetition_penalty`: generation_config.json's, which transformers obeys unless told otherwise; 1 without one.
     - `channels`: whether replies come in channels, as gpt-oss's do (`zoo.harmony`).
     - `chat_template`: a jinja template, or None.
     """
@@ -54,6 +56,7 @@ class Tokenizer:
         self.bos = self._id("bos_token")
         self.pad = self._id("pad_token")
         self.eos = self._eos()
+        self.repetition_penalty = self._repetition_penalty()
         self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None
 
         template = config.get("chat_template")
@@ -72,6 +75,14 @@ class Tokenizer:
                 return tuple(ids) if isinstance(ids, list) else (ids,)
         own = self._id("eos_token")
         return () if own is None else (own,)
+
+    def _repetition_penalty(self) -> float:
+        said = _read_json(self.folder / "generation_config.json").get("repetition_penalty")
+        said = 1.0 if said is None else said
+        if type(said) not in (int, float) or not 0 < said < math.inf:
+            file = self.folder / "generation_config.json"
+            raise ValueError(f"{file} has the repetition_penalty {said!r}, which must be a number above 0; mend it.")
+        return float(said)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text. `special` adds the tokens that tokenizer.json puts around a text, such as bos."""

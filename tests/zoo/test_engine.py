@@ -13,7 +13,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import forward
 from zoo.engine import Engine, bucket, complete
 from zoo.mesh import make_mesh
-from zoo.sampling import Sampler
+from zoo.sampling import Sampler, settings
 
 
 pytestmark = pytest.mark.xdist_group("tests/zoo/test_engine.py")  # not with the families: it is about none
@@ -22,7 +22,7 @@ PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5
 NEVER = range(64, 72)  # stop tokens that are not drawn, as many as of those that are: their number is in the programs
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
-draw = eqx.filter_jit(lambda sampler, logits, keys: sampler(logits, keys))
+draw = eqx.filter_jit(lambda sampler, logits, keys: settings([sampler] * len(logits)).draw(logits, keys))
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,19 @@ def logits_after(model, prompt, completion):
 
 def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def penalized(sampler, logits, prompt, tokens):
+    """By the formulas, one position and one token at a time."""
+    logits = np.array(logits, np.float64)
+    for n, row in enumerate(logits):
+        for token in {*prompt, *tokens[:n]}:
+            row[token] *= sampler.repetition_penalty ** (1 if row[token] < 0 else -1)
+        for token in tokens[:n]:
+            row[token] -= sampler.frequency_penalty
+        for token in set(tokens[:n]):
+            row[token] -= sampler.presence_penalty
+    return jnp.asarray(logits, jnp.float32)
 
 
 def texts(groups):
@@ -61,9 +74,16 @@ def test_greedy_is_the_forward_pass(load, name):
     assert len({len(completion.tokens) for (completion,) in groups}) > 1
 
 
-@pytest.mark.parametrize("sampler", [Sampler(1.5), Sampler(1.1, top_k=20, top_p=0.9, min_p=0.02)])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Sampler(1.5),
+        Sampler(1.1, top_k=20, top_p=0.9, min_p=0.02),
+        Sampler(1.5, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-1.0),
+    ],
+)
 def test_each_sample_has_its_key(model, sampler):
-    """As the sampler draws from the forward pass's logits, whatever else there is; log-probabilities are unfiltered."""
+    """As the sampler draws from the forward pass's logits, whatever else there is; log-probabilities are plain."""
     options = dict(samples=3, max_new_tokens=14, stops=NEVER, sampler=sampler, seed=4)
     groups = complete(model, PROMPTS[:3], slots=4, **options)
     for m, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False)):
@@ -71,7 +91,8 @@ def test_each_sample_has_its_key(model, sampler):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(4), m), n)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(14))
             logits = logits_after(model, prompt, completion)
-            assert np.array_equal(completion.tokens, draw(sampler, jnp.asarray(logits), keys))
+            lowered = penalized(sampler, logits, prompt, completion.tokens)
+            assert np.array_equal(completion.tokens, draw(sampler, lowered, keys))
             logs = log_softmax(logits / sampler.temperature)
             expected = np.take_along_axis(logs, np.array(completion.tokens)[:, None], 1)[:, 0]
             assert np.allclose(completion.logprobs, expected, atol=1e-4)

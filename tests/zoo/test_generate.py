@@ -112,7 +112,34 @@ def test_sampler(sampler, kept):
     assert abs(float((drawn == 0).mean()) - scaled[0] / scaled.sum()) < 0.04
 
 
-@pytest.mark.parametrize("options", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=1.5), dict(min_p=-0.1)])
+def test_repetition_penalty_of_the_checkpoint(model, tokenizer, folder, tmp_path):
+    """generation_config.json's holds where none is given; and which it is changes the text."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 63, "repetition_penalty": 1.9}')
+    obeying, options = zoo.tokenizer(tmp_path), dict(max_new_tokens=12)
+    plain = zoo.generate(model, tokenizer, PROMPTS, **options)
+    lowered = zoo.generate(model, tokenizer, PROMPTS, **options, repetition_penalty=1.9)
+    assert zoo.generate(model, obeying, PROMPTS, **options) == lowered != plain
+    assert zoo.generate(model, obeying, PROMPTS, **options, repetition_penalty=1.0) == plain
+    assert "".join(zoo.stream(model, obeying, PROMPTS[1], **options)) == lowered[1]
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": "high"}')
+    with pytest.raises(ValueError, match=r"generation_config.json has the repetition_penalty 'high', which must be"):
+        zoo.tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(temperature=-1.0),
+        dict(top_k=0),
+        dict(top_p=1.5),
+        dict(min_p=-0.1),
+        dict(repetition_penalty=0.0),
+        dict(presence_penalty=2.1),
+        dict(frequency_penalty=-3.0),
+    ],
+)
 def test_sampler_refuses(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         Sampler(**options)
@@ -141,6 +168,21 @@ def test_greedy_is_transformers(load, theirs, name):
         ids = torch.tensor([prompt])
         options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False, pad_token_id=0)
         assert completion.tokens == theirs(name).generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.live
+def test_repetition_penalty_is_transformers(load, theirs):
+    """Which orders it before the temperature and the filters: with top_k=1 drawing is greedy, but takes that way."""
+    import torch
+
+    theirs("qwen3").generation_config.eos_token_id = None
+    prompt = tiny.TOKENS[1, :12].tolist()
+    for penalty in 1.2, 1.9, 0.7:
+        sampler = Sampler(0.5, top_k=1, repetition_penalty=penalty)
+        ((ours,),) = zoo.complete(load("qwen3"), [prompt], max_new_tokens=14, sampler=sampler)
+        ids, how = torch.tensor([prompt]), dict(do_sample=True, temperature=0.5, top_k=1, repetition_penalty=penalty)
+        options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=14, pad_token_id=0)
+        assert ours.tokens == theirs("qwen3").generate(ids, **options, **how)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.skipif(not AIDREAMS.is_dir(), reason="the small trained Llama is not beside this checkout")

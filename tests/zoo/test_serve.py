@@ -188,6 +188,10 @@ def test_samples_and_seeds(running):
         running.ask(COMPLETIONS, **asked | {"top_k": 1})["choices"][0]["text"]
         == (running.ask(COMPLETIONS, **asked | {"temperature": 0})["choices"][0]["text"])
     )
+    greedy = asked | {"temperature": 0, "n": 1}
+    plain = running.ask(COMPLETIONS, **greedy)["choices"][0]["text"]
+    for penalty in {"repetition_penalty": 1.9}, {"presence_penalty": 2}, {"frequency_penalty": 1.9}:
+        assert running.ask(COMPLETIONS, **greedy | penalty)["choices"][0]["text"] != plain
     events = running.events(COMPLETIONS, **asked)
     pieces = [event["choices"][0] for event in events]
     assert ["".join(p["text"] for p in pieces if p["index"] == i) for i in range(3)] == texts[0]

@@ -98,7 +98,7 @@ def test_mtp_remembers(model_with_further):
     "sampler, vocab",
     [
         (Sampler(1.0), 5),
-        (Sampler(0.7, top_k=4, top_p=0.95), 5),
+        (Sampler(0.7, 4, 0.95, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=-1.5), 5),
         pytest.param(Sampler(1.0), 4, marks=pytest.mark.slow),
         pytest.param(Sampler(1.0), 7, marks=pytest.mark.slow),
     ],
@@ -117,7 +117,9 @@ def test_distribution(sampler, vocab):
 
     @eqx.filter_jit
     def probabilities(model, tokens, settings):
-        return jax.nn.softmax(settings.filtered(model(tokens)[:, 1:4]), axis=-1)
+        logits, prompt = model(tokens)[:, 1:4], np.full(125, 2)
+        logits = [settings.penalized(logits[:, n], tokens, prompt, prompt + n) for n in range(3)]
+        return jax.nn.softmax(settings.filtered(jnp.stack(logits, axis=1)), axis=-1)
 
     tokens = np.concatenate([np.tile([prompt], (125, 1)), texts], axis=1)
     p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.sampling.settings([sampler] * 125)))

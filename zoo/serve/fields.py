@@ -1,10 +1,12 @@
 """What a request may say: every field with what its value has to be, and how a refusal looks.
 
-By OpenAI's API reference; `top_k`, `min_p` and `chat_template_kwargs` are vLLM's. What is said is done, or refused.
+By OpenAI's API reference; `top_k`, `min_p`, `repetition_penalty` and `chat_template_kwargs` are vLLM's.
+What is said is done, or refused.
 """
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,8 +74,9 @@ BOTH = {
         lambda v: v in ({"include_usage": True}, {"include_usage": False}),
     ),
     "user": Field("a string", is_text),
-    "frequency_penalty": only(0),
-    "presence_penalty": only(0),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repetition_penalty": Field("a number above 0", lambda v: type(v) in (int, float) and 0 < v < math.inf),
     "logit_bias": only({}),
 }
 CHAT = BOTH | {

@@ -129,8 +129,10 @@ class Server:
     ) -> list[Reply]:
         """`n` for each prompt, in order; `special` as of an `Ask`."""
         top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
-        share = {name: float(said[name]) for name in ("top_p", "min_p") if name in said}
-        sampler = Sampler(float(said.get("temperature", 1)), top_k if top_k > 0 else None, **share)
+        numbers = {"temperature": 1, "repetition_penalty": self.tokenizer.repetition_penalty} | said
+        names = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+        given = {name: float(numbers[name]) for name in names if name in numbers}
+        sampler = Sampler(top_k=top_k if top_k > 0 else None, **given)
         replies = []
         for prompt in prompts:
             if not prompt:
