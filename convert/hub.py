@@ -2,6 +2,9 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import fnmatch
+import functools
 import hashlib
 import json
 import os
@@ -11,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
-from huggingface_hub import HfApi, constants, get_safetensors_metadata, snapshot_download
+from huggingface_hub import HfApi, constants, get_safetensors_metadata, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -24,6 +27,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     SafetensorsParsingError,
 )
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import SafetensorsRepoMetadata
 
 
@@ -45,6 +49,7 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's own, sha256
 T = TypeVar("T")
 BUSY = (408, 429, 500, 502, 503, 504)
 
@@ -57,8 +62,8 @@ def folder(
     Args:
         source: a folder, which is returned as it is, or a Hub repository "org/name". Of a repository, config.json,
             the COMPANIONS and the safetensors are brought into huggingface_hub's cache, all from one commit. HF_TOKEN,
-            HF_HOME, HF_HUB_OFFLINE and the like mean what they mean to that library. What arrives is checked against
-            the Hub's hashes.
+            HF_HOME, HF_HUB_OFFLINE and the like mean what they mean to that library. Each file is checked against the
+            Hub's hash as it arrives, and so is what others, or a call that was interrupted, left in the cache.
         revision: a branch, tag or commit of the repository; None is its main branch.
         weights: False leaves out the safetensors.
         companions: False leaves out the COMPANIONS.
@@ -76,12 +81,14 @@ def folder(
         raise NotADirectoryError(f"{path} is a file; name the folder that holds it.")
     if not isinstance(source, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"There is no folder {source}; a repository on the Hub is written org/name.")
-    snapshot = _fetch(source, revision, ["config.json", *[INDEX] * weights, *COMPANIONS * companions])
-    if weights:
-        shards = read_index(snapshot / INDEX).values() if (snapshot / INDEX).exists() else ()
-        _fetch(source, snapshot.name, {WEIGHTS, *shards})
-        if not shards and not (snapshot / WEIGHTS).exists():
+    patterns = ["config.json", *[WEIGHTS, INDEX] * weights, *COMPANIONS * companions]
+    download = lambda: snapshot_download(source, revision=revision, allow_patterns=patterns)
+    snapshot = pathlib.Path(_patiently(download, source, revision))
+    _fetch(source, snapshot, [p.name for p in snapshot.iterdir() if any(fnmatch.fnmatch(p.name, n) for n in patterns)])
+    if weights and not (snapshot / WEIGHTS).exists():
+        if not (snapshot / INDEX).exists():
             raise _no_safetensors(source)
+        _fetch(source, snapshot, set(read_index(snapshot / INDEX).values()))
     return snapshot
 
 
@@ -177,23 +184,23 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
     return index
 
 
-def _fetch(repo: str, revision: str | None, patterns: Iterable[str]) -> pathlib.Path:
-    """The cached snapshot of a repository, complete for the patterns."""
-    blobs = pathlib.Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "blobs")
-    known = set(os.listdir(blobs)) if blobs.exists() else set()
-    download = lambda: snapshot_download(repo, revision=revision, allow_patterns=list(patterns))
-    snapshot = pathlib.Path(_patiently(download, repo, revision))
-    # The library compares sizes only. Its blobs are named by their hashes, so the new ones are checked without asking.
-    new = [path for path in snapshot.iterdir() if path.is_symlink() and path.readlink().name not in known]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        damaged = [path for path, whole in zip(new, pool.map(_is_whole, new), strict=True) if not whole]
-    for path in damaged:
-        (blobs / path.readlink().name).unlink()
-        path.unlink()
-    if damaged:
-        names = ", ".join(sorted(path.name for path in damaged))
-        raise OSError(f"Damaged on arrival, and removed from the cache: {names} of {repo}; load it again.")
-    return snapshot
+def _fetch(repo: str, snapshot: pathlib.Path, names: Iterable[str]) -> None:
+    """Brings files into a snapshot of the cache, several at a time, unless they are there and whole."""
+
+    def fetch(name: str) -> None:
+        for _ in range(2):
+            path = pathlib.Path(
+                _patiently(lambda: hf_hub_download(repo, name, revision=snapshot.name), repo, snapshot.name)
+            )
+            if _is_whole(repo, path):
+                return
+            blob = path.resolve()
+            path.unlink()
+            blob.unlink(missing_ok=True)
+        raise OSError(f"Damaged on arrival, twice, and removed from the cache: {name} of {repo}; load it again later.")
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(fetch, names))
 
 
 def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
@@ -209,15 +216,54 @@ def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
             time.sleep(pause)
 
 
-def _is_whole(path: pathlib.Path) -> bool:
-    """Whether a file of the cache has the hash that its link names: sha256, or git's own for what git itself keeps."""
-    digest = path.readlink().name
+def _is_whole(repo: str, path: pathlib.Path) -> bool:
+    """Whether a file of a snapshot is what the Hub has, by its hash: that which names its blob, or else the API's.
+
+    The library compares sizes only. A file that was found to be whole is noted beside the blobs, with its size and time
+    of change, and not read again.
+
+    Raises:
+        OSError: the Hub has to be asked for the hash, and cannot be.
+    """
+    name = path.readlink().name if path.is_symlink() else ""
+    # Blobs that are named by their hashes are noted for all commits; other names say nothing of what they hold.
+    note = path.parents[2] / "verified" / (name if HASH.fullmatch(name) else f"{path.parent.name}-{path.name}")
+    state = path.stat()
+    seen = f"{state.st_size} {state.st_mtime_ns}"
+    if note.is_file() and note.read_text() == seen:
+        return True
+    whole, offline = _matches(path, name), constants.is_offline_mode()
+    if not whole and not offline:  # a mirror may name blobs by hashes of its own, or by none
+        said = _patiently(lambda: _hashes(repo, path.parent.name), repo, path.parent.name).get(path.name, "")
+        told = None if said == name else _matches(path, said)
+        whole = whole if told is None else told
+    if whole is None and offline:
+        raise OSError(
+            f"{path.name} of {repo} lies unchecked in the cache, and its hash cannot be asked for offline; unset "
+            f"HF_HUB_OFFLINE once, or load it as it is by its folder, {path.parent}."
+        )
+    if whole is False:
+        return False
+    with contextlib.suppress(OSError):  # of a cache that may not be written: it is read again the next time
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(seen)
+    return True
+
+
+def _matches(path: pathlib.Path, digest: str) -> bool | None:
+    """Whether a file has this hash: sha256, or git's own for what git itself keeps. None: it is no such hash."""
+    if not HASH.fullmatch(digest):
+        return None
+    start = hashlib.sha256 if len(digest) == 64 else lambda: hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
-        if re.fullmatch("[0-9a-f]{64}", digest):
-            return hashlib.file_digest(file, "sha256").hexdigest() == digest
-        if re.fullmatch("[0-9a-f]{40}", digest):
-            return hashlib.sha1(b"blob %d\0" % path.stat().st_size + file.read()).hexdigest() == digest
-    return True  # a mirror that names its blobs otherwise
+        return hashlib.file_digest(file, start).hexdigest() == digest
+
+
+@functools.cache
+def _hashes(repo: str, commit: str) -> dict[str, str]:
+    """The hash of every file of a commit, as the Hub's API tells it."""
+    tree = HfApi().list_repo_tree(repo, recursive=True, revision=commit)
+    return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in tree if isinstance(file, RepoFile)}
 
 
 def _status(error: Exception) -> int | None:
