@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jaxtyping import Float, Shaped
 from train import cluster, loop, loss
 from train.data import messages, tools_of
 from train.records import Record
-from train.rewards import Reward
+from train.rewards import BadRecord, Reward
 from zoo.engine import complete
 from zoo.sampling import Sampler
 from zoo.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ def experience(
             cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
         )  # fmt: skip
     seconds = time.monotonic() - started
-    each = rewarded([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, o, judges)
+    each, errors = rewarded([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, o, judges)
     total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
     advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
 
@@ -101,6 +102,7 @@ def experience(
     numbers = {
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
+        "reward_errors": errors,
         "length": float(np.mean(lengths)),
         "ended": float(np.mean([c.ended for c in completions])),
         "generation_tokens_per_second": sum(lengths) / seconds,
@@ -119,27 +121,41 @@ def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
 
 def rewarded(
     texts: list[list[str]], prompts: Sequence[Prompt], o: Any, judges: Sequence[Reward]
-) -> Float[np.ndarray, "prompts group names"]:
-    """Every reward of every completion. Of several processes the first decides, since a user's function may be random.
+) -> tuple[Float[np.ndarray, "prompts group names"], float]:
+    """Every reward of every completion, and how many raised an error or were not finite: these are 0.
+
+    Of several processes the first decides, since a user's function may be random.
 
     Raises:
-        ValueError: if a reward is not finite, naming it.
+        BadRecord: if a record lacks what a reward needs.
     """
     found = np.zeros((len(prompts), o.group, len(judges)), np.float32)
+    errors = 0.0
 
     def judge() -> None:
+        nonlocal errors
         with concurrent.futures.ThreadPoolExecutor() as pool:
             calls = {
                 at: pool.submit(judges[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
                 for at in np.ndindex(found.shape)
             }
             for at, call in calls.items():
-                found[at] = call.result()
-                if not math.isfinite(found[at]):
-                    raise ValueError(f"The reward {o.reward[at[2]]} of {texts[at[0]][at[1]]!r} is {found[at]}.")
+                try:
+                    worth = float(call.result())
+                    if not math.isfinite(worth):
+                        raise ValueError(f"it is {worth}")
+                    found[at] = worth
+                except BadRecord:
+                    raise
+                except Exception as error:  # of a function that may be the user's, about a text that is the model's
+                    errors += 1
+                    if errors == 1:
+                        what = f"{type(error).__name__}: {error}, for {texts[at[0]][at[1]][:200]!r}"
+                        warnings.warn(f"The reward {o.reward[at[2]]} raises {what}. Such count as 0.", stacklevel=2)
 
     if jax.process_count() == 1:
         judge()
-        return found
+        return found, errors
     cluster.together(judge if jax.process_index() == 0 else lambda: None)
-    return np.asarray(multihost_utils.broadcast_one_to_all(found))
+    found, errors = multihost_utils.broadcast_one_to_all((found, errors))
+    return np.asarray(found), float(errors)

@@ -1,12 +1,15 @@
 """Rewards: what earns one, what does not, and that programs which run wild are ended."""
 
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from tests.train import test_data
 from tests.train.test_data import CHAT, HEAD
-from train import rewards, rollouts
+from train import confine, grpo, rewards, rollouts
 from train.records import Record
 
 
@@ -48,6 +51,7 @@ def test_exact():
         ("1/0", "1/0", 0),
         ("none", "none", 0),
         ("", "0", 0),
+        ("9" * 5000, "9" * 5000, 0),  # Python reads at most 4,300 digits
     ],
 )
 def test_number(completion, answer, worth):
@@ -64,10 +68,131 @@ def test_number(completion, answer, worth):
         ("def double(x)", 0),
         ("I can't.", 0),
         ("import sys\nsys.exit(3)", 0),
+        ("\ud800", 0),
     ],
 )
 def test_python(completion, worth):
     assert rewards.python(completion, {"tests": "assert double(4) == 8"}) == worth
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)",
+        "import builtins\nbuiltins.exec = lambda *_: None",
+        "import sys, builtins\nsys.modules['__main__'].__dict__.update(map=lambda *_: [], exec=print)",
+        "tests = '''",  # as if the tests were a string
+    ],
+)
+def test_only_tests_that_end_earn(program):
+    """However the program ends, and whatever it redefines: the tests fail, or never run."""
+    assert rewards.python(program, {"tests": "assert False  # '''"}) == 0
+
+
+SEARCH = """
+import gc, os, sys
+found = []
+
+def look(frame):
+    while frame:
+        found.extend([*frame.f_locals.values(), *frame.f_globals.values(), *frame.f_code.co_consts])
+        frame = frame.f_back
+
+look(sys._getframe())
+try:
+    raise KeyError
+except KeyError as error:
+    look(error.__traceback__.tb_frame)
+try:
+    sys.audit("os.system")
+except PermissionError as error:  # from within the hook
+    look(error.__traceback__.tb_next.tb_frame)
+for way in (
+    gc.get_objects, lambda: gc.get_referents(sys._getframe(1)), lambda: gc.get_referrers(found), sys._current_frames,
+    lambda: __import__("ctypes"), lambda: __import__("_ctypes"), lambda: sys.settrace(print),
+    lambda: [open(name, "rb").read() for name in ("/proc/self/mem", "/proc/self/environ", "/proc/self/cmdline")],
+    lambda: [os.read(0, 32)],
+):
+    try:
+        found.extend(way())
+    except (PermissionError, ImportError, OSError):
+        pass
+found = [f"{len(v)} bytes" for v in found if isinstance(v, bytes) and len(v) >= 32] + [
+    f.__name__ for f in found if callable(f) and getattr(f, "__name__", "") == "refuse"]
+assert not found, found
+"""
+
+
+def test_programs_cannot_find_the_secret():
+    """Neither in frames nor the collector's lists, nor in their own memory, nor where it was sent."""
+    assert rewards.python(SEARCH, {"tests": ""}) == 1
+    assert rewards.python("secret = bytes(32)\n" + SEARCH, {"tests": ""}) == 0  # where it has a name it is found
+
+
+# What programs must not do, to a process of the same user among others. It goes around Python's own checks.
+DO = """
+import os, resource, socket, threading
+from multiprocessing.util import spawnv_passfds
+ways = {
+    "environment": lambda: open("/proc/PID/environ").read(), "memory": lambda: open("/proc/PID/mem"),
+    "by a link": lambda: (os.symlink("/proc/PID/environ", "link"), open("link").read()),
+    "home": lambda: os.listdir("HOME"), "write": lambda: open("HOME/x", "w"),
+    "signal": lambda: os.kill(PID, 0), "group": lambda: os.killpg(PID, 0), "session": os.setsid,
+    "limits": lambda: resource.prlimit(PID, resource.RLIMIT_CPU), "cores": lambda: os.sched_setaffinity(PID, [0]),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, PID, 19), "fork": os.fork,
+    "spawn": lambda: spawnv_passfds(b"/bin/true", [b"x"], ()),
+    "network": lambda: socket.socket(), "datagrams": lambda: socket.socket(type=socket.SOCK_DGRAM),
+    "local": lambda: socket.socket(socket.AF_UNIX),
+}
+done = []
+for name, way in ways.items():
+    try:
+        way()
+        done.append(name)
+    except (PermissionError, BlockingIOError):
+        pass
+threading.Thread(target=print).start()  # is allowed
+"""
+
+
+@pytest.mark.skipif(bool(confine.missing()), reason="this system cannot forbid it")
+def test_programs_are_confined(tmp_path):
+    (tmp_path / "token").write_text("secret")
+    with subprocess.Popen(["sleep", "60"], env={"HF_TOKEN": "secret"}, start_new_session=True) as other:
+        program = DO.replace("PID", str(other.pid)).replace("HOME", str(tmp_path))
+        assert rewards.python(program, {"tests": "assert not done, done"}) == 1
+        # Without the system's help the same program gets at all that the interpreter alone does not refuse.
+        command = [sys.executable, "-I", "-c", program + "print(*done)"]
+        alone = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        other.kill()
+    assert {"environment", "home", "limits", "network", "spawn"} <= set(alone.stdout.split()), alone.stderr
+
+
+def test_no_process_outlives_its_time(monkeypatch):
+    """Nor can it fill memory or disks through the file where it says that tests have ended."""
+    monkeypatch.setattr(rewards, "SECONDS", 1)
+    program = (
+        "import os, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "try: os.setsid()\nexcept OSError: pass\n"
+        "while True:\n    try: os.write(int(sys.argv[1]), bytes(2**19))\n    except OSError: pass"
+    )
+    children = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kw: children.append(popen(*args, **kw)) or children[-1])
+    assert rewards.python(program, {"tests": ""}) == 0
+    assert children[0].returncode == -9
+
+
+def test_systems_that_cannot_forbid_say_so(monkeypatch):
+    monkeypatch.setattr(confine, "missing", lambda: ["the network"])
+    with pytest.warns(UserWarning, match="this system cannot forbid the network"):
+        assert rewards.find("python") is rewards.python
+    monkeypatch.setattr(confine, "missing", list)
+    monkeypatch.setattr(rewards, "BYTES", 2**20)
+    with pytest.raises(RuntimeError, match="cannot run programs on this system"):
+        rewards.find("python")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +239,25 @@ def test_find(tmp_path):
     ):
         with pytest.raises(error, match=words):
             rewards.find(name)
+
+
+def test_rewards_that_raise_score_0(recwarn):
+    """And are counted, with the first named; a record that lacks what a reward needs still ends the run."""
+
+    def ratio(completion, record):
+        return 1 / len(completion)
+
+    o = grpo.Options(reward=("ratio", "number"), group=3)
+    prompts = [rollouts.Prompt([1], {"answer": 2})]
+    found, errors = rollouts.rewarded([["ab", "", "9" * 5000]], prompts, o, [ratio, rewards.number])
+    np.testing.assert_allclose(found, [[[0.5, 0], [0, 0], [1 / 5000, 0]]], rtol=1e-6)
+    assert errors == 1
+    (warning,) = [str(w.message) for w in recwarn if "ratio" in str(w.message)]
+    assert warning == "The reward ratio raises ZeroDivisionError: division by zero, for ''. Such count as 0."
+    found, errors = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_: float("nan"), rewards.exact])
+    assert errors == 3 and not found.any()
+    with pytest.raises(rewards.BadRecord, match="needs a field `answer`"):
+        rollouts.rewarded([["a", "b", "c"]], [rollouts.Prompt([1], {})], o, [ratio, rewards.exact])
 
 
 # ======================================================================================================================
