@@ -276,6 +276,8 @@ def run(
         zoo.save(cast(state.model, export_dtype(config)), exported)
     if jax.process_index():
         return exported
+    if not adapters:
+        tokenizer.save_eos(exported)
     if len(looks) > 1:
         rich.print(f"Validation loss: {looks[0][1]:.3f} at first, {min(look[1] for look in looks):.3f} at best.")
     plot_losses(metrics.path, o.out / "loss.png")

@@ -35,7 +35,8 @@ class Tokenizer:
 
     - `vocab_size`: the highest id plus one, added tokens included.
     - `bos`, `pad`: ids, or None where there is no such token.
-    - `eos`: the ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own.
+    - `eos`: the ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own; and
+      the one with which the chat template ends a turn of the assistant, which base models' files leave out.
     - `repetition_penalty`: generation_config.json's, which transformers obeys unless told otherwise; 1 without one.
     - `channels`: whether replies come in channels, as gpt-oss's do (`zoo.harmony`).
     - `chat_template`: a jinja template, or None.
@@ -55,7 +56,6 @@ class Tokenizer:
 
         self.bos = self._id("bos_token")
         self.pad = self._id("pad_token")
-        self.eos = self._eos()
         self.repetition_penalty = self._repetition_penalty()
         self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None
 
@@ -68,13 +68,41 @@ class Tokenizer:
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
 
-    def _eos(self) -> tuple[int, ...]:
+    @functools.cached_property
+    def eos(self) -> tuple[int, ...]:
+        stated, end = self._stated_eos(), self._turn_end()
+        return stated if end is None or end in stated else (*stated, end)
+
+    def _stated_eos(self) -> tuple[int, ...]:
         for file in "generation_config.json", "config.json":
             ids = _read_json(self.folder / file).get("eos_token_id")
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list) else (ids,)
         own = self._id("eos_token")
         return () if own is None else (own,)
+
+    def _turn_end(self) -> int | None:
+        """The added token that the template writes after an answer, such as ChatML's <|im_end|>; None without one."""
+        ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Indeed."}
+        try:
+            text = self.render([ask, answer]) if self.chat_template else ""
+        except ValueError:  # it may want a system message, or a broken template may say so when it is used
+            return None
+        _, _, tail = text.rpartition(answer["content"])
+        ends = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
+        ends = [token for token in ends if token.strip() and tail.lstrip().startswith(token)]
+        return self._tokenizer.token_to_id(max(ends, key=len)) if ends else None
+
+    def save_eos(self, folder: str | os.PathLike) -> None:
+        """Writes `eos` into generation_config.json of an exported folder, unless the files here say the same already.
+
+        So whatever generates with the folder stops where a chat's answer ends, as the model has learnt.
+        """
+        if self.eos != self._stated_eos():
+            path = pathlib.Path(folder) / "generation_config.json"
+            content = _read_json(path) | {"eos_token_id": list(self.eos)}
+            path.with_suffix(".json.tmp").write_text(json.dumps(content, indent=2) + "\n")
+            os.replace(path.with_suffix(".json.tmp"), path)
 
     def _repetition_penalty(self) -> float:
         said = _read_json(self.folder / "generation_config.json").get("repetition_penalty")

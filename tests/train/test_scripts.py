@@ -12,6 +12,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 import convert.tensors
 import zoo
@@ -31,7 +32,12 @@ generate = zoo.generate  # that of `quick` runs writes nothing
 
 @pytest.fixture(scope="module")
 def words(base):
+    """With a chat template whose turns end otherwise than texts: with a 9, which is in no word."""
     write_words(base / "words.jsonl", 0, count=200)
+    tokenizer = tokenizers.Tokenizer.from_file(str(base / "model" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["9"])
+    tokenizer.save(str(base / "model" / "tokenizer.json"))
+    (base / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}9{% endfor %}")
     return base
 
 
@@ -83,6 +89,8 @@ def test_a_run(words, whole, capsys):
     assert model.config == zoo.load(words / "model").config
     assert model.embed_tokens.weight.dtype == "float32"
     assert zoo.tokenizer(whole / "model").encode("ab") == zoo.tokenizer(words / "model").encode("ab")
+    ends = [63, zoo.tokenizer(words / "model").encode("9")[0]]  # of a text, and of a chat's turn
+    assert json.loads((whole / "model" / "generation_config.json").read_text())["eos_token_id"] == ends
     command("train.sft", *options(words, whole))
     said = capsys.readouterr().out.replace("\n", "")
     assert f"Going on from step {STEPS}" in said and f'zoo.load("{whole / "model"}")' in said

@@ -77,7 +77,7 @@ CHAT = [
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'c' é", "parameters": {}}}]
 
 
-def folder(path: pathlib.Path, template=CHATML, around: str = "$A", **config) -> pathlib.Path:
+def folder(path: pathlib.Path, template: str | list | None = CHATML, around: str = "$A", **config) -> pathlib.Path:
     """A folder in Hub layout with a byte-level tokenizer of 300-odd tokens."""
     path.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -124,15 +124,41 @@ def test_encode_decode_and_stream(tmp_path):
 
 def test_the_end_tokens_come_from_the_most_specific_file(tmp_path):
     path = folder(tmp_path / "a", pad_token={"content": "<|endoftext|>"}, add_bos_token=True)
-    assert (Tokenizer(path).eos, Tokenizer(path).pad, Tokenizer(path).bos) == ((1,), 4, 0)
+    assert (Tokenizer(path).eos, Tokenizer(path).pad, Tokenizer(path).bos) == ((1, 3), 4, 0)
     (path / "config.json").write_text('{"eos_token_id": 3}')
     assert Tokenizer(path).eos == (3,)
     (path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert Tokenizer(path).eos == (3, 4)
-    bare = folder(tmp_path / "b", bos_token=None, eos_token=None)
+    bare = folder(tmp_path / "b", None, bos_token=None, eos_token=None)
     assert (Tokenizer(bare).eos, Tokenizer(bare).bos, Tokenizer(bare).pad) == ((), None, None)
     (bare / "special_tokens_map.json").write_text('{"pad_token": "<s>"}')
     assert Tokenizer(bare).pad == 0
+
+
+@pytest.mark.parametrize(
+    "template, ends",
+    [
+        (CHATML, (4, 3)),
+        (MARKED, (4, 3)),
+        (HEADERS, (4, 3)),
+        (INST, (4, 1)),
+        (None, (4,)),
+        ("{{ messages[0].content }}<|im_end|> {{ messages[1].content }} yes", (4,)),  # no token there
+        ("{{ raise_exception('never') }}", (4,)),
+        ("{% for %}", (4,)),
+    ],
+)
+def test_the_token_that_ends_a_turn_ends_a_generation(tmp_path, template, ends):
+    """Files of base models name the end of a text alone."""
+    path = folder(tmp_path / "a", template)
+    (path / "generation_config.json").write_text('{"eos_token_id": 4, "do_sample": false}')
+    assert Tokenizer(path).eos == ends
+    exported = tmp_path / "exported"
+    shutil.copytree(path, exported)
+    Tokenizer(path).save_eos(exported)
+    written = json.loads((exported / "generation_config.json").read_text())
+    assert written == {"eos_token_id": 4 if ends == (4,) else list(ends), "do_sample": False}
+    assert Tokenizer(exported).eos == ends
 
 
 def test_where_the_template_comes_from(tmp_path):
