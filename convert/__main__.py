@@ -37,7 +37,8 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     manifest.verify(folder)
     identity = json.loads((folder / "meta.json").read_text())["identity"]
     family = FAMILIES[identity["config"]["model_type"]]
-    source = zoo.tokenizer(identity["model"]).folder  # whatever else the run began with lies there
+    # Whatever else the run began with lies there.
+    source = zoo.tokenizer(identity["model"], revision=identity.get("revision")).folder
     config = read(family, identity["config"], source)
     abstract = skeleton(family, config, mtp=identity["mtp"])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

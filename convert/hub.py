@@ -30,6 +30,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import SafetensorsRepoMetadata
 
+from convert import manifest
+
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -90,6 +92,18 @@ def folder(
             raise _no_safetensors(source)
         _fetch(source, snapshot, set(read_index(snapshot / INDEX).values()))
     return snapshot
+
+
+def weights_hash(folder: pathlib.Path) -> str:
+    """The SHA-256 of what a folder's safetensors are called and hold.
+
+    The Hub's cache names them by their own hashes, which were checked when they arrived; any others are read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    known = {path.name: path.readlink().name for path in files if path.is_symlink()}
+    known = {name: digest for name, digest in known.items() if re.fullmatch("[0-9a-f]{64}", digest)}
+    known |= manifest.hashes(folder, [path.name for path in files if path.name not in known])
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def create(repo: str) -> None:

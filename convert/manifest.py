@@ -13,7 +13,7 @@ NAME = "manifest.json"
 def write(folder: pathlib.Path) -> None:
     """Writes manifest.json: the SHA-256 of every other file below the folder."""
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != NAME]
-    (folder / NAME).write_text(json.dumps(_hashes(folder, sorted(files)), indent=0) + "\n")
+    (folder / NAME).write_text(json.dumps(hashes(folder, sorted(files)), indent=0) + "\n")
 
 
 def verify(folder: pathlib.Path) -> None:
@@ -24,12 +24,14 @@ def verify(folder: pathlib.Path) -> None:
         ValueError: naming one that has other bytes than were written.
     """
     manifest = json.loads((folder / NAME).read_text())
-    for name, digest in _hashes(folder, manifest).items():
+    for name, digest in hashes(folder, manifest).items():
         if digest != manifest[name]:
             raise ValueError(f"{folder / name} is not what was written")
 
 
-def _hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
+def hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
+    """Name -> SHA-256, of files named relative to the folder; several are read at a time."""
+
     def sha256(name: str) -> str:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

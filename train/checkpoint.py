@@ -13,6 +13,7 @@ does the rest. All call the same methods in the same order; what fails in one pr
 """
 
 import concurrent.futures
+import fnmatch
 import functools
 import json
 import logging
@@ -33,7 +34,9 @@ from train.state import TrainState
 from zoo.surgery import path_name
 
 
-FORMAT = 1
+FORMAT = 2
+DATA = "identity.data*.files.*"  # hashes of files, by the last part of their dotted path
+MISSING = "missing"
 FAILURES = 3  # saves that fail in a row until the run ends
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks about each error that it raises
@@ -50,6 +53,7 @@ class Checkpoints:
             fingerprints of the data and the tokenizer.
         keep: how many of the newest checkpoints to keep.
         say: gets a line of text when something went wrong and the run can go on.
+        accept_data: files of the data may have changed since: hashes in `identity` whose dotted path is like DATA.
     """
 
     def __init__(
@@ -59,9 +63,10 @@ class Checkpoints:
         identity: Mapping[str, Any],
         keep: int = 3,
         say: Callable[[str], None] = print,
+        accept_data: bool = False,
     ):
         self.folder, self.identity = pathlib.Path(folder).resolve(), identity
-        self.keep, self.say = keep, say
+        self.keep, self.say, self.accept_data = keep, say, accept_data
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: concurrent.futures.Future | None = None
         self._failures = 0
@@ -150,12 +155,13 @@ class Checkpoints:
             OSError: if all are damaged.
         """
         self.check(wait=True)
-        step = agree(together(functools.partial(self._newest, step)))
-        if step < 0:
+        found = agree(together(functools.partial(self._newest, step)))
+        if found < 0:
             return None
-        path = self.folder / str(step)
+        path = self.folder / str(found)
         meta = json.loads((path / "meta.json").read_text())
-        self._refuse_another_run(path, meta, abstract)
+        if step is None:  # one that is asked for was saved by this very run
+            self._refuse_another_run(path, meta, abstract)
         return ocp.load(str(path / "arrays"), abstract), meta["data"]
 
     def _open(self) -> None:
@@ -200,15 +206,37 @@ class Checkpoints:
         self.say(f"WARNING: the checkpoint of step {path.name} is damaged ({error}). It is now {aside}.")
 
     def _refuse_another_run(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> None:
+        """Process 0, which alone has the hashes of files, decides and says why."""
+        why = self._compare(path, meta, abstract) if self._first else ""
+        if agree(bool(why)):
+            raise ValueError(why or "Process 0 says why this run does not go on.")
+
+    def _compare(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> str:
+        """Why the run can't go on with a checkpoint; empty if it can."""
         present = self._describe(abstract)
-        stored, present = _flat({key: meta[key] for key in present}), _flat(present)
-        for name in sorted(stored.keys() | present.keys()):
-            old, new = stored.get(name, "missing"), present.get(name, "missing")
-            if old != new:
-                raise ValueError(
-                    f"{path} is of another run: its {name} is {old}, and now it is {new}. Set that back to go on with "
-                    "it, or start anew in another folder."
-                )
+        changed = differences({key: meta[key] for key in present}, present)
+        files = [name for name in changed if fnmatch.fnmatch(name, DATA)]
+        if other := [name for name in changed if name not in files]:
+            name, (old, new) = other[0], changed[other[0]]
+            remedy = "Take the version of this project that began it" if name == "format" else "Set that back"
+            return (
+                f"{path} is of another run: its {name} is {old}, and now it is {new}. {remedy} to go on with it, or "
+                "start anew in another folder (--out)."
+            )
+        hashes = lambda old, new: "is new" if old == MISSING else "is gone" if new == MISSING else "has other contents"
+        said = ", ".join(f"{name.split('.files.')[-1]} {hashes(*changed[name])}" for name in files[:3])
+        if files and not self.accept_data:
+            return (
+                f"The data has changed since {path} was saved: {said}. Set it back; or go on with it as it is now by "
+                "--accept-data; or start anew in another folder (--out)."
+            )
+        if files:
+            self.say(
+                f"WARNING: The data has changed since step {path.name}: {said}. The run goes on with it at the same "
+                "place in the order of the records; if their number or lengths are others now, some may come twice in "
+                "this epoch, and some not at all."
+            )
+        return ""
 
     def _describe(self, state: TrainState) -> dict[str, Any]:
         """What must be the same of a checkpoint and the run that goes on with it."""
@@ -238,6 +266,13 @@ class Checkpoints:
 @jax.jit
 def _finite(arrays: tuple[jax.Array, ...]) -> jax.Array:
     return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+
+
+def differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted path -> both values, sorted, of what differs in two trees of JSON; where one has none, MISSING."""
+    old, new = _flat(stored), _flat(present)
+    both = {name: (old.get(name, MISSING), new.get(name, MISSING)) for name in sorted(old.keys() | new.keys())}
+    return {name: (a, b) for name, (a, b) in both.items() if a != b}
 
 
 def _flat(tree: Any) -> dict[str, Any]:

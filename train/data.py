@@ -16,12 +16,15 @@ import hashlib
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import grain
+import jax
 import numpy as np
 from jaxtyping import Int32
 
+from convert import manifest
 from train.records import Record, find_files
 from zoo.tokenizer import Tokenizer
 
@@ -224,16 +227,22 @@ def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch se
 
 
 def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
-    """What the state of an iterator is good for, as plain JSON: the files, by name and size; the tokenizer; `settings`,
-    which are to be the arguments of `batches`. Grain restores a state on any data without a word: compare this first.
+    """What the state of an iterator is good for, as plain JSON: the files, by name and SHA-256; the tokenizer;
+    `settings`, which are to be the arguments of `batches`. Grain restores a state on any data without a word: compare
+    this first.
     """
     root = pathlib.Path(path)
-    files = [file for files in find_files(root) for file in files]
     return {
-        "files": {str(file.relative_to(root) if file != root else file.name): file.stat().st_size for file in files},
+        "files": file_hashes(root, [file for files in find_files(root) for file in files]),
         "tokenizer": tokenizer_hash(tokenizer),
         **settings,
     }
+
+
+def file_hashes(root: pathlib.Path, files: Sequence[pathlib.Path]) -> dict[str, str]:
+    """Name below `root` -> SHA-256. Of several processes only the first reads the files: it alone compares hashes."""
+    folder = root if root.is_dir() else root.parent
+    return manifest.hashes(folder, [str(file.relative_to(folder)) for file in files if jax.process_index() == 0])
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -23,7 +23,7 @@ import kernels
 import train.tiny
 import zoo
 from train import finetune, loop, loss, report, teacher
-from train.data import batches, encode, fingerprint, padded, survey, tokenizer_hash
+from train.data import batches, encode, file_hashes, fingerprint, padded, survey, tokenizer_hash
 from train.mesh import put_batch
 from train.records import open_records
 from train.step import Batch
@@ -122,6 +122,7 @@ def main(o: Options) -> None:
         data = batched(rows[: len(rows) - held].shuffle(seed=o.seed).repeat(None if o.steps else o.epochs))
         validation, source, shown = batched(rows[-held:]) if held else None, about, []
         source |= {"batch": o.batch, "seed": o.seed, "hold_out": o.hold_out}  # of this run, not of the stored one
+        source["logits"] = {"files": file_hashes(o.logits, [o.logits / teacher.ROWS])}
     else:
         records, held_out = open_records(o.data, o.hold_out)
         found = survey(records, tokenizer, **shape)
@@ -133,7 +134,8 @@ def main(o: Options) -> None:
         validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
         shown = [encode(r, tokenizer, vocab_size=config.vocab_size) for r in itertools.islice(held_out or records, 3)]
         source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed} | shape
-    source |= {"teacher": o.teacher or source["teacher"]}
+    if o.teacher:
+        source |= {"teacher": o.teacher, "teacher_weights": finetune.weights_hash(o.teacher)}
     if o.store:
         return store(o, o.store, mesh, data, source)
 

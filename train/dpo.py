@@ -144,7 +144,7 @@ def main(o: Options) -> None:
     validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
     pairs = functools.partial(encode_pairs, tokenizer=tokenizer, vocab_size=config.vocab_size, unpaired=o.loss == "kto")
     shown = [pairs(record, record)[0].first for record in itertools.islice(held_out or records, 3)]
-    source = {"files": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed, "loss": o.loss}
+    source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed, "loss": o.loss}
 
     # ----------------------------------------------------------------------------------------------------------- train
     # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).

@@ -73,6 +73,14 @@ def frozen(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
     return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, mtp=mtp)
 
 
+def weights_hash(source: str, revision: str | None = None) -> str:
+    """`zoo.fingerprint`, in process 0, which alone compares it with a checkpoint's."""
+    if jax.process_index():
+        return ""
+    with rich.get_console().status(f"Hashing the weights of {source}"):
+        return zoo.fingerprint(source, revision=revision)
+
+
 def width_lr(o: Any) -> float:
     """The learning rate of a model of width 4,096, if none is given: adapters do well with ten times that of weights
     (QLoRA, arXiv:2305.14314, table 9)."""
@@ -97,6 +105,9 @@ def run(
     adapters = {"rank": rank, "scale (alpha / rank)": alpha / max(rank, 1), "where": where}
     family = family_of(config)
     identity = loop.identity(o, config, family, source) | {"lora": adapters, "quantize": o.quantize, "mtp": mtp}
+    identity["revision"] = o.revision
+    if rank or parts.get("others") is not None:  # the model that the run begins with is read again when it goes on
+        identity["weights"] = weights_hash(o.model, o.revision)
     with jax.set_mesh(mesh):
         exported = loop.run(
             o, config=config, family=family, mesh=mesh, tokenizer=tokenizer, identity=identity, mtp=mtp,

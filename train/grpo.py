@@ -153,7 +153,7 @@ def main(o: Options) -> None:
     prompts = records.shuffle(seed=o.seed).repeat().map(functools.partial(encode, tokenizer=tokenizer))
     prompts = prompts.to_iter_dataset().filter(lambda prompt: len(prompt.ids) <= room)
     data: grain.IterDataset = prompts.batch(o.prompts, batch_fn=list)
-    source = {"files": fingerprint(o.data, tokenizer), "seed": o.seed, "prompts": o.prompts, "seq_len": o.seq_len}
+    source = {"data": fingerprint(o.data, tokenizer), "seed": o.seed, "prompts": o.prompts, "seq_len": o.seq_len}
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = loop.resolve(o, config, o.steps, width_lr=finetune.width_lr(o) / 20)

@@ -33,7 +33,7 @@ from train.data import Example
 from train.mesh import check_mesh, put_batch, without_stages
 from train.metrics import MetricsFile, Progress, flops_per_token
 from train.optim import adamw, make_schedule
-from train.options import Options
+from train.options import Options, changes, telling
 from train.plot import plot_losses
 from train.state import abstract_state, init_state
 from train.step import REMAT, Batch, Objective, jit_train_step, targets_of
@@ -176,20 +176,26 @@ def run(
         report.rows("Mesh", report.mesh(mesh))
         return None
     identity = dict(identity) | {"patience": o.patience > 0}  # without it, that of the best look may not be kept
-    checkpoints = Checkpoints(o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print)
+    checkpoints = Checkpoints(
+        o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print, accept_data=o.accept_data
+    )
     iterator, looks = iter(data), []
     if found := checkpoints.restore(abstract):
         state, position = found
         iterator.set_state(position["data"])
         n, looks = int(state.step) // updates, position["looks"]
         rich.print(f"Going on from step {n:,} of {o.out}.")
+        if others_now := changes(position["options"], telling(o)):
+            rich.print(f"Not as before: {others_now}.")
     else:
         state, n = fresh(), 0
     step = step(state)
     metrics, samples = (MetricsFile(o.out / name, step=n or -1) for name in ("metrics.jsonl", "samples.jsonl"))
     best = lambda: min(looks, key=lambda look: look[1])[0]
     save = lambda: checkpoints.save(
-        state, {"data": iterator.get_state(), "looks": looks}, best=best() * updates if o.patience else None
+        state,
+        {"data": iterator.get_state(), "looks": looks, "options": telling(o)},
+        best=best() * updates if o.patience else None,
     )
     whole = lambda: lora.joined(state.model, frozen)
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from train.step import Objective, cross_entropy
 
@@ -69,6 +71,10 @@ class Options:
     """Steps between checkpoints."""
     keep: int = 2
     """How many of the newest checkpoints to keep."""
+    accept_data: bool = False
+    """Go on from a checkpoint though files of --data have changed since, such as for a record that was mended. The run
+    keeps its place in the order of the records; if their number or lengths are others, some may come twice in this
+    epoch, and some not at all."""
     dry_run: bool = False
     """Only look: at the data, three examples (dimmed: what is not learnt), memory, mesh and disk. Trains nothing."""
     coordinator: str | None = None
@@ -78,6 +84,28 @@ class Options:
     """How many there are."""
     process: int | None = None
     """Which of them this one is, from 0."""
+
+
+# What may be another when a run goes on, since it learns the same from the same; or is compared by its contents.
+INCIDENTAL = {
+    "--accept-data", "--coordinator", "--data", "--dry-run", "--keep", "--mesh", "--model", "--out", "--process",
+    "--processes", "--push-to-hub", "--remat", "--sample-every", "--sample-tokens", "--save-every",
+}  # fmt: skip
+
+
+def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
+    """Option -> value, as JSON has it: of those options on which a run's numbers depend."""
+    found = {}
+    for field in dataclasses.fields(o):
+        name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
+        found |= telling(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return {name: json.loads(json.dumps(found[name], default=str)) for name in found.keys() - INCIDENTAL}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The options that differ, in one line; empty if none does."""
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,7 @@ __all__ = [
     "config",
     "deepseek2",
     "deepseek3",
+    "fingerprint",
     "gemma",
     "gemma2",
     "gemma3",
@@ -244,6 +245,15 @@ def inspect(source: str, *, revision: str | None = None) -> Any:
         return parsed
     zoo.checkpoint.check_headers(convert.packed.unpack(tensors), family, parsed)
     return parsed
+
+
+def fingerprint(source: str | os.PathLike, *, revision: str | None = None) -> str:
+    """The SHA-256 of a checkpoint's weights as they are stored: of the names and the bytes of its safetensors.
+
+    Raises:
+        OSError, ValueError: as `load`, if they can't be had.
+    """
+    return convert.hub.weights_hash(_folder(source, revision, weights=True))
 
 
 def tokenizer(source: str | os.PathLike, *, revision: str | None = None) -> Tokenizer:

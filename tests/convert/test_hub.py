@@ -18,7 +18,7 @@ import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save
 
-from convert.hub import COMPANIONS, folder, read_json
+from convert.hub import COMPANIONS, folder, read_json, weights_hash
 from convert.tensors import open_tensors
 from tests.zoo import tiny
 
@@ -433,3 +433,16 @@ def test_json_that_is_refused(tmp_path, text, message):
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=message):
         read_json(tmp_path / "config.json")
+
+
+def test_the_hash_of_weights(tmp_path):
+    """Of what the Hub's cache has, by the names of its blobs, which are their hashes: the same, and nothing is read."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for name, content in (("a.safetensors", b"a"), ("b.safetensors", b"b")):
+        (tmp_path / "folder" / name).write_bytes(content)
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / hashlib.sha256(content).hexdigest())
+    folder, snapshot = (weights_hash(tmp_path / name) for name in ("folder", "snapshot"))
+    assert folder == snapshot
+    (tmp_path / "folder" / "b.safetensors").write_bytes(b"c")
+    assert weights_hash(tmp_path / "folder") != snapshot

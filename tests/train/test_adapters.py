@@ -151,6 +151,26 @@ def test_other_adapters_are_refused(base, tuned, changes, words):
         run(base, tuned[0], **changes)
 
 
+def test_another_base_is_refused(base, model, tuned, tmp_path, monkeypatch):
+    """One bit of the weights has changed, in the same place; or their revision is another."""
+    weights, aside = base / "model" / "model.safetensors", tmp_path / "aside"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.rename(aside)  # not written over: loaded models are mapped to it
+    try:
+        weights.write_bytes(content)
+        with pytest.raises(ValueError, match=r"identity\.weights is \w{64}, and now it is \w{64}"):
+            run(base, tuned[0], lora=LORA, lr=3e-2)
+    finally:
+        aside.replace(weights)
+    monkeypatch.setattr(zoo, "tokenizer", lambda name, revision, tokenizer=zoo.tokenizer: tokenizer(name))
+    monkeypatch.setattr(zoo, "fingerprint", lambda name, revision, fingerprint=zoo.fingerprint: fingerprint(name))
+    adapted = lora.add(model, rank=2, alpha=4.0, key=jax.random.key(0))
+    monkeypatch.setattr(finetune, "load", lambda *_, **__: adapted)
+    with pytest.raises(ValueError, match=r"identity\.revision is None, and now it is v2"):
+        run(base, tuned[0], lora=LORA, lr=3e-2, revision="v2")
+
+
 def test_rounded_weights_are_not_trained(base, tmp_path):
     with pytest.raises(ValueError, match=r"--quantize nf4 keeps weights that are not trained; it needs --lora\.rank"):
         run(base, tmp_path / "out", quantize="nf4")

@@ -173,6 +173,7 @@ def test_one_that_is_asked_for(folder):
         ({"model": {"hidden_size": 9, "layer_types": ["full", "sliding"]}}, "hidden_size is 8, and now it is 9"),
         ({"scaling": 8.0}, "identity.scaling is None, and now it is 8.0"),
         ({"seed": 0}, "identity.seed is missing, and now it is 0"),
+        ({"data": {"files": {"a.txt": "1"}}}, "identity.data is abc, and now it is missing"),
     ],
 )
 def test_another_run_is_refused(folder, changes, message):

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,6 +157,46 @@ def test_fp8(words, stopped_at):
 
 def test_resuming_on_other_data_is_refused(words, whole):
     assert "identity.data.batch is 4, and now it is 8" in refused(*options(words, whole, "--batch", "8"))
+
+
+def test_a_mended_record(words, tmp_path, stopped_at, capsys):
+    """A letter of the data has changed, and no size: that is refused, unless it is accepted; other options are told."""
+    write_words(tmp_path / "words.jsonl", 0, count=200)
+    same = [words, tmp_path / "out", "--data", tmp_path / "words.jsonl", "--hold-out", 0]
+    command_of = lambda *more: options(*same, *more)
+    stopped_at(2)
+    command("train.sft", *command_of())
+    text = (tmp_path / "words.jsonl").read_text()
+    (tmp_path / "words.jsonl").write_text(text.replace("A", "B", 1))
+    said = refused(*command_of())
+    assert "words.jsonl has other contents" in said and "--accept-data" in said and "--out" in said
+    capsys.readouterr()
+    command("train.sft", *command_of("--accept-data", "--eval-batches", 3))
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "words.jsonl has other contents. The run goes on with it at the same place" in said
+    assert "Not as before: --eval-batches was 50 and is 3." in said and "Stopped by SIGTERM after step 4" in said
+    command("train.sft", *command_of())  # what was accepted need not be accepted again
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "Going on from step 4" in said and "--eval-batches was 3 and is 50" in said and "other contents" not in said
+    (tmp_path / "words.jsonl").rename(tmp_path / "verbs.jsonl")
+    text = refused(*command_of("--data", tmp_path / "verbs.jsonl"))
+    assert "verbs.jsonl is new, words.jsonl is gone" in text
+    text = refused(*command_of("--data", tmp_path / "verbs.jsonl", "--accept-data", "--batch", 8))
+    assert "identity.data.batch is 4, and now it is 8" in text
+
+
+def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsys):
+    """Those that bear on its numbers, in one line. It is at its end, so nothing is computed."""
+    out = shutil.copytree(whole, tmp_path / "out")
+    more = ["--lr", 0.02, "--schedule", "wsd", "--neftune", 5, "--matmul", "int8", "--compute-dtype", "bfloat16"]
+    command("train.sft", *options(words, out, *more, "--keep", 7))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Not as before: ")]
+    for change in (
+        "--lr was 0.01 and is 0.02", "--schedule was cosine and is wsd", "--neftune was 0.0 and is 5.0",
+        "--matmul was float and is int8", "--compute-dtype was float32 and is bfloat16",
+    ):  # fmt: skip
+        assert change in line
+    assert "--keep" not in line and "--out" not in line
 
 
 def test_not_finite(words):
