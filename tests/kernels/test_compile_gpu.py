@@ -92,8 +92,10 @@ ATTENTION = {
     "gpt-oss, local": dict(**GPT_OSS, megabytes=460, backward=BACKWARD, mask=sliding(128)),
     "gpt-oss, global": dict(**GPT_OSS, megabytes=460, backward=BACKWARD),
 }
+# All as training calls them; without documents one of each kind of mask, of heads and of logits.
+ALONE = ("Llama 3 8B, forward", "Llama 3 8B", "Gemma 2 9B, global", "DeepSeek V3", "gpt-oss, local")
 CASES = {
-    **{name: attention(**shapes) for name, shapes in ATTENTION.items() if "images" not in shapes},
+    **{name: attention(**ATTENTION[name]) for name in ALONE},
     **{f"{name}, packed": attention(**shapes, packed=True) for name, shapes in ATTENTION.items()},
     "Llama 3 8B, decode": decode(**LLAMA_8B),
     "gpt-oss, local, decode": decode(**GPT_OSS, mask=sliding(128)),

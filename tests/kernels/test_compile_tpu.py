@@ -1,5 +1,7 @@
 """attention compiles for every TPU at real models' shapes: without spilling, and without logits or a mask in memory."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,10 +13,13 @@ from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 SEQ = 8192  # more than any of these has heads * features, so that no other array is as large as the logits of a head
 
 
-def case(heads, kv_heads, dim, v_dim=None, *, mask=None, softcap=None, sinks=False, packed=False, backward=True):
+def case(
+    heads, kv_heads, dim, v_dim=None, *, mask=None, softcap=None, sinks=False, packed=False, backward=True, chips=()
+):
     """Forward, and backward too, of one row.
 
-    `packed` is how training calls it: with documents in the row, that have segments and positions of their own.
+    `packed` is how training calls it: with documents in the row, that have segments and positions of their own. `chips`
+    are those that it is compiled for, by default all.
 
     Arrays come and go by head, as the kernels have them. XLA compiles some transpositions for minutes, and a model's
     are its own affair.
@@ -36,7 +41,7 @@ def case(heads, kv_heads, dim, v_dim=None, *, mask=None, softcap=None, sinks=Fal
     q, k, v = of_heads(heads, dim), of_heads(kv_heads, dim), of_heads(kv_heads, v_dim or dim)
     sinks = shape(heads, dtype=jnp.float32) if sinks else None
     ids = shape(1, SEQ, dtype=jnp.int32) if packed else None
-    return Case(function, (q, k, v, sinks, ids, ids, of_heads(heads, v_dim or dim)), SEQ * SEQ)
+    return Case(function, (q, k, v, sinks, ids, ids, of_heads(heads, v_dim or dim)), SEQ * SEQ, chips or tuple(CHIPS))
 
 
 SHAPES = {
@@ -49,8 +54,11 @@ SHAPES = {
     "gpt-oss, local": ((64, 8, 64), dict(mask=sliding(128), sinks=True)),
     "gpt-oss, global": ((64, 8, 64), dict(sinks=True)),
 }
-CASES = {name: case(*dims, **options) for name, (dims, options) in SHAPES.items()}
-CASES |= {f"{name}, packed": case(*dims, **options, packed=True) for name, (dims, options) in SHAPES.items()}
+# By pairs: each shape as training calls it on each chip, and without documents on one of them in turn.
+CASES = {f"{name}, packed": case(*dims, **options, packed=True) for name, (dims, options) in SHAPES.items()} | {
+    name: case(*dims, **options, chips=(chip,))
+    for chip, (name, (dims, options)) in zip(itertools.cycle(CHIPS), SHAPES.items(), strict=False)
+}
 
 
 @needs_libtpu

@@ -63,6 +63,7 @@ class Case(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     elements: int  # no array may have so many: the logits of one head, a matrix for each row
+    chips: tuple[str, ...] = tuple(CHIPS)  # that it is compiled for
 
 
 def versions() -> dict[str, str]:
@@ -143,7 +144,7 @@ def _compile(chip: str, module: str, part: str, result: str) -> None:
         cases = importlib.import_module(f"tests.kernels.{module}").CASES
         results = {}
         for name, case in cases.items():
-            if part in name:
+            if part in name and chip in case.chips:
                 results[name] = _compile_one(case, mesh, Path(dump))
     Path(result).write_text(json.dumps(results))
 
