@@ -124,7 +124,7 @@ PRETRAINING = ["--steps", "12", "--save-every", "2", "--eval-every", "12", "--sa
 
 @pytest.fixture(scope="module")
 def four(folder):
-    """What four processes with two devices each print of a mesh that is wrong for all; before, they save a checkpoint."""
+    """What four processes with two devices each print of a mesh that is wrong for all; first they save a checkpoint."""
     wrong = script("sft", folder / "bad", "--mesh", "fsdp=3")
     outputs = Run(folder, 4, 2, ["save", str(folder / "bits")], wrong).finish(1, 1, 1, 1)
     return [output[json.dumps(wrong)] for output in outputs]
@@ -132,8 +132,8 @@ def four(folder):
 
 @pytest.fixture(scope="module")
 def two(folder, four):
-    """Two processes with four devices each, and what they print of each task. The second one gets a SIGTERM in the first
-    task; the last task fails in the first process only."""
+    """Two processes with four devices each, and what they print of each task. The second one gets a SIGTERM in the
+    first task; the last task fails in the first process only."""
     (folder / "blocked" / "metrics.jsonl").mkdir(parents=True)
     tasks = {
         "stormy": script("pretrain", folder / "stormy", *PRETRAINING),
@@ -152,7 +152,7 @@ def two(folder, four):
     outputs = run.finish(1, run.processes[1].wait(LIMIT))  # which JAX aborts, or it comes upon the loss by itself
     assert run.processes[1].returncode
     begun = [[name for name, task in tasks.items() if json.dumps(task) in output] for output in outputs]
-    assert begun[0] == list(tasks) and begun[1][:-1] == list(tasks)[:-1], run.text()  # so all but the last one succeeded
+    assert begun[0] == list(tasks) and begun[1][:-1] == list(tasks)[:-1], run.text()  # all but the last succeeded
     return [{name: output.get(json.dumps(task), "") for name, task in tasks.items()} for output in outputs]
 
 
@@ -197,8 +197,8 @@ def test_two_processes_do_what_one_does(folder, two, name, task, seen):
 
 @pytest.mark.slow
 def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, two):
-    """Pre-training by two processes with eight devices, one of which gets SIGTERM; with two, one of which is killed; and
-    by one."""
+    """Pre-training by two processes with eight devices, one of which gets SIGTERM; by two with two, one of which is
+    killed; and by one process."""
     calm, out = folder / "calm", folder / "stormy"
     alone(script("pretrain", calm, *PRETRAINING))
     (stopped,) = map(int, re.findall(r"Stopped by SIGTERM after step (\d+), which is saved", two[0]["stormy"]))
