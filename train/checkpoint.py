@@ -13,6 +13,8 @@ does the rest. All call the same methods in the same order; what fails in one pr
 """
 
 import concurrent.futures
+import errno
+import fcntl
 import fnmatch
 import functools
 import json
@@ -20,6 +22,8 @@ import logging
 import os
 import pathlib
 import shutil
+import socket
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +41,7 @@ from zoo.surgery import path_name
 FORMAT = 2
 DATA = "identity.data*.files.*"  # hashes of files, by the last part of their dotted path
 MISSING = "missing"
+EVERY = 2**31 - 1  # bytes that are locked, for as many processes of a run
 FAILURES = 3  # saves that fail in a row until the run ends
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks about each error that it raises
@@ -74,6 +79,7 @@ class Checkpoints:
         together(self._open)
         if agree(not self.folder.is_dir()):
             raise OSError(f"Not all processes see {self.folder}; it must be on a file system that they share.")
+        together(lambda: self._first or self._lock())
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -167,9 +173,34 @@ class Checkpoints:
     def _open(self) -> None:
         if self._first:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
             for path in self.folder.glob("*.unfinished"):
                 self.say(f"Removing {path}, which an interrupted save left.")
             self._remove_unfinished()
+
+    def _lock(self) -> None:
+        """Keeps other runs away until this process ends, in whatever way: each process of a run holds a byte of a file.
+
+        Process 0 begins with all bytes: so no process of another run is alive. These are POSIX record locks, which NFS
+        and Lustre know, which the system takes off the dead, and which forked processes do not have.
+        """
+        path = self.folder.with_name(f"{self.folder.name}.lock")
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        weakref.finalize(self, os.close, file)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, EVERY if self._first else 1, jax.process_index())
+            if self._first:
+                fcntl.lockf(file, fcntl.LOCK_UN, EVERY, 1)
+                os.truncate(file, 0)
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                self.say(f"WARNING: {path} can't be locked ({error}); see to it that no other run writes there.")
+                return
+            raise OSError(
+                f"{self.folder.parent} is in use by another run ({path.read_text().strip()}). Wait until it has ended, "
+                "or take another folder (--out)."
+            ) from None
 
     def _begin(self, unfinished: pathlib.Path, meta: str) -> None:
         if self._first:
@@ -191,8 +222,12 @@ class Checkpoints:
                 return step
             except (OSError, ValueError) as error:
                 self._set_aside(path, error)
-        if steps and only is None:
-            raise OSError(f"No checkpoint in {self.folder} is undamaged.")
+        damaged = ", ".join(sorted(path.name for path in self.folder.glob("*.damaged"))) if self._first else ""
+        if damaged and only is None:
+            raise OSError(
+                f"No checkpoint in {self.folder} is undamaged. To begin anew, remove {damaged} from there, or take "
+                "another folder (--out)."
+            )
         return -1
 
     def _remove_unfinished(self) -> None:

@@ -190,7 +190,9 @@ def run(
     else:
         state, n = fresh(), 0
     step = step(state)
-    metrics, samples = (MetricsFile(o.out / name, step=n or -1) for name in ("metrics.jsonl", "samples.jsonl"))
+    metrics, samples = (
+        MetricsFile(o.out / name, step=n or -1, say=rich.print) for name in ("metrics.jsonl", "samples.jsonl")
+    )
     best = lambda: min(looks, key=lambda look: look[1])[0]
     save = lambda: checkpoints.save(
         state,

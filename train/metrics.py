@@ -7,7 +7,9 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, SupportsFloat, SupportsInt
 
 import jax
@@ -78,15 +80,19 @@ def peak_flops() -> float | None:
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, with its "step"; each can be read as soon as it is written.
 
-    A run that goes on from `step` drops the lines after it, and so the file has every step once. Of several processes
-    only the first writes.
+    A run that goes on from `step` drops the lines after it, and so the file has every step once. What is no such line
+    is left out, of which `say` is told, and a copy of the file keeps it. Of several processes only the first writes.
     """
 
-    def __init__(self, path: str | os.PathLike, *, step: int = 0):
+    def __init__(self, path: str | os.PathLike, *, step: int = 0, say: Callable[[str], None] = print):
         self.path, self._writes = pathlib.Path(path), jax.process_index() == 0
         if not self._writes:
             return
-        kept = [line for line in read_metrics(path) if line["step"] <= step] if self.path.exists() else []
+        lines = _lines(self.path) if self.path.exists() else {}
+        if broken := ", ".join(str(number) for number, line in lines.items() if line is None):
+            copy = shutil.copy(self.path, self.path.with_suffix(".broken"))
+            say(f"WARNING: {path} has lines that are no step's ({broken}). They are left out; {copy} has them.")
+        kept = [line for line in lines.values() if line and line["step"] <= step]
         new = self.path.with_suffix(".tmp")
         new.write_text("".join(json.dumps(line) + "\n" for line in kept))
         new.replace(self.path)
@@ -101,9 +107,20 @@ class MetricsFile:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without a last one that was cut off."""
-    lines = pathlib.Path(path).read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """The lines of a metrics.jsonl, without those that are no JSON object with a step."""
+    return [line for line in _lines(pathlib.Path(path)).values() if line]
+
+
+def _lines(path: pathlib.Path) -> dict[int, dict[str, Any] | None]:
+    """Number of a line -> its object, or None if it is none with a step; without one that was cut off at the end."""
+    found = {}
+    for number, text in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        found[number] = line if isinstance(line, dict) and type(line.get("step")) is int else None
+    return found
 
 
 class Progress:

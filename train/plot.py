@@ -21,7 +21,8 @@ def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
     lines = read_metrics(metrics)
     curves, rewards = [], any("reward" in line for line in lines)
     for name, (label, color) in (REWARD if rewards else CURVES).items():
-        points = [(line["step"], float(line[name])) for line in lines if math.isfinite(float(line.get(name, "nan")))]
+        number = lambda value: isinstance(value, int | float) and math.isfinite(value)
+        points = [(line["step"], float(line[name])) for line in lines if number(line.get(name))]
         last = f"{label}, at last {points[-1][1]:.3f}" if points else ""
         curves.append(Curve(last, color, points, dots=points if name == "validation_loss" else points[-1:]))
     what = "mean reward" if rewards else "loss in nats a token"

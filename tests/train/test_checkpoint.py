@@ -1,5 +1,7 @@
 """What a checkpoint gives back, bit by bit; and that none is used which is unfinished, damaged or of another run."""
 
+import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -150,8 +152,14 @@ def test_all_damage_is_found(saved, tmp_path):
 def test_all_damaged(folder):
     for step in (1, 2):
         (folder / str(step) / "meta.json").write_text("{}")
-    with pytest.raises(OSError, match="is undamaged"):
-        checkpoints(folder)[0].restore(abstract_state(model(), OPTIMIZER))
+    for _ in range(2):  # the second time there are none but those that were set aside
+        with pytest.raises(
+            OSError, match=r"is undamaged. To begin anew, remove 1.damaged, 2.damaged from there, or.*--out"
+        ):
+            checkpoints(folder)[0].restore(abstract_state(model(), OPTIMIZER))
+    for step in (1, 2):
+        shutil.rmtree(folder / f"{step}.damaged")
+    assert checkpoints(folder)[0].restore(abstract_state(model(), OPTIMIZER)) is None
 
 
 def test_one_that_is_asked_for(folder):
@@ -252,6 +260,9 @@ def test_killed_while_saving(tmp_path):
         )
         while (started := int(child.stdout.readline())) < 2:
             pass
+        if kill == 0:
+            with pytest.raises(OSError, match=rf"{tmp_path} is in use by another run \(process {child.pid} on "):
+                checkpoints(folder, identity={})
         time.sleep(wait.uniform(0, 0.1))
         child.kill()
         started += len(child.communicate()[0].splitlines())
@@ -264,6 +275,47 @@ def test_killed_while_saving(tmp_path):
         assert (state.model == data).all()
         assert all(path.name.isdigit() for path in folder.iterdir())
     assert unfinished, "no kill fell into a save"
+
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, int(sys.argv[3]), int(sys.argv[2]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_that_of_every_process_of_a_run(tmp_path):
+    """Whichever of them lives keeps others away, and the dead do not; a second process of this run has its place."""
+    folder, lock = tmp_path / "checkpoints", tmp_path / "checkpoints.lock"
+    hold = lambda *place: subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lock, *map(str, place)], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    for process in (0, 3):
+        with hold(process, 1) as other:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(OSError, match=r"in use by another run .*another folder \(--out\)"):
+                checkpoints(folder)
+            other.kill()
+        kept, said = checkpoints(folder)
+        assert not said
+        with hold(3, 1) as mine, hold(0, 2) as other:
+            assert mine.stdout.readline() == "held\n" and other.stdout.readline() == ""
+            mine.kill()
+        del kept
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    kept, said = checkpoints(tmp_path / "checkpoints")
+    assert len(said) == 1 and "can't be locked" in said[0] and "No locks available" in said[0]
+    kept.save(at(1), None)
+    kept.close()
 
 
 def test_a_signal_is_a_request():

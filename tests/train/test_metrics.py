@@ -13,6 +13,7 @@ import rich.console
 
 from train import metrics
 from train.metrics import MetricsFile, Progress, read_metrics
+from train.plot import plot_losses
 
 
 def test_metrics_file(tmp_path):
@@ -41,6 +42,32 @@ def test_going_on_drops_what_came_after(tmp_path):
     ]
     MetricsFile(path)
     assert read_metrics(path) == []
+
+
+def test_lines_that_are_no_steps(tmp_path):
+    """Broken, empty and foreign ones are told in one line, kept in a copy, and in nobody's way."""
+    path, said = tmp_path / "metrics.jsonl", []
+    lines = [
+        '{"step": 1, "loss": 1.5}',
+        '{"step": 2, "lo',
+        "",
+        "5",
+        '{"loss": 3}',
+        '{"step": "3"}',
+        '{"step": 4, "loss": "low"}',
+    ]
+    text = "\n".join(lines) + "\n"
+    path.write_bytes(text.encode() + b"\xff\n")
+    file = MetricsFile(path, step=4, say=said.append)
+    file.write(5, loss=0.5)
+    assert [line["step"] for line in read_metrics(path)] == [1, 4, 5]
+    assert len(said) == 1 and "(2, 3, 4, 5, 6, 8)" in said[0] and "metrics.broken" in said[0]
+    assert (tmp_path / "metrics.broken").read_bytes() == text.encode() + b"\xff\n"
+    plot_losses(path, tmp_path / "loss.png")
+    MetricsFile(path, step=5, say=said.append)
+    path.write_text("")
+    MetricsFile(path, step=5, say=said.append)
+    assert len(said) == 1
 
 
 @pytest.fixture
