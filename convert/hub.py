@@ -11,11 +11,19 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from huggingface_hub import HfApi, constants, get_safetensors_metadata, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_safetensors_metadata,
+    get_session,
+    hf_hub_download,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -54,6 +62,13 @@ COMPANIONS = (
 HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's own, sha256
 T = TypeVar("T")
 BUSY = (408, 429, 500, 502, 503, 504)
+PATIENCE = 60  # seconds after which a server has to have sent SLOWEST bytes for each
+SLOWEST = 10_000
+LARGEST = 2**25  # bytes of an answer of the API; the list of a repository's files takes 200 for each
+
+
+class NotTheHub(HTTPError):
+    """What answers behaves as the Hub would not."""
 
 
 def folder(
@@ -113,7 +128,8 @@ def create(repo: str) -> None:
         OSError: it cannot be made, or HF_TOKEN may not write to it.
     """
     try:
-        HfApi().create_repo(repo, private=True, exist_ok=True)
+        with _guarded():
+            HfApi().create_repo(repo, private=True, exist_ok=True)
     except (HfHubHTTPError, HTTPError, HFValidationError) as error:
         raise OSError(f"{repo} can't be made on the Hub; is HF_TOKEN one that may write there? ({error})") from error
 
@@ -125,7 +141,8 @@ def push(folder: pathlib.Path, repo: str) -> str:
         OSError: with what to do, if they cannot be uploaded; the folder stays as it is.
     """
     try:
-        return HfApi().upload_folder(folder_path=folder, repo_id=repo).commit_url
+        with _guarded():
+            return HfApi().upload_folder(folder_path=folder, repo_id=repo).commit_url
     except (HfHubHTTPError, HTTPError) as error:
         raise OSError(
             f"{folder} is not uploaded to {repo}: {error}. `hf upload {repo} {folder}` tries again."
@@ -222,12 +239,60 @@ def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
     pauses = iter((1, 2, 4))
     while True:
         try:
-            return ask()
+            with _guarded():
+                return ask()
         except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
             pause = next(pauses, None)
             if pause is None or _status(error) not in BUSY:
                 raise _in_plain_words(error, repo, revision) from error
             time.sleep(pause)
+        except (AssertionError, AttributeError, KeyError, TypeError) as error:  # the library misses what it needs
+            raise _in_plain_words(NotTheHub(f"leaves out what it has to say ({error!r})"), repo, None) from error
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """What huggingface_hub is answered meanwhile is refused, by NotTheHub, if it is too slow, too large or malformed.
+
+    The library itself waits for ever as long as a byte comes now and then, and names its files as it is told to.
+    """
+    hooks = get_session().event_hooks["response"]
+    hooks.append(_check)
+    try:
+        yield
+    finally:
+        hooks.remove(_check)
+
+
+def _check(response: Any) -> None:
+    """Refuses an answer (an httpx.Response whose body is still to come), or has its body checked as it comes."""
+    api = str(response.url).startswith(f"{constants.ENDPOINT}/api/") or response.is_error
+    response.iter_raw = functools.partial(_paced, response.iter_raw, LARGEST if api else None)
+    for key in ("X-Repo-Commit", "X-Linked-Etag", "ETag"):
+        value = pathlib.PurePosixPath(response.headers.get(key, "").lstrip("W/").strip('"'))  # as the library does
+        if value.is_absolute() or ".." in value.parts:
+            raise NotTheHub(f"gives a file the {key} {str(value)!r}, which would lead out of the cache")
+    if api and response.is_success and response.request.method != "HEAD":
+        try:
+            answer = json.loads(response.read())
+        except (ValueError, RecursionError) as error:
+            raise NotTheHub(f"answers with what is no JSON ({error}), such as a page of a proxy") from error
+        if isinstance(answer, dict) and not re.fullmatch("[0-9a-f]{40}", str(answer.get("sha", "0" * 40))):
+            raise NotTheHub(f"names the commit {str(answer['sha'])[:80]!r}, which is no hash")
+
+
+def _paced(read: Callable[..., Iterator[bytes]], largest: int | None, *size: int | None) -> Iterator[bytes]:
+    """The pieces of a body, as long as they come fast enough, and are `largest` bytes at most."""
+    total, before, since = 0, 0, time.monotonic()
+    for piece in read(*size):
+        yield piece
+        total += len(piece)
+        if largest is not None and total > largest:
+            raise NotTheHub(f"answers with more than {largest / 2**20:.0f} MiB where a few kB belong")
+        if (seconds := time.monotonic() - since) > PATIENCE:
+            if total - before < seconds * SLOWEST:
+                raise NotTheHub(f"sent {total - before:,} bytes in the last {seconds:.0f} seconds")
+            before, since = total, time.monotonic()
 
 
 def _is_whole(repo: str, path: pathlib.Path) -> bool:
@@ -292,6 +357,12 @@ def _in_plain_words(error: Exception, repo: str, revision: str | None) -> OSErro
     """What went wrong and what to do about it."""
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     status = _status(error)
+    if isinstance(error, NotTheHub):
+        return ConnectionError(
+            f"{constants.ENDPOINT} {error}; try again later, and look at HF_ENDPOINT and at proxies, if you have any."
+        )
+    if isinstance(error, EntryNotFoundError) and status == 404:
+        return FileNotFoundError(f"{repo} lacks a file that {INDEX} of its commit {revision} names.")
     if isinstance(error, GatedRepoError):
         return PermissionError(f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, then {log_in}.")
     if isinstance(error, RepositoryNotFoundError):

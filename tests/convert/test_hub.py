@@ -1,6 +1,7 @@
 """Folders, and downloads from a small Hub on the loopback, in processes of their own because conftest.py is offline."""
 
 import collections
+import contextlib
 import hashlib
 import http.server
 import json
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -74,7 +76,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         hub.requests.append(self.path)
         for pattern, answers in hub.faults.items():
             if answers and re.search(pattern, self.path):
-                return self.answer(answers.pop(0), b"trouble")
+                status, *rest = answers.pop(0) if isinstance(answers[0], tuple) else (answers.pop(0), b"trouble")
+                return self.drip() if status == "drip" else self.answer(status, *rest)
         repo = (api or file)[1]
         if repo not in REPOSITORIES:
             return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
@@ -123,6 +126,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.hub.sent += len(body)
             self.wfile.write(body)
 
+    def drip(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # until the other side has had enough
+            while self.command == "GET":
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+
     def log_message(self, *_):
         pass
 
@@ -150,6 +162,7 @@ from convert import hub
 weights, waits, repo, *revisions = sys.argv[1:]
 if waits == "False":
     hub.time.sleep = lambda seconds: None
+    hub.PATIENCE = 0.3
 for revision in revisions:
     try:
         print(hub.folder(repo, revision or None, weights=weights == "True"))
@@ -334,6 +347,42 @@ def test_a_hub_that_stays_busy(hub):
 
 
 FIRST = "model-00001-of-00002.safetensors"
+
+
+def test_answers_that_the_hub_would_not_give(hub, tmp_path):
+    """A page of a proxy, answers too large, too deep or too slow, and names that lead out of the cache."""
+    out = "../../../../out"
+    file = lambda etag, commit="a" * 40: (200, b"", {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
+    answers = [
+        ((200, b"<html>Log in</html>"), r"answers with what is no JSON \(.*\), such as a page of a proxy"),
+        ((200, b"[" * 10**6), "answers with what is no JSON"),
+        ((200, b'"' + b" " * 2**25 + b'"'), "answers with more than 32 MiB where a few kB belong"),
+        ((200, b"{}"), "leaves out what it has to say .*"),
+        ((200, b"[]"), "leaves out what it has to say .*"),
+        ((200, json.dumps({"id": "org/one", "sha": out}).encode()), f"names the commit '{out}', which is no hash"),
+        (("drip",), r"sent \d+ bytes in the last 0 seconds"),
+    ]
+    files = [
+        (file(out), f"gives a file the ETag '{out}', which would lead out of the cache"),
+        (file(f"{tmp_path}/out"), f"gives a file the ETag '{tmp_path}/out', which would"),
+        (file("1", out), f"gives a file the X-Repo-Commit '{out}', which would"),
+    ]
+    hub.faults = {"/revision/": [answer for answer, _ in answers], "config.json": [answer for answer, _ in files]}
+    told = ask(hub, "org/one", *[""] * (len(answers) + len(files)), waits=False).splitlines()
+    for line, (_, expected) in zip(told, answers + files, strict=True):
+        assert re.match(f"ConnectionError: {hub.url} {expected}.*; try again later, and look at HF_ENDPOINT", line)
+    assert not [path for path in tmp_path.rglob("*out*") if path.is_file()]
+
+
+def test_a_file_that_drips(hub):
+    """However large it is; and a shard that the index names but the repository lacks."""
+    head = {"ETag": '"1"', "X-Repo-Commit": "a" * 40, "Content-Length": "1000000"}
+    hub.faults = {f"resolve/.*{FIRST}": [(200, b"", head), ("drip",)]}
+    told = ask(hub, "org/many", waits=False)
+    assert re.match(rf"ConnectionError: {hub.url} sent \d+ bytes in the last 0 seconds; try again later", told)
+    hub.faults = {FIRST: [(404, b"", {"X-Error-Code": "EntryNotFound"})]}
+    told = ask(hub, "org/many")
+    assert re.match(r"FileNotFoundError: org/many lacks a file that .*index\.json of its commit a+ names", told)
 
 
 def test_a_damaged_file_is_fetched_once_more(hub):
