@@ -141,7 +141,8 @@ def first(text: str, stop: Sequence[str]) -> int | None:
 
 def begun(text: str, stop: Sequence[str]) -> int:
     """How many of the last characters may be the beginning of a stop string."""
-    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    lengths = ((s, n) for s in stop for n in range(1, min(len(s), len(text) + 1)))
+    return max((n for s, n in lengths if text.endswith(s[:n])), default=0)
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], completion: Completion) -> str:

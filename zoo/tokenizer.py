@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -34,6 +35,7 @@ class Tokenizer:
     """The tokenizer of a folder in Hub layout.
 
     - `vocab_size`: the highest id plus one, added tokens included.
+    - `longest`: characters of the longest token.
     - `bos`, `pad`: ids, or None where there is no such token.
     - `eos`: the ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own; and
       the one with which the chat template ends a turn of the assistant, which base models' files leave out.
@@ -46,7 +48,8 @@ class Tokenizer:
         """Raises FileNotFoundError without one of the two, and ValueError for a file that cannot be read."""
         self.folder = pathlib.Path(folder)
         self._tokenizer = _read_tokenizer(self.folder)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size, self.longest = max(vocab.values()) + 1, max(map(len, vocab))
 
         config = _read_json(self.folder / "special_tokens_map.json") | _read_json(self.folder / "tokenizer_config.json")
         # Templates write them: {{ bos_token }}. A token is a string, or {"content": string, ...}.
@@ -113,8 +116,23 @@ class Tokenizer:
         return float(said)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text. `special` adds the tokens that tokenizer.json puts around a text, such as bos."""
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        """The ids of a text. `special` adds the tokens that tokenizer.json puts around a text, such as bos.
+
+        Raises ValueError for half of a surrogate pair, which no tokenizer knows.
+        """
+        return self._encoding(text, special).ids
+
+    def _encoding(self, text: str, special: bool) -> tokenizers.Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        except TypeError as error:  # which says that a str should be a str
+            half = re.search("[\ud800-\udfff]", text)
+            if half is None:
+                raise
+            raise ValueError(
+                f"The text has half of a surrogate pair, {half[0]!r} at character {half.start()}, which is no "
+                "character: whoever wrote the text cut an emoji or the like in two. Remove it."
+            ) from error
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = True
@@ -123,7 +141,7 @@ class Tokenizer:
 
         A token that is partly inside counts.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        encoding = self._encoding(text, special)
         mask = [0] * len(encoding.ids)
         # What the post-processor added is of no span. The lists are made anew at each access.
         tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uvicorn
 
 import zoo
 from tests.zoo.programs import forward
@@ -27,6 +26,7 @@ from zoo.engine import Engine
 from zoo.generate import continuation
 from zoo.mesh import make_mesh
 from zoo.serve import serve
+from zoo.serve.listen import Listener, Timely
 from zoo.serve.server import STRIDE, Server
 
 
@@ -50,9 +50,9 @@ def tokenizer():
 class Running:
     """A server that listens, on a port of its own."""
 
-    def __init__(self, model, tokenizer, **options):
-        self.server = Server("tiny", model, tokenizer, **{"slots": 4, "max_tokens": 512} | options)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.app(), port=0, log_level="critical", ws="none"))
+    def __init__(self, model, tokenizer, grace=30.0, **options):
+        self.server = Server("tiny", model, tokenizer, slots=4, max_tokens=512, **options)
+        self.uvicorn = Listener(self.server, host="127.0.0.1", port=0, grace=grace, log_level="critical")
         self.thread = threading.Thread(target=self.uvicorn.run)
 
     def __enter__(self):
@@ -68,10 +68,12 @@ class Running:
         self.thread.join()
         assert not self.server.worker.is_alive()
 
-    def request(self, path, body=None):
+    def request(self, path, body=None, **headers):
         """Status and body."""
+        headers = {"Content-Type": "application/json"} | headers
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
-            connection.request("GET" if body is None else "POST", path, body if body is None else json.dumps(body))
+            body = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, body, headers)
             response = connection.getresponse()
             return response.status, response.read().decode()
 
@@ -281,7 +283,8 @@ def test_a_client_that_leaves_frees_its_rows(running, monkeypatch, stream):
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda self: time.sleep(0.05) or step(self))
     body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "n": 4, "stream": stream, "ignored": None})
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n\r\n"
     worker = running.server.worker
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall((head + body).encode())
@@ -331,14 +334,22 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, 400, "logprobs", "whole number from 0 to 20"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature", "from 0 to 2"),
     (COMPLETIONS, {"prompt": "a", "n": 1.5}, 400, "n", "whole number"),
-    (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop", "none of them empty"),
+    (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop", "each of 1 to 256 characters"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["b" * 257]}, 400, "stop", "each of 1 to 256 characters"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["b"] * 17}, 400, "stop", "a list of up to 16"),
+    (COMPLETIONS, {"prompt": ["a"] * 9, "n": 128}, 400, "prompt", "9 prompts with n=128 make more than 1024 replies"),
+    (COMPLETIONS, {"prompt": "\ud83d"}, 400, None, "half of a surrogate pair"),
+    (COMPLETIONS, {"\ud83d": "a"}, 400, None, "half of a surrogate pair"),
+    (COMPLETIONS, b"[" * 10**6, 400, None, "not JSON"),
+    (COMPLETIONS, b" " * (2**23 + 1), 413, None, "more than 8388608 bytes"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "best_of", "1 or absent"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {"usage": 1}}, 400, "stream_options", "include_usage"),
     (COMPLETIONS, {"prompt": "a", "model": "gpt-4"}, 404, "model", "only 'tiny'"),
     (CHAT, {"messages": [{"content": "a"}]}, 400, "messages", "objects with a role"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text content only"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "refuses the messages"),
-    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "messages", "multiple values"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "neither"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
     (CHAT, {"messages": MESSAGES, "logprobs": True}, 400, "logprobs", "false or absent"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
@@ -359,6 +370,93 @@ def test_refusals(running, path, body, status, param, words):
         {404: "model_not_found"} if param == "model" else {400: "context_length_exceeded"} if "exceeds" in words else {}
     )
     assert error["code"] == codes.get(status)
+
+
+def test_long_prompts_are_not_tokenised(running, tokenizer, monkeypatch):
+    """What exceeds the room by its characters alone is refused before, which would take a second a megabyte."""
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **options: pytest.fail("tokenised"))
+    text = "a" * (512 * tokenizer.longest + 1)
+    for path, body in (COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]}):
+        status, answer = running.request(path, body)
+        error = json.loads(answer)["error"]
+        assert status == 400 and error["code"] == "context_length_exceeded", error
+        assert "the 512 tokens that there is room for have at most" in error["message"]
+
+
+def test_who_may_ask(model, tokenizer, running):
+    """Pages in browsers may not: they reach this machine by names of their own, and send forms, but no JSON."""
+    body = {"prompt": "a", "max_tokens": 1}
+    for headers, status, words in (
+        ({"Host": "evil.example:80"}, 421, "not called 'evil.example'"),
+        ({"Host": "["}, 421, "--hosts"),
+        ({"Content-Type": "text/plain"}, 415, "application/json, not text/plain"),
+        ({"Content-Type": ""}, 415, "application/json, not absent"),
+        ({"Host": "LocalHost"}, 200, ""),
+        ({"Host": "[::1]:8000"}, 200, ""),
+    ):
+        got, answer = running.request(COMPLETIONS, body, **headers)
+        assert got == status and words in answer, (headers, answer)
+    assert running.request("/v1/models", Host="evil.example")[0] == 421
+    with Running(model, tokenizer, api_key="sesame", hosts=["my.example"]) as closed:
+        for path, sent in ("/v1/models", None), (COMPLETIONS, body):
+            for key in {}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}:
+                status, answer = closed.request(path, sent, **key)
+                assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
+        assert closed.request("/v1/models", Authorization="Bearer sesame", Host="my.example")[0] == 200
+    assert Server("tiny", model, tokenizer, slots=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
+
+
+def test_requests_must_arrive(running, monkeypatch):
+    """Neither a head nor a body that never ends holds a connection, however its bytes drip."""
+    monkeypatch.setattr(Timely, "SECONDS", 0.5)
+    monkeypatch.setattr(Server, "SECONDS", 0.5)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for sent, answered in (
+        ("", b""),
+        (head, b""),
+        (head + "Content-Length: 9\r\n\r\n{", b"did not arrive within 0.5 seconds"),
+        ("GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" + head, b"max_model_len"),
+    ):
+        with socket.create_connection(("127.0.0.1", running.port), timeout=0.1) as connection:
+            connection.sendall(sent.encode())
+            got, deadline = b"", time.monotonic() + 20
+            while time.monotonic() < deadline:
+                try:
+                    part = connection.recv(4096)
+                    if not part:
+                        break
+                    got += part
+                except TimeoutError:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(b"X")  # of a header, or of the body
+            else:
+                pytest.fail(f"{sent!r} is held")
+            assert answered in got, got
+
+
+def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch):
+    """Those that end in time are whole; the others say that they were cut, in one piece and as events."""
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: time.sleep(0.1) or step(self))
+    with concurrent.futures.ThreadPoolExecutor() as pool, Running(model, tokenizer, grace=1.0) as stopping:
+        body = {"prompt": PROMPT, "temperature": 0}
+        short = pool.submit(stopping.request, COMPLETIONS, body | {"max_tokens": 5})
+        long = [
+            pool.submit(stopping.request, COMPLETIONS, body | {"max_tokens": 480, "stream": s}) for s in (False, True)
+        ]
+        while len(stopping.server.worker._running) < 3:
+            time.sleep(0.01)
+        stopping.uvicorn.should_exit = True
+        stopping.thread.join()
+    status, answer = short.result()
+    assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 5
+    (status, whole), (_, events) = (call.result() for call in long)
+    assert status == 503
+    for error in (
+        json.loads(whole)["error"],
+        json.loads(events.strip().splitlines()[-1].removeprefix("data: "))["error"],
+    ):
+        assert re.match(r"The server stops, and cut this reply after \d+ tokens\.", error["message"]), error
 
 
 @pytest.mark.live
@@ -404,6 +502,7 @@ def test_no_slots(model, tokenizer):
 
 def test_without_starlette(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "zoo.serve.listen")
     with pytest.raises(SystemExit, match=r"serve needs starlette and uvicorn .*pip install 'equinox-zoo\[serve\]'"):
         serve("tiny")
 
@@ -422,8 +521,8 @@ def test_the_command():
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
                 connection.request("GET", "/v1/models")
                 assert json.loads(connection.getresponse().read())["data"][0]["max_model_len"] == 100
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             process.stderr.read()
-            assert process.wait(30) in (0, -signal.SIGINT)
+            assert process.wait(30) in (0, -signal.SIGTERM)
         finally:
             process.kill()

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+import zoo
 from zoo.tokenizer import Tokenizer
 
 
@@ -386,3 +387,12 @@ def test_a_trained_llama_tokenizer(tmp_path):
     assert [text for on, text in runs(chatty, *chatty.encode_chat(CHAT)) if on] == ["4, été\n\nyes </s>", "6 </s>"]
     transformers = pytest.importorskip("transformers")
     assert ids == transformers.AutoTokenizer.from_pretrained(source)(text)["input_ids"]
+
+
+def test_halves_of_surrogate_pairs_are_one_sentence():
+    tokenizer = Tokenizer(pathlib.Path(zoo.__path__[0]) / "tiny")
+    for encode in tokenizer.encode, lambda text: tokenizer.encode_spans(text, [(0, 1)]):
+        with pytest.raises(
+            ValueError, match=r"half of a surrogate pair, '\\ud83d' at character 2, which is no character"
+        ):
+            encode("an\ud83d emoji")

@@ -3,8 +3,11 @@
 - `fields.py`: what a request may say.
 - `worker.py`: the thread that has the model, and what it writes.
 - `server.py`: the answers over HTTP.
+- `listen.py`: connections, and the end.
 """
 
+import contextlib
+import os
 import pathlib
 from typing import Annotated, Literal
 
@@ -27,10 +30,13 @@ def serve(
     mesh: str | None = None,
     draft: str | None = None,
     drafted: int = 4,
+    api_key: str | None = None,
+    hosts: tuple[str, ...] = (),
+    grace: float = 20.0,
 ) -> None:
     """Serves a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    There is no authentication: keep it on this machine, or behind something that has.
+    There is no encryption: keep it on this machine, or behind something that has.
 
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
@@ -44,14 +50,23 @@ def serve(
         mesh: devices by what they split, such as tensor=4 or fsdp=2,tensor=2; None for one device.
         draft: a smaller model of the same vocabulary, whose tokens the model only checks; mtp for its own such module.
         drafted: how many tokens are proposed at a time.
+        api_key: what requests must carry, as OpenAI's clients do; None for the variable ZOO_API_KEY, or for no key.
+        hosts: names by which clients may call the server, beside localhost and --host; * for any.
+        grace: seconds that replies have to end after SIGTERM or Ctrl-C, before they are cut.
     """
     try:
-        import uvicorn
-
+        from zoo.serve.listen import Listener
         from zoo.serve.server import Server
     except ImportError as error:
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
     devices = None if mesh is None else make_mesh(mesh)
     model, drafting = load(source, adapter, draft, drafted, dtype=dtype, quantize=quantize, mesh=devices)
-    server = Server(source, model, zoo.tokenizer(source), slots=slots, max_tokens=max_tokens, draft=drafting)
-    uvicorn.run(server.app(), host=host, port=port, timeout_graceful_shutdown=5)
+    server = Server(
+        source, model, zoo.tokenizer(source), slots=slots, max_tokens=max_tokens, draft=drafting,
+        api_key=api_key or os.environ.get("ZOO_API_KEY"), hosts=(host, *hosts),
+    )  # fmt: skip
+    listener = Listener(server, host=host, port=port, grace=grace)
+    with contextlib.suppress(KeyboardInterrupt):
+        listener.run()
+    if not listener.started:
+        raise SystemExit(3)  # it has said why

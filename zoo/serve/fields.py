@@ -55,6 +55,14 @@ def is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def are_stops(value: Any) -> bool:
+    stops = [value] if is_text(value) else value
+    return listed(is_word)(stops) and len(stops) <= STOPS and all(len(stop) <= STOP for stop in stops)
+
+
+STOPS, STOP = 16, 256  # strings, and characters of one: each is looked for at every token
+BODY, REPLIES = 2**23, 1024  # bytes, and replies that one request may ask for
+
 is_ids = listed(lambda v: type(v) is int)
 flag = Field("true or false", lambda v: isinstance(v, bool))
 
@@ -67,7 +75,7 @@ BOTH = {
     "min_p": number(0, 1),
     "seed": number(-(2**63), 2**63 - 1, whole=True),
     "n": number(1, 128, whole=True),
-    "stop": Field("a string or a list of strings, none of them empty", lambda v: is_word(v) or listed(is_word)(v)),
+    "stop": Field(f"a string or a list of up to {STOPS}, each of 1 to {STOP} characters", are_stops),
     "stream": flag,
     "stream_options": Field(
         'an object with "include_usage", true or false',
@@ -85,7 +93,10 @@ CHAT = BOTH | {
     "max_completion_tokens": number(1, whole=True),
     "tools": Field("a list of objects", listed(is_object)),
     "tool_choice": only("auto"),
-    "chat_template_kwargs": Field("an object", is_object),
+    "chat_template_kwargs": Field(
+        "an object that names neither messages nor self",
+        lambda v: is_object(v) and not v.keys() & {"messages", "self"},
+    ),
     "response_format": only({"type": "text"}),
     "logprobs": only(False),
 }
@@ -105,7 +116,10 @@ def read(body: bytes, fields: dict[str, Field], required: str) -> dict[str, Any]
     """The fields of a request's body whose values are not null."""
     try:
         value = json.loads(body)
-    except ValueError as error:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise Refusal("The body has half of a surrogate pair, such as \\ud83d alone, which is no character.") from error
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"The body is not JSON: {error}") from error
     if not is_object(value):
         raise Refusal("The body is not a JSON object.")

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import hmac
 import json
+import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,7 +20,7 @@ from starlette.routing import Route
 from zoo.engine import Engine
 from zoo.harmony import Parts
 from zoo.sampling import Sampler
-from zoo.serve.fields import CHAT, COMPLETIONS, Field, Refusal, in_template_form, is_ids, is_text, read
+from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, in_template_form, is_ids, is_text, read
 from zoo.serve.worker import Ask, Reply, Worker
 from zoo.speculative import AbstractDraft
 from zoo.tokenizer import Tokenizer
@@ -28,7 +30,13 @@ STRIDE = 4  # tokens of a step: with more the device waits less, with fewer read
 
 
 class Server:
-    """One model under one name. `app()` is the ASGI application."""
+    """One model under one name. `app()` is the ASGI application.
+
+    Requests must carry `api_key`, if there is one, and call the machine localhost or one of `hosts`, unless that has a
+    "*" or an address that stands for all: a page in a browser can point a name of its own at this machine.
+    """
+
+    SECONDS = 30.0  # that the body of a request may take to arrive
 
     def __init__(
         self,
@@ -39,11 +47,17 @@ class Server:
         slots: int,
         max_tokens: int,
         draft: AbstractDraft | None = None,
+        api_key: str | None = None,
+        hosts: Sequence[str] = (),
     ):
         for option, value in ("slots", slots), ("max_tokens", max_tokens):
             if value < 1:
                 raise ValueError(f"{option}={value} leaves no room for any reply; it must be at least 1.")
         self.name, self.tokenizer, self.vocab_size = name, tokenizer, model.config.vocab_size
+        self.api_key = api_key
+        self.hosts = (
+            None if {"*", "0.0.0.0", "::"} & {*hosts} else {"localhost", "127.0.0.1", "::1", *map(str.lower, hosts)}
+        )
         self.positions = min(max_tokens, model.config.max_position_embeddings)
         make = lambda: Engine(
             model, slots=slots, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE, draft=draft
@@ -59,9 +73,9 @@ class Server:
 
         return Starlette(
             routes=[
-                Route("/v1/models", self.models),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/models", self._guarded(self.models)),
+                Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+                Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             ],
             exception_handlers={Refusal: refused, HTTPException: not_routed, Exception: failed},
             lifespan=lifespan,
@@ -74,7 +88,8 @@ class Server:
     async def completions(self, request: Request) -> Response:
         said = await self._read(request, COMPLETIONS, "prompt")
         prompts = [said["prompt"]] if is_text(said["prompt"]) or is_ids(said["prompt"]) else said["prompt"]
-        prompts = [self.tokenizer.encode(prompt) if is_text(prompt) else prompt for prompt in prompts]
+        if is_text(prompts[0]):
+            prompts = await self._encode(prompts, "prompt", special=True)
         replies = self._replies(said, prompts, said.get("max_tokens", 16), "prompt")
         echo, top = said.get("echo", False), said.get("logprobs")
         echoed = lambda reply: self.tokenizer.decode(reply.ask.prompt) if echo else ""
@@ -97,9 +112,9 @@ class Server:
         options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
         try:
             rendered = self.tokenizer.render([in_template_form(message) for message in said["messages"]], **options)
-        except (TypeError, ValueError) as error:  # the former where chat_template_kwargs repeats another argument
+        except ValueError as error:
             raise Refusal(str(error), "messages") from error
-        prompt = self.tokenizer.encode(rendered, special=False)
+        (prompt,) = await self._encode([rendered], "messages", special=False)
         new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
         replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels)
         parts = {reply: Parts(self.tokenizer.channels) for reply in replies}
@@ -117,12 +132,47 @@ class Server:
         contents = [{"message": {"role": "assistant"} | shown(reply, reply.text)} for reply in replies]
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
+    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """`answer` for those who may ask."""
+
+        async def guarded(request: Request) -> Response:
+            host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
+            if self.hosts is not None and host not in self.hosts:
+                raise Refusal(f"This server is not called {host!r}; if it is, start it with --hosts.", status=421)
+            given = request.headers.get("authorization", "").encode()
+            if self.api_key and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
+                raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
+            return await answer(request)
+
+        return guarded
+
     async def _read(self, request: Request, fields: dict[str, Field], required: str) -> dict[str, Any]:
-        said = read(await request.body(), fields, required)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # others can be sent by any page in a browser
+            raise Refusal(f"The Content-Type must be application/json, not {kind or 'absent'}.", status=415)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > BODY:
+                        raise Refusal(f"The body has more than {BODY} bytes. Send several requests.", status=413)
+        except TimeoutError as error:
+            raise Refusal(f"The body did not arrive within {self.SECONDS:g} seconds.", status=408) from error
+        said = read(bytes(body), fields, required)
         if said.get("model", self.name) != self.name:
             message = f"There is no model {said['model']!r} here, only {self.name!r}."
             raise Refusal(message, "model", status=404, code="model_not_found")
         return said
+
+    async def _encode(self, texts: list[str], field: str, *, special: bool) -> list[list[int]]:
+        """Beside the event loop, since that takes a second a megabyte; what cannot fit is not even tried."""
+        most = self.positions * self.tokenizer.longest
+        if (length := max(map(len, texts))) > most:
+            room = f"the {self.positions} tokens that there is room for have at most {most}"
+            message = f"{field} has {length} characters; {room}. Shorten it."
+            raise Refusal(message, field, code="context_length_exceeded")
+        return await asyncio.to_thread(lambda: [self.tokenizer.encode(text, special=special) for text in texts])
 
     def _replies(
         self, said: dict[str, Any], prompts: list[list[int]], new: int, field: str, *, special: bool = False
@@ -133,6 +183,8 @@ class Server:
         names = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
         given = {name: float(numbers[name]) for name in names if name in numbers}
         sampler = Sampler(top_k=top_k if top_k > 0 else None, **given)
+        if len(prompts) * n > REPLIES:
+            raise Refusal(f"{len(prompts)} prompts with n={n} make more than {REPLIES} replies. Ask for fewer.", field)
         replies = []
         for prompt in prompts:
             if not prompt:
@@ -184,6 +236,8 @@ class Server:
                     async for reply, piece, finish in pieces:
                         if piece or finish:
                             yield event(head | {"choices": [choice(reply, shown(reply, piece), finish)]})
+            except Refusal as error:
+                yield event(error.body)
             except Exception as error:  # too late for another status
                 yield event(Refusal(f"The server failed: {error!r}", status=500).body)
             else:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from zoo.engine import Completion, Engine, bucket
 from zoo.generate import begun, first
 from zoo.sampling import Sampler
+from zoo.serve.fields import Refusal
 from zoo.tokenizer import Tokenizer
 
 
@@ -112,6 +113,17 @@ class Worker(threading.Thread):
                 for _, deliver in self._running.values():
                     deliver(error)
                 self._running, self._engine = {}, None
+
+    def cut(self) -> None:
+        """Ends all replies, each with a refusal that says so."""
+        self._inbox.put(self._cut)
+
+    def _cut(self) -> None:
+        if self._running:
+            logging.getLogger("uvicorn.error").warning("Stopping: %d replies are cut.", len(self._running))
+        for reply, deliver in list(self._running.values()):
+            self._cancel([reply])
+            deliver(Refusal(f"The server stops, and cut this reply after {len(reply.tokens)} tokens.", status=503))
 
     def close(self) -> None:
         self._inbox.put(functools.partial(setattr, self, "_open", False))
