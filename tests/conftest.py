@@ -21,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin otherwise, and starve the other process
 
 import jax
+import jaxtyping
 
 from tests.seconds import Seconds
 from tests.zoo import tiny
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(items):
             names = item.callspec.params.values() if hasattr(item, "callspec") else ()
             families = [tiny.FAMILIES[name] for name in names if isinstance(name, str) and name in tiny.FAMILIES]
             item.add_marker(pytest.mark.xdist_group(families[0] if families else item.location[0]))
+
+
+@pytest.fixture
+def untyped(monkeypatch):
+    """As users run the code: without the types that are checked in tests, which would be the first to object."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -84,6 +86,17 @@ class Options:
     """How many there are."""
     process: int | None = None
     """Which of them this one is, from 0."""
+
+    def __post_init__(self) -> None:
+        """Takes what one writes in Python, too: strings for paths, and one value or a list of them for a tuple."""
+        for field in dataclasses.fields(self):
+            value, kinds = getattr(self, field.name), typing.get_args(field.type)
+            if typing.get_origin(field.type) is tuple:
+                values = (value,) if isinstance(value, str | os.PathLike | float | int) else value
+                value = tuple(kinds[0](each) for each in values)
+            elif value is not None and pathlib.Path in (field.type, *kinds):
+                value = pathlib.Path(value)
+            object.__setattr__(self, field.name, value)
 
 
 # What may be another when a run goes on, since it learns the same from the same; or is compared by its contents.

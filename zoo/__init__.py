@@ -7,6 +7,7 @@
 A model is named by a zoo name (`zoo.names()`), by a Hub repository "org/name", or by a folder in the Hub's layout.
 """
 
+import difflib
 import functools
 import importlib.metadata
 import importlib.util
@@ -153,7 +154,7 @@ def load(
     source: str | os.PathLike,
     *,
     dtype: DTypeLike | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     revision: str | None = None,
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     mtp: bool = False,
@@ -164,7 +165,8 @@ def load(
         source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
             HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors.
         dtype: of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
-        mesh: places each weight on its devices by the family's PARTITION_RULES, reading only what they need.
+        mesh: places each weight on its devices by the family's PARTITION_RULES, reading only what they need; a mesh, or
+            its description for `zoo.make_mesh`, such as "fsdp=-1".
         revision: branch, tag or commit of the repository.
         quantize: stores the weights of the layers' linear maps in "int8" or "fp8", with a scale for each output, or in
             "nf4", four bits with a scale for each 64 (`zoo.quantized`), tensor by tensor as they are read; the rest
@@ -180,6 +182,8 @@ def load(
         dtype = _float_dtype(dtype)
     if quantize is not None and quantize not in STORED:
         raise ValueError(f"quantize={quantize!r} is none of {', '.join(STORED)}.")
+    if isinstance(mesh, str):
+        mesh = make_mesh(mesh)
     folder = _folder(source, revision, weights=True)
     family, parsed = _read_config(folder)
     skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
@@ -273,7 +277,9 @@ def _folder(source: str | os.PathLike, revision: str | None, *, weights: bool, c
         )
     repositories = registry.REPOSITORIES | registry.TOKENIZERS
     if name not in repositories and "/" not in name and not pathlib.Path(name).is_dir():
-        raise ValueError(f"{name!r} is no zoo name, Hub repository or folder; zoo.names() lists the names.")
+        close = difflib.get_close_matches(name.lower().replace("_", "-"), names())
+        meant = f"did you mean {', '.join(close)}? " if close else ""
+        raise ValueError(f"{name!r} is no zoo name, Hub repository or folder; {meant}zoo.names() lists the names.")
     return convert.hub.folder(repositories.get(name, source), revision, weights=weights, companions=companions)
 
 

@@ -22,7 +22,7 @@ from zoo.cache import LatentKV
 from zoo.config import AbstractConfig
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.rope import InterleavedRotary, YarnScaling
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Block(AbstractBlock):
         return LatentKV.empty(layers, batch, slots, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm

@@ -22,7 +22,7 @@ from zoo.cache import LatentKV
 from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear, RMSNorm
 from zoo.rope import InterleavedRotary, YarnScaling
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ class MTP(eqx.Module):  # multi-token prediction (arXiv:2412.19437, section 2.2)
     norm: RMSNorm
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm

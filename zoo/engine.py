@@ -284,10 +284,11 @@ def check(model: Any, prompt: Sequence[int], new: int, name: str = "The prompt")
         raise ValueError(f"max_new_tokens={new} asks for nothing; it must be at least 1.")
     if not len(prompt):
         raise ValueError(f"{name} has no tokens; there is nothing to continue.")
-    if max(prompt) >= vocab:
-        raise ValueError(
-            f"{name} has token {max(prompt)}, but the model's vocabulary has {vocab}; is the tokenizer the model's?"
-        )
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab:
+            raise ValueError(
+                f"{name} has token {token}, but the model's vocabulary has {vocab}; is the tokenizer the model's?"
+            )
     if len(prompt) + new > limit:
         raise ValueError(
             f"{name} has {len(prompt)} tokens, which with max_new_tokens={new} exceeds the model's {limit} positions; "

@@ -20,7 +20,7 @@ from zoo.cache import KV
 from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractLinear, Embedding, Linear
 from zoo.rope import RopeScaling, Rotary
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Block(AbstractBlock):
         return KV.empty(layers, batch, slots, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding  # the output head too
     layers: Stack
     norm: RMSNorm

@@ -20,7 +20,7 @@ from zoo.cache import KV, WindowKV, empty_kv
 from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractLinear, Embedding, Linear
 from zoo.rope import RopeScaling, Rotary
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Block(AbstractBlock):
         return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding  # the output head too
     layers: Stack
     norm: RMSNorm

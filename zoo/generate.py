@@ -1,7 +1,8 @@
 """Text from a model: all at once or as it comes, over the `Engine`, which knows only tokens."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import jax
 from jax.typing import DTypeLike
@@ -9,16 +10,24 @@ from jax.typing import DTypeLike
 from zoo.engine import Completion, Engine, bucket, check
 from zoo.sampling import Sampler
 from zoo.speculative import AbstractDraft
-from zoo.tokenizer import Tokenizer
+from zoo.tokenizer import Messages, Tokenizer
 
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Messages
 
 
-def generate(
+@overload
+def generate(model: Any, tokenizer: Tokenizer, prompts: Prompt, **options: Any) -> str: ...
+
+
+@overload
+def generate(model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], **options: Any) -> list[str]: ...
+
+
+def generate(  # pyright: ignore[reportInconsistentOverload] (the options are said once)
     model: Any,
     tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
+    prompts: Prompt | Sequence[Prompt],
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -33,11 +42,11 @@ def generate(
     slots: int = 64,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
-) -> list[str]:
-    """The continuation of each prompt, without the prompt and without what ended it.
+) -> str | list[str]:
+    """The continuation of each prompt, without the prompt and without what ended it; of one prompt alone, one text.
 
-    A prompt is a text, or token ids: those of a chat, whose template has written the special tokens itself, are
-    `tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True), special=False)`.
+    A prompt is a text; or messages, `[{"role": "user", "content": "Hello"}]`, which the tokenizer's chat template turns
+    into text and to which the assistant replies; or token ids.
 
     A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
     tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
@@ -47,11 +56,13 @@ def generate(
     all call this, and all get the texts.
 
     Raises:
-        ValueError: for a prompt without tokens, one too long for the model's positions, or a draft of other tokens.
+        ValueError: for a prompt without tokens, with tokens that the model does not have or one too long for its
+            positions, for messages without a template, or a draft of other tokens.
     """
-    if not prompts:
+    one = is_one(prompts)
+    ids = [encode(tokenizer, prompt) for prompt in ([prompts] if one else prompts)]
+    if not ids:
         return []
-    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     for n, row in enumerate(ids):
         check(model, row, max_new_tokens, f"Prompt {n}")
     engine = Engine(
@@ -80,7 +91,7 @@ def generate(
                 texts[n] = text[:at]
                 if at is not None:
                     engine.cancel(completion)
-    return texts
+    return texts[0] if one else texts
 
 
 def stream(
@@ -107,7 +118,7 @@ def stream(
     A piece is held back while it may still turn into a stop string, or while its last character is incomplete.
     With `special` the text has the special tokens too, all but the one that ends it.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    ids = encode(tokenizer, prompt)
     check(model, ids, max_new_tokens)
     room = bucket(len(ids)) + max_new_tokens
     engine = Engine(
@@ -132,6 +143,28 @@ def stream(
             return
     if shown < len(text):
         yield text[shown:]
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether this is one prompt, and not a sequence of them: what it holds are characters, messages or numbers."""
+    item = None if isinstance(prompts, str | Mapping) else next(iter(prompts), ())
+    return item is None or isinstance(item, Mapping | int) or getattr(item, "ndim", None) == 0
+
+
+def encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+    """The token ids of a prompt: a text, messages that the assistant replies to, or ids themselves.
+
+    Raises:
+        ValueError: if it is none of these, or there is no chat template.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    try:
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return tokenizer.encode(tokenizer.render(prompt, add_generation_prompt=True), special=False)
+        return [operator.index(id) for id in prompt]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{prompt!r:.80} is no prompt: give a text, a list of messages or token ids.") from error
 
 
 def first(text: str, stop: Sequence[str]) -> int | None:

@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels.mesh import split_lookup
 from zoo.cache import KV
 from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractLinear, Embedding, Linear
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Block(AbstractBlock):
         return KV.empty(layers, batch, slots, heads, embed // heads, dtype)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     wte: Embedding
     wpe: Embedding
     layers: Stack
@@ -181,9 +182,10 @@ class Model(eqx.Module):
         `segments` (documents packed into one row) do not see each other. `remat`, such as `jax.checkpoint`, wraps the
         body of the scan over layers.
         """
+        x = self.wte(tokens)
         if positions is None:
-            self._check(tokens.shape[1])
-        x = self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1])[None] if positions is None else positions)
+            self._check(x.shape[1])
+        x += split_lookup(self.wpe.weight, jnp.arange(x.shape[1])[None] if positions is None else positions)
         x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
         return self.ln_f(x), cache
 

@@ -23,7 +23,7 @@ from zoo.cache import KV, WindowKV, empty_kv
 from zoo.config import AbstractConfig
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear
 from zoo.rope import Rotary, YarnScaling
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 YARN = YarnScaling(32.0, 4096, truncate=False)
@@ -217,7 +217,7 @@ class Block(AbstractBlock):
         return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm

@@ -1,10 +1,13 @@
 """The words every family is written in: linear maps, embedding, norm. No config object, no flag for one family."""
 
 import abc
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -124,10 +127,36 @@ class Embedding(eqx.Module):
         self.weight = std * jax.random.truncated_normal(key, -3, 3, (vocab, embed))
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        check_tokens(tokens, len(self.weight))
         return split_lookup(self.weight, tokens)
 
     def attend(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return jnp.einsum("...e,ve->...v", x, self.weight)
+
+
+def check_tokens(tokens: Any, vocab: int) -> None:
+    """Raises ValueError unless these are ids [batch, seq] of a vocabulary of so many.
+
+    Within a compiled function ids are not known, nor are those that lie in several processes: there JAX takes the
+    nearest id that there is.
+    """
+    if not hasattr(tokens, "shape"):
+        raise ValueError(
+            f"A model takes an integer array of token ids [batch, seq], not a {type(tokens).__name__}, such as "
+            "jnp.array([tokenizer.encode(text)]); zoo.generate takes texts."
+        )
+    if tokens.ndim != 2:
+        hint = "; tokens[None] is a batch of one" if tokens.ndim == 1 else ""
+        raise ValueError(f"A model takes token ids [batch, seq]; these have the shape {tokens.shape}{hint}.")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"A model takes integer token ids; these are {tokens.dtype}.")
+    if not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True) and tokens.size:
+        known = np.asarray(tokens)
+        for id in (known.min(), known.max()):
+            if not 0 <= id < vocab:
+                raise ValueError(
+                    f"Token {id} is outside of the model's vocabulary of {vocab}; is the tokenizer the model's?"
+                )
 
 
 class RMSNorm(eqx.Module):

@@ -19,7 +19,7 @@ from zoo.cache import KV
 from zoo.config import AbstractConfig
 from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.rope import Llama3Scaling, RopeScaling, Rotary
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Block(AbstractBlock):
         return KV.empty(layers, batch, slots, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm

@@ -23,7 +23,7 @@ from zoo.cache import KV, WindowKV, empty_kv
 from zoo.config import AbstractConfig, text_config
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.rope import InterleavedRotary, Llama3Scaling, RopeScaling
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Block(AbstractBlock):
         return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.chunk)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm

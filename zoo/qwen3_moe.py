@@ -22,7 +22,7 @@ from zoo.cache import KV, WindowKV, empty_kv
 from zoo.config import AbstractConfig
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.rope import RopeScaling, Rotary
-from zoo.stack import AbstractBlock, Stack
+from zoo.stack import AbstractBlock, AbstractModel, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Block(AbstractBlock):
         return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
 
 
-class Model(eqx.Module):
+class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -55,6 +56,24 @@ class AbstractBlock(eqx.Module):
     @abc.abstractmethod
     def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> Cache:
         """An empty cache for so many layers like this one."""
+
+
+class AbstractModel(eqx.Module):
+    """A family's `Model`: `logits = model(tokens)`."""
+
+    def __hash__(self) -> int:
+        """As of every module, which has no hash while it holds arrays: so `jax.jit(model)` ends here.
+
+        Raises:
+            TypeError: saying how a model is compiled.
+        """
+        try:
+            return super().__hash__()
+        except TypeError as error:
+            raise TypeError(
+                "A model's arrays are arguments of a compiled function, not part of it, so jax.jit(model) can't be: "
+                "use equinox.filter_jit(model)(tokens), or jax.jit(lambda model, tokens: model(tokens))(model, tokens)."
+            ) from error
 
 
 class Stack(eqx.Module):
@@ -121,6 +140,17 @@ class Stack(eqx.Module):
         Raises:
             ValueError: for a cache where there are stages.
         """
+        # Outside of a compiled function the scan would be traced and compiled again at every call.
+        run = Stack._run if isinstance(x, Tracer) else _compiled
+        return run(self, x, cache, remat, shared)
+
+    def _run(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: Any,
+        remat: Callable[[Callable], Callable] | None,
+        shared: dict[str, Any],
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
         staged = mesh.split(STAGE) > 1
@@ -161,3 +191,6 @@ class Stack(eqx.Module):
         """The cache of every layer: one for each entry of `head`, `period` and `tail`."""
         parts = ((self.head, 1), (self.period, self.repeats), (self.tail, 1))
         return tuple(tuple(block.init_cache(n, batch, slots, dtype) for block in blocks) for blocks, n in parts)
+
+
+_compiled = eqx.filter_jit(Stack._run)

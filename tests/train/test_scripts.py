@@ -20,7 +20,7 @@ import zoo
 from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
-from train import loop
+from train import distill, dpo, grpo, loop, sft
 from train.stop import StopRequest
 
 
@@ -224,6 +224,17 @@ def test_pretrain(words, capsys):
     assert len(losses(out)) == 2 and "zoo.load" in capsys.readouterr().out
     assert [line["step"] for line in metrics(out) if "validation_loss" in line] == [0, 2]
     assert zoo.load(out / "model").config == zoo.config(words / "model")
+
+
+def test_options_in_python(untyped):
+    """As on the command line: strings for paths, and one value or a list of them where there may be several."""
+    o = sft.Options(data="x.jsonl", weights=1, out="runs/x")
+    assert (o.data, o.weights, o.out) == ((pathlib.Path("x.jsonl"),), (1.0,), pathlib.Path("runs/x"))
+    assert sft.Options(data=["a", pathlib.Path("b")]).data == (pathlib.Path("a"), pathlib.Path("b"))
+    assert dpo.Options(data="x.jsonl").data == pathlib.Path("x.jsonl")
+    assert grpo.Options(reward="number").reward == ("number",)
+    assert distill.Options(teacher="tiny", store="logits").store == pathlib.Path("logits")
+    assert distill.Options(teacher="tiny").store is None
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,19 @@ def test_unknown_name():
         zoo.load("qwen9-1b")
 
 
+def test_a_near_miss_of_a_name():
+    for given, meant in ("Qwen3-0.6B", "qwen3-0.6b"), ("llama-3.1-8b", "llama3.1-8b"), ("tinny", "tiny"):
+        with pytest.raises(ValueError, match=f"{given!r} is no zoo name.* did you mean {meant}"):
+            zoo.tokenizer(given)
+
+
+def test_a_mesh_by_its_description(folder):
+    with pytest.raises(ValueError, match="'fdsp=-1' in the mesh"):
+        zoo.load(folder, mesh="fdsp=-1")
+    model = zoo.load(folder, mesh="fsdp=-1")
+    assert model.embed_tokens.weight.sharding.mesh == zoo.make_mesh("fsdp=-1")
+
+
 def test_absent_folder():
     with pytest.raises(OSError, match=r"no folder .*nowhere"):
         zoo.load("./nowhere")

@@ -57,6 +57,23 @@ def test_ragged_batch_equals_the_forward_pass(model, tokenizer):
     assert zoo.generate(model, tokenizer, ids, max_new_tokens=12) == want
 
 
+def test_one_prompt(untyped, model, tokenizer):
+    """A text, ids or messages alone: one text. Messages are what their template makes of them."""
+    (want,) = zoo.generate(model, tokenizer, PROMPTS[1:2], max_new_tokens=12)
+    ids = tokenizer.encode(PROMPTS[1])
+    for prompt in (PROMPTS[1], ids, np.array(ids), jnp.array(ids)):
+        assert zoo.generate(model, tokenizer, prompt, max_new_tokens=12) == want
+    chat = [{"role": "system", "content": "the "}, {"role": "user", "content": "cat"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        zoo.generate(model, tokenizer, chat)
+    tokenizer = zoo.tokenizer(tokenizer.folder)
+    added = "{% if add_generation_prompt %} sat{% endif %}"
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}" + added
+    assert zoo.generate(model, tokenizer, chat, max_new_tokens=12) == want
+    assert zoo.generate(model, tokenizer, [chat], max_new_tokens=12) == [want]
+    assert "".join(zoo.stream(model, tokenizer, chat, max_new_tokens=12)) == want
+
+
 def test_end_token(model, tokenizer):
     """Whatever the model says third is made an end token: it ends the text, and only that row's."""
     text = zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12)
@@ -145,13 +162,20 @@ def test_sampler_refuses(options):
         Sampler(**options)
 
 
-def test_refusals(model, tokenizer):
+def test_refusals(untyped, model, tokenizer):
     with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
         zoo.generate(model, tokenizer, ["a", ""], max_new_tokens=4)
     with pytest.raises(ValueError, match=r"Prompt 0 has 60 tokens.*max_new_tokens=8.*64 positions"):
         zoo.generate(model, tokenizer, ["a" * 60], max_new_tokens=8)
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         zoo.generate(model, tokenizer, ["a"], max_new_tokens=0)
+    with pytest.raises(ValueError, match="Prompt 0 has token 64, but the model's vocabulary has 64"):
+        zoo.generate(model, tokenizer, [3, 64])
+    with pytest.raises(ValueError, match="Prompt 0 has token -1"):
+        zoo.generate(model, tokenizer, [3, -1])
+    for prompts in ([0.5, 1.0], {"role": "user", "content": "a"}, [None]):
+        with pytest.raises(ValueError, match="is no prompt: give a text, a list of messages or token ids"):
+            zoo.generate(model, tokenizer, prompts)
     assert zoo.generate(model, tokenizer, []) == []
 
 
