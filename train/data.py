@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -33,7 +34,8 @@ FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), "
     "prompt and completion (both strings or both lists of messages), or text (a string)"
 )
-ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
+ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 BINS = 64  # rows that are packed together: more leave less padding, and mix the epochs of a small data set more
 
 Packing = Literal["fit", "cut", "off"]
@@ -50,30 +52,32 @@ class Example(NamedTuple):
     whole: bool  # of no use in pieces: a chat, or a prompt with its completion
 
 
-def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions_only: bool = True) -> Example:
+def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions_only: bool = True) -> list[Example]:
     """The tokens of a record. All are to be learnt, or with `completions_only` those that follow a prompt.
 
-    Texts and completions get the tokenizer's first end token; chats are as their template writes them. Raises
-    ValueError with the file and the line for a record of no known format, and for ids beyond the model's `vocab_size`.
+    Texts and completions get the tokenizer's first end token; chats are as their template writes them, and are several
+    examples where it writes an answer differently once others follow (`Tokenizer.encode_chat`). Raises ValueError with
+    the file and the line for a record of no known format, and for ids beyond the model's `vocab_size`.
     """
     try:
-        example = _encode(record.fields, tokenizer, completions_only)
-        if max(example.ids, default=0) >= vocab_size:
+        examples = _encode(record.fields, tokenizer, completions_only)
+        largest = max((id for example in examples for id in example.ids), default=0)
+        if largest >= vocab_size:
             raise ValueError(
-                f"token {max(example.ids)} is beyond the model's vocabulary of {vocab_size}; "
+                f"token {largest} is beyond the model's vocabulary of {vocab_size}; "
                 f"is {tokenizer.folder} the model's tokenizer?"
             )
     except ValueError as error:
         raise ValueError(f"{record.where}: {error}") from error
-    return example
+    return examples
 
 
-def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> Example:
+def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> list[Example]:
     match fields:
         case {"messages": list(turns)} | {"conversations": list(turns)}:
-            return _encode_chat(messages(turns), 0, tools_of(fields), tokenizer, completions_only)
+            return _encode_chat(messages(turns, tokenizer), 0, tools_of(fields), tokenizer, completions_only)
         case {"prompt": list(prompt), "completion": list(completion)}:
-            turns, given = messages(prompt + completion), len(prompt)
+            turns, given = messages(prompt + completion, tokenizer), len(prompt)
             return _encode_chat(turns, given, tools_of(fields), tokenizer, completions_only)
         case {"prompt": str(prompt), "completion": str(completion)}:
             # Together, because apart they can have other tokens: sentencepiece puts a space before each text.
@@ -91,25 +95,30 @@ def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> Exampl
         mask[-1] = 1
     elif tokenizer.eos and not fields.get("continues"):
         ids, mask = [*ids, tokenizer.eos[0]], [*mask, 1]
-    return Example(ids, mask, whole="completion" in fields)
+    return [Example(ids, mask, whole="completion" in fields)]
 
 
-def messages(turns: list[Any]) -> list[dict[str, Any]]:
+def messages(turns: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The messages of a chat in any of the known layouts, with role and content.
 
     Raises:
-        ValueError: naming the first message that has neither layout.
+        ValueError: naming the first message that has neither layout, a weight other than 0 and 1, or a role that is
+            neither known here nor named in the chat template.
     """
     found = []
     for number, turn in enumerate(turns, 1):
         match turn:
-            case {"role": str()}:
-                found.append(turn)
-            case {"from": str(role), "value": str(content)} if role in ROLES:
-                found.append({"role": ROLES[role], "content": content})
+            case {"role": str(role)}:
+                message = dict(turn)
+            case {"from": str(role), "value": str(content)}:
+                message = {"content": content}
             case _:
-                known = ", ".join(ROLES)
-                raise ValueError(f"message {number} must have role and content, or value and from (one of {known}).")
+                raise ValueError(f"message {number} must have role and content, or from and value.")
+        if role.lower() not in ROLES and not re.search(rf"(['\"]){re.escape(role)}\1", tokenizer.chat_template or ""):
+            raise ValueError(f"message {number} is by {role!r}, which is no role; there are {', '.join(ROLES)}.")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"message {number} has the weight {message['weight']!r}, which must be 0 or 1.")
+        found.append(message | {"role": ROLES.get(role.lower(), role)})
     if not found:
         raise ValueError("the list of messages is empty.")
     return found
@@ -123,13 +132,14 @@ def tools_of(fields: dict[str, Any]) -> Any:
 
 def _encode_chat(
     messages: list[dict[str, Any]], given: int, tools: Any, tokenizer: Tokenizer, completions_only: bool
-) -> Example:
+) -> list[Example]:
     if completions_only:
-        ids, mask = tokenizer.encode_chat(messages, tools=tools, given=given)
-    else:
-        ids = tokenizer.encode(tokenizer.render(messages, tools=tools), special=False)
-        mask = [1] * len(ids)
-    return Example(ids, mask, whole=True)
+        examples = tokenizer.encode_chat(messages, tools=tools, given=given)
+        return [Example(ids, mask, whole=True) for ids, mask in examples]
+    if any(message.get("weight") == 0 for message in messages):
+        raise ValueError("a message has the weight 0, but with --no-completions-only all are learnt.")
+    ids = tokenizer.encode(tokenizer.render(messages, tools=tools), special=False)
+    return [Example(ids, [1] * len(ids), whole=True)]
 
 
 # ======================================================================================================================
@@ -168,11 +178,12 @@ def batches(
         longest=None if packing == "cut" else seq_len,
     )  # fmt: skip
     examples = records.repeat(epochs).map(to_example).to_iter_dataset()
+    pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(sys.maxsize if packing == "cut" else seq_len))
     if packing == "cut":
-        rows = _ConcatThenSplit(examples, length_struct={"columns": seq_len})
+        rows = _ConcatThenSplit(pieces, length_struct={"columns": seq_len})
     else:
         rows = grain.experimental.BestFitPackIterDataset(
-            grain.experimental.FlatMapIterDataset(examples, _Pieces(seq_len)),
+            pieces,
             length_struct={"columns": seq_len},
             num_packing_bins=BINS if packing == "fit" else 1,
             max_sequences_per_bin=None if packing == "fit" else 1,
@@ -187,24 +198,26 @@ def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
 
 def _columns(
     record: Record, tokenizer: Tokenizer, vocab_size: int, completions_only: bool, longest: int | None
-) -> dict[str, Int32[np.ndarray, "length 3"]] | None:
-    """Token, target and mask of the target; None, which grain leaves out, for a record without any target."""
-    ids, mask, whole = encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only)
-    columns = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T
-    return {"columns": columns[:longest] if whole else columns} if len(columns) else None
+) -> list[dict[str, Int32[np.ndarray, "length 3"]]]:
+    """Of each example with any target: token, target and mask of the target."""
+    found = []
+    for ids, mask, whole in encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only):
+        columns = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T
+        found.append({"columns": columns[:longest] if whole else columns})
+    return [example for example in found if len(example["columns"])]
 
 
 class _Pieces(grain.experimental.FlatMapTransform):
-    """What is longer than a row becomes several."""
+    """Each example of a record by itself; what is longer than a row becomes several."""
 
     max_fan_out = sys.maxsize
 
     def __init__(self, length: int):
         self.length = length
 
-    def flat_map(self, element: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        columns = element["columns"]
-        return [{"columns": columns[i : i + self.length]} for i in range(0, len(columns), self.length)]
+    def flat_map(self, element: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        arrays, step = [example["columns"] for example in element], self.length
+        return [{"columns": columns[i : i + step]} for columns in arrays for i in range(0, len(columns), step)]
 
 
 class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
@@ -246,8 +259,10 @@ def file_hashes(root: pathlib.Path, files: Sequence[pathlib.Path]) -> dict[str, 
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Of all that makes tokens of records: the tokenizer and its chat template."""
-    text = (tokenizer.folder / "tokenizer.json").read_bytes() + (tokenizer.chat_template or "").encode()
+    """Of all that makes tokens of records: the tokenizer, its chat template, and the date if that writes one."""
+    template = tokenizer.chat_template or ""
+    dated = str(tokenizer.date) if "strftime_now" in template else ""
+    text = (tokenizer.folder / "tokenizer.json").read_bytes() + (template + dated).encode()
     return hashlib.sha256(text).hexdigest()
 
 
@@ -263,11 +278,12 @@ class Survey:
     records: int
     sampled: int
     keys: dict[str, int]  # how many of the records have each key
-    lengths: dict[str, int]  # tokens of a record, before anything is cut: "min", "median", "95%", "max"
-    shortened: int  # chats and completions that lose their end, being longer than a row
+    lengths: dict[str, int]  # tokens of an example, before anything is cut: "min", "median", "95%", "max"
+    shortened: int  # with chats or completions that lose their end, being longer than a row
     unlearnt: int  # records with no token to be learnt, or none within a row
     fill: float  # part of the rows that is not padding, from 0 to 1
     examples: list[Example]  # up to three: the first, the middle and the last
+    several: int = 0  # chats that are several examples, since the template writes an answer differently later on
 
 
 def survey(
@@ -284,12 +300,14 @@ def survey(
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int)
     chosen = [record for i in indices.tolist() if (record := records[i]) is not None]
     options: dict[str, Any] = dict(vocab_size=vocab_size, completions_only=completions_only)
-    examples = [encode(record, tokenizer, **options) for record in chosen]
-    limits = [seq_len + 1 if example.whole and packing != "cut" else sys.maxsize for example in examples]
+    found = [encode(record, tokenizer, **options) for record in chosen]
+    limit = lambda example: seq_len + 1 if example.whole and packing != "cut" else sys.maxsize
+    learns = lambda example: any(example.mask[1 : limit(example)])
+    examples = [example for of_record in found for example in of_record]
     rows = batches(
         grain.MapDataset.source(chosen), tokenizer, seq_len=seq_len, batch=1, packing=packing, epochs=1, **options
     )
-    if not any(any(example.mask[1:limit]) for example, limit in zip(examples, limits, strict=True)):
+    if not any(map(learns, examples)):
         raise ValueError(
             f"There is nothing to learn in the {len(chosen)} records looked at: {chosen[0].where} and the others have "
             f"no text, or no completion within the first {seq_len} tokens."
@@ -301,8 +319,9 @@ def survey(
         sampled=len(chosen),
         keys=dict(collections.Counter(key for record in chosen for key in record.fields)),
         lengths=dict(zip(("min", "median", "95%", "max"), lengths, strict=True)),
-        shortened=sum(len(example.ids) > limit for example, limit in zip(examples, limits, strict=True)),
-        unlearnt=sum(not any(example.mask[1:limit]) for example, limit in zip(examples, limits, strict=True)),
+        shortened=sum(any(len(example.ids) > limit(example) for example in of_record) for of_record in found),
+        unlearnt=sum(not any(map(learns, of_record)) for of_record in found),
         fill=float(np.mean(fills)) if fills else 0.0,
         examples=[examples[i] for i in sorted({0, len(examples) // 2, len(examples) - 1})],
+        several=sum(len(of_record) > 1 for of_record in found),
     )

@@ -103,7 +103,7 @@ def main(o: Options) -> None:
     if o.logits and o.beta:
         raise ValueError(f"--beta {o.beta} needs all of the teacher's logits; of stored ones there is the forward KL.")
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision)
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     o = dataclasses.replace(finetune.resolved(o), seq_len=loop.row_length(o, config))
     if o.teacher and (vocab := zoo.config(o.teacher).vocab_size) != config.vocab_size:
@@ -132,7 +132,9 @@ def main(o: Options) -> None:
         shape["batch"], epochs = o.batch, None if o.steps and not o.store else o.epochs
         data = batches(records, tokenizer, seed=o.seed, epochs=epochs, **shape)
         validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
-        shown = [encode(r, tokenizer, vocab_size=config.vocab_size) for r in itertools.islice(held_out or records, 3)]
+        shown = [
+            encode(r, tokenizer, vocab_size=config.vocab_size)[-1] for r in itertools.islice(held_out or records, 3)
+        ]
         source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed} | shape
     if o.teacher:
         source |= {"teacher": o.teacher, "teacher_weights": finetune.weights_hash(o.teacher)}

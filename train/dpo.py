@@ -122,7 +122,7 @@ def objective(
 def main(o: Options) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision)
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     embedded = o.data == train.tiny.PREFERENCES  # few, for a small model: other numbers do well
     o = dataclasses.replace(

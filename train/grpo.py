@@ -126,7 +126,7 @@ def count(batch: Batch, *, o: Options) -> Float[Array, ""]:
 def main(o: Options) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision)
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     rows, updates = o.prompts * o.group, o.iterations * o.minibatches
     if rows % o.minibatches:

@@ -1,6 +1,7 @@
 """The options that training scripts share."""
 
 import dataclasses
+import datetime
 import functools
 import json
 import os
@@ -10,6 +11,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from train.step import Objective, cross_entropy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """How the model's template makes texts of chats."""
+
+    date: datetime.date = datetime.date(2026, 1, 1)
+    """The day that templates write which ask for one. It is not today's, so that a run which goes on tomorrow has the
+    same tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +87,7 @@ class Options:
     """Go on from a checkpoint though files of --data have changed since, such as for a record that was mended. The run
     keeps its place in the order of the records; if their number or lengths are others, some may come twice in this
     epoch, and some not at all."""
+    chat: Chat = Chat()
     dry_run: bool = False
     """Only look: at the data, three examples (dimmed: what is not learnt), memory, mesh and disk. Trains nothing."""
     coordinator: str | None = None

@@ -99,7 +99,13 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
 
     def example(c: Completion) -> Example:
         fields = {"prompt": c.prompt, "completion": c.completion, "tools": c.tools}
-        return encode(Record(c.where, fields), tokenizer, vocab_size=vocab_size)
+        examples = encode(Record(c.where, fields), tokenizer, vocab_size=vocab_size)
+        if len(examples) > 1:
+            raise ValueError(
+                f"{c.where}: a completion has several answers, which the chat template of {tokenizer.folder} writes "
+                "differently once others follow. End it with the first, and put what comes before into the prompt."
+            )
+        return examples[0]
 
     own = completions(record)
     if unpaired:

@@ -39,7 +39,7 @@ class Options(LanguageModeling):
 def main(o: Options) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model)
+    tokenizer = zoo.tokenizer(o.model, **vars(o.chat))
     config = dataclasses.replace(zoo.config(o.model), source=tokenizer.folder)
     family = family_of(config)
     o = dataclasses.replace(o, seq_len=loop.row_length(o, config))
@@ -55,7 +55,8 @@ def main(o: Options) -> None:
         report.examples(found, tokenizer, seq_len=o.seq_len)
     shape["batch"] = o.batch
     shown = [
-        encode(record, tokenizer, vocab_size=config.vocab_size) for record in itertools.islice(held_out or records, 3)
+        encode(record, tokenizer, vocab_size=config.vocab_size)[-1]
+        for record in itertools.islice(held_out or records, 3)
     ]
 
     # ----------------------------------------------------------------------------------------------------------- train

@@ -31,6 +31,8 @@ def data(path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size
         ", ".join(str(file) for file in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
     )
     train, valid = find_files(path)
+    why = "the template writes an answer differently once the chat goes on, so each is learnt where the chat ends there"
+    several = {"several examples": f"{percent(survey.several)}: {why}"} if survey.several else {}
     rows(
         "Data",
         {
@@ -41,6 +43,7 @@ def data(path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size
             "tokens a record": ", ".join(f"{name} {n:,}" for name, n in survey.lengths.items()),
             "cut at the row's end": f"{percent(survey.shortened)} are longer than the {seq_len:,} tokens of a row",
             "nothing to learn in": percent(survey.unlearnt),
+            **several,
             "filled": f"{100 * survey.fill:.1f} % of the rows is not padding",
             "vocabulary": f"{tokenizer.vocab_size:,} of the tokenizer, {vocab_size:,} of the model",
         },

@@ -46,7 +46,7 @@ def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
         case {"prompt": str(text)}:
             return Prompt(tokenizer.encode(text), fields)
         case {"prompt": list(turns)} | {"messages": list(turns)} | {"conversations": list(turns)}:
-            turns = messages(turns)
+            turns = messages(turns, tokenizer)
             if turns[-1]["role"] == "assistant":
                 fields = {"answer": turns[-1]["content"]} | fields
                 turns = turns[:-1]

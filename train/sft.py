@@ -45,7 +45,7 @@ class Options(LanguageModeling, finetune.Options):
 def main(o: Options) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision)
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     embedded = o.data == (train.tiny.INSTRUCTIONS,)  # short and few, for a small model: other numbers do well
     o = dataclasses.replace(
@@ -72,7 +72,7 @@ def main(o: Options) -> None:
     data = batches(weighted(sets, o.weights), tokenizer, seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
     validation = batches(weighted(held_out), tokenizer, epochs=1, **shape) if held_out else None
     shown = [
-        encode(record, tokenizer, vocab_size=config.vocab_size)
+        encode(record, tokenizer, vocab_size=config.vocab_size)[-1]
         for record in itertools.islice(itertools.chain(*(held_out or sets)), 3)
     ]
     sources = {"sets": [fingerprint(path, tokenizer) for path in o.data], "weights": o.weights, "hold_out": o.hold_out}

@@ -260,9 +260,12 @@ def fingerprint(source: str | os.PathLike, *, revision: str | None = None) -> st
     return convert.hub.weights_hash(_folder(source, revision, weights=True))
 
 
-def tokenizer(source: str | os.PathLike, *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer that a checkpoint carries, with its chat template and end tokens; for gpt3-*, one that fits."""
-    return Tokenizer(_folder(source, revision, weights=False))
+def tokenizer(source: str | os.PathLike, *, revision: str | None = None, **options: Any) -> Tokenizer:
+    """The tokenizer that a checkpoint carries, with its chat template and end tokens; for gpt3-*, one that fits.
+
+    The `options` are those of `Tokenizer`.
+    """
+    return Tokenizer(_folder(source, revision, weights=False), **options)
 
 
 def _folder(source: str | os.PathLike, revision: str | None, *, weights: bool, companions: bool = True) -> pathlib.Path:

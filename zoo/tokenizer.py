@@ -6,6 +6,7 @@ and config.json. Ids and rendered text are those of transformers' `AutoTokenizer
 """
 
 import bisect
+import datetime
 import functools
 import json
 import math
@@ -13,7 +14,6 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -29,6 +29,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 # Mark where {% generation %} opens and closes in a rendered chat. Unicode keeps these two code points out of all text.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message
 
 
 class Tokenizer:
@@ -44,9 +45,12 @@ class Tokenizer:
     - `chat_template`: a jinja template, or None.
     """
 
-    def __init__(self, folder: str | os.PathLike):
-        """Raises FileNotFoundError without one of the two, and ValueError for a file that cannot be read."""
-        self.folder = pathlib.Path(folder)
+    def __init__(self, folder: str | os.PathLike, *, date: datetime.date | None = None):
+        """`date` is what chat templates write that ask for one; None: the day on which they do.
+
+        Raises FileNotFoundError without one of the two, and ValueError for a file that cannot be read.
+        """
+        self.folder, self.date = pathlib.Path(folder), date
         self._tokenizer = _read_tokenizer(self.folder)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size, self.longest = max(vocab.values()) + 1, max(map(len, vocab))
@@ -202,54 +206,94 @@ class Tokenizer:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda format: (self.date or datetime.datetime.now()).strftime(format)
         try:
             return environment.from_string(self.chat_template)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"The chat template of {self.folder} is broken at line {error.lineno}: {error}") from error
 
-    def encode_chat(self, messages: Messages, *, tools: Tools = None, given: int = 0) -> tuple[list[int], list[int]]:
-        """The ids of a chat, and a mask: 1 for what the assistant has to write after the first `given` messages.
+    def encode_chat(
+        self, messages: Messages, *, tools: Tools = None, given: int = 0
+    ) -> list[tuple[list[int], list[int]]]:
+        """The examples to learn a chat from. Each is ids, and a mask: 1 for what the assistant has to write.
 
-        That is the content of its turns and the token that ends each, so that a model learns to stop, but not the
-        headers that open them. A template with {% generation %} says what a turn is. With any other it is what follows
-        the chat before it, rendered with the generation prompt; templates that drop the reasoning of earlier turns are
-        understood. Raises ValueError where a template rewrites earlier turns further than that.
+        That is the content of its turns after the first `given` messages, but of those with the `weight` 0, and the
+        token that ends each, so that a model learns to stop, but not the headers that open them.
+
+        A template with {% generation %} says what a turn is, and the chat is one example. With any other, each turn is
+        learnt as the template writes it at the end of a chat, since that is what the model has to write. Turns that
+        stand so in the whole chat are learnt in it. Of a turn that the template writes differently once messages
+        follow, for example without its reasoning, there is an example that ends with it. Where the template leaves
+        reasoning out even there, as DeepSeek R1's does, the reasoning is written before the answer.
+
+        Raises ValueError where the template does not write the messages before a turn and then the turn.
         """
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and m.get("weight") != 0]
         marked = self.render(messages, tools=tools, generation_open=OPEN, generation_close=CLOSE)
         text = marked.replace(OPEN, "").replace(CLOSE, "")
-        if text == marked:
-            turns = [i for i, message in enumerate(messages) if i >= given and message["role"] == "assistant"]
-            spans = [self._turn(messages, i, text, tools) for i in turns]
+        if text != marked:
+            edge = lambda number: len(self._beginning(text, messages, number, tools))
+            others = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and i not in turns]
+            left_out = [(0, edge(given)), *((edge(i), edge(i + 1)) for i in others)]
+            spans = [span for span in _marked(marked) if not any(a <= span[0] < b for a, b in left_out)]
+            examples = [(text, spans)]
         else:
-            before = self.render(messages[:given], tools=tools) if given else ""
-            if not text.startswith(before):
-                raise self._rewritten(given)
-            spans = [span for span in _marked(marked) if span[0] >= len(before)]
+            examples = [(text, [])]
+            for turn in reversed(turns):
+                before, written = self._turn(messages, turn, tools)
+                if not examples[-1][0].startswith(before + written):
+                    examples.append((before + written, []))
+                examples[-1][1].append((len(before), len(before + written)))
+            examples = [example for example in reversed(examples) if example[1]] or examples
+        return [self._learnt(*example) for example in examples]
+
+    def _learnt(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
         ids, mask = self.encode_spans(text, spans, special=False)
         for i in range(1, len(ids)):  # an end token may stand outside of the marks
             if mask[i - 1] and ids[i] in self.eos:
                 mask[i] = 1
         return ids, mask
 
-    def _turn(self, messages: Messages, turn: int, text: str, tools: Tools) -> tuple[int, int]:
-        """The span in `text` of message `turn`, from after its header to its end token."""
-        before = self.render(messages[:turn], tools=tools, add_generation_prompt=True)
-        last = self.render(messages[: turn + 1], tools=tools)
-        if text.startswith(before) and last.startswith(before):
-            # As the last one, a turn can have more at its front: that is where templates put the reasoning.
-            for dropped in range(len(before), len(last)):
-                kept = last[dropped:]
-                if text.startswith(kept, len(before)) and kept.strip():
-                    # A line break after the end token belongs to no turn.
-                    return len(before), len(before) + len(kept.rstrip())
-        raise self._rewritten(turn + 1)
+    def _beginning(self, text: str, messages: Messages, number: int, tools: Tools) -> str:
+        """The first `number` messages, with which the text has to begin."""
+        before = self.render(messages[:number], tools=tools) if number else ""
+        if not text.startswith(before):
+            raise self._refusal(number)
+        return before
 
-    def _rewritten(self, number: int) -> ValueError:
+    def _turn(self, messages: Messages, turn: int, tools: Tools) -> tuple[str, str]:
+        """The chat that asks the assistant for message `turn`, and what it has to write then."""
+        before = self.render(messages[:turn], tools=tools, add_generation_prompt=True)
+        text = self.render(messages[: turn + 1], tools=tools)
+        header = before.removesuffix("\n").removesuffix("<think>")  # R1's prompt goes on with <think>
+        opened = before[len(header) :]
+        if not opened.strip():
+            header, opened = before, ""
+        if text.startswith(header):
+            written = text[len(header) :]
+        else:  # the turn before may be the assistant's too, and be written differently now that it is not the last
+            past = self.render(messages[:turn], tools=tools)
+            header = header.removeprefix(past)
+            if not header or text.count(header) != past.count(header) + 1:
+                raise self._refusal(turn)
+            written = text.rpartition(header)[2]
+
+        reasoning, prompted = _reasoning_of(messages[turn]), before.rstrip().endswith("</think>")  # V3.1's: for none
+        if opened and written.startswith(opened):
+            written = written.removeprefix(opened)
+        elif opened or (
+            reasoning and reasoning not in written and not prompted and "</think>" in (self.chat_template or "")
+        ):
+            opening = "" if opened else "<think>\n"
+            answer = re.sub(r"^\n*(<think>\s*</think>\n*)?", "", written)
+            written = f"{opening}{reasoning}\n</think>\n\n{answer}"
+        return before, written.rstrip()  # a line break after the end token belongs to no turn
+
+    def _refusal(self, number: int) -> ValueError:
         return ValueError(
-            f"The chat template of {self.folder} writes the chat up to message {number} differently once messages "
-            "follow, so what the assistant has to write there cannot be told apart. Mark it in the template "
-            "with {% generation %}, split the chat after that message, or train on all of its tokens."
+            f"The chat template of {self.folder} does not write the first {number} messages and then the next one, so "
+            "what the assistant has to write there cannot be told apart. Mark it in the template with "
+            "{% generation %}, split the chat after that message, or train on all of its tokens."
         )
 
 
@@ -280,9 +324,18 @@ class _Generation(ext.Extension):
 
 def _reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """As transformers does: an assistant's reasoning goes by each of the names that templates and data sets have."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    found = next((message[name] for name in names if name in message), None)
+    found = next((message[name] for name in REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _reasoning_of(message: Mapping[str, Any]) -> str:
+    """What stands in one of these fields, else before </think> in the content; "" for none."""
+    found = next((message[name] for name in REASONING if message.get(name)), None)
+    if not isinstance(found, str):
+        content = message.get("content")
+        before, closed, _ = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
+        found = before.rpartition("<think>")[2] if closed else ""
+    return found.strip()
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
@@ -303,10 +356,6 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None
 
 def _raise_exception(message: str):
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:

@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 def learnt(tokenizer: Tokenizer, fields, **options) -> tuple[str, str]:
     """The text of a record as it is encoded, and the same with a dot for each token that is not learnt."""
-    ids, mask, _ = encode(Record("here", fields), tokenizer, vocab_size=260, **options)
+    ((ids, mask, _),) = encode(Record("here", fields), tokenizer, vocab_size=260, **options)
     shown = [tokenizer.decode([i], special=True) for i in ids]
     return "".join(shown), "".join(text if on else "." for text, on in zip(shown, mask, strict=True))
 
@@ -76,6 +76,8 @@ HEAD = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
             "<|im_start|>system\nS<|im_end|>\n" + HEAD + "yo<|im_end|>\n",
             "." * (11 + 21) + "yo<|im_end|>.",
         ),
+        ({"messages": [CHAT[0] | {"role": "human"}, CHAT[1] | {"role": "model"}]},
+         HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
         ({"conversations": CHAT}, HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
         (
             {"messages": CHAT, "tools": '[{"a": 1}]'},
@@ -91,6 +93,16 @@ def test_formats(tokenizer, fields, text, mask):
     assert whole in (text, text.replace("<s>", ".", 1))  # a first token is nobody's target
 
 
+def test_a_message_of_weight_0_is_not_learnt(tokenizer):
+    """OpenAI's: only the assistant's have weights."""
+    again = [CHAT[0] | {"weight": 0}, CHAT[1] | {"weight": 0}, CHAT[0] | {"weight": 1}, CHAT[1] | {"weight": 1}]
+    text = HEAD + "yo<|im_end|>\n" + HEAD + "yo<|im_end|>\n"
+    assert learnt(tokenizer, {"messages": again}) == (text, "." * (21 + 4 + 21) + "yo<|im_end|>.")
+    assert learnt(tokenizer, {"messages": again[:2]})[1] == "." * 25
+    with pytest.raises(ValueError, match=r"^here: a message has the weight 0, but with --no-completions-only all are"):
+        learnt(tokenizer, {"messages": again}, completions_only=False)
+
+
 @pytest.mark.parametrize(
     "fields, problem",
     [
@@ -100,8 +112,10 @@ def test_formats(tokenizer, fields, text, mask):
         ({"prompt": "a", "completion": CHAT}, r"prompt \(str\), completion \(list\), but"),
         ([1], "a record must be a JSON object, not a list"),
         ({"messages": []}, "the list of messages is empty"),
-        ({"messages": [CHAT[0], {"content": "x"}]}, "message 2 must have role and content"),
-        ({"conversations": [{"from": "robot", "value": "x"}]}, r"message 1 .* \(one of human, gpt, user"),
+        ({"messages": [CHAT[0], {"content": "x"}]}, "message 2 must have role and content, or from and value"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "message 1 is by 'robot', which is no role; .* user"),
+        ({"messages": [CHAT[0], {"role": "AI", "content": "x"}]}, "message 2 is by 'AI', which is no role"),
+        ({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}]}, "message 2 has the weight 0.5, which must be 0 or 1"),
         ({"messages": [{"role": "user"}]}, "refuses the messages"),
         ({"messages": CHAT, "tools": "{"}, "Expecting property name"),
         ({"text": "a" + SPECIAL[1] + "\xad"}, "token 259 is beyond the model's vocabulary of 259; is .* the model's"),
@@ -110,6 +124,42 @@ def test_formats(tokenizer, fields, text, mask):
 def test_bad_records_are_named(tokenizer, fields, problem):
     with pytest.raises(ValueError, match="^data.jsonl, line 3: .*" + problem):
         encode(Record("data.jsonl, line 3", fields), tokenizer, vocab_size=259)
+
+
+def forgetful(tokenizer: Tokenizer) -> Tokenizer:
+    """One whose template leaves out what stands before | in all answers but the last."""
+    made = Tokenizer(tokenizer.folder)
+    said = "{{ m.content if loop.last or m.role == 'user' else m.content.split('|')[-1] }}"
+    made.chat_template = CHATML.replace("' + m.content + '", f"' }}}}{said}{{{{ '")
+    return made
+
+
+def test_a_chat_whose_answers_are_written_differently_later_on(tokenizer):
+    """It is an example for each: in rows, in the survey, and where a run goes on."""
+    forgets = forgetful(tokenizer)
+    records = [
+        Record("here", {"messages": [CHAT[0], {"role": "assistant", "content": "hm|yo"}] * 3}),
+        Record("", {"text": "t"}),
+    ]
+    prompts = ["yo<|im_end|>\n".join([HEAD] * n) for n in (1, 2, 3)]
+    texts = [prompt + "hm|yo<|im_end|>" for prompt in prompts[:2]] + [prompts[2] + "hm|yo<|im_end|>\n"]
+    examples = encode(records[0], forgets, vocab_size=260)
+    assert [forgets.decode(example.ids, special=True) for example in examples] == texts
+    learnt = [[i for i, on in zip(example.ids, example.mask, strict=True) if on] for example in examples]
+    assert [forgets.decode(ids, special=True) for ids in learnt] == ["hm|yo<|im_end|>"] * 3
+    found = survey(grain.MapDataset.source(records), forgets, vocab_size=260, seq_len=128)
+    assert (found.sampled, found.several, found.shortened, found.unlearnt) == (2, 1, 0, 0)
+    assert survey(grain.MapDataset.source(records), tokenizer, vocab_size=260, seq_len=128).several == 0
+    made = batches(
+        grain.MapDataset.source(records), forgets, vocab_size=260, seq_len=128, batch=1, packing="off", epochs=1
+    )
+    first, *others = rows = list(made)
+    assert [int(row["loss_mask"].sum()) for row in rows] == [6, 6, 6, 2]
+    iterator = iter(made)
+    np.testing.assert_equal(next(iterator), first)
+    again = iter(made)
+    again.set_state(json.loads(json.dumps(iterator.get_state())))
+    np.testing.assert_equal(list(again), others)
 
 
 def source(*texts: str, completion: bool = False) -> grain.MapDataset:

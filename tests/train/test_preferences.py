@@ -88,6 +88,14 @@ def test_bad_records(tokenizer, fields, message):
         encode_pairs(Record("here", fields), Record("there", {}), tokenizer, vocab_size=230, unpaired=False)
 
 
+def test_completions_of_several_answers_that_are_written_differently_later_on(tokenizer):
+    fields = {"prompt": CHAT[:1], "chosen": [CHAT[1], *CHAT], "rejected": OTHER[1:]}
+    assert len(shown(tokenizer, fields)) == 2
+    fields["chosen"] = [CHAT[1] | {"content": "hm|yo"}, *CHAT]
+    with pytest.raises(ValueError, match=r"here: a completion has several answers, which the chat template"):
+        shown(test_data.forgetful(tokenizer), fields)
+
+
 def test_kto_puts_other_completions_after_a_prompt(tokenizer):
     record = {"prompt": "Q: ", "completion": "yes", "label": True}
     other = {"prompt": "Which? ", "completion": "this", "label": False}

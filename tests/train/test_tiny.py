@@ -117,7 +117,7 @@ def test_held_out_instructions_ask_in_other_words_what_was_taught(chats):
 
 def test_every_answer_and_its_end_is_learnt(tokenizer, chats):
     for chat in chats:
-        ids, mask = tokenizer.encode_chat(chat)
+        ((ids, mask),) = tokenizer.encode_chat(chat)
         learnt = tokenizer.decode([id for id, one in zip(ids, mask, strict=True) if one], special=True)
         assert learnt == "".join(f"{message['content']}<|im_end|>" for message in chat[1::2])
 
@@ -132,7 +132,7 @@ def test_transformers_reads_it_alike(tokenizer, chats, corpus):
         opened = theirs.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
         assert opened == tokenizer.render(chat[:1], add_generation_prompt=True)
         encoded = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        assert (encoded["input_ids"], encoded["assistant_masks"]) == tokenizer.encode_chat(chat)
+        assert [(encoded["input_ids"], encoded["assistant_masks"])] == tokenizer.encode_chat(chat)
     for document in corpus[::100]:
         assert theirs(document)["input_ids"] == tokenizer.encode(document)
     assert transformers.AutoConfig.from_pretrained(FOLDER).model_type == "qwen3"

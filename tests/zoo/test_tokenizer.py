@@ -1,6 +1,7 @@
 """The tokenizer: ids, text, chat templates and the mask of what the assistant writes, against transformers where it is
 installed and against committed text everywhere."""
 
+import datetime
 import json
 import pathlib
 import re
@@ -214,7 +215,7 @@ def test_text_ids_and_masks_equal_transformers(tmp_path, template):
             # They lose a turn with white space at its ends, and leave out the end tokens, because this template does.
             chat = [message | {"content": message["content"].strip()} for message in chat]
             them = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-            ids, mask = ours.encode_chat(chat)
+            ((ids, mask),) = ours.encode_chat(chat)
             assert ids == them["input_ids"]
             end = theirs.convert_tokens_to_ids("<|im_end|>")
             assert [int(m and i != end) for i, m in zip(ids, mask, strict=True)] == them["assistant_masks"]
@@ -229,7 +230,7 @@ def qwen3_template() -> str:
 
 def test_mask_by_prefixes(tmp_path):
     tokenizer = Tokenizer(folder(tmp_path / "a", eos_token="<|im_end|>"))
-    ids, mask = tokenizer.encode_chat(CHAT)
+    ((ids, mask),) = tokenizer.encode_chat(CHAT)
     assert runs(tokenizer, ids, mask) == [
         (
             0,
@@ -243,20 +244,20 @@ def test_mask_by_prefixes(tmp_path):
     ]
     assert ids == tokenizer.encode(tokenizer.render(CHAT), special=False)
     # What is given is not the assistant's to write, even where it wrote it.
-    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT, given=4)) if on] == [" 6 <|im_end|>"]
-    assert not any(tokenizer.encode_chat(CHAT[:2])[1])
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT, given=4)[0]) if on] == [" 6 <|im_end|>"]
+    assert not any(tokenizer.encode_chat(CHAT[:2])[0][1])
 
 
 def test_mask_of_templates_without_a_generation_prompt(tmp_path):
     tokenizer = Tokenizer(folder(tmp_path / "a", INST))
-    assert runs(tokenizer, *tokenizer.encode_chat(CHAT)) == [
+    assert runs(tokenizer, *tokenizer.encode_chat(CHAT)[0]) == [
         (0, "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\n<b>What's 2 & 2?</b> [/INST]"),
         (1, " 4, été\n\nyes </s>"),
         (0, "<s>[INST] And 3? [/INST]"),
         (1, " 6 </s>"),
     ]
     tokenizer = Tokenizer(folder(tmp_path / "b", HEADERS))
-    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT)) if on] == [
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT)[0]) if on] == [
         "4, été\n\nyes<|im_end|>",
         "6<|im_end|>",
     ]
@@ -264,19 +265,19 @@ def test_mask_of_templates_without_a_generation_prompt(tmp_path):
 
 def test_mask_by_marks(tmp_path):
     tokenizer = Tokenizer(folder(tmp_path / "a", MARKED, eos_token="<|im_end|>"))
-    ids, mask = tokenizer.encode_chat(CHAT)
+    ((ids, mask),) = tokenizer.encode_chat(CHAT)
     assert tokenizer.decode(ids, special=True) == tokenizer.render(CHAT)
     expected = ["4, été\n\nyes<|im_end|>", " 6 <|im_end|>"]
     assert [text for on, text in runs(tokenizer, ids, mask) if on] == expected
-    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT[:4], given=1)) if on] == expected[:1]
-    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT, given=4)) if on] == expected[1:]
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT[:4], given=1)[0]) if on] == expected[:1]
+    assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT, given=4)[0]) if on] == expected[1:]
 
 
 def test_mask_of_white_space_and_split_characters(tmp_path):
     """White space has an empty range, a character several tokens, and a normalizer makes one character of two."""
     tokenizer = Tokenizer(folder(tmp_path / "a"))
     chat = [{"role": "user", "content": " \n e\u0301"}, {"role": "assistant", "content": "\n\n  🎉 e\u0301\n\t"}]
-    assert runs(tokenizer, *tokenizer.encode_chat(chat)) == [
+    assert runs(tokenizer, *tokenizer.encode_chat(chat)[0]) == [
         (0, "<|im_start|>user\n \n \u00e9<|im_end|>\n<|im_start|>assistant\n"),
         (1, "\n\n  🎉 \u00e9\n\t<|im_end|>"),
         (0, "\n"),
@@ -291,53 +292,148 @@ def test_mask_of_spans_leaves_added_tokens_out(tmp_path):
     assert tokenizer.encode_spans("", [(0, 0)]) == ([0, 1], [0, 0])
 
 
-def test_qwen3_drops_earlier_reasoning_and_the_mask_follows(tmp_path):
+def written(tokenizer: Tokenizer, chat, **options) -> list[list[str]]:
+    """What is learnt in each example of a chat."""
+    return [[text for on, text in runs(tokenizer, *each) if on] for each in tokenizer.encode_chat(chat, **options)]
+
+
+THOUGHT = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "6", "reasoning_content": "easy"},
+]
+
+
+def test_qwen3_drops_earlier_reasoning_and_each_answer_is_learnt_with_its_own(tmp_path):
     tokenizer = Tokenizer(folder(tmp_path / "a", qwen3_template(), eos_token="<|im_end|>"))
-    chat = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"},
-        {"role": "user", "content": "3+3?"},
-        {"role": "assistant", "content": "6", "reasoning_content": "easy"},
-    ]
-    assert runs(tokenizer, *tokenizer.encode_chat(chat)) == [
-        (0, "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"),
-        (1, "4<|im_end|>"),
-        (0, "\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"),
+    ask, asked = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>user\n3+3?<|im_end|>\n"
+    first, last = tokenizer.encode_chat(THOUGHT)
+    assert runs(tokenizer, *first) == [(0, ask), (1, "<think>\nhm\n</think>\n\n4<|im_end|>")]
+    assert runs(tokenizer, *last) == [
+        (0, ask + "4<|im_end|>\n" + asked + "<|im_start|>assistant\n"),
         (1, "<think>\neasy\n</think>\n\n6<|im_end|>"),
         (0, "\n"),
     ]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 3}}}]}
-    work = [chat[0], call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "four"}]
-    written = [text for on, text in runs(tokenizer, *tokenizer.encode_chat(work, tools=TOOLS)) if on]
-    assert written == [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>',
-        "<think>\n\n</think>\n\nfour<|im_end|>",
-    ]
+    work = [THOUGHT[0], call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "four"}]
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
+    none, four = "<think>\n\n</think>\n\n", "<think>\n\n</think>\n\nfour<|im_end|>"
+    assert written(tokenizer, work, tools=TOOLS) == [[none + called], [four]]
     # Reasoning before a tool's answer is there when the tool has answered and gone once the user speaks again.
     call["reasoning_content"] = "use the tool"
-    tokenizer.encode_chat(work)
-    with pytest.raises(ValueError, match="up to message 4 differently once messages follow"):
-        tokenizer.encode_chat([*work, *chat[2:]])
+    called = "<think>\nuse the tool\n</think>\n\n" + called
+    assert written(tokenizer, work) == [[called, four]]
+    assert written(tokenizer, [*work, *THOUGHT[2:]]) == [[called, four], ["<think>\neasy\n</think>\n\n6<|im_end|>"]]
+    assert written(tokenizer, [*THOUGHT[:2], THOUGHT[3]]) == [
+        ["<think>\nhm\n</think>\n\n4<|im_end|>", "<think>\neasy\n</think>\n\n6<|im_end|>"]
+    ]
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+THINK = PROMPT.replace("assistant\n", "assistant\n<think>\n")
+DROPPED = TURNS.replace("m.content", "m.content.split('</think>')[-1]")
+QUESTION, OPENED = "<|im_start|>user\n2+2?<|im_end|>\n", "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
-    "template",
+    "template, examples",
     [
-        TURNS.replace("<|im_end|>", "{{ '</s>' if loop.last else '<|im_end|>' }}") + PROMPT,  # another end
-        TURNS + PROMPT.replace("assistant\n", "assistant\n<think>\n"),  # another beginning
-        "{{ messages[-1].role }}\n" + TURNS + PROMPT,  # another text before
-        "{{ messages | length }}\n" + TURNS + PROMPT,
+        (  # another end, as gpt-oss has
+            TURNS.replace("<|im_end|>", "{{ '</s>' if loop.last and loop.length > 1 else '<|im_end|>' }}") + PROMPT,
+            [("<|im_start|>user\nWell?<|im_end|>\n" + OPENED, "x</s>")],
+        ),
+        (
+            "{{ messages[-1].role }}\n" + TURNS + PROMPT,
+            [("user\n<|im_start|>user\nWell?<|im_end|>\n" + OPENED, "x<|im_end|>")],
+        ),
+        (
+            "{{ messages | length }}\n" + TURNS + PROMPT,
+            [("1\n<|im_start|>user\nWell?<|im_end|>\n" + OPENED, "x<|im_end|>")],
+        ),
     ],
 )
-def test_a_turn_that_a_template_rewrites_is_refused(tmp_path, template):
+def test_a_turn_that_a_template_rewrites_is_learnt_as_the_last(tmp_path, template, examples):
     tokenizer = Tokenizer(folder(tmp_path / "a", template))
-    chat = [CHAT[1], {"role": "assistant", "content": "\nx"}, CHAT[3]]
-    with pytest.raises(ValueError, match=r"up to message 2 differently once messages follow.*generation"):
-        tokenizer.encode_chat(chat)
+    chat = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "x"}, CHAT[0]]
+    assert [[text for _, text in runs(tokenizer, *each)] for each in tokenizer.encode_chat(chat)] == [
+        *map(list, examples)
+    ]
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_reasoning_that_a_template_drops_is_learnt(tmp_path, opens):
+    """DeepSeek R1's drops it from all that was said; its prompt opens <think>, that of its first version does not."""
+    tokenizer = Tokenizer(folder(tmp_path / "a", DROPPED + (THINK if opens else PROMPT)))
+    think = OPENED + "<think>\n" if opens else OPENED
+    hm, easy = ("hm\n</think>\n\n4<|im_end|>", "easy\n</think>\n\n6<|im_end|>")
+    if not opens:
+        hm, easy = "<think>\n" + hm, "<think>\n" + easy
+    first, last = tokenizer.encode_chat(THOUGHT)
+    assert runs(tokenizer, *first) == [(0, QUESTION + think), (1, hm)]
+    said = QUESTION + OPENED + "\n\n4<|im_end|>\n" + QUESTION.replace("2+2", "3+3")
+    assert runs(tokenizer, *last) == [(0, said + think), (1, easy)]
+    plain = [THOUGHT[0], {"role": "assistant", "content": "4"}]
+    assert written(tokenizer, plain) == [["\n</think>\n\n4<|im_end|>" if opens else "4<|im_end|>"]]
+
+
+def test_several_answers_without_a_word_between(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", TURNS + PROMPT))
+    chat = [THOUGHT[2], *[{"role": "assistant", "content": "6"}] * 2]
+    assert written(tokenizer, chat) == [["6<|im_end|>", "6<|im_end|>"]]
+    # In the manner of Qwen3: with the last message alone there is a place for reasoning.
+    last = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    tokenizer = Tokenizer(folder(tmp_path / "b", TURNS.replace("{{ m.content }}", last) + PROMPT))
+    six = "<think>\n\n</think>\n\n6<|im_end|>"
+    assert written(tokenizer, chat) == [[six, six]]
+
+
+def test_turns_that_cannot_be_told_apart_are_refused(tmp_path):
+    tokenizer = Tokenizer(folder(tmp_path / "a", "{{ messages | length }}\n" + TURNS))
+    with pytest.raises(ValueError, match=r"does not write the first 1 messages and then the next one.*generation"):
+        tokenizer.encode_chat(CHAT[1:3])
+
+
+def test_weight_0(tmp_path):
+    """By marks and without, such turns are not learnt."""
+    chat = [CHAT[1], CHAT[2] | {"weight": 0}, *CHAT[3:]]
+    for name, template in ("a", CHATML), ("b", MARKED):
+        tokenizer = Tokenizer(folder(tmp_path / name, template))
+        assert written(tokenizer, chat) == [[" 6 <|im_end|>"]]
+        assert written(tokenizer, chat, given=2) == [[" 6 <|im_end|>"]]
+
+
+def test_a_date_that_stays(tmp_path):
+    path = folder(tmp_path / "a", HEADERS.replace("%Y", "%d %b %Y"))
+    assert Tokenizer(path, date=datetime.date(2024, 7, 26)).render(CHAT).startswith("<s>Today: 26 Jul 2024\n")
+    assert Tokenizer(path).render(CHAT).startswith("<s>Today: " + datetime.date.today().strftime("%d %b %Y"))
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    "name", ["gptoss", "deepseek_r1_distill", "deepseekv3", "qwen3", "qwen3_instruct_2507", "gemma3"]
+)
+def test_published_templates_teach_every_answer(tmp_path, name):
+    """Each answer with its reasoning and its end, after what the model is given at that point."""
+    trl = pytest.importorskip("trl")
+    template = (pathlib.Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    tokenizer = Tokenizer(folder(tmp_path / "a", template, eos_token="<|im_end|>"))
+    field = "thinking" if name == "gptoss" else "reasoning_content"
+    chat = [
+        {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four", field: "hm"},
+        {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "six", field: "easy"},
+    ]  # fmt: skip
+    thinks = name not in ("qwen3_instruct_2507", "gemma3")
+    found = [text for each in written(tokenizer, chat) for text in each]
+    assert len(found) == 2
+    for i, (text, answer, reasoning) in enumerate(zip(found, ("four", "six"), ("hm", "easy"), strict=True)):
+        turn = 2 * i + 1
+        prompt = tokenizer.render(chat[:turn], add_generation_prompt=True)
+        ids, _ = tokenizer.encode_chat(chat[: turn + 1])[-1]
+        said = tokenizer.decode(ids, special=True)
+        assert said.startswith(prompt) and said[len(prompt) :].rstrip() == text
+        assert answer in text and (reasoning in text) == thinks and not text.endswith(answer)
 
 
 def test_bad_folders_and_templates(tmp_path):
@@ -384,7 +480,7 @@ def test_a_trained_llama_tokenizer(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(INST)
     chatty = Tokenizer(tmp_path)
     # The space that sentencepiece puts before a text is no character of it.
-    assert [text for on, text in runs(chatty, *chatty.encode_chat(CHAT)) if on] == ["4, été\n\nyes </s>", "6 </s>"]
+    assert [text for on, text in runs(chatty, *chatty.encode_chat(CHAT)[0]) if on] == ["4, été\n\nyes </s>", "6 </s>"]
     transformers = pytest.importorskip("transformers")
     assert ids == transformers.AutoTokenizer.from_pretrained(source)(text)["input_ids"]
 
