@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from kernels.masks import Tokens
+from kernels.sums import lookup
 
 
 BATCH = ("stage", "replica", "fsdp", "expert")  # sequences are split over these
@@ -125,14 +126,14 @@ def split_lookup(
     in one place, which XLA does not always find out by itself.
     """
     if not (axes := free()):
-        return table[tokens]
+        return lookup(table, tokens)
     words, features = splitting(table.shape[0], FEATURES), splitting(table.shape[1], *PARAMETERS)
 
     def local(table: Array, tokens: Array) -> Array:
         tokens = jax.lax.all_gather(tokens, features) if features else tokens[None]
         tokens -= jax.lax.axis_index(FEATURES) * len(table) if words else 0
         here = (tokens >= 0) & (tokens < len(table))
-        rows = jnp.where(here[..., None], table[jnp.where(here, tokens, 0)], 0)
+        rows = jnp.where(here[..., None], lookup(table, jnp.where(here, tokens, 0)), 0)
         rows = jax.lax.psum(rows, words)
         return jax.lax.all_to_all(rows, features, 0, 3, tiled=True)[0] if features else rows[0]
 

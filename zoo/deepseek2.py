@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels.sums import spread
 from zoo import moe
 from zoo.cache import LatentKV
 from zoo.config import AbstractConfig
@@ -132,7 +133,7 @@ class Attention(eqx.Module):
             q_nope, k_nope, v = jnp.einsum("bshn,hnr->bshr", q_nope, w_k), c_kv[:, :, None], c_kv[:, :, None]
         else:
             k_nope, v = heads(self.kv_b_proj(c_kv))
-        k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
+        k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
         q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
         y = kernels.attention(
             q, k, v, scale=self.scale, q_positions=positions, kv_positions=positions if cache is None else None,

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels.sums import pick, spread
 from zoo import moe
 from zoo.cache import LatentKV
 from zoo.config import AbstractConfig, OneOf
@@ -137,7 +138,7 @@ class Attention(eqx.Module):
             q_nope, k_nope, v = jnp.einsum("bshn,hnr->bshr", q_nope, w_k), c_kv[:, :, None], c_kv[:, :, None]
         else:
             k_nope, v = heads(self.kv_b_proj(c_kv))
-        k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
+        k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
         q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
         y = kernels.attention(
             q, k, v, scale=self.scale, q_positions=positions, kv_positions=positions if cache is None else None,
@@ -201,7 +202,7 @@ class MoE(eqx.Module):
         kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
         biased = jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape)
         chosen = moe.top_k(biased, c.num_experts_per_tok)[1]
-        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        weights = pick(scores, chosen)
         if c.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         y = moe.mix(self.experts, x, chosen, (c.routed_scaling_factor * weights).astype(x.dtype))

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels.sums import spread
 from zoo import moe
 from zoo.cache import KV, WindowKV, empty_kv
 from zoo.config import AbstractConfig
@@ -141,7 +142,7 @@ class Router(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
         logits = jnp.einsum("...d,ed->...e", x, self.weight)
-        return logits + jnp.broadcast_to(self.bias, logits.shape)
+        return logits + spread(self.bias, logits.shape)
 
 
 class Experts(eqx.Module):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels.mesh import split_lookup
+from kernels.sums import lookup, scaled, spread
 
 
 class AbstractLinear(eqx.Module):
@@ -53,7 +54,7 @@ class Linear(AbstractLinear):
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight)
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+        return y if self.bias is None else y + spread(self.bias, y.shape)
 
     def matrix(self) -> Float[Array, "out in"]:
         return self.weight
@@ -105,7 +106,10 @@ class ExpertLinear(AbstractExpertLinear):
 
     def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
         y = kernels.ragged_dot(x, self.weight, group_sizes)
-        return y if self.bias is None else y + jnp.repeat(self.bias, group_sizes, axis=0, total_repeat_length=len(x))
+        if self.bias is None:
+            return y
+        experts = jnp.arange(len(self.bias))
+        return y + lookup(self.bias, jnp.repeat(experts, group_sizes, total_repeat_length=len(x)))
 
     def partition_specs(self, spec: P) -> "ExpertLinear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
@@ -171,4 +175,4 @@ class RMSNorm(eqx.Module):
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * jnp.broadcast_to(self.weight, x.shape)
+        return scaled(y.astype(x.dtype), self.weight)

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels.sums import pick, scaled
 from zoo import moe
 from zoo.cache import KV, WindowKV, empty_kv
 from zoo.config import AbstractConfig, text_config
@@ -224,11 +225,11 @@ class MoE(eqx.Module):
         logits = self.router(x)
         scores = jax.nn.sigmoid(logits.astype(jnp.float32))
         _, chosen = moe.top_k(logits, self.top_k)
-        weights = jnp.take_along_axis(scores, chosen, axis=-1).astype(x.dtype)
+        weights = pick(scores, chosen).astype(x.dtype)
         y = self.shared_expert(x)
         for i in range(self.top_k):  # the weight is the expert's input's, so each choice has rows of its own
             choice = chosen[..., i : i + 1]
-            y = y + moe.mix(self.experts, x * weights[..., i : i + 1], choice, jnp.ones_like(choice, x.dtype))
+            y = y + moe.mix(self.experts, scaled(x, weights[..., i : i + 1]), choice, jnp.ones_like(choice, x.dtype))
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels import mesh
 from kernels.device import device
+from kernels.sums import largest, permuted, scaled
 
 
 EXPERT = "expert"  # the mesh axis that splits the experts
@@ -61,8 +62,7 @@ def top_k(
     """`jax.lax.top_k`, by each device for its own tokens: XLA would gather all of them for it."""
 
     def local(scores: Array) -> tuple[Array, Array]:
-        values, indices = jax.lax.top_k(scores, k)
-        return values, indices
+        return largest(scores, k)
 
     if not (axes := mesh.free()):
         return local(scores)
@@ -87,9 +87,11 @@ def _mix(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: 
 def _sum_of_choices(experts: Experts, count: int, x: Array, chosen: Array, weights: Array) -> Array:
     """One row for each (token, choice), sorted by the expert that was chosen; and back, token by token."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)
+    row = jnp.argsort(order)  # of each choice
     sizes = jnp.bincount(chosen.reshape(-1), length=count)
-    y = experts(x[order // chosen.shape[1]], sizes) * weights.reshape(-1)[order][:, None]
-    y = y[jnp.argsort(order)].reshape(*chosen.shape, x.shape[-1])
+    y = experts(permuted(x, order // chosen.shape[1], row.reshape(chosen.shape)), sizes)
+    y = scaled(y, permuted(weights.reshape(-1), order, row[:, None])[:, None])
+    y = permuted(y, row, order[:, None]).reshape(*chosen.shape, x.shape[-1])
     return jnp.sum(y.astype(jnp.float32), axis=1).astype(x.dtype)
 
 
@@ -103,8 +105,9 @@ def _elsewhere(experts: Experts, rows: Array, sizes: Array, devices: int) -> Arr
     ends = jnp.cumsum(received, axis=1)
     of = jax.vmap(lambda ends: jnp.searchsorted(ends, jnp.arange(room), side="right"))(ends).reshape(-1)
     order = jnp.argsort(of, stable=True)  # what is no row is of no expert, and comes last
-    y = experts(arrived[order], jnp.sum(received, axis=0))[jnp.argsort(order)]
-    return _send_back(y, sent, received)
+    place = jnp.argsort(order)
+    y = experts(permuted(arrived, order, place[:, None]), jnp.sum(received, axis=0))
+    return _send_back(permuted(y, place, order[:, None]), sent, received)
 
 
 def _send(rows: Array, sent: Array, received: Array) -> Array:
@@ -115,9 +118,8 @@ def _send(rows: Array, sent: Array, received: Array) -> Array:
         out = jnp.zeros((len(sent) * room, rows.shape[1]), rows.dtype)
         there = jnp.full(len(sent), jax.lax.axis_index(EXPERT) * room, jnp.int32)
         return jax.lax.ragged_all_to_all(rows, out, starts, counts, there, jnp.sum(received, axis=1), axis_name=EXPERT)
-    within = jnp.arange(room)[None]
-    index = jnp.where(within < counts[:, None], starts[:, None] + within, room)
-    rooms = jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
+    row, place = _in_rooms(counts, room)
+    rooms = permuted(rows, row, place[:, None]).reshape(len(sent), room, -1)
     return jax.lax.all_to_all(rooms, EXPERT, 0, 0).reshape(-1, rows.shape[1])
 
 
@@ -131,8 +133,16 @@ def _send_back(y: Array, sent: Array, received: Array) -> Array:
         out = jnp.zeros((room, y.shape[1]), y.dtype)
         return jax.lax.ragged_all_to_all(y, out, here, jnp.sum(received, axis=1), there, counts, axis_name=EXPERT)
     rooms = jax.lax.all_to_all(y.reshape(len(sent), room, -1), EXPERT, 0, 0)
-    device = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(room), side="right")
-    return rooms[device, jnp.arange(room) - starts[device]]
+    row, place = _in_rooms(counts, room)
+    return permuted(rooms.reshape(y.shape), place, row[:, None])
+
+
+def _in_rooms(counts: Array, room: int) -> tuple[Int[Array, " places"], Int[Array, " rows"]]:
+    """Where `counts` rows go to each device, a room each: each place's row (`room`: none), each row's place."""
+    starts, within = jnp.cumsum(counts) - counts, jnp.arange(room)
+    row = jnp.where(within[None] < counts[:, None], starts[:, None] + within[None], room)
+    device = jnp.searchsorted(jnp.cumsum(counts), within, side="right")
+    return row.reshape(-1), device * room + within - starts[device]
 
 
 def _ragged() -> bool:

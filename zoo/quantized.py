@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 import kernels
 from kernels.quantize import LARGEST
 from kernels.quantize import quantize as round_off
+from kernels.sums import spread
 from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
 from zoo.stack import Stack
 from zoo.surgery import map_linears, modules
@@ -197,7 +198,7 @@ class QuantizedLinear(AbstractLinear):
             y = kernels.int8_matmul(x, self.weight, activations=True)
         else:
             y = kernels.fp8_matmul(x, self.weight, activations=True, gradients="quantized")
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
+        return y if self.bias is None else y + spread(self.bias, y.shape)
 
     def matrix(self) -> Float[Array, "out in"]:
         return self.weight

@@ -1,0 +1,116 @@
+"""Sums of gradients in bfloat16, against float64: no worse than the exact sum rounded once; and values as without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.sums import largest, lookup, permuted, pick, scaled, spread, sums_of_rows
+
+
+TOKENS, FEATURES, K = 2048, 4, 2
+RANDOM = np.random.RandomState(0)
+# Half of the tokens are one, the others are as frequent as words are, and some words there are not at all.
+TEXT = np.where(np.arange(TOKENS) % 2, 3, RANDOM.zipf(1.3, TOKENS) % 700)
+ORDER = RANDOM.permutation(TOKENS * K)
+BACK = np.argsort(ORDER).reshape(TOKENS, K)
+PICKED = RANDOM.rand(TOKENS, 8).argsort(axis=1)[:, :K]
+
+
+def rounded(*shape, mean=0.0):
+    """Normal noise that bfloat16 has, in float64."""
+    return np.asarray(jnp.asarray(RANDOM.normal(mean, 1, shape), jnp.bfloat16), np.float64)
+
+
+def added(index, rows, count):
+    sums = np.zeros((count, *rows.shape[1:]))
+    np.add.at(sums, index, rows)
+    return sums
+
+
+# What it is, of which array; what it should be; and the gradient by that array for a gradient of the result.
+ROWS = rounded(TOKENS, FEATURES)
+CASES = {
+    "lookup": (
+        lambda a: lookup(a, jnp.asarray(TEXT)), rounded(700, FEATURES), lambda a: a[TEXT],
+        lambda g: added(TEXT, g, 700),
+    ),
+    "lookup of few": (
+        lambda a: lookup(a, jnp.asarray(TEXT % 7)), rounded(7, FEATURES), lambda a: a[TEXT % 7],
+        lambda g: added(TEXT % 7, g, 7),
+    ),
+    "spread": (
+        lambda a: spread(a, (TOKENS, FEATURES)), rounded(FEATURES), lambda a: np.tile(a, (TOKENS, 1)),
+        lambda g: g.sum(axis=0),
+    ),
+    "spread inside": (
+        lambda a: spread(a, (4, TOKENS, 2)), rounded(4, 1, 2), lambda a: np.tile(a, (1, TOKENS, 1)),
+        lambda g: g.sum(axis=1, keepdims=True),
+    ),
+    "scaled": (
+        lambda a: scaled(jnp.asarray(ROWS, a.dtype), a), rounded(FEATURES), lambda a: ROWS * a,
+        lambda g: (g * ROWS).sum(axis=0),
+    ),
+    "scaled rows": (
+        lambda a: scaled(jnp.asarray(ROWS.T, a.dtype), a), rounded(FEATURES, 1), lambda a: ROWS.T * a,
+        lambda g: (g * ROWS.T).sum(axis=1, keepdims=True),
+    ),
+    "permuted": (
+        lambda a: permuted(a, jnp.asarray(ORDER // K), jnp.asarray(BACK)), rounded(TOKENS, FEATURES),
+        lambda a: a[ORDER // K], lambda g: added(ORDER // K, g, TOKENS),
+    ),
+    "pick": (
+        lambda a: pick(a, jnp.asarray(PICKED)), rounded(TOKENS, 8), lambda a: np.take_along_axis(a, PICKED, axis=1),
+        lambda g: (g[..., None] * (PICKED[..., None] == np.arange(8))).sum(axis=1),
+    ),
+    "largest": (
+        lambda a: largest(a, K)[0], np.tile(np.arange(8.0)[PICKED.sum(axis=1) % 8], (8, 1)).T + np.arange(8) / 8,
+        lambda a: np.sort(a, axis=1)[:, : -K - 1 : -1], lambda g: np.pad(g[:, ::-1], ((0, 0), (8 - K, 0))),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Of every case the gradient of the result, the result and the gradient, all in bfloat16."""
+    gradients = {name: rounded(*case[2](case[1]).shape, mean=0.5) for name, case in CASES.items()}
+
+    @jax.jit
+    def run(arrays, gradients):
+        pulled = {name: jax.vjp(CASES[name][0], a) for name, a in arrays.items()}
+        return {name: (y, pull(gradients[name])[0]) for name, (y, pull) in pulled.items()}
+
+    low = lambda arrays: {name: jnp.asarray(a, jnp.bfloat16) for name, a in arrays.items()}
+    found = run(low({name: case[1] for name, case in CASES.items()}), low(gradients))
+    return {name: (gradients[name], *found[name]) for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_is_summed_in_float32_and_rounded_once(results, name):
+    _, array, values, exact = CASES[name]
+    gradient, y, got = results[name]
+    want, once = exact(gradient), lambda a: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64)
+    assert y.dtype == got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(y, np.float64), once(values(array)))
+    error = np.linalg.norm(np.asarray(got, np.float64) - want)
+    assert error <= 1.2 * np.linalg.norm(once(want) - want) + 1e-6 * np.linalg.norm(want)
+
+
+def test_equal_tokens_add_up():
+    """In bfloat16 they stop at 256."""
+    table, tokens = jnp.zeros((200, 1), jnp.bfloat16), jnp.full(1000, 7)
+    got = jax.grad(lambda table: jnp.sum(lookup(table, tokens).astype(jnp.float32)))(table)
+    assert got[7] == 1000 and jnp.sum(got) == 1000
+
+
+@pytest.mark.parametrize("length", [1, 128, 20_000])
+@pytest.mark.parametrize("kind", ["even", "runs"])
+def test_sums_of_rows(length, kind):
+    """In one block, in a few, and in blocks of blocks, of runs within and across them."""
+    index = np.sort(RANDOM.randint(0, 300, length)) if kind == "even" else np.arange(length) // 5000 + 40
+    rows = RANDOM.normal(size=(length, 1))
+    shuffled = RANDOM.permutation(length)
+    got = jax.jit(sums_of_rows, static_argnums=2)(
+        jnp.asarray(rows[shuffled], jnp.float32), jnp.asarray(index[shuffled]), 300
+    )
+    np.testing.assert_allclose(got, added(index, rows, 300), rtol=1e-5, atol=2e-4)

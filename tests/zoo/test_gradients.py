@@ -1,0 +1,86 @@
+"""Gradients in bfloat16: no family sums any over tokens in it, or scatters them."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.zoo.programs import POSITIONS, SEGMENTS, STACKS, TOKENS
+from zoo.layers import Embedding, Linear
+from zoo.surgery import cast, modules
+
+
+def operations(jaxpr):
+    """All of a program's, those of loops and branches too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from operations(inner)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_nothing_is_summed_in_bfloat16(load, name):
+    """Of what is traced, so of any length of text. Matrix products sum in float32 on every device."""
+    model = jax.eval_shape(lambda model: cast(model, jnp.bfloat16), load(name))
+
+    def loss(model):
+        x, _ = model.hidden(TOKENS, positions=POSITIONS, segments=SEGMENTS)
+        return jnp.sum(model.unembed(x).astype(jnp.float32))
+
+    choices = getattr(model.config, "num_experts_per_tok", 0)  # gpt-oss has the softmax of these in its dtype
+    found = set()
+    for equation in operations(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model).jaxpr):
+        kind = equation.primitive.name
+        if not kind.startswith(("scatter", "reduce_sum", "cumsum", "reduce_window_sum")):
+            continue
+        operand = equation.invars[0].aval
+        if kind.startswith("scatter") and jnp.issubdtype(operand.dtype, jnp.floating):
+            found.add(f"{kind} {operand} {equation.source_info.name_stack}")
+        elif not kind.startswith("scatter") and operand.dtype == jnp.bfloat16:
+            many = math.prod(operand.shape[axis] for axis in equation.params.get("axes", (-1,)))
+            if many > max(choices, 1):
+                found.add(f"{kind} of {many} of {operand}")
+    assert not found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt3", "gpt_oss"])
+def test_long_text_that_repeats_itself(load, name):
+    """Biases' and embeddings' gradients are, rounded once, the sums over tokens of what each would get of its own.
+
+    The same model is given a copy of them for each token, so nothing is summed. What multiplies, such as norms, would
+    round the copies' gradients before they are added up; tests/kernels/test_sums.py has those.
+    """
+    model, (batch, seq) = cast(load(name), jnp.bfloat16), (32, 60)
+    text = np.random.RandomState(0).zipf(1.5, (batch, seq)) % 64
+    text[:, ::2] = 5
+    positions = jnp.broadcast_to(jnp.arange(seq), text.shape)
+    weights = jnp.asarray(1 + np.random.RandomState(1).normal(size=(batch, seq, 1)), jnp.float32)
+    embedding = lambda m: next(modules(m, Embedding))[1].weight
+    biases = lambda m: [linear.bias for _, linear in modules(m, Linear) if linear.bias is not None]
+    shared = lambda m: [embedding(m), *biases(m)]
+
+    def loss(arrays, model, tokens):
+        x, _ = eqx.tree_at(shared, model, arrays).hidden(tokens, positions=positions)
+        return jnp.sum(x.astype(jnp.float32) * weights)
+
+    def gradients(arrays, tokens):
+        exact = {"xla_allow_excess_precision": False}  # or fusions decide what is rounded
+        arguments = arrays, model, jnp.asarray(tokens)
+        found = jax.jit(jax.grad(loss)).lower(*arguments).compile(compiler_options=exact)(*arguments)
+        return [np.asarray(a, np.float64) for a in found]
+
+    arrays = [np.asarray(a) for a in shared(model)]
+    copies = [arrays[0][text].reshape(batch * seq, -1)]
+    for bias in arrays[1:]:  # of a stack of layers, or of one layer
+        copies.append(np.broadcast_to(bias[..., None, None, :], (*bias.shape[:-1], batch, seq, bias.shape[-1])))
+    table, *each = gradients([jnp.asarray(a) for a in copies], np.arange(batch * seq).reshape(batch, seq))
+    want = [np.zeros(arrays[0].shape), *(a.sum(axis=(-3, -2)) for a in each)]
+    np.add.at(want[0], text.reshape(-1), table)
+    for got, exact in zip(gradients([jnp.asarray(a) for a in arrays], text), want, strict=True):
+        once = np.linalg.norm(np.asarray(jnp.asarray(exact, jnp.bfloat16), np.float64) - exact)
+        assert 0 < np.linalg.norm(got - exact) <= 1.2 * once
