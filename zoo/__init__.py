@@ -186,8 +186,9 @@ def load(
         mesh = make_mesh(mesh)
     folder = _folder(source, revision, weights=True)
     family, parsed = _read_config(folder)
-    skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
     tensors = convert.packed.unpack(convert.tensors.open_tensors(folder))
+    zoo.checkpoint.check_sizes(parsed, tensors)
+    skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
     return zoo.checkpoint.fill(skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize)
 
 

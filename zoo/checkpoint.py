@@ -48,16 +48,32 @@ def skeleton(family: ModuleType, config: Any, *, mtp: bool = False) -> Any:
     """A model whose arrays are `jax.ShapeDtypeStruct`; `mtp`: with the module that predicts one more token.
 
     Raises:
-        ValueError: if the family has no such module.
+        ValueError: if the family has no such module, or the config describes no model.
     """
     if mtp and "mtp" not in inspect.signature(family.Model).parameters:
         raise ValueError(f"{family.__name__} has no module that predicts one more token (mtp).")
     parts = {"mtp": True} if mtp else {}
-    return eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0), **parts))
+    try:
+        return eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0), **parts))
+    except ValueError as error:
+        raise ValueError(f"{config.source / 'config.json'}: {error}" if config.source else str(error)) from error
 
 
-def parameters(model: Any, family: ModuleType) -> Iterator[Parameter]:
-    """Every parameter of a model, or of its skeleton."""
+def check_sizes(config: Any, tensors: Mapping[str, Any]) -> None:
+    """Raises, before anything is built, if there are more layers than tensors: that could take hours and all memory."""
+    if config.num_hidden_layers > len(tensors):
+        raise ValueError(
+            f"{config.source / 'config.json'} calls for {config.num_hidden_layers} layers, but there are only "
+            f"{len(tensors)} tensors."
+        )
+
+
+def parameters(model: Any, family: ModuleType, most: int = 2**31) -> Iterator[Parameter]:
+    """Every parameter of a model, or of its skeleton.
+
+    Raises:
+        ValueError: if one is stored in more than `most` tensors, before it lists their names.
+    """
     stacks = dict(modules(model, Stack))
     for key_path, array in jax.tree_util.tree_leaves_with_path(model):
         path = path_name(key_path)
@@ -70,6 +86,8 @@ def parameters(model: Any, family: ModuleType) -> Iterator[Parameter]:
         pattern, template = next(pair for pair in family.CHECKPOINT_NAMES.items() if stars(pair[0], each[0]))
         per_expert = "{expert}" in template
         experts = range(array.shape[stacked]) if per_expert else range(1)
+        if len(each) * len(experts) > most:
+            raise ValueError(f"config.json calls for {len(each) * len(experts)} tensors {template}; there are {most}.")
         name = template.removesuffix("^T")
         names = [[name.format(*stars(pattern, p), expert=m, config=model.config) for m in experts] for p in each]
         lead = array.shape[: stacked + per_expert]
@@ -112,7 +130,7 @@ def fill(
     Raises:
         ValueError: naming tensors that are missing, unknown, of a wrong shape, or not floating point.
     """
-    wanted, tensors = list(parameters(skeleton, family)), standard_names(tensors, family)
+    wanted, tensors = list(parameters(skeleton, family, len(tensors))), standard_names(tensors, family)
     check(wanted, tensors, skeleton.config, family, dtype)
     result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
     shapes = {path_name(path): a.shape for path, a in jax.tree_util.tree_leaves_with_path(result)}
@@ -196,7 +214,9 @@ def check(
 
 def check_headers(tensors: Mapping[str, Source], family: ModuleType, config: Any) -> None:
     """As `check`, of tensors that cannot be read, in any dtypes; that some repeat others is taken on trust."""
-    wanted, tensors = list(parameters(skeleton(family, config), family)), standard_names(tensors, family)
+    check_sizes(config, tensors)
+    wanted = list(parameters(skeleton(family, config), family, len(tensors)))
+    tensors = standard_names(tensors, family)
     names = {name for parameter in wanted for name in parameter.names.flat}
     checked = {name: t for name, t in tensors.items() if name in names or not redundant(name, config, family)[0]}
     check(wanted, checked, config, family, np.dtype(np.float32))

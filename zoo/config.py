@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import logging
+import math
 import pathlib
+import re
 import typing
 from collections.abc import Collection, Mapping
 from types import ModuleType
@@ -34,15 +37,43 @@ class OneOf(tuple):
 
 # Keys of config.json that say nothing of what the model computes. They are carried along on saving.
 NOT_THE_MODEL = {
-    "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "attn_pdrop",
-    "aux_loss_alpha", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop",
-    "eos_token_id", "ep_size", "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder",
-    "label2id", "n_ctx", "n_special", "output_attentions", "output_hidden_states", "output_past",
-    "output_router_logits", "pad_token_id", "predict_special_tokens", "problem_type", "resid_pdrop", "return_dict",
-    "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "sliding_window_size", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
-    "torch_dtype", "transformers_version", "unsloth_version", "use_cache",
+    "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "aux_loss_alpha",
+    "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id", "ep_size",
+    "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "n_ctx", "n_special",
+    "output_attentions", "output_hidden_states", "output_past", "output_router_logits", "pad_token_id",
+    "predict_special_tokens", "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
+    "router_jitter_noise", "seq_aux", "sliding_window_size", "summary_activation", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version",
+    "unsloth_version", "use_cache",
 }  # fmt: skip
+DROPOUT = re.compile(r".*(dropout|dropout_prob|pdrop)")  # nor do these: nothing is dropped at inference
+
+# Nor do these, which libraries and training runs leave behind. `read` names those of a file in one line.
+LEFT_BEHIND = {
+    # settings of generation, which belong in generation_config.json
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k",
+    "top_p", "typical_p",
+    # of other uses of the architecture, and of how a library runs it
+    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_experts_implementation",
+    "_flash_attn_2_enabled", "cross_attention_hidden_size", "experts_implementation", "finetuning_task", "is_decoder",
+    "is_llama_config", "name_or_path", "num_labels", "prefix", "sep_token_id", "tf_legacy_loss", "tie_encoder_decoder",
+    "tokenizer_class", "torchscript", "transformers.js_config", "use_bfloat16", "use_flash_attention",
+    "use_flash_attention_2",
+    # of training
+    "gradient_checkpointing_kwargs", "max_seq_length", "model_max_length", "neftune_noise_alpha",
+    "tokenizer_model_max_length", "tokenizer_padding_side", "unsloth_fixed", "unsloth_tiled_mlp",
+}  # fmt: skip
+
+# Numbers that may be 0, and the largest whole ones; all others are above 0 and below 2**31.
+MAY_BE_ZERO = {
+    "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "layer_norm_epsilon", "max_window_layers",
+    "mscale", "mscale_all_dim", "num_nextn_predict_layers", "rms_norm_eps",
+}  # fmt: skip
+MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
 
 # Keys that say how a repository is stored. The tensors themselves tell; `zoo.save` writes them anew.
 NOT_CARRIED = {"auto_map", "quantization_config"}
@@ -59,37 +90,36 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
         ValueError: naming the key that is missing, unknown, of the wrong type, or of a value not implemented.
     """
     where = f"{source / 'config.json'}" if source else "config.json"
-    hub = standard_form(family, hub)
+    for key in ("quantization_config", "rope_parameters", "rope_scaling", "text_config"):
+        if not isinstance(hub.get(key) or {}, Mapping):
+            raise ValueError(f"{where} says {key}={hub[key]!r}; it needs an object in braces, or null.")
+    try:
+        hub = standard_form(family, hub)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     check_quantization(hub, where)
     hints = {f.name: typing.get_type_hints(family.Config)[f.name] for f in dataclasses.fields(family.Config)}
     hints.pop("source")
-    # null says no more than leaving the key out, unless it is a value of its own
-    null = lambda key: is_bearable(None, hints[key]) if key in hints else None in alternatives(family.IMPLIED.get(key))
+    if "num_key_value_heads" in hub and hub["num_key_value_heads"] is None:  # in transformers not the same as absent
+        hub["num_key_value_heads"] = hub.get("num_attention_heads")
+    # Otherwise null says no more than leaving the key out, unless it is a value of its own.
+    values_of = lambda key: alternatives(family.IMPLIED[key]) if key in family.IMPLIED else ()
+    null = lambda key: is_bearable(None, hints[key]) if key in hints else None in values_of(key)
     hub = {key: value for key, value in hub.items() if value is not None or null(key)}
-    if parameters := hub.pop("rope_parameters", None):
-        parameters = dict(parameters)
-        if "rope_theta" in parameters:
-            hub["rope_theta"] = parameters.pop("rope_theta")
-        hub["rope_scaling"] = parameters
-    if isinstance(hub.get("rope_scaling"), Mapping):
-        hub["rope_scaling"] = rope_scaling(hub["rope_scaling"], where)
+    if "rope_theta" in hints:
+        read_rope(family, hub, where)
 
-    values = {}
+    values, left_behind = {}, []
     for key, value in hub.items():
         if key in hints:
-            if is_bearable(value, int) and not isinstance(value, bool) and is_bearable(1.0, hints[key]):
-                value = float(value)  # JSON writes `"rope_theta": 1000000`
-            value = tuple(value) if isinstance(value, list) else value
-            # One by one: beartype looks at one of a tuple's items, chosen at random.
-            items = [(item,) for item in value] if isinstance(value, tuple) else []
-            if not all(is_bearable(each, hints[key]) for each in (value, *items)):
-                raise ValueError(f"{where} says {key}={value!r}; {family.__name__} needs {hints[key]}.")
-            values[key] = value
+            values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r}; {family.__name__}")
         elif key in family.IMPLIED:
-            if value not in (allowed := alternatives(family.IMPLIED[key])):
+            if value not in (allowed := values_of(key)):
                 only = " and ".join(map(repr, allowed))
                 raise ValueError(f"{where} says {key}={value!r}, but {family.__name__} implements only {only}.")
-        elif key not in NOT_THE_MODEL | NOT_CARRIED:
+        elif key in LEFT_BEHIND:
+            left_behind.append(key)
+        elif not says_nothing(key) and key not in NOT_CARRIED:
             raise ValueError(
                 f"{where} has the key {key!r} (= {value!r}), which {family.__name__} does not know. If it does not "
                 "change what the model computes, remove it from the file."
@@ -100,9 +130,44 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     if missing:
         raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.__name__} needs.")
     try:
-        return family.Config(**values, source=source)
+        config = family.Config(**values, source=source)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"{where} says num_attention_heads={config.num_attention_heads}, which is no multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}."
+        )
+    if left_behind:
+        keys = ", ".join(sorted(left_behind))
+        logging.getLogger("zoo").warning("%s: skipped, for they say nothing of the model: %s", where, keys)
+    return config
+
+
+def says_nothing(key: str) -> bool:
+    """Whether a key of config.json says nothing of what the model computes."""
+    return key in NOT_THE_MODEL or key in LEFT_BEHIND or DROPOUT.fullmatch(key) is not None
+
+
+def typed(key: str, value: Any, hint: Any, who: str) -> Any:
+    """A value of config.json as its field has it: floats where the file has whole numbers, and tuples for its lists.
+
+    Raises:
+        ValueError: beginning with `who`, if it is of another type or out of bounds.
+    """
+    # One by one: beartype looks at one of a list's items, chosen at random.
+    items, one = (value, lambda item: (item,)) if isinstance(value, list) else ([value], lambda item: item)
+    if is_bearable(one(1.0), hint):  # JSON writes `"rope_theta": 1000000`
+        items = [float(item) if type(item) is int and abs(item) < 2**63 else item for item in items]
+    result = tuple(items) if isinstance(value, list) else items[0]
+    if not all(is_bearable(one(item), hint) for item in items) or not is_bearable(result, hint):
+        raise ValueError(f"{who} needs {getattr(hint, '__name__', hint) if isinstance(hint, type) else hint}.")
+    if isinstance(result, int | float) and not isinstance(result, bool):
+        most = math.inf if isinstance(result, float) else MOST.get(key, 2**31)
+        if not (0 < result < most or (result == 0 and key in MAY_BE_ZERO)):
+            least = "0 or more" if key in MAY_BE_ZERO else "more than 0"
+            raise ValueError(f"{who} needs {least}{'' if most == math.inf else f', and less than {most}'}.")
+    return result
 
 
 def standard_form(family: ModuleType, hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,25 +206,52 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
     )
 
 
-def rope_scaling(hub: Mapping[str, Any], where: str) -> rope.RopeScaling | None:
-    """The scaling that `rope_scaling` or `rope_parameters` of a config.json describes; None for the plain rope."""
-    hub = dict(hub)
-    kind = hub.pop("rope_type", None) or hub.pop("type", None)
-    hub.pop("type", None)  # older files say both
-    if kind == "default" and not hub:
-        return None
+def read_rope(family: ModuleType, hub: dict[str, Any], where: str) -> None:
+    """Turns what `hub` says of rotary positions, in either form, into `rope_theta` and `rope_scaling`, in place.
+
+    As in transformers 5, the older `rope_scaling` goes before `rope_parameters`, a theta in it before the one beside
+    it, and an original context beside it before the one in it. Said nowhere, that is `max_position_embeddings`.
+
+    Raises:
+        ValueError: naming what is missing, unknown, of the wrong type or not implemented.
+    """
+    older, newer = hub.pop("rope_scaling", None), hub.pop("rope_parameters", None)
+    beside = {key: hub.pop(key, None) for key in ("partial_rotary_factor", "original_max_position_embeddings")}
+    stated = {key: value for key, value in (older or newer or {}).items() if value is not None or key == "truncate"}
+    for part in (beside["partial_rotary_factor"], stated.pop("partial_rotary_factor", None)):
+        if part not in (None, 1):
+            raise ValueError(
+                f"{where} says partial_rotary_factor={part!r}, but {family.__name__} turns whole heads, and so does "
+                "transformers, whatever the file says. If the weights were trained like that, remove it from the file."
+            )
+    if "rope_theta" in stated:
+        hub["rope_theta"] = stated.pop("rope_theta")
+    kind, older_name = stated.pop("rope_type", None), stated.pop("type", None)
+    kind = kind or older_name or "default"
+    if not stated and kind == "default":
+        if older or newer is not None:  # not said is the family's own
+            hub["rope_scaling"] = None
+        return
     kinds = {scaling.rope_type: scaling for scaling in typing.get_args(rope.RopeScaling)}
-    if kind not in kinds:
+    if (scaling := kinds.get(str(kind))) is None:
         raise ValueError(f"{where} asks for the rope scaling {kind!r}; implemented are {', '.join(kinds)}.")
-    fields = {f.name: f for f in dataclasses.fields(kinds[kind])}
-    if unknown := hub.keys() - fields.keys():
+    hints = {name: hint for name, hint in typing.get_type_hints(scaling).items() if name != "rope_type"}
+    if unknown := stated.keys() - (hints.keys() - {"max_position_embeddings"}):
         raise ValueError(f"{where}: the rope scaling {kind!r} has no {', '.join(map(repr, sorted(unknown)))}.")
-    if missing := [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in hub]:
+    get = lambda key, value: typed(key, value, hints.get(key, int), f"{where} says {key}={value!r}; {kind} rope")
+    defaults = {f.name: f.default for f in dataclasses.fields(family.Config) if f.default is not dataclasses.MISSING}
+    positions, original = "max_position_embeddings", "original_max_position_embeddings"
+    stated[positions] = get(positions, hub.get(positions, defaults.get(positions)))
+    stated[original] = stated.get(original, stated[positions]) if beside[original] is None else beside[original]
+    if kind in ("yarn", "longrope"):
+        stated.setdefault("factor", stated[positions] / get(original, stated[original]))
+    required = {f.name for f in dataclasses.fields(scaling) if f.default is dataclasses.MISSING}
+    if missing := sorted(required - stated.keys()):
         raise ValueError(f"{where}: the rope scaling {kind!r} lacks {', '.join(map(repr, missing))}.")
-    cast = lambda name, value: (
-        float(value) if float in (fields[name].type, *typing.get_args(fields[name].type)) else value
-    )
-    return kinds[kind](**{name: value if value is None else cast(name, value) for name, value in hub.items()})
+    try:
+        hub["rope_scaling"] = scaling(**{key: get(key, value) for key, value in stated.items() if key in hints})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def write(config: Any, family: ModuleType, dtype: np.dtype) -> dict[str, Any]:
@@ -167,7 +259,7 @@ def write(config: Any, family: ModuleType, dtype: np.dtype) -> dict[str, Any]:
     carried, implied = {}, {key: alternatives(value)[0] for key, value in family.IMPLIED.items()}
     if config.source and (path := config.source / "config.json").is_file():
         stated = standard_form(family, json.loads(path.read_text()))
-        carried = {key: value for key, value in stated.items() if key in NOT_THE_MODEL}
+        carried = {key: value for key, value in stated.items() if says_nothing(key)}
         # Only what `read` takes: the source may be another family's, where that has the tokenizer.
         implied |= {k: v for k, v in stated.items() if v in alternatives(family.IMPLIED.get(k, OneOf()))}
     carried.pop("torch_dtype", None)
@@ -175,4 +267,5 @@ def write(config: Any, family: ModuleType, dtype: np.dtype) -> dict[str, Any]:
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
     if scaling := fields.get("rope_scaling"):
         fields["rope_scaling"] = {"rope_type": scaling.rope_type} | dataclasses.asdict(scaling)
-    return dict(sorted((implied | fields | carried | {name: dtype.name}).items()))
+        fields["rope_scaling"].pop("max_position_embeddings", None)  # said beside it
+    return dict(sorted((carried | implied | fields | {name: dtype.name}).items()))

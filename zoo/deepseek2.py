@@ -20,7 +20,7 @@ import kernels
 from kernels.sums import spread
 from zoo import moe
 from zoo.cache import LatentKV
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.rope import InterleavedRotary, YarnScaling
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -318,13 +318,11 @@ REDUNDANT: dict[str, str | None] = {}
 IMPLIED = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
-    "hidden_act": "silu",
+    "hidden_act": OneOf(["silu", "swish"]),
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "mlp_bias": False,
     "moe_layer_freq": 1,
     "norm_topk_prob": False,
-    "pretraining_tp": 1,
     "scoring_func": "softmax",
     "tie_word_embeddings": False,
 }

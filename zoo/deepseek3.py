@@ -342,8 +342,13 @@ def rebalance(model: Model, reports: Any, rate: float) -> Model:
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Without two sizes that transformers 5 writes, but does not read: they follow from others."""
-    return {key: value for key, value in hub.items() if key not in ("head_dim", "qk_head_dim")}
+    """Without two sizes that transformers 5 writes, but does not read; and with what it takes null for."""
+    null = dict(norm_topk_prob=False, rope_interleave=False)
+    return {
+        key: null[key] if key in null and value is None else value
+        for key, value in hub.items()
+        if key not in ("head_dim", "qk_head_dim")
+    }
 
 
 # Module path -> spec of its matrix, (out, in) or (experts, out, in). The first match wins; no axis of a stack is split.
@@ -386,11 +391,9 @@ REDUNDANT = {
 IMPLIED = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": OneOf(["deepseek_v3", "kimi_k2"]),
-    "hidden_act": "silu",
+    "hidden_act": OneOf(["silu", "swish"]),
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "moe_layer_freq": 1,
-    "pretraining_tp": 1,
     "rope_interleave": True,
     "scoring_func": "sigmoid",
     "tie_word_embeddings": False,

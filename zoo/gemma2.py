@@ -30,7 +30,7 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
+    num_key_value_heads: int = 4
     head_dim: int = 256
     query_pre_attn_scalar: int = 256
     max_position_embeddings: int = 8192
@@ -41,6 +41,8 @@ class Config(AbstractConfig):
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
 
     def __post_init__(self):
         layers = range(self.num_hidden_layers)
@@ -101,10 +103,10 @@ class Attention(eqx.Module):
         self.softcap = c.attn_logit_softcapping
         self.window = c.window(layer)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = Linear(c.hidden_size, queries, key=q)
-        self.k_proj = Linear(c.hidden_size, keys, key=k)
-        self.v_proj = Linear(c.hidden_size, keys, key=v)
-        self.o_proj = Linear(queries, c.hidden_size, key=o)
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
 
     def __call__(
         self,
@@ -178,18 +180,20 @@ class Block(AbstractBlock):
 
 
 class Model(AbstractModel):
-    embed_tokens: Embedding  # the output head too
+    embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         """Random weights, in float32."""
-        c, (embed, layers) = config, jax.random.split(key)
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
     def hidden(
         self,
@@ -212,7 +216,8 @@ class Model(AbstractModel):
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        logits, cap = self.embed_tokens.attend(x), self.config.final_logit_softcapping
+        logits = self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+        cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
@@ -234,6 +239,7 @@ class Model(AbstractModel):
 # Module path -> spec of its matrix: (out, in) of a Linear. The first match wins; the axis of a stack is never split.
 PARTITION_RULES = {
     "embed_tokens": P("tensor", "fsdp"),
+    "lm_head": P("tensor", "fsdp"),
     "layers.*.[qkv]_proj": P("tensor", "fsdp"),
     "layers.*.o_proj": P("fsdp", "tensor"),
     "layers.*.gate_proj": P("tensor", "fsdp"),
@@ -243,7 +249,7 @@ PARTITION_RULES = {
 }
 
 # Parameter path -> tensor name; `{}` is what `*` stands for. Fields are named as in the checkpoint.
-CHECKPOINT_NAMES = {"*": "model.{}"}
+CHECKPOINT_NAMES = {"lm_head.*": "lm_head.{}", "*": "model.{}"}
 
 # Tensors that checkpoints may hold and the model does not need: with the name of the tensor it repeats, if any.
 REDUNDANT = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -254,8 +260,5 @@ IMPLIED = {
     "model_type": "gemma2",
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": True,
     "use_bidirectional_attention": OneOf([False, None]),
 }

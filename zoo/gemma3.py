@@ -40,6 +40,8 @@ class Config(AbstractConfig):
     rope_scaling: RopeScaling | None = None
     rope_local_base_freq: float = 10_000.0  # of sliding attention
     rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
 
     def __post_init__(self):
         layers = range(self.num_hidden_layers)
@@ -108,10 +110,10 @@ class Attention(eqx.Module):
         self.scale = c.query_pre_attn_scalar**-0.5
         self.window = c.window(layer)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = Linear(c.hidden_size, queries, key=q)
-        self.k_proj = Linear(c.hidden_size, keys, key=k)
-        self.v_proj = Linear(c.hidden_size, keys, key=v)
-        self.o_proj = Linear(queries, c.hidden_size, key=o)
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
@@ -187,18 +189,20 @@ class Block(AbstractBlock):
 
 
 class Model(AbstractModel):
-    embed_tokens: Embedding  # the output head too
+    embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         """Random weights, in float32."""
-        c, (embed, layers) = config, jax.random.split(key)
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
     def hidden(
         self,
@@ -221,7 +225,7 @@ class Model(AbstractModel):
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        return self.embed_tokens.attend(x)
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
         """Logits of the token that follows each."""
@@ -242,6 +246,7 @@ class Model(AbstractModel):
 # Module path -> spec of its matrix: (out, in) of a Linear. The first match wins; the axis of a stack is never split.
 PARTITION_RULES = {
     "embed_tokens": P("tensor", "fsdp"),
+    "lm_head": P("tensor", "fsdp"),
     "layers.*.[qkv]_proj": P("tensor", "fsdp"),
     "layers.*.o_proj": P("fsdp", "tensor"),
     "layers.*.gate_proj": P("tensor", "fsdp"),
@@ -251,7 +256,7 @@ PARTITION_RULES = {
 }
 
 # Parameter path -> tensor name; `{}` is what `*` stands for. Fields are named as in the checkpoint.
-CHECKPOINT_NAMES = {"*": "model.{}"}
+CHECKPOINT_NAMES = {"lm_head.*": "lm_head.{}", "*": "model.{}"}
 
 # Other beginnings of tensor names, in checkpoints with a vision tower: the first release's, and transformers 4.52's.
 ALIASES = {
@@ -276,9 +281,6 @@ IMPLIED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": True,
     "use_bidirectional_attention": False,
 }
 
@@ -295,7 +297,11 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if the rope of sliding attention is scaled, or one is missing.
     """
-    hub = text_config(hub, BESIDE) if "text_config" in hub else dict(hub)
+    tied = hub.get("tie_word_embeddings", True)  # of a multimodal model, what is said beside its text_config
+    hub = text_config(hub, BESIDE) | dict(tie_word_embeddings=tied) if "text_config" in hub else dict(hub)
+    scaling = hub.get("rope_scaling") or {}
+    if "rope_type" not in scaling and "type" in scaling:
+        raise ValueError(f"rope_scaling={scaling!r} has no rope_type; of Gemma 3 transformers does not read type.")
     if (every := hub.pop("sliding_window_pattern", None)) and not hub.get("layer_types"):
         layers = range(1, hub.get("num_hidden_layers", 0) + 1)
         hub["layer_types"] = ["sliding_attention" if n % every else "full_attention" for n in layers]

@@ -21,7 +21,7 @@ import kernels
 from kernels.sums import spread
 from zoo import moe
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear
 from zoo.rope import Rotary, YarnScaling
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -38,9 +38,9 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    num_local_experts: int
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131_072
+    num_local_experts: int = 128
     num_experts_per_tok: int = 4
     head_dim: int = 64
     rope_theta: float = 150_000.0
@@ -301,9 +301,8 @@ REDUNDANT: dict[str, str | None] = {}
 IMPLIED = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
-    "hidden_act": "silu",
+    "hidden_act": OneOf(["silu", "swish"]),
     "attention_bias": True,
-    "attention_dropout": 0.0,
 }
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from zoo.cache import KV
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.rope import Llama3Scaling, RopeScaling, Rotary
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -29,33 +29,34 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
+    num_key_value_heads: int = 0  # 0, or null in the file: num_attention_heads
+    max_position_embeddings: int = 2048
     head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
 
     def __post_init__(self):
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
+        object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or self.num_attention_heads)
 
 
 # fmt: off
-LLAMA3: dict[str, Any] = dict(rope_theta=500_000.0)
+LLAMA2: dict[str, Any] = dict(rms_norm_eps=1e-5)
+LLAMA3: dict[str, Any] = LLAMA2 | dict(rope_theta=500_000.0)
 LLAMA3_1: dict[str, Any] = LLAMA3 | dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
 LLAMA3_2: dict[str, Any] = LLAMA3_1 | dict(rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_word_embeddings=True)
 #                                     vocab  hidden    mlp  layers  heads  kv  positions
 CONFIGS = {
-    "llama2-7b":               Config( 32000,   4096, 11008,     32,    32, 32,   4096),
-    "llama2-7b-chat":          Config( 32000,   4096, 11008,     32,    32, 32,   4096),
-    "llama2-13b":              Config( 32000,   5120, 13824,     40,    40, 40,   4096),
-    "llama2-13b-chat":         Config( 32000,   5120, 13824,     40,    40, 40,   4096),
-    "llama2-70b":              Config( 32000,   8192, 28672,     80,    64,  8,   4096),
-    "llama2-70b-chat":         Config( 32000,   8192, 28672,     80,    64,  8,   4096),
+    "llama2-7b":               Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2),
+    "llama2-7b-chat":          Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2),
+    "llama2-13b":              Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2),
+    "llama2-13b-chat":         Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2),
+    "llama2-70b":              Config( 32000,   8192, 28672,     80,    64,  8,   4096, **LLAMA2),
+    "llama2-70b-chat":         Config( 32000,   8192, 28672,     80,    64,  8,   4096, **LLAMA2),
     "llama3-8b":               Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
     "llama3-8b-instruct":      Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
     "llama3-70b":              Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
@@ -234,7 +235,6 @@ REDUNDANT = {"model.layers.*.self_attn.rotary_emb.inv_freq": None, "lm_head.weig
 IMPLIED = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "pretraining_tp": 1,
+    "rope_interleaved": False,
+    "hidden_act": OneOf(["silu", "swish"]),
 }

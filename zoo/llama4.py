@@ -21,7 +21,7 @@ import kernels
 from kernels.sums import pick, scaled
 from zoo import moe
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig, text_config
+from zoo.config import AbstractConfig, OneOf, text_config
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.rope import InterleavedRotary, Llama3Scaling, RopeScaling
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -63,7 +63,7 @@ class Config(AbstractConfig):
             object.__setattr__(self, "moe_layers", moe_layers)
         rotary = self.no_rope_layers or tuple(int(n % self.no_rope_layer_interval > 0) for n in layers)
         object.__setattr__(self, "no_rope_layers", rotary)
-        object.__setattr__(self, "layer_types", self.layer_types or tuple(kinds[rotates] for rotates in rotary))
+        object.__setattr__(self, "layer_types", self.layer_types or tuple(kinds[bool(rotates)] for rotates in rotary))
         if min(len(self.no_rope_layers), len(self.layer_types)) < len(layers):
             raise ValueError(f"no_rope_layers or layer_types has fewer entries than the {len(layers)} layers.")
         if unknown := set(self.layer_types) - set(kinds):
@@ -358,8 +358,7 @@ REDUNDANT = {"lm_head.weight": "model.embed_tokens.weight", "vision_model.*": No
 IMPLIED = {
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
+    "hidden_act": OneOf(["silu", "swish"]),
     "for_llm_compressor": False,
 }
 

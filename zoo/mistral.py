@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.rope import RopeScaling, Rotary
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -28,8 +28,8 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131_072
     head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
     sliding_window: int | None = 4096
     rope_theta: float = 10_000.0
@@ -222,6 +222,5 @@ REDUNDANT = {"lm_head.weight": "model.embed_tokens.weight"}
 IMPLIED = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
+    "hidden_act": OneOf(["silu", "swish"]),
 }

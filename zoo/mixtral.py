@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from zoo import moe
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.rope import RopeScaling, Rotary
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -31,8 +31,8 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131_072
     head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
@@ -265,6 +265,5 @@ REDUNDANT: dict[str, str | None] = {}
 IMPLIED = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
+    "hidden_act": OneOf(["silu", "swish"]),
 }

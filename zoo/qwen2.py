@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.rope import RopeScaling, Rotary
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -29,8 +29,8 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
+    num_key_value_heads: int = 32
+    max_position_embeddings: int = 32_768
     max_window_layers: int = 28
     head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
@@ -237,7 +237,6 @@ REDUNDANT = {"lm_head.weight": "model.embed_tokens.weight"}
 IMPLIED = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
+    "hidden_act": OneOf(["silu", "swish"]),
     "use_mrope": False,
 }

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.rope import RopeScaling, Rotary
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -30,14 +30,15 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    max_window_layers: int
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    max_position_embeddings: int = 32_768
+    max_window_layers: int = 28
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
+    attention_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096  # without effect, and then None, unless use_sliding_window
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): as max_window_layers says
@@ -97,10 +98,10 @@ class Attention(eqx.Module):
         self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
         self.window = c.window(layer)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = Linear(c.hidden_size, queries, key=q)
-        self.k_proj = Linear(c.hidden_size, keys, key=k)
-        self.v_proj = Linear(c.hidden_size, keys, key=v)
-        self.o_proj = Linear(queries, c.hidden_size, key=o)
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
@@ -247,7 +248,5 @@ REDUNDANT = {"lm_head.weight": "model.embed_tokens.weight"}
 IMPLIED = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
+    "hidden_act": OneOf(["silu", "swish"]),
 }

@@ -2,7 +2,7 @@
 
 A router sends each token to 8 of 128 or 160 narrow experts. Their weights are the softmax over all the router's logits,
 rescaled with `norm_topk_prob` so that the eight sum to one. The configuration allows for dense layers among the others,
-and for a sliding window from layer `max_window_layers` on; no released model uses either.
+and for a sliding window in every layer; no released model uses either.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from zoo import moe
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig
+from zoo.config import AbstractConfig, OneOf
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.rope import RopeScaling, Rotary
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -33,10 +33,10 @@ class Config(AbstractConfig):
     moe_intermediate_size: int  # of each expert
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 32_768
     rope_theta: float = 10_000.0
-    max_window_layers: int = 0
+    max_window_layers: int = 0  # has no say: every layer slides, as in transformers
     head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
     num_experts: int = 128
     num_experts_per_tok: int = 8
@@ -46,16 +46,17 @@ class Config(AbstractConfig):
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
+    attention_bias: bool = False
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096
+    sliding_window: int | None = 4096  # without effect, and then None, unless use_sliding_window
 
     def __post_init__(self):
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
+        object.__setattr__(self, "sliding_window", self.sliding_window if self.use_sliding_window else None)
 
     def window(self, layer: int) -> int | None:
         """How many positions, its own included, a token of this layer sees; None: all before it."""
-        return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
+        return self.sliding_window
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""
@@ -97,10 +98,10 @@ class Attention(eqx.Module):
         self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
         self.window = c.window(layer)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = Linear(c.hidden_size, queries, key=q)
-        self.k_proj = Linear(c.hidden_size, keys, key=k)
-        self.v_proj = Linear(c.hidden_size, keys, key=v)
-        self.o_proj = Linear(queries, c.hidden_size, key=o)
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
@@ -314,9 +315,7 @@ REDUNDANT: dict[str, str | None] = {}
 IMPLIED = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
+    "hidden_act": OneOf(["silu", "swish"]),
     "qkv_bias": False,
     "use_qk_norm": True,
     "shared_expert_intermediate_size": 0,

@@ -34,6 +34,12 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
+    def __post_init__(self):
+        if self.low_freq_factor > self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} is above high_freq_factor {self.high_freq_factor}."
+            )
+
     def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
         if self.low_freq_factor == self.high_freq_factor:  # Llama 4 Scout: a step, no ramp
@@ -87,7 +93,57 @@ class YarnScaling:
         return grow(1.0)
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclasses.dataclass(frozen=True)
+class DynamicScaling:
+    """NTK-aware scaling: in a sequence longer than `max_position_embeddings`, theta grows with its length.
+
+    As in transformers, the length is that of all tokens that are there when a token is computed: a cached key keeps the
+    angle that it was cached with, so decoding differs a little from one pass over the whole.
+    """
+
+    rope_type: ClassVar[str] = "dynamic"
+    factor: float
+    max_position_embeddings: int
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
+        return frequencies, 1.0
+
+    def stretched(self, frequencies: np.ndarray, length: Int[Array, ""]) -> Float[Array, " half"]:
+        """The frequencies in a sequence of this length."""
+        half, beyond = len(frequencies), jnp.maximum(length / self.max_position_embeddings, 1) - 1
+        powers = jnp.arange(half) / max(half - 1, 1)  # the last frequency is divided by all of theta's growth
+        return (1 + self.factor * beyond) ** -powers * frequencies
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753): each frequency is divided by a factor of its own, and cos and sin grow by one.
+
+    `long_factor` has those for sequences longer than `original_max_position_embeddings`, `short_factor` for others. As
+    in transformers, a cached key keeps the angle that it was cached with.
+    """
+
+    rope_type: ClassVar[str] = "longrope"
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
+        if {len(self.short_factor), len(self.long_factor)} != {len(frequencies)}:
+            raise ValueError(f"short_factor and long_factor need {len(frequencies)} numbers each, half the head size.")
+        grown = math.sqrt(1 + math.log(max(self.factor, 1)) / math.log(self.original_max_position_embeddings))
+        magnitude = grown if self.attention_factor is None else self.attention_factor
+        return frequencies / np.array(self.short_factor), magnitude
+
+    def stretched(self, frequencies: np.ndarray, length: Int[Array, ""]) -> Float[Array, " half"]:
+        """The frequencies in a sequence of this length."""
+        longer = frequencies * np.divide(self.short_factor, self.long_factor, dtype=np.float32)
+        return jnp.where(length > self.original_max_position_embeddings, longer, frequencies)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +158,24 @@ class Rotary:
     theta: float
     scaling: RopeScaling | None = None
 
+    def __post_init__(self):
+        """Raises ValueError if these are no angles to turn by."""
+        try:
+            with np.errstate(divide="raise", over="raise", invalid="raise"):
+                frequencies, magnitude = self.frequencies()
+            usable = self.dim % 2 == 0 and np.all((frequencies > 0) & np.isfinite(frequencies)) and magnitude >= 0
+        except ArithmeticError:
+            usable = False
+        if not usable:
+            raise ValueError(
+                f"rope_theta={self.theta!r} and rope_scaling={self.scaling} give no angles for heads of {self.dim}."
+            )
+
     def frequencies(self) -> tuple[np.ndarray, float]:
-        """Radians a position, float32 of shape `[dim / 2]`, and the factor on cos and sin."""
+        """Radians a position, float32 of shape `[dim / 2]`, and the factor on cos and sin.
+
+        Where they depend on the length of the sequence, those of a short one.
+        """
         frequencies = self.theta ** -(np.arange(self.dim // 2) / (self.dim // 2))
         frequencies, magnitude = self.scaling(frequencies, self.theta) if self.scaling else (frequencies, 1.0)
         return frequencies.astype(np.float32), magnitude
@@ -113,6 +185,8 @@ class Rotary:
     ) -> tuple[Float[Array, "batch seq 1 half"], Float[Array, "batch seq 1 half"]]:
         """cos and sin of every angle, in float32."""
         frequencies, magnitude = self.frequencies()
+        if isinstance(self.scaling, DynamicScaling | LongRopeScaling):
+            frequencies = self.scaling.stretched(frequencies, jnp.max(positions) + 1)
         angle = jnp.einsum("bs,h->bsh", positions.astype(jnp.float32), frequencies)[:, :, None]
         return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
 

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
@@ -105,10 +106,20 @@ class Stack(eqx.Module):
     @staticmethod
     def plan(kinds: Sequence[Any]) -> tuple[int, int, int]:
         """The first periodic layer, the period, and the end of the periodic part that compile the fewest blocks."""
-        n = len(kinds)
-        plans = [(h, p, n - (n - h) % p) for h in range(n) for p in range(1, n - h + 1)]
-        repeats = lambda h, p, end: all(kinds[i] == kinds[i + p] for i in range(h, end - p))
-        return min((plan for plan in plans if repeats(*plan)), key=lambda plan: plan[0] + plan[1] + n - plan[2])
+        n, numbers = len(kinds), {}
+        kind = np.array([numbers.setdefault(k, len(numbers)) for k in kinds])
+        best, period = (n, n, 0, n), 0  # how many blocks, then the first layer, the period, the end
+        while (period := period + 1) <= best[0]:  # so the time grows with n times the number of blocks
+            ends = np.arange(n, max(n - period, period - 1), -1)  # the tail is shorter than a period
+            breaks = np.append(-1, np.flatnonzero(kind[:-period] != kind[period:]))
+            after = (
+                breaks[np.searchsorted(breaks, ends - period) - 1] + 1
+            )  # where the last break before each end is over
+            starts = after + (ends - after) % period
+            blocks = starts + period + n - ends
+            i = np.lexsort((starts, blocks))[0]
+            best = min(best, (int(blocks[i]), int(starts[i]), period, int(ends[i])))
+        return best[1:]
 
     @property
     def repeats(self) -> int:

@@ -115,7 +115,7 @@ def config_table(folder: pathlib.Path, family: Any) -> rich.table.Table:
     table = new_table("config.json", "key", "value", "is")
     fields = {field.name for field in dataclasses.fields(family.Config)}
     for key, value in standard_form(family, json.loads((folder / "config.json").read_text())).items():
-        if key in fields or key == "rope_parameters":
+        if key in fields or key in ("rope_parameters", "original_max_position_embeddings", "partial_rotary_factor"):
             kind = "read"
         elif key in family.IMPLIED:
             kind = "the only value that is implemented"

@@ -78,16 +78,35 @@ def test_stale_rotary_buffers_are_known(tmp_path):
     "change, words",
     [
         (dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping", "does not know"]),
-        (dict(attention_bias=True), ["attention_bias=True", "only False"]),
-        (dict(hidden_act="gelu"), ["hidden_act='gelu'", "only 'silu'"]),
+        (dict(hidden_act="gelu"), ["hidden_act='gelu'", "only 'silu' and 'swish'"]),
+        (dict(num_key_value_heads=3), ["num_attention_heads=4", "no multiple", "num_key_value_heads=3"]),
+        (dict(num_hidden_layers=10**9), ["num_hidden_layers=1000000000", "less than 100000"]),
+        (dict(num_hidden_layers=0), ["num_hidden_layers=0", "more than 0"]),
+        (dict(rms_norm_eps=-1e-6), ["rms_norm_eps=-1e-06", "0 or more"]),
+        (dict(rope_theta=0), ["rope_theta=0", "more than 0"]),
+        (dict(head_dim=15), ["rope_theta=10000.0", "heads of 15"]),
+        (dict(text_config="x"), ["text_config='x'", "object"]),
+        (dict(rope_scaling="yarn"), ["rope_scaling='yarn'", "object"]),
+        (dict(rope_parameters=[1]), ["rope_parameters=[1]", "object"]),
+        (dict(rope_scaling=dict(rope_type="linear", factor=0)), ["factor=0", "more than 0"]),
+        (dict(rope_scaling=dict(rope_type="linear", factor=None)), ["'linear' lacks 'factor'"]),
+        (dict(rope_scaling=dict(rope_type="linear", factor="2")), ["factor='2'", "float"]),
+        (dict(rope_scaling=dict(rope_type=["linear"], factor=2)), ["rope scaling ['linear']"]),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0), rope_theta=1.0), ["rope_theta=1.0", "no angles"]),
+        (dict(partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "whole heads"]),
         (dict(hidden_size="32"), ["hidden_size='32'", "int"]),
         (dict(layer_types=["full_attention"] * 2 + ["linear_attention"]), ["layer_types=", "'linear_attention'"]),
         (dict(layer_types=["full_attention"] * 2), ["layer_types has 2 entries", "3"]),
-        (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ["'longrope'", "llama3, yarn"]),
-        (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), ["'yarn' lacks 'original_max_position_embeddings'"]),
+        (dict(rope_scaling=dict(rope_type="su", factor=2.0)), ["'su'", "llama3, yarn, dynamic, longrope"]),
+        (dict(rope_scaling=dict(rope_type="longrope", long_factor=[1.0])), ["'longrope' lacks 'short_factor'"]),
+        (
+            dict(rope_scaling=dict(rope_type="longrope", long_factor=[1.0], short_factor=[2.0])),
+            ["short_factor and long_factor need 8 numbers"],
+        ),
         (dict(rope_scaling=dict(rope_type="linear", factor=2.0, twist=1)), ["'linear' has no 'twist'"]),
         (dict(model_type="rwkv"), ["model_type 'rwkv'", "implemented are llama, llama4"]),
         (dict(num_hidden_layers=4), ["lacks 11 tensors", "model.layers.3."]),
+        (dict(num_hidden_layers=10_000), ["10000 layers", "35 tensors"]),
         (dict(num_hidden_layers=2), ["has 11 tensors", "no place"]),
         (dict(quantization_config=dict(quant_method="fp8")), ["quantization_config"]),
     ],
@@ -99,9 +118,9 @@ def test_config(tmp_path, change, words):
 
 def test_config_lacks_a_key(folder):
     config = json.loads((folder / "config.json").read_text())
-    del config["num_key_value_heads"]
+    del config["hidden_size"]
     (folder / "config.json").write_text(json.dumps(config))
-    refused(folder, "config.json", "lacks 'num_key_value_heads'")
+    refused(folder, "config.json", "lacks 'hidden_size'")
 
 
 def test_config_is_broken(folder):

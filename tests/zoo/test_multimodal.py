@@ -30,12 +30,15 @@ STRAY = ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_project
 def wrap(folder, name, beginnings, **outer):
     """The text checkpoint `name` as part of a multimodal one."""
     text, head, other = BEGINNINGS[beginnings]
-    tensors = {text + key.removeprefix("model."): value for key, value in tiny.tensors(name).items()}
-    tensors[f"{head}weight"] = tiny.tensors(name)["model.embed_tokens.weight"]
+    plain = tiny.tensors(name)
+    tensors = {head + "weight": plain.pop("lm_head.weight", plain["model.embed_tokens.weight"])}
+    tensors |= {text + key.removeprefix("model."): value for key, value in plain.items()}
     tensors |= {other + key: np.ones(8, np.float16) for key in STRAY}
     folder.mkdir()
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    inner = {k: v for k, v in tiny.CONFIGS[name].items() if k not in ("architectures", "torch_dtype", "eos_token_id")}
+    beside = ("architectures", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+    inner = {k: v for k, v in tiny.CONFIGS[name].items() if k not in beside}
+    outer = dict(tie_word_embeddings=tiny.CONFIGS[name].get("tie_word_embeddings", True)) | outer
     (folder / "config.json").write_text(json.dumps(OUTER | dict(text_config=inner) | outer))
     return folder
 

@@ -29,15 +29,17 @@ TOKENS = np.random.RandomState(0).randint(0, 64, (2, 40))
 
 
 def attention(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer's attention as Llama has it: name -> shape."""
+    """Tensors of a layer's attention as Llama has it, with biases where the config says so: name -> shape."""
     d, head = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {
+    heads = config["num_attention_heads"]
+    q, kv = heads * head, (config.get("num_key_value_heads") or heads) * head
+    matrices = {
         f"{layer}.self_attn.q_proj.weight": (q, d),
         f"{layer}.self_attn.k_proj.weight": (kv, d),
         f"{layer}.self_attn.v_proj.weight": (kv, d),
         f"{layer}.self_attn.o_proj.weight": (d, q),
     }
+    return matrices | (biases(matrices) if config.get("attention_bias") else {})
 
 
 def mlp(path: str, width: int, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-new": {k: v for k, v in GEMMA.items() if k not in ("hidden_activation", "rope_theta", "rope_scaling")}
     | dict(
         rope_parameters=dict(rope_type="linear", rope_theta=5000.0, factor=2.0), rms_norm_eps=0.01,
-        hidden_act="gelu_pytorch_tanh", num_key_value_heads=4, tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh", num_key_value_heads=4, tie_word_embeddings=False, attention_bias=True,
         use_bidirectional_attention=None,
     ),
 }  # fmt: skip
@@ -31,6 +31,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (config["vocab_size"], d),
         "model.norm.weight": (d,),
     }
+    if not config.get("tie_word_embeddings", True):
+        out["lm_head.weight"] = out["model.embed_tokens.weight"]
     for n in range(config["num_hidden_layers"]):
         layer = f"model.layers.{n}"
         out |= attention(config, layer) | mlp(f"{layer}.mlp", config["intermediate_size"], d)

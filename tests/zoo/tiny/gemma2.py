@@ -21,6 +21,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_parameters=dict(rope_type="default", rope_theta=5000.0), use_bidirectional_attention=None,
         layer_types=[f"{kind}_attention" for kind in ("full", "full", "sliding", "full", "sliding")],
         attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=True, rms_norm_eps=0.01,
+        attention_bias=True,
     ),
 }  # fmt: skip
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -33,6 +34,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (config["vocab_size"], d),
         "model.norm.weight": (d,),
     }
+    if not config.get("tie_word_embeddings", True):
+        out["lm_head.weight"] = out["model.embed_tokens.weight"]
     for n in range(config["num_hidden_layers"]):
         layer = f"model.layers.{n}"
         out |= attention(config, layer) | mlp(f"{layer}.mlp", config["intermediate_size"], d)

@@ -25,8 +25,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             sliding_attention=dict(rope_type="default", rope_theta=100.0),
         ),
         layer_types=[f"{kind}_attention" for kind in ("full", "full", "sliding", "full", "sliding")],
-        num_hidden_layers=5, _sliding_window_pattern=6, tie_word_embeddings=True, rms_norm_eps=0.01,
-        use_bidirectional_attention=False,
+        num_hidden_layers=5, _sliding_window_pattern=6, tie_word_embeddings=False, rms_norm_eps=0.01,
+        use_bidirectional_attention=False, attention_bias=True,
     ),
 }  # fmt: skip
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -39,6 +39,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (config["vocab_size"], d),
         "model.norm.weight": (d,),
     }
+    if not config.get("tie_word_embeddings", True):
+        out["lm_head.weight"] = out["model.embed_tokens.weight"]
     for n in range(config["num_hidden_layers"]):
         layer = f"model.layers.{n}"
         out |= attention(config, layer) | mlp(f"{layer}.mlp", config["intermediate_size"], d)

@@ -37,8 +37,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         out["lm_head.weight"] = (v, d)
     for n in range(config["num_hidden_layers"]):
         layer = f"model.layers.{n}"
-        matrices = attention(config, layer) | {f"{layer}.mlp.router.weight": (experts, d)}
-        out |= matrices | biases(matrices)
+        router = {f"{layer}.mlp.router.weight": (experts, d)}
+        out |= attention(config, layer) | router | biases(router)
         out |= {f"{layer}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
         out[f"{layer}.self_attn.sinks"] = (config["num_attention_heads"],)
         out[f"{layer}.mlp.experts.gate_up_proj"] = (experts, d, 2 * width)

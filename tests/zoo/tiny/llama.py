@@ -6,18 +6,26 @@ from tests.zoo.tiny import COMMON, attention, biases, mlp
 
 
 LLAMA = COMMON | dict(model_type="llama", architectures=["LlamaForCausalLM"], rms_norm_eps=1e-5)
-ROPE = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
-)
+ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LONG = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0])
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_theta")} | dict(num_key_value_heads=4),
-    "llama-rope3": LLAMA | dict(rope_scaling=ROPE),
+    "llama-rope3": LLAMA | dict(rope_scaling=ROPE, max_position_embeddings=16),  # which is the original context, too
     "llama-rope3-new": {k: v for k, v in LLAMA.items() if k != "rope_theta"}
-    | dict(rope_parameters=ROPE | dict(rope_theta=10000.0)),
+    | dict(rope_parameters=ROPE | dict(rope_theta=10000.0, original_max_position_embeddings=16)),
     "llama-linear": LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)),
+    # With what SmolLM2, Unsloth, a training run and generation leave behind.
+    "llama-dynamic": LLAMA
+    | dict(
+        rope_scaling=dict(type="dynamic", factor=2.0), max_position_embeddings=16, num_key_value_heads=None,
+        hidden_act="swish", attention_dropout=0.1, is_llama_config=True, rope_interleaved=False, unsloth_fixed=True,
+        temperature=0.6, pretraining_tp=2, partial_rotary_factor=1.0, **{"transformers.js_config": {"dtype": "q4"}},
+    ),
+    "llama-longrope": {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps")}
+    | dict(rope_scaling=LONG, original_max_position_embeddings=16),
     "llama-tied-biases": LLAMA | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-}
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -29,10 +37,6 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for n in range(config["num_hidden_layers"]):
         layer = f"model.layers.{n}"
         out |= {f"{layer}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        parts = {
-            "attention_bias": attention(config, layer),
-            "mlp_bias": mlp(f"{layer}.mlp", config["intermediate_size"], d),
-        }
-        for bias, matrices in parts.items():
-            out |= matrices | (biases(matrices) if config.get(bias) else {})
+        matrices = mlp(f"{layer}.mlp", config["intermediate_size"], d)
+        out |= attention(config, layer) | matrices | (biases(matrices) if config.get("mlp_bias") else {})
     return out

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.zoo.tiny import COMMON, attention, biases, mlp
+from tests.zoo.tiny import COMMON, attention, mlp
 from tests.zoo.tiny import values as usual
 
 
@@ -45,8 +45,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         out["lm_head.weight"] = (v, d)
     for n in range(layers):
         layer = f"model.layers.{n}"
-        matrices = attention(config, layer)
-        out |= matrices | (biases(matrices) if config["attention_bias"] else {})
+        out |= attention(config, layer)
         out |= {f"{layer}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
         if n in moe_layers:
             experts = config["num_local_experts"]

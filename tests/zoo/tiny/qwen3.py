@@ -9,7 +9,7 @@ QWEN3 = COMMON | dict(
     model_type="qwen3", architectures=["Qwen3ForCausalLM"], rms_norm_eps=1e-6, attention_bias=False,
     max_window_layers=3, use_sliding_window=False, sliding_window=None,
 )  # fmt: skip
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", factor=4.0)
 
 
 def sliding(types: str) -> dict[str, Any]:
@@ -20,10 +20,11 @@ def sliding(types: str) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "qwen3-tied": QWEN3 | dict(tie_word_embeddings=True),
-    "qwen3-yarn": QWEN3 | dict(rope_scaling=YARN),
+    "qwen3-yarn": QWEN3 | dict(rope_scaling=YARN, max_position_embeddings=16),  # which is the original context, too
     "qwen3-window-tail": QWEN3 | sliding("ssfssfss"),
     "qwen3-window-head": QWEN3 | sliding("ffsfsfs"),
-    "qwen3-window-max": QWEN3 | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3-window-max": QWEN3
+    | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1, attention_bias=True),
 }
 
 

@@ -22,6 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | dict(
         num_local_experts=6, num_hidden_layers=7, decoder_sparse_step=2, mlp_only_layers=[1], tie_word_embeddings=True,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0), use_sliding_window=True, sliding_window=6,
+        max_window_layers=3, attention_bias=True,
     ),
 }  # fmt: skip
 

@@ -1,0 +1,127 @@
+"""What config.json means by keys that are absent, null, or say nothing of the model: what transformers makes of it."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+import zoo
+from tests.zoo import tiny
+from zoo import registry
+from zoo.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from zoo.stack import Stack
+
+
+def read(name, /, *without, **changes):
+    """The Config of a tiny checkpoint's config.json, without these keys and with these changes."""
+    hub = {key: value for key, value in tiny.CONFIGS[name].items() if key not in without} | changes
+    return zoo._config.read(registry.FAMILIES[hub["model_type"]], hub)
+
+
+def test_the_same_key_absent_and_null():
+    assert read("llama", "rms_norm_eps").rms_norm_eps == 1e-6
+    assert read("llama", "num_key_value_heads").num_key_value_heads == 4
+    assert (
+        read("qwen3", "num_key_value_heads", num_attention_heads=32).num_key_value_heads == 32
+    )  # transformers' default
+    assert read("qwen3", num_key_value_heads=None).num_key_value_heads == 4
+    assert read("qwen3", "head_dim", "max_window_layers").head_dim == 128
+    assert read("deepseek3", "norm_topk_prob").norm_topk_prob
+    assert not read("deepseek3", norm_topk_prob=None).norm_topk_prob
+    with pytest.raises(ValueError, match="rope_interleave=False"):
+        read("deepseek3", rope_interleave=None)
+
+
+def test_windows_of_qwen3_moe():
+    """transformers has no max_window_layers there: every layer slides."""
+    config = read("qwen3_moe", use_sliding_window=True, sliding_window=4, max_window_layers=2)
+    assert [config.window(n) for n in range(3)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "changes, scaling",
+    [
+        (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), YarnScaling(2.0, 64)),
+        (
+            dict(rope_scaling=dict(rope_type="yarn", factor=None, original_max_position_embeddings=16)),
+            YarnScaling(4.0, 16),
+        ),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=2), original_max_position_embeddings=8), YarnScaling(2.0, 8)),
+        (
+            dict(rope_scaling=dict(rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4)),
+            Llama3Scaling(8.0, 1.0, 4.0, 64),
+        ),
+        (dict(rope_scaling=dict(type="dynamic", factor=3)), DynamicScaling(3.0, 64)),
+        (
+            dict(
+                rope_scaling=dict(type="longrope", short_factor=[1] * 8, long_factor=[2] * 8),
+                original_max_position_embeddings=16,
+            ),
+            LongRopeScaling((1.0,) * 8, (2.0,) * 8, 4.0, 16),
+        ),
+        (dict(rope_parameters=dict(rope_theta=5.0)), None),
+        (dict(rope_parameters={}, rope_scaling={}), None),
+        (
+            dict(rope_scaling=dict(type="dynamic", factor=3), rope_parameters=dict(rope_type="linear", factor=2)),
+            DynamicScaling(3.0, 64),
+        ),
+    ],
+)
+def test_rope(changes, scaling):
+    config = read("llama-rope3", "rope_scaling", **dict(max_position_embeddings=64) | changes)
+    assert config.rope_scaling == scaling
+    assert (
+        read("llama-rope3", **zoo._config.write(config, zoo.llama, tiny.tensors("llama")["lm_head.weight"].dtype))
+        == config
+    )
+
+
+def test_what_is_left_behind_is_named_in_one_line(tmp_path, load, folders, caplog):
+    with caplog.at_level(logging.WARNING, "zoo"):
+        model = zoo.load(folders["llama-dynamic"])
+    (record,) = caplog.records
+    keys = "is_llama_config, temperature, transformers.js_config, unsloth_fixed"
+    assert (
+        record.getMessage()
+        == f"{folders['llama-dynamic'] / 'config.json'}: skipped, for they say nothing of the model: {keys}"
+    )
+    zoo.save(model, tmp_path)
+    saved, stated = json.loads((tmp_path / "config.json").read_text()), tiny.CONFIGS["llama-dynamic"]
+    stated = {k: v for k, v in stated.items() if k != "partial_rotary_factor"} | dict(num_key_value_heads=4)
+    stated |= dict(rope_scaling=dict(rope_type="dynamic", factor=2.0), attention_bias=False, mlp_bias=False)
+    assert saved == stated
+
+
+def test_a_plan_in_linear_time():
+    """Of 10,000 layers; the plans themselves are those of a search through all."""
+    assert Stack.plan(["full"] * 10_000) == (0, 1, 10_000)
+    assert Stack.plan([*"abcab"] * 2_000) == (0, 5, 10_000)
+
+    def every(kinds):
+        n = len(kinds)
+        plans = [(h, p, n - (n - h) % p) for h in range(n) for p in range(1, n - h + 1)]
+        repeats = lambda h, p, end: all(kinds[i] == kinds[i + p] for i in range(h, end - p))
+        return min((plan for plan in plans if repeats(*plan)), key=lambda plan: plan[0] + plan[1] + n - plan[2])
+
+    for text in ("a", "ab", "aab", "abcabcab", "xabababy", "abacabad", "aaabaaab", "xyzabcabcabcz", "abcdefgh"):
+        assert Stack.plan(text) == every(text)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("family", sorted(tiny.MODULES))
+def test_defaults_are_transformers(family):
+    """A config.json with what is required alone means the same as the one that transformers makes of it, in full."""
+    transformers = pytest.importorskip("transformers", reason="live parity needs transformers")
+    hub = next(iter(tiny.MODULES[family].CONFIGS.values()))
+    module = registry.FAMILIES[hub["model_type"]]
+    required = [f.name for f in dataclasses.fields(module.Config) if f.default is dataclasses.MISSING]
+    wide = dict(hidden_size=1024, num_attention_heads=128, num_key_value_heads=128)  # as many as defaults have
+    least = {key: wide.get(key, hub[key]) for key in required}
+    theirs = transformers.AutoConfig.for_model(hub["model_type"], **least)
+    full = json.loads(theirs.to_json_string(use_diff=False))
+    assert zoo._config.read(module, full) == zoo._config.read(module, least)
+    for key in full.keys() & {f.name for f in dataclasses.fields(module.Config)} - least.keys():
+        assert zoo._config.read(module, {k: v for k, v in full.items() if k != key}) == zoo._config.read(
+            module, least
+        ), key
