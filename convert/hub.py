@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
@@ -64,7 +65,7 @@ T = TypeVar("T")
 BUSY = (408, 429, 500, 502, 503, 504)
 PATIENCE = 60  # seconds after which a server has to have sent SLOWEST bytes for each
 SLOWEST = 10_000
-LARGEST = 2**25  # bytes of an answer of the API; the list of a repository's files takes 200 for each
+LARGEST = 2**25  # bytes of JSON, in a file or an answer; the list of a repository's files takes 200 for each
 
 
 class NotTheHub(HTTPError):
@@ -175,8 +176,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ValueError: it is malformed (naming the line), not an object, has a key twice, or holds NaN or an infinity.
+        ValueError: it is malformed (naming the line), not an object, has a key twice, holds NaN or an infinity, or is a
+            huge file or no regular one.
     """
+    if (size := regular(path)) > LARGEST:
+        raise ValueError(f"{path} has {size:,} bytes, where a few kB of JSON belong.")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(out := dict(pairs)) < len(pairs):
@@ -198,6 +202,19 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object belongs.")
     return value
+
+
+def regular(path: str | os.PathLike[str]) -> int:
+    """The size of a file, which may be opened: a pipe would wait for its other end, and a device need not end.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is no regular file.
+    """
+    state = os.stat(path)
+    if not stat.S_ISREG(state.st_mode):
+        raise ValueError(f"{path} is no regular file (a folder, pipe or device); put the file itself there.")
+    return state.st_size
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ import numpy as np
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from convert.hub import INDEX, WEIGHTS, headers, read_index
+from convert.hub import INDEX, WEIGHTS, headers, read_index, regular
 
 
 DTYPES = {
@@ -47,6 +47,8 @@ DTYPES = {
     "C64": np.dtype(np.complex64),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+HEADER = 2**24  # bytes of a file's header at most: 140,000 tensors, ten times what the largest published files have
 
 # A tensor still to be made: its shape, its dtype, and a function that makes it.
 Lazy = tuple[tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
@@ -227,6 +229,14 @@ def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *,
 
 def open_file(path: pathlib.Path) -> list[Tensor]:
     """The tensors of one file, in the order of their offsets."""
+    regular(path)
+    with path.open("rb") as start:
+        header = int.from_bytes(start.read(8), "little")
+    if header > HEADER:
+        raise ValueError(
+            f"{path} is not a whole safetensors file, or one of far too many tensors: it says that its header has "
+            f"{header:,} bytes; fetch it again, or export it in shards."
+        )
     try:
         with safe_open(path, "np") as checked:
             pieces = [(name, checked.get_slice(name)) for name in checked.offset_keys()]
@@ -235,9 +245,7 @@ def open_file(path: pathlib.Path) -> list[Tensor]:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or export it again.") from error
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error}.") from error
-    file = _File(path)
-    offset = 8 + int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
-    tensors = []
+    file, offset, tensors = _File(path), 8 + header, []
     for name, code, shape in layout:  # the library has made sure that they lie side by side and fill the file
         if code not in DTYPES:
             raise _unknown_dtype(name, path, code)

@@ -21,6 +21,7 @@ import tokenizers
 from jinja2 import ext, nodes, sandbox
 from tokenizers import decoders
 
+from convert.hub import regular
 from zoo import harmony, tiktoken
 
 
@@ -371,6 +372,7 @@ def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             if others
             else f"{folder} has no tokenizer.json. Copy the one of the model's repository there."
         )
+    regular(file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the bare class is what tokenizers raises
@@ -385,6 +387,7 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file."""
     if not file.exists():
         return {}
+    regular(file)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

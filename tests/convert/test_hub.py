@@ -421,6 +421,18 @@ def test_what_an_interrupted_download_left_is_checked(hub, monkeypatch, etag):
     assert open_tensors(ask(hub, "org/one"))["x"].view().tolist() == [0, 1, 2]
 
 
+def test_read_json_only_of_files(tmp_path):
+    """What would never end, or fill the memory, is not opened."""
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        with pytest.raises(ValueError, match=f"{path} is no regular file"):
+            read_json(path)
+    with pytest.raises(ValueError, match="huge has 1,099,511,627,776 bytes, where a few kB of JSON belong"):
+        read_json(tmp_path / "huge")
+
+
 def test_a_folder_is_itself(tmp_path, monkeypatch):
     assert folder(tmp_path) == tmp_path
     assert folder(str(tmp_path)) == tmp_path

@@ -350,8 +350,20 @@ BAD = {
     "header not JSON": (lambda folder: headed(folder, b"{oops"), f"{MODEL} is not a whole safetensors file"),
     "header not UTF-8": (lambda folder: headed(folder, b'{"\xff":1}'), f"{MODEL} is not a whole safetensors file"),
     "header beyond the file": (lambda folder: claimed(folder, 10**6), f"{MODEL} is not a whole safetensors file"),
-    "header over 100 MB": (lambda folder: claimed(folder, 10**8 + 1), f"{MODEL} is not a whole .*header too large"),
-    "header of 2**63 bytes": (lambda folder: claimed(folder, 2**63), f"{MODEL} is not a whole .*header too large"),
+    "header of a million tensors": (
+        lambda folder: claimed(folder, 10**8),
+        f"{MODEL} is not a whole .*far too many tensors",
+    ),
+    "header of 2**63 bytes": (
+        lambda folder: claimed(folder, 2**63),
+        f"{MODEL} is not a whole .*9,223,372,036,854,775,808",
+    ),
+    "a pipe": (lambda folder: os.mkfifo(folder / MODEL), f"{MODEL} is no regular file"),
+    "a device": (lambda folder: (folder / MODEL).symlink_to("/dev/zero"), f"{MODEL} is no regular file"),
+    "a pipe for an index": (
+        lambda folder: os.mkfifo(folder / "model.safetensors.index.json"),
+        f"{INDEX} is no regular file",
+    ),
     "overlap": (
         lambda folder: headed(folder, {"x": entry(), "y": entry(start=4, end=12)}, bytes(12)),
         f"{MODEL} is not a whole safetensors file .*y",
