@@ -1,12 +1,12 @@
-"""Quantised weights of a checkpoint, seen as the tensors they stand for: dequantised when and where they are read.
+"""Weights in float8 blocks and MXFP4, seen as the tensors they stand for: dequantised when and where they are read.
 
 They are stored as bytes, with a factor for each block of them. A byte is looked up in a table made for its factor: the
 product in float64, rounded once to the asked dtype. So it is exact, and faster than casting and multiplying each value.
 """
 
+import abc
 import functools
 import pathlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -22,17 +22,14 @@ BLOCK = 128  # rows and columns that share a factor in float8, and rows that are
 PAIRS = 16  # bytes of two values each that share a factor in MXFP4
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """A tensor stored as two: its codes, and the scales of their blocks. Any thread may read it."""
+@dataclass(frozen=True, kw_only=True)
+class Packed(abc.ABC):
+    """A tensor stored as several: its codes, and what turns them into numbers. Any thread may read it."""
 
+    name: str
+    dtype: np.dtype = BF16  # what it is dequantised to unless another is asked for
     codes: Tensor
     scales: Tensor
-    dtype = BF16  # what it is dequantised to unless another is asked for
-
-    @property
-    def name(self) -> str:
-        return self.codes.name.removesuffix("_blocks")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,13 +40,27 @@ class _Packed:
         return self.codes.file
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Those that it is stored as."""
+        return [tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)]
+
+    @property
     def nbytes(self) -> int:
         """As stored."""
-        return self.codes.nbytes + self.scales.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    @abc.abstractmethod
+    def fits(self) -> bool:
+        """Whether its tensors are of the shapes and dtypes that belong together."""
+
+    @abc.abstractmethod
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """What it stands for at `index` (slices without steps) as `dtype`."""
 
 
-@dataclass(frozen=True)
-class Fp8Blocks(_Packed):
+@dataclass(frozen=True, kw_only=True)
+class Fp8Blocks(Packed):
     """A matrix in float8 with a factor for each block; the last blocks of rows and columns may be smaller.
 
     codes float8_e4m3fn [out, in]; scales [ceil(out / 128), ceil(in / 128)], to multiply by, although they are called
@@ -57,13 +68,13 @@ class Fp8Blocks(_Packed):
     """
 
     @property
-    def _fits(self) -> bool:
+    def fits(self) -> bool:
         blocks = tuple(-(-size // BLOCK) for size in self.shape)
         return len(self.shape) == 2 and self.scales.shape == blocks and self.scales.dtype in (np.float32, BF16, E8M0)
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """The matrix at `index` (slices without steps) as `dtype`; only what it touches is read."""
-        rows, columns = _ranges(index, self.shape)
+        rows, columns = ranges(index, self.shape)
         values = BYTES.view(E4M3).astype(np.float64)[:, None]
         blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
         offsets = (np.arange(columns.start, columns.stop) // BLOCK - blocks.start) * len(BYTES)
@@ -77,8 +88,8 @@ class Fp8Blocks(_Packed):
         return out
 
 
-@dataclass(frozen=True)
-class Mxfp4(_Packed):
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4(Packed):
     """The experts of gpt-oss in float4_e2m1fn, 32 values to a power of two, seen as the bfloat16 releases store them.
 
     codes uint8 [experts, out, in / 32, 16], the first of two values in the low bits; scales uint8 [experts, out,
@@ -92,13 +103,13 @@ class Mxfp4(_Packed):
         return experts, groups * 2 * PAIRS, rows
 
     @property
-    def _fits(self) -> bool:
+    def fits(self) -> bool:
         shapes_fit = len(self.codes.shape) == 4 and self.codes.shape == (*self.scales.shape, PAIRS)
         return shapes_fit and self.codes.dtype == self.scales.dtype == np.uint8
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """The tensor at `index` (slices without steps) as `dtype`, a transposed view; only what it touches is read."""
-        experts, columns, rows = _ranges(index, self.shape)
+        experts, columns, rows = ranges(index, self.shape)
         _, height, width, _ = self.codes.shape
         groups = range(columns.start // (2 * PAIRS), -(-columns.stop // (2 * PAIRS)))
         pairs = range(groups.start * PAIRS, groups.stop * PAIRS)
@@ -112,32 +123,6 @@ class Mxfp4(_Packed):
                 at = _bytes(self.codes, width * PAIRS, band, pairs) + offsets.repeat(PAIRS, axis=1)
                 table.take(at, out=values[start : start + BLOCK].view(table.dtype), mode="clip")
         return out[:, :, columns.start - 2 * pairs.start :][:, :, : len(columns)].swapaxes(1, 2)
-
-
-def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Fp8Blocks | Mxfp4]:
-    """`tensors` with each float8 X and its X_scale_inv as one X, and each X_blocks and its X_scales as one X.
-
-    Raises:
-        ValueError: naming a tensor without scales, scales without a tensor, or two that do not fit.
-    """
-    partners = {name: f"{name}_scale_inv" for name, tensor in tensors.items() if tensor.dtype == E4M3}
-    partners |= {name: f"{name.removesuffix('_blocks')}_scales" for name in tensors if name.endswith("_blocks")}
-    rest, packed = dict(tensors), {}
-    for name, partner in partners.items():
-        codes, scales = rest.pop(name), rest.pop(partner, None)
-        if scales is None:
-            raise ValueError(f"{name} in {codes.file} has no scales; the checkpoint lacks {partner}.")
-        both = Mxfp4(codes, scales) if name.endswith("_blocks") else Fp8Blocks(codes, scales)
-        if not both._fits:
-            first, second = (f"{t.name} in {t.file}, {t.dtype}{list(t.shape)}," for t in (codes, scales))
-            raise ValueError(f"{first} and {second} do not fit; the files are damaged.")
-        packed[both.name] = both
-    for name, tensor in rest.items():
-        if name.endswith(("_scale_inv", "_scales")):
-            raise ValueError(f"{name} in {tensor.file} scales nothing; the checkpoint lacks its quantised tensor.")
-        if name in packed:
-            raise ValueError(f"{name} is in {tensor.file}, and quantised in {packed[name].file}; remove one.")
-    return rest | packed
 
 
 def quantize_blocks(
@@ -162,7 +147,7 @@ def quantize_blocks(
     return codes, scales
 
 
-def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
+def ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
     """What an index, which may be shorter than the shape, takes of each axis."""
     whole = (slice(None),) * (len(shape) - len(index))
     ranges = [range(size)[taken] for size, taken in zip(shape, (*index, *whole), strict=True)]

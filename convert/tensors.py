@@ -95,6 +95,11 @@ class Tensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def readable(self) -> bool:
+        """Whether its values are here, not only its file's header."""
+        return not isinstance(self._file, _Remote)
+
     def view(self, *, own: bool = False) -> np.ndarray:
         """The file itself, mapped into memory: read-only, not copied, read from disk where it is touched.
 

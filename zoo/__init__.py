@@ -72,8 +72,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+import convert.formats
 import convert.hub
-import convert.packed
 import convert.tensors
 import zoo.checkpoint
 import zoo.config as _config
@@ -186,7 +186,7 @@ def load(
         mesh = make_mesh(mesh)
     folder = _folder(source, revision, weights=True)
     family, parsed = _read_config(folder)
-    tensors = convert.packed.unpack(convert.tensors.open_tensors(folder))
+    tensors = convert.formats.opened(folder)
     zoo.checkpoint.check_sizes(parsed, tensors)
     skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
     return zoo.checkpoint.fill(skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize)
@@ -195,7 +195,8 @@ def load(
 def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:
     """Writes the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
-    transformers and `load` read the result back bit-equal. What the folder held before stays whole until the new
+    transformers and `load` read the result back bit-equal. Weights are plain floats in it, also if they were read from
+    a checkpoint that stores them in fewer bits. What the folder held before stays whole until the new
     weights are. Of a multimodal checkpoint it is the text model that was loaded. `fp8` stores matrices in 8 bits, with
     a float32 scale for each block of 128 x 128, as DeepSeek V3 is published. Of a model that several processes hold,
     all call this, and process 0 writes.
@@ -248,7 +249,8 @@ def inspect(source: str, *, revision: str | None = None) -> Any:
         tensors = convert.tensors.open_tensors(folder)
     else:
         return parsed
-    zoo.checkpoint.check_headers(convert.packed.unpack(tensors), family, parsed)
+    tensors = convert.formats.unpack(tensors, convert.formats.quantization(folder))
+    zoo.checkpoint.check_headers(tensors, family, parsed)
     return parsed
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from beartype.door import is_bearable
 
+from convert.formats import layouts
 from zoo import rope
 
 
@@ -195,15 +196,15 @@ def alternatives(implied: Any) -> tuple:
 
 
 def check_quantization(hub: Mapping[str, Any], where: str) -> None:
-    """Raises unless `quantization_config` describes one of the storage formats that `convert.packed` reads."""
-    stored = hub.get("quantization_config") or {"quant_method": "mxfp4"}
-    match stored:
-        case {"quant_method": "mxfp4"} | {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}:
-            return
-    raise ValueError(
-        f"{where} has the quantization_config {dict(stored)}; read are mxfp4, and fp8 with fmt e4m3 and "
-        "weight_block_size [128, 128]. Load another repository of the model, with plain weights."
-    )
+    """Raises unless `quantization_config` describes one of the storage formats that `convert.formats` reads."""
+    stored = hub.get("quantization_config")
+    try:
+        layouts(stored)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"{where} has the quantization_config {stored!r}, which is not implemented: {error}. Load another "
+            "repository of the model, with plain weights."
+        ) from error
 
 
 def read_rope(family: ModuleType, hub: dict[str, Any], where: str) -> None:

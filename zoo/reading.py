@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.packed import Fp8Blocks, Mxfp4
+from convert.packed import Packed
 from convert.tensors import Tensor
 from zoo.quantized import STORED, Format, rounded
 
 
-Source = Tensor | Fp8Blocks | Mxfp4
+Source = Tensor | Packed
 Index = tuple[slice, ...]
 Part = Callable[[Any], Any]  # reads what an `Index` takes of an array
 

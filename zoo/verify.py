@@ -23,7 +23,7 @@ import rich.markup
 import rich.table
 from jaxtyping import Array, Float, Int
 
-import convert.packed
+import convert.formats
 import convert.tensors
 import zoo
 from zoo import checkpoint
@@ -90,7 +90,7 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
     """All checks of a checkpoint, and tables with the details."""
     folder = zoo._folder(source, None, weights=True)
     family, config = zoo._read_config(folder)
-    stored = checkpoint.standard_names(convert.packed.unpack(convert.tensors.open_tensors(folder)), family)
+    stored = checkpoint.standard_names(convert.formats.opened(folder), family)
     model = zoo.load(folder, dtype="float32")
     ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, tokens))
     wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}

@@ -3,12 +3,14 @@
 import concurrent.futures
 import os
 import tracemalloc
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.packed import Fp8Blocks, Mxfp4, quantize_blocks, unpack
+from convert.formats import unpack
+from convert.packed import Fp8Blocks, Mxfp4, quantize_blocks
 from convert.tensors import open_tensors, save_tensors
 
 
@@ -29,12 +31,12 @@ def opened(folder, **arrays):
     return open_tensors(folder)
 
 
-def fp8(folder, codes, scales):
+def fp8(folder, codes, scales) -> Any:
     """float8 codes, or their bytes, as a file has them."""
     return unpack(opened(folder, w_scale_inv=scales, w=codes.view(E4M3)))["w"]
 
 
-def mxfp4(folder, blocks, scales):
+def mxfp4(folder, blocks, scales) -> Any:
     return unpack(opened(folder, x_scales=scales, x_blocks=blocks))["x"]
 
 

@@ -1,0 +1,214 @@
+"""One table of how checkpoints store quantised weights, by what quantization_config in config.json says.
+
+A `Layout` says by which ends of names the tensors of one weight are known, and what dequantises them.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from convert.dequantize import FLOATS, Awq, Blocks, Bnb4, Bnb8, Gptq, PackedIntegers
+from convert.hub import read_json
+from convert.packed import BF16, E4M3, Fp8Blocks, Mxfp4, Packed
+from convert.tensors import Tensor, open_tensors
+
+
+INTEGERS = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a weight X: each is X without the end `stands_for`, and an end of its own.
+
+    Tensors whose name has the end `codes` are codes if they are of one of these `dtypes`; where there are none, if they
+    have the first of the `parts` beside them.
+    """
+
+    make: Callable[..., Packed]
+    codes: str
+    dtypes: tuple[np.dtype, ...]
+    parts: Mapping[str, str]  # argument of `make` -> the end of its tensor's name
+    optional: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()  # what only rounds activations and caches, or repeats
+    stands_for: str = ".weight"
+
+
+FP8_BLOCKS = Layout(Fp8Blocks, "", (E4M3,), {"scales": "_scale_inv"}, stands_for="")
+MXFP4 = Layout(Mxfp4, "_blocks", INTEGERS, {"scales": "_scales"}, stands_for="")
+SCALE = {"scales": ".weight_scale"}
+ZEROS = {"zeros": ".weight_zero_point", "groups": ".weight_g_idx"}
+ACTIVATIONS = tuple(f".{of}_{what}" for of in ("input", "output", "k", "v") for what in ("scale", "zero_point"))
+
+
+def layouts(stored: Mapping[str, Any] | None) -> list[Layout]:
+    """How a checkpoint with this quantization_config stores its weights; None is a config.json without one.
+
+    Raises:
+        ValueError: naming what is not read.
+    """
+    stored = stored or {"quant_method": "mxfp4"}
+    method = stored.get("quant_method")
+    if method is None and any(_is(stored, f"load_in_{bits}bit") for bits in (4, 8)):
+        method = "bitsandbytes"  # files of transformers before 4.36
+    if method not in METHODS:
+        raise ValueError(f"the quant_method {method!r} is not read; those that are: {', '.join(METHODS)}")
+    return METHODS[method](stored)
+
+
+def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = None) -> dict[str, Tensor | Packed]:
+    """`tensors` with those that together store one weight as that one, by the quantization_config `stored`.
+
+    Weights are dequantised to the dtype of the largest tensor that is not quantised, unless another is asked for.
+
+    Raises:
+        ValueError: naming a tensor without its scales, scales without a tensor, or some that do not fit.
+    """
+    rest, packed = dict(tensors), {}
+    for layout in layouts(stored):
+        first = next(iter(layout.parts.values()))
+        base = lambda name, layout=layout: name.removesuffix(layout.codes)
+        codes = [
+            name
+            for name, tensor in tensors.items()
+            if name.endswith(layout.codes)
+            and (tensor.dtype in layout.dtypes if layout.dtypes else base(name) + first in tensors)
+        ]
+        for name in codes:
+            given = {"codes": rest.pop(name)}
+            for part, end in {**layout.parts, **layout.optional}.items():
+                if (tensor := rest.pop(base(name) + end, None)) is not None:
+                    given[part] = tensor
+                elif part in layout.parts:
+                    where = given["codes"].file
+                    raise ValueError(f"{name} in {where} has no {part}; the checkpoint lacks {base(name) + end}.")
+            whole = layout.make(name=base(name) + layout.stands_for, **given)
+            if not whole.fits:
+                kinds = " and ".join(f"{t.name} in {t.file}, {t.dtype}{list(t.shape)}," for t in whole.tensors)
+                raise ValueError(f"{kinds} do not fit; the files are damaged.")
+            packed[whole.name] = whole
+        rest = {name: tensor for name, tensor in rest.items() if not name.endswith(layout.dropped)}
+        for name, tensor in rest.items():
+            if name.endswith((*layout.parts.values(), *layout.optional.values())):
+                raise ValueError(f"{name} in {tensor.file} scales nothing; the checkpoint lacks its quantised tensor.")
+    for name in rest.keys() & packed.keys():
+        raise ValueError(f"{name} is in {rest[name].file}, and quantised in {packed[name].file}; remove one.")
+    plain = max((t for t in rest.values() if t.dtype in FLOATS), key=lambda t: t.nbytes, default=None)
+    dtype = plain.dtype if plain else BF16
+    return rest | {name: replace(whole, dtype=dtype) for name, whole in packed.items()}
+
+
+def opened(folder: str | os.PathLike[str]) -> dict[str, Tensor | Packed]:
+    """The weights of a checkpoint's folder, as its config.json says that they are stored."""
+    return unpack(open_tensors(folder), quantization(folder))
+
+
+def quantization(folder: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+    """The quantization_config of a folder's config.json."""
+    return read_json(os.path.join(folder, "config.json")).get("quantization_config")
+
+
+def _is(stored: Mapping[str, Any], key: str) -> bool:
+    return bool(stored.get(key, stored.get(f"_{key}")))
+
+
+def _only(stored: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+    """`stored[key]`, which has to be one of these; where it is absent or null, `default`."""
+    value = stored.get(key)
+    value = default if value is None else value
+    value = value.lower() if isinstance(value, str) else value
+    if value not in allowed:
+        raise ValueError(f"{key} {value!r} is not read; what is: {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _fp8(stored: Mapping[str, Any]) -> list[Layout]:
+    _only(stored, "fmt", ("e4m3",))
+    _only(stored, "weight_block_size", ([128, 128],))
+    return [FP8_BLOCKS, MXFP4]
+
+
+def _bitsandbytes(stored: Mapping[str, Any]) -> list[Layout]:
+    if _is(stored, "load_in_8bit"):
+        parts, optional = {"scales": ".SCB"}, {"layout": ".weight_format"}
+        return [Layout(Bnb8, ".weight", (np.dtype(np.int8),), parts, optional)]
+    kind = _only(stored, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    ends = {"scales": "absmax", "table": "quant_map", "state": f"quant_state.bitsandbytes__{kind}"}
+    nested = {"nested_scales": "nested_absmax", "nested_table": "nested_quant_map"}
+    parts, optional = ({part: f".weight.{end}" for part, end in all.items()} for all in (ends, nested))
+    return [Layout(Bnb4, ".weight", (), parts, optional)]
+
+
+def _group_size(stored: Mapping[str, Any], default: Any = None) -> int | None:
+    """The columns of a group; None for -1, which stands for all."""
+    size = stored.get("group_size", default)
+    if size in (-1, None):
+        return None
+    if type(size) is not int or size < 1:
+        raise ValueError(f"group_size {size!r} is no number of columns")
+    return size
+
+
+PARTS = {"scales": ".scales", "zeros": ".qzeros"}
+
+
+def _awq(stored: Mapping[str, Any]) -> list[Layout]:
+    _only(stored, "version" if "version" in stored else "format", ("gemm",), "gemm")
+    _only(stored, "backend", ("auto", "autoawq"), "auto")
+    _only(stored, "zero_point", (True,), True)
+    bits = _only(stored, "w_bit" if "w_bit" in stored else "bits", (4,), 4)
+    make = functools.partial(Awq, bits=bits, version=2, group_size=_group_size(stored, 128))
+    return [Layout(make, ".qweight", INTEGERS, PARTS)]
+
+
+def _gptq(stored: Mapping[str, Any]) -> list[Layout]:
+    bits = _only(stored, "bits", (2, 4, 8))
+    name = "checkpoint_format" if "checkpoint_format" in stored else "format"
+    version = 1 if _only(stored, name, ("gptq", "gptq_v2"), "gptq") == "gptq" else 2
+    _only(stored, "pack_dtype", ("int32",), "int32")
+    _only(stored, "is_marlin_format", (False,), False)
+    _only(stored, "dynamic", ({},), {})
+    make = functools.partial(Gptq, bits=bits, version=version, group_size=_group_size(stored, 128))
+    return [Layout(make, ".qweight", INTEGERS, PARTS, {"groups": ".g_idx"})]
+
+
+def _compressed_tensors(stored: Mapping[str, Any]) -> list[Layout]:
+    formats = "naive-quantized", "int-quantized", "float-quantized", "pack-quantized"
+    form = _only(stored, "format", formats)
+    _only(stored, "quantization_status", ("compressed",), "compressed")
+    _only(stored, "transform_config", ({},), {})
+    if sparse := stored.get("sparsity_config"):
+        _only(sparse, "format", ("dense",), "dense")
+    groups = stored.get("config_groups") or {}
+    weights = [group["weights"] for group in groups.values() if group.get("weights")]
+    for group in groups.values():
+        _only(group, "format", (form,), form)
+    for each in weights:
+        _only(each, "type", ("int",) if form == "pack-quantized" else ("int", "float"), "int")
+        _only(each, "num_bits", (2, 4, 8) if form == "pack-quantized" else (8,), 8)
+        _only(each, "strategy", ("tensor", "channel", "token", "group", "block"), "tensor")
+    keys = "num_bits", "strategy", "group_size", "block_structure"
+    kinds = {str([each.get(key) for key in keys]) for each in weights}
+    if len(kinds) != 1:
+        raise ValueError(f"config_groups with {len(kinds)} ways to store weights are not read; one is")
+    one = weights[0]
+    size = _group_size(one) if one.get("strategy") == "group" else None
+    if form == "pack-quantized":
+        make = functools.partial(PackedIntegers, bits=one.get("num_bits", 8), group_size=size)
+        return [Layout(make, ".weight_packed", INTEGERS, SCALE, ZEROS, (*ACTIVATIONS, ".weight_shape"))]
+    height, size = one["block_structure"] if one.get("strategy") == "block" else (None, size)
+    make = functools.partial(Blocks, group_size=size, block_rows=height)
+    return [Layout(make, ".weight", (E4M3, np.dtype(np.int8)), SCALE, ZEROS, ACTIVATIONS)]
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
+    "fp8": _fp8,
+    "mxfp4": lambda _: [FP8_BLOCKS, MXFP4],
+    "bitsandbytes": _bitsandbytes,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+}
