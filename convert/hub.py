@@ -44,6 +44,7 @@ from convert import manifest
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MANIFEST = "model.safetensors.manifest.json"  # file of weights -> SHA-256; `convert.tensors.save_tensors` writes it
 # What goes with config.json and the weights: the tokenizer's files, and how to generate.
 COMPANIONS = (
     "tokenizer.json",
@@ -99,7 +100,7 @@ def folder(
         raise NotADirectoryError(f"{path} is a file; name the folder that holds it.")
     if not isinstance(source, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"There is no folder {source}; a repository on the Hub is written org/name.")
-    patterns = ["config.json", *[WEIGHTS, INDEX] * weights, *COMPANIONS * companions]
+    patterns = ["config.json", *[WEIGHTS, INDEX, MANIFEST] * weights, *COMPANIONS * companions]
     download = lambda: snapshot_download(source, revision=revision, allow_patterns=patterns)
     snapshot = pathlib.Path(_patiently(download, source, revision))
     _fetch(source, snapshot, [p.name for p in snapshot.iterdir() if any(fnmatch.fnmatch(p.name, n) for n in patterns)])

@@ -158,6 +158,7 @@ def load(
     revision: str | None = None,
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     mtp: bool = False,
+    verify: bool = True,
 ) -> Any:
     """A model with the weights of a checkpoint: the family's `Model`, called as `model(tokens)`.
 
@@ -172,6 +173,8 @@ def load(
             "nf4", four bits with a scale for each 64 (`zoo.quantized`), tensor by tensor as they are read; the rest
             keeps its dtype.
         mtp: also load the module that predicts one more token (DeepSeek V3 and R1 have it).
+        verify: checks the files of a folder that `save` wrote by the hashes that it left beside them, before they are
+            read, at 1 to 2 GB/s a core; of several processes each checks its share. False leaves that out.
 
     Raises:
         OSError: if the checkpoint can't be had, with what to do about it.
@@ -188,6 +191,8 @@ def load(
     family, parsed = _read_config(folder)
     tensors = convert.formats.opened(folder)
     zoo.checkpoint.check_sizes(parsed, tensors)
+    if verify:
+        convert.tensors.verify_files(folder, slice(jax.process_index(), None, jax.process_count()))
     skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
     return zoo.checkpoint.fill(skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize)
 
@@ -195,11 +200,14 @@ def load(
 def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:
     """Writes the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
+    model.safetensors.manifest.json beside them has the hash of each file of weights, by which `load` tells a file that
+    is damaged, or left there by another export. Other libraries do not look at it.
+
     transformers and `load` read the result back bit-equal. Weights are plain floats in it, also if they were read from
-    a checkpoint that stores them in fewer bits. What the folder held before stays whole until the new
-    weights are. Of a multimodal checkpoint it is the text model that was loaded. `fp8` stores matrices in 8 bits, with
-    a float32 scale for each block of 128 x 128, as DeepSeek V3 is published. Of a model that several processes hold,
-    all call this, and process 0 writes.
+    a checkpoint that stores them in fewer bits. What the folder held before stays whole until the new weights are, and
+    is then replaced, never written over: a model that was loaded from it goes on as it was. Of a multimodal checkpoint
+    it is the text model that was loaded. `fp8` stores matrices in 8 bits, with a float32 scale for each block of 128 x
+    128, as DeepSeek V3 is published. Of a model that several processes hold, all call this, and process 0 writes.
     """
     family = registry.family_of(model)
     tensors = zoo.checkpoint.export(model, family, fp8=fp8)
@@ -220,7 +228,8 @@ def _write(
     if source and source.is_dir() and source.resolve() != folder.resolve():
         for pattern in convert.hub.COMPANIONS:
             for path in source.glob(pattern):
-                shutil.copy(path, folder / path.name)
+                shutil.copy(path, folder / f"{path.name}.tmp")
+                os.replace(folder / f"{path.name}.tmp", folder / path.name)
 
 
 def config(source: str | os.PathLike, *, revision: str | None = None) -> Any:

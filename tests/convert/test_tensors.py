@@ -1,6 +1,7 @@
 """Folders of safetensors: every dtype, damaged and mismatched files, interrupted writing, memory and descriptors."""
 
 import concurrent.futures
+import hashlib
 import json
 import os
 import pathlib
@@ -19,7 +20,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from convert.tensors import DTYPES, open_tensors, save_tensors
+from convert.hub import MANIFEST
+from convert.tensors import DTYPES, open_tensors, save_tensors, verify_files
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -482,7 +484,10 @@ def test_one_file_as_transformers_writes_it(tmp_path):
     arrays = export(1)
     save_tensors(tmp_path / "new" / "folder", lazily(arrays))
     path = tmp_path / "new" / "folder" / "model.safetensors"
-    assert os.listdir(path.parent) == [path.name]
+    assert sorted(os.listdir(path.parent)) == [path.name, MANIFEST]
+    assert json.loads((path.parent / MANIFEST).read_text()) == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
     assert {name: bits(array) for name, array in load_file(path).items()} == {n: bits(a) for n, a in arrays.items()}
     with safe_open(path, "np") as file:
         assert file.metadata() == {"format": "pt"}
@@ -492,7 +497,7 @@ def test_one_file_as_transformers_writes_it(tmp_path):
 def test_shards_and_index_as_the_hub_has_them(tmp_path):
     save_tensors(tmp_path, lazily(export(1)), shard_bytes=600)
     shards = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
-    assert sorted(os.listdir(tmp_path)) == [*shards, "model.safetensors.index.json"]
+    assert sorted(os.listdir(tmp_path)) == [*shards, "model.safetensors.index.json", MANIFEST]
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 6 * 256},
         "weight_map": {f"layers.{i}.weight": shards[i // 2] for i in range(6)},
@@ -590,6 +595,7 @@ def test_stopped_at_any_step_the_folder_holds_one_export(tmp_path, monkeypatch, 
                 finished = False
         try:
             seen.append(content(folder))
+            verify_files(folder)
         except FileNotFoundError as error:  # renamed files await their index; they and nothing else are there
             assert not links and "which is not there" in str(error)
         assert seen[-1] in (before, after)
@@ -601,6 +607,32 @@ def test_stopped_at_any_step_the_folder_holds_one_export(tmp_path, monkeypatch, 
             break
     assert seen == sorted(seen, key=lambda loaded: loaded == after), "went back to the earlier export"
     assert seen[0] == before and seen[-1] == after
+
+
+def test_files_of_other_exports_are_told_apart(tmp_path):
+    """One that would be loaded in place of shards, a shard of the same shapes, a flipped bit."""
+    folder, older = tmp_path / "folder", tmp_path / "older"
+    save_tensors(folder, lazily(export(1)), shard_bytes=600)
+    save_tensors(older, lazily(export(2)), shard_bytes=600)
+    verify_files(folder)
+    shard = "model-00002-of-00003.safetensors"
+    mine = (folder / shard).read_bytes()
+    (folder / shard).write_bytes((older / shard).read_bytes())
+    for share in (slice(None), slice(1, None, 2)):  # all of one process, the second of two
+        with pytest.raises(
+            ValueError, match=f"{folder / shard} is not what was written .* remove the manifest, or load"
+        ):
+            verify_files(folder, share)
+    verify_files(folder, slice(0, None, 2))
+    (folder / shard).write_bytes(mine[:-1] + bytes([mine[-1] ^ 1]))
+    with pytest.raises(ValueError, match=f"{folder / shard} is not what was written"):
+        verify_files(folder)
+    (folder / shard).write_bytes(mine)
+    single(folder)
+    with pytest.raises(ValueError, match=f"{folder}/model.safetensors would be loaded, but is of another export than"):
+        verify_files(folder)
+    (folder / MANIFEST).unlink()
+    verify_files(folder)
 
 
 def test_an_error_while_a_tensor_is_made_leaves_nothing_behind(tmp_path):
@@ -625,7 +657,7 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path):
             save_tensors(tmp_path, lazily({"x": np.zeros(2**20, np.float32)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", MANIFEST]
     assert content(tmp_path) == {name: bits(array) for name, array in export(1).items()}
 
 
@@ -652,7 +684,7 @@ def test_a_kill_half_way(tmp_path):
     assert len([name for name in os.listdir(tmp_path) if name.startswith("saving-")]) == 2
     assert content(tmp_path) == {name: bits(array) for name, array in export(1).items()}
     save_tensors(tmp_path, lazily(export(2)))
-    assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", MANIFEST]
 
 
 @pytest.mark.parametrize("shard_bytes", [600, 10**9], ids=["shards", "one file"])
@@ -675,5 +707,5 @@ def test_files_of_others_stay(tmp_path):
         (tmp_path / name).write_text(name)
     save_tensors(tmp_path, lazily(export(1)), shard_bytes=600)
     save_tensors(tmp_path, lazily(export(1)))
-    assert sorted(os.listdir(tmp_path)) == sorted([*others, "model.safetensors"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "model.safetensors", MANIFEST])
     assert all((tmp_path / name).read_text() == name for name in others)
