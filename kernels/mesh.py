@@ -72,8 +72,9 @@ def split_attention(
 
     Where sequences are split, every device gathers the keys and values of all their tokens, which grouped heads make
     few (Llama 3, arXiv:2407.21783, section 3.3.2); the masks look at positions, so the tokens' order is free. Query
-    heads are split, and where there are fewer key/value heads than devices, those are repeated. An axis of the mesh
-    that does not divide an axis of the arrays leaves it whole.
+    heads are split, and key/value heads that the devices do not divide are repeated until they do: 2 over 3 devices,
+    three times each, so that a device has the 2 that its query heads need. An axis of the mesh that does not divide an
+    axis of the arrays leaves it whole.
     """
     if not (axes := free()):
         return attend(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
@@ -81,10 +82,8 @@ def split_attention(
     seq = splitting(math.gcd(q.shape[1], k.shape[1]), SEQUENCE)
     heads = splitting(q.shape[2], FEATURES)
     if heads and k.shape[2] % split(FEATURES):
-        if split(FEATURES) % k.shape[2]:
-            heads = ()
-        else:
-            k, v = (jnp.repeat(a, split(FEATURES) // k.shape[2], axis=2) for a in (k, v))
+        times = math.lcm(k.shape[2], split(FEATURES)) // k.shape[2]  # both divide the query heads, so this does, too
+        k, v = (jnp.repeat(a, times, axis=2) for a in (k, v))
 
     def given(tokens: Tokens) -> Tokens:
         """Indices stand for positions only as long as the sequence is whole."""

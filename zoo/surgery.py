@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
-from kernels.mesh import PARAMETERS, fitting
+from kernels.mesh import FEATURES, PARAMETERS, fitting
 from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
 from zoo.pipeline import STAGE
 
@@ -100,6 +100,9 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
 def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
     """`model` with each array replaced by its `NamedSharding`. Axes that the mesh does not have do not split.
 
+    Key and value projections whose heads "tensor" does not divide are not split over it: each device along it has all
+    of these heads, as it has those of its query heads in `kernels.mesh.split_attention`.
+
     What a rule splits over "fsdp" is also split over those other axes of `kernels.mesh.PARAMETERS` that divide it and
     that the rule does not use otherwise: no device keeps what it could get from its neighbours when it is needed.
 
@@ -110,7 +113,9 @@ def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
     def place(path: Any, array: Any, spec: P) -> NamedSharding:
         axes = [axis if axis in mesh.shape else None for axis in spec]
         for i, (size, axis) in enumerate(zip(array.shape, axes, strict=True)):
-            if axis and size % mesh.shape[axis]:
+            if axis == FEATURES and size % mesh.shape[axis] and fnmatch.fnmatch(path_name(path), "*.[kv]_proj.*"):
+                axes[i] = None
+            elif axis and size % mesh.shape[axis]:
                 raise ValueError(
                     f"{path_name(path)} of shape {array.shape} can't be split: {size} is not a multiple of the mesh "
                     f"axis {axis}={mesh.shape[axis]}. Choose a smaller {axis}."

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
+from kernels.masks import Tokens
+from kernels.mesh import split_attention
 from tests.zoo.programs import forward, noise
 from zoo import surgery
 from zoo.layers import AbstractLinear, Linear
@@ -108,6 +110,44 @@ def test_load_onto_a_mesh(folders, model, mesh):
         assert (np.asarray(split.weight) == np.asarray(linear.weight)).all()
         part = split.weight.addressable_shards[0].data.shape
         assert np.prod(part) * 8 == split.weight.size, f"{path} is not split over all eight devices"
+
+
+@eqx.filter_jit
+def steps(model, tokens):
+    """Logits of a whole sequence, of its last token after the others, and gradients."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    _, cache = model.decode(tokens[:, :-1], model.init_cache(2, 12, jnp.float32), positions=positions[:, :-1])
+    last, _ = model.decode(tokens[:, -1:], cache, positions=positions[:, -1:])
+    return model(tokens), last, eqx.filter_grad(lambda model: jnp.sum(jnp.sin(model(tokens))))(model)
+
+
+def test_key_value_heads_that_do_not_divide(tmp_path):
+    """Two over three devices: as on one device, and saved as from there."""
+    config = zoo.qwen3.Config(66, 24, 24, 2, 6, 2, 8, 64, 2)
+    model = noise(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
+    whole, mesh = steps(model, TOKENS[:2]), zoo.make_mesh("tensor=3", jax.devices()[:3])
+    placed = jax.device_put(model, surgery.shardings(model, zoo.qwen3.PARTITION_RULES, mesh))
+    split = {path: linear.weight.sharding.is_fully_replicated for path, linear in surgery.modules(placed, Linear)}
+    assert {path.rpartition(".")[2] for path, replicated in split.items() if replicated} == {"k_proj", "v_proj"}
+    heads = []
+
+    def attend(q, k, v, **_):
+        heads.append((q.shape[2], k.shape[2]))
+        return q
+
+    attention = lambda q, k: split_attention(attend, q, k, k, sinks=None, q_tokens=order, kv_tokens=order)
+    order, shapes = Tokens(np.arange(12)[None]), [jax.ShapeDtypeStruct((2, 12, n, 8), jnp.float32) for n in (6, 2)]
+    with jax.set_mesh(mesh):
+        jax.eval_shape(attention, *shapes)
+    assert heads == [(2, 2)]
+    with jax.set_mesh(mesh):
+        got = steps(placed, TOKENS[:2])
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
+        assert np.abs(np.asarray(one) - np.asarray(other)).max() <= 1e-5 * np.abs(np.asarray(other)).max()
+    for each, folder in ((model, "whole"), (placed, "placed")):
+        zoo.save(each, tmp_path / folder)
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "placed" / file.name).read_bytes()
 
 
 def test_shardings_refuse(model):
