@@ -138,7 +138,7 @@ def _encode_chat(
         return [Example(ids, mask, whole=True) for ids, mask in examples]
     if any(message.get("weight") == 0 for message in messages):
         raise ValueError("a message has the weight 0, but with --no-completions-only all are learnt.")
-    ids = tokenizer.encode(tokenizer.render(messages, tools=tools), special=False)
+    ids = tokenizer.encode_prompt(messages, tools=tools, add_generation_prompt=False)
     return [Example(ids, [1] * len(ids), whole=True)]
 
 
@@ -262,6 +262,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Of all that makes tokens of records: the tokenizer, its chat template, and the date if that writes one."""
     template = tokenizer.chat_template or ""
     dated = str(tokenizer.date) if "strftime_now" in template else ""
+    dated += "special tokens in contents" if tokenizer.special_in_content else ""
     text = (tokenizer.folder / "tokenizer.json").read_bytes() + (template + dated).encode()
     return hashlib.sha256(text).hexdigest()
 

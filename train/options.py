@@ -20,6 +20,9 @@ class Chat:
     date: datetime.date = datetime.date(2026, 1, 1)
     """The day that templates write which ask for one. It is not today's, so that a run which goes on tomorrow has the
     same tokens."""
+    special_in_content: bool = False
+    """Make control tokens, such as <|im_end|>, of the same letters in what users and tools say, as transformers
+    does. By default they stay letters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

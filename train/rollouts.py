@@ -50,8 +50,7 @@ def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
             if turns[-1]["role"] == "assistant":
                 fields = {"answer": turns[-1]["content"]} | fields
                 turns = turns[:-1]
-            text = tokenizer.render(turns, tools=tools_of(fields), add_generation_prompt=True)
-            return Prompt(tokenizer.encode(text, special=False), fields)
+            return Prompt(tokenizer.encode_prompt(turns, tools=tools_of(fields)), fields)
     raise ValueError("the record has neither a prompt nor messages.")
 
 

@@ -39,6 +39,7 @@ def chat(
     dtype: str | None = None,
     draft: str | None = None,
     drafted: int = 4,
+    special_in_content: bool = False,
 ) -> None:
     """Talks with a model in the terminal. /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply.
 
@@ -60,9 +61,11 @@ def chat(
         dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
         draft: a smaller model of the same vocabulary, whose tokens the model only checks; mtp for its own such module.
         drafted: how many tokens are proposed at a time.
+        special_in_content: make control tokens, such as <|im_end|>, of the same letters in what you say, as
+            transformers does.
     """
     console = rich.console.Console(highlight=False)
-    tokenizer = zoo.tokenizer(source)
+    tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     opening = [] if system is None else [{"role": "system", "content": system}]
     tokenizer.render([*opening, {"role": "user", "content": "?"}])  # whatever it refuses, before a long load
     with console.status(f"loading {rich.markup.escape(source)}"):
@@ -145,8 +148,7 @@ def fit(
     """
     for first, turn in enumerate(turns):
         if turn["role"] == "user":
-            text = tokenizer.render([*opening, *turns[first:]], add_generation_prompt=True)
-            ids = tokenizer.encode(text, special=False)
+            ids = tokenizer.encode_prompt([*opening, *turns[first:]])
             if len(ids) + room <= limit:
                 return first, ids
     return len(turns), []

@@ -161,7 +161,7 @@ def encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
         return tokenizer.encode(prompt)
     try:
         if len(prompt) and isinstance(prompt[0], Mapping):
-            return tokenizer.encode(tokenizer.render(prompt, add_generation_prompt=True), special=False)
+            return tokenizer.encode_prompt(prompt)
         return [operator.index(id) for id in prompt]
     except (TypeError, KeyError) as error:
         raise ValueError(f"{prompt!r:.80} is no prompt: give a text, a list of messages or token ids.") from error

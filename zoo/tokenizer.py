@@ -28,8 +28,11 @@ from zoo import harmony, tiktoken
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Mark where {% generation %} opens and closes in a rendered chat. Unicode keeps these two code points out of all text.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# Marks in a rendered chat, code points that Unicode keeps out of all text: where {% generation %} opens and closes;
+# after the first character of a control token that a user wrote; and before one that the template wrote.
+OPEN, CLOSE, USERS, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
+TRUSTED = ("assistant", "system", "developer")  # roles whose messages may have control tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message
 
 
@@ -44,14 +47,20 @@ class Tokenizer:
     - `repetition_penalty`: generation_config.json's, which transformers obeys unless told otherwise; 1 without one.
     - `channels`: whether replies come in channels, as gpt-oss's do (`zoo.harmony`).
     - `chat_template`: a jinja template, or None.
+
+    What users and tools say in a chat is text: where it has the letters of a control token, such as <|im_end|>, it is
+    encoded as these letters. All else has the ids that it has in transformers.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, date: datetime.date | None = None):
-        """`date` is what chat templates write that ask for one; None: the day on which they do.
+    def __init__(
+        self, folder: str | os.PathLike, *, date: datetime.date | None = None, special_in_content: bool = False
+    ):
+        """`date` is what chat templates write that ask for one; None: the day on which they do. `special_in_content`
+        makes control tokens of the letters of one wherever they stand, as transformers does.
 
         Raises FileNotFoundError without one of the two, and ValueError for a file that cannot be read.
         """
-        self.folder, self.date = pathlib.Path(folder), date
+        self.folder, self.date, self.special_in_content = pathlib.Path(folder), date, special_in_content
         self._tokenizer = _read_tokenizer(self.folder)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size, self.longest = max(vocab.values()) + 1, max(map(len, vocab))
@@ -125,19 +134,7 @@ class Tokenizer:
 
         Raises ValueError for half of a surrogate pair, which no tokenizer knows.
         """
-        return self._encoding(text, special).ids
-
-    def _encoding(self, text: str, special: bool) -> tokenizers.Encoding:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=special)
-        except TypeError as error:  # which says that a str should be a str
-            half = re.search("[\ud800-\udfff]", text)
-            if half is None:
-                raise
-            raise ValueError(
-                f"The text has half of a surrogate pair, {half[0]!r} at character {half.start()}, which is no "
-                "character: whoever wrote the text cut an emoji or the like in two. Remove it."
-            ) from error
+        return _encoding(self._tokenizer, text, special).ids
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = True
@@ -146,19 +143,43 @@ class Tokenizer:
 
         A token that is partly inside counts.
         """
-        encoding = self._encoding(text, special)
-        mask = [0] * len(encoding.ids)
-        # What the post-processor added is of no span. The lists are made anew at each access.
-        tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
-        own = [(i, *offsets) for i, (added, offsets) in enumerate(tokens) if not added]
-        for start, end in spans:
-            # From the first token to the last, not each by itself: byte-level tokenizers count white space out of their
-            # tokens, so that a token of nothing else has an empty range where it ends.
-            first = bisect.bisect_right(own, start, key=lambda token: token[2])
-            last = bisect.bisect_left(own, end, key=lambda token: min(token[1], token[2] - 1))
-            for i, *_ in own[first:last]:
-                mask[i] = 1
-        return encoding.ids, mask
+        encoding = _encoding(self._tokenizer, text, special)
+        return encoding.ids, _mask(encoding, spans)
+
+    def encode_marked(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[int]]:
+        """Like `encode_spans`, of a text from `render_marked`: what users wrote makes no control tokens."""
+        tokenizer, shown = self._tokenizer, lambda text: text.replace(USERS, "")
+        if USERS in text:
+            control = re.compile("|".join(sorted(map(re.escape, self._control), key=len, reverse=True)))
+            if list(map(shown, control.split(text))) != control.split(shown(text)):
+                tokenizer = self._literal
+                shown = lambda text: control.sub(lambda token: TEMPLATES + token[0], text).replace(USERS, "")
+        encoding = _encoding(tokenizer, shown(text), False)
+        ids = [self._ids.get(id, id) for id in encoding.ids] if tokenizer is not self._tokenizer else encoding.ids
+        return ids, _mask(encoding, [(len(shown(text[:start])), len(shown(text[:end]))) for start, end in spans])
+
+    @functools.cached_property
+    def _control(self) -> list[str]:
+        """Tokens that mean more than their letters: those that are special, and those that the chat template writes,
+        such as DeepSeek's for the roles, which are ordinary to its tokenizer. No mark goes into a single character."""
+        template, added = self.chat_template or "", self._tokenizer.get_added_tokens_decoder().values()
+        ours = [t.content for t in added if t.special or (t.content.strip() and t.content in template)]
+        return [token for token in ours if len(token) > 1]
+
+    @functools.cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The tokenizer to which letters are letters: a control token has a mark before it."""
+        file = json.loads(self._tokenizer.to_str())
+        for token in file["added_tokens"]:
+            if token["content"] in self._control:
+                token["content"] = TEMPLATES + token["content"]
+        return tokenizers.Tokenizer.from_str(json.dumps(file))
+
+    @functools.cached_property
+    def _ids(self) -> dict[int, int]:
+        """Id of an added token in `_literal` -> ours."""
+        added = self._literal.get_added_tokens_decoder()
+        return {id: self._tokenizer.token_to_id(t.content.removeprefix(TEMPLATES)) for id, t in added.items()}
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, with or without the special tokens."""
@@ -177,7 +198,7 @@ class Tokenizer:
     def render(
         self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **extra: Any
     ) -> str:
-        """The text of a chat. Encode it with `special=False`: the template writes the special tokens itself.
+        """The text of a chat, as transformers has it; `encode_prompt` gives its ids.
 
         `messages` have a `role` and a `content`; `tools` are JSON schemas; `add_generation_prompt` opens a turn of the
         assistant at the end; `extra` goes to the template, for example `enable_thinking=False`.
@@ -185,15 +206,34 @@ class Tokenizer:
         The template comes with the model. It runs in jinja's sandbox, away from files and from Python's objects, but
         nothing bounds its time and its memory. Raises ValueError if it refuses the messages, or if there is none.
         """
+        text = self.render_marked(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
+        return text.replace(USERS, "")
+
+    def render_marked(self, messages: Messages, tools: Tools = None, **variables: Any) -> str:
+        """Like `render`, with marks for `encode_marked` where users and tools began to write a control token."""
+        if self._control and not self.special_in_content:
+            messages = [m if m.get("role") in TRUSTED else self._untrusted(m) for m in messages]
         # As transformers does: templates know what to do without a key, and many would write "None" for its value.
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         present = [_reasoning(message) for message in present]
-        variables = {"tools": tools, "add_generation_prompt": add_generation_prompt, **self._special, **extra}
         template = self._template
         try:
-            return template.render(messages=present, **variables)
+            return template.render(messages=present, tools=tools, **self._special | variables)
         except Exception as error:  # a template is a program: anything can go wrong in it
             raise ValueError(f"The chat template of {self.folder} refuses the messages: {error}") from error
+
+    def _untrusted(self, value: Any) -> Any:
+        """A message, or a part of one, with the marks."""
+        if isinstance(value, str):
+            return self._firsts.sub(lambda found: found[0] + USERS, MARKS.sub("", value))
+        if isinstance(value, Mapping):
+            return {key: item if key in ("role", "type") else self._untrusted(item) for key, item in value.items()}
+        return [self._untrusted(item) for item in value] if isinstance(value, list | tuple) else value
+
+    @functools.cached_property
+    def _firsts(self) -> re.Pattern[str]:
+        """Finds what can begin a control token, even if the rest only follows once the template has joined pieces."""
+        return re.compile("|".join(sorted({re.escape(token[0]) for token in self._control})))
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
@@ -213,6 +253,13 @@ class Tokenizer:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"The chat template of {self.folder} is broken at line {error.lineno}: {error}") from error
 
+    def encode_prompt(
+        self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = True, **extra: Any
+    ) -> list[int]:
+        """The ids of a chat's text, which by default asks the assistant to go on; arguments are those of `render`."""
+        text = self.render_marked(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
+        return self.encode_marked(text)[0]
+
     def encode_chat(
         self, messages: Messages, *, tools: Tools = None, given: int = 0
     ) -> list[tuple[list[int], list[int]]]:
@@ -230,7 +277,9 @@ class Tokenizer:
         Raises ValueError where the template does not write the messages before a turn and then the turn.
         """
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and m.get("weight") != 0]
-        marked = self.render(messages, tools=tools, generation_open=OPEN, generation_close=CLOSE)
+        marked = self.render_marked(
+            messages, tools, add_generation_prompt=False, generation_open=OPEN, generation_close=CLOSE
+        )
         text = marked.replace(OPEN, "").replace(CLOSE, "")
         if text != marked:
             edge = lambda number: len(self._beginning(text, messages, number, tools))
@@ -249,7 +298,7 @@ class Tokenizer:
         return [self._learnt(*example) for example in examples]
 
     def _learnt(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        ids, mask = self.encode_spans(text, spans, special=False)
+        ids, mask = self.encode_marked(text, spans)
         for i in range(1, len(ids)):  # an end token may stand outside of the marks
             if mask[i - 1] and ids[i] in self.eos:
                 mask[i] = 1
@@ -257,15 +306,15 @@ class Tokenizer:
 
     def _beginning(self, text: str, messages: Messages, number: int, tools: Tools) -> str:
         """The first `number` messages, with which the text has to begin."""
-        before = self.render(messages[:number], tools=tools) if number else ""
+        before = self.render_marked(messages[:number], tools, add_generation_prompt=False) if number else ""
         if not text.startswith(before):
             raise self._refusal(number)
         return before
 
     def _turn(self, messages: Messages, turn: int, tools: Tools) -> tuple[str, str]:
         """The chat that asks the assistant for message `turn`, and what it has to write then."""
-        before = self.render(messages[:turn], tools=tools, add_generation_prompt=True)
-        text = self.render(messages[: turn + 1], tools=tools)
+        before = self.render_marked(messages[:turn], tools, add_generation_prompt=True)
+        text = self.render_marked(messages[: turn + 1], tools, add_generation_prompt=False)
         header = before.removesuffix("\n").removesuffix("<think>")  # R1's prompt goes on with <think>
         opened = before[len(header) :]
         if not opened.strip():
@@ -273,7 +322,7 @@ class Tokenizer:
         if text.startswith(header):
             written = text[len(header) :]
         else:  # the turn before may be the assistant's too, and be written differently now that it is not the last
-            past = self.render(messages[:turn], tools=tools)
+            past = self.render_marked(messages[:turn], tools, add_generation_prompt=False)
             header = header.removeprefix(past)
             if not header or text.count(header) != past.count(header) + 1:
                 raise self._refusal(turn)
@@ -339,6 +388,35 @@ def _reasoning_of(message: Mapping[str, Any]) -> str:
     return found.strip()
 
 
+def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> tokenizers.Encoding:
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except TypeError as error:  # which says that a str should be a str
+        half = re.search("[\ud800-\udfff]", text)
+        if half is None:
+            raise
+        raise ValueError(
+            f"The text has half of a surrogate pair, {half[0]!r} at character {half.start()}, which is no "
+            "character: whoever wrote the text cut an emoji or the like in two. Remove it."
+        ) from error
+
+
+def _mask(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """1 for the tokens of the spans, `(start, end)` in characters; one that is partly inside counts."""
+    mask = [0] * len(encoding.ids)
+    # What the post-processor added is of no span. The lists are made anew at each access.
+    tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
+    own = [(i, *offsets) for i, (added, offsets) in enumerate(tokens) if not added]
+    for start, end in spans:
+        # From the first token to the last, not each by itself: byte-level tokenizers count white space out of their
+        # tokens, so that a token of nothing else has an empty range where it ends.
+        first = bisect.bisect_right(own, start, key=lambda token: token[2])
+        last = bisect.bisect_left(own, end, key=lambda token: min(token[1], token[2] - 1))
+        for i, *_ in own[first:last]:
+            mask[i] = 1
+    return mask
+
+
 def _marked(text: str) -> list[tuple[int, int]]:
     """The spans between the marks of a text, as they are without the marks."""
     before, *rest = text.split(OPEN)
@@ -352,7 +430,8 @@ def _marked(text: str) -> list[tuple[int, int]]:
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
     """Unlike jinja's own, with transformers' arguments and without escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return re.sub(r"(?<!\\)\\ufdd2", USERS, text) if ensure_ascii else text
 
 
 def _raise_exception(message: str):

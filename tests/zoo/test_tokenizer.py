@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -402,6 +403,96 @@ def test_weight_0(tmp_path):
         tokenizer = Tokenizer(folder(tmp_path / name, template))
         assert written(tokenizer, chat) == [[" 6 <|im_end|>"]]
         assert written(tokenizer, chat, given=2) == [[" 6 <|im_end|>"]]
+
+
+ROLES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+
+
+def controls(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The control tokens among ids."""
+    known = [*SPECIAL, "<|user|>", "<|assistant|>"]
+    return [token for i in ids if (token := tokenizer.decode([i], special=True)) in known]
+
+
+@pytest.mark.parametrize("template", [CHATML, INST, HEADERS, MARKED, "roles"])
+def test_what_users_write_is_no_control_token(tmp_path, template):
+    path = folder(tmp_path / "a", ROLES + "{# <|user|> <|assistant|> #}" if template == "roles" else template)
+    file = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    file.add_tokens(["<|user|>", "<|assistant|>", "\n\n"])  # as DeepSeek's: not special, but the template writes them
+    file.save(str(path / "tokenizer.json"))
+    ours, theirs = Tokenizer(path), Tokenizer(path, special_in_content=True)
+    known = [*SPECIAL[:5], *(["<|user|>", "<|assistant|>"] if template == "roles" else [])]
+    asked = lambda text: [{"role": "user", "content": text}, CHAT[2], {"role": "user", "content": text}]
+    usual = controls(ours, ours.encode_prompt(asked("x")))
+    for i in range(200):
+        token, other = known[i % len(known)], known[i // 7 % len(known)]
+        chat = asked(["{}", "a {} b{}", "{}{}\n\n", "\n{}", "<{}{}", "{}|>"][i % 6].format(token, other))
+        ids, text = ours.encode_prompt(chat), theirs.render(chat, add_generation_prompt=True)
+        assert controls(ours, ids) == usual and ours.decode(ids, special=True) == text == ours.render(
+            chat, add_generation_prompt=True
+        )
+        assert theirs.encode_prompt(chat) == ours.encode(text, special=False) != ids
+        ((ids, mask),) = ours.encode_chat(chat)
+        assert [text.strip() for on, text in runs(ours, ids, mask) if on] == [
+            text.strip() for on, text in runs(ours, *ours.encode_chat(asked("x"))[0]) if on
+        ]
+    # As text, it has the ids of text; what is no control token has the ids that it always has.
+    file.encode_special_tokens = True
+    if template == CHATML:
+        said = "user\nDo </s> and <|im_end|>!\n\n"
+        ids = file.encode(said, add_special_tokens=False).ids
+        assert ours.encode_prompt([{"role": "user", "content": said[5:]}])[1 : 1 + len(ids)] == ids
+    for chat in CHAT, asked("if a < b: c <| d\n\n"), [CHAT[0] | {"content": "<|im_end|>"}, *CHAT[1:]]:
+        assert ours.encode_prompt(chat) == theirs.encode_prompt(chat)
+
+
+def test_pieces_that_a_template_joins_are_no_control_token(tmp_path):
+    parts = "{% for p in messages[0].content %}{{ p.text | trim }}{% endfor %}"
+    cut = "{{ messages[0].content.replace('X', '') }}"
+    written = "{{ messages[0].content | tojson }}{{ messages[0].content | tojson(ensure_ascii=True) }}"
+    pieces = [{"type": "text", "text": text} for text in ("a< ", "|im_", "end|>", "<|im_end", "|>")]
+    for name, template, content, text in (
+        ("a", parts, pieces, "a<|im_end|><|im_end|>"),
+        ("b", cut, "<X|im_X<X/s>end|>", "<|im_</s>end|>"),
+        ("c", written, ["<s>"], '["<s>"]["<s>"]'),
+    ):
+        tokenizer = Tokenizer(folder(tmp_path / name, template))
+        chat = [{"role": "tool", "content": content}]
+        ids = tokenizer.encode_prompt(chat)
+        assert tokenizer.decode(ids, special=True) == tokenizer.render(chat) == text and not controls(tokenizer, ids)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["tiny", "qwen3", "llama3", "trained"])
+def test_ids_of_ordinary_text_equal_transformers(tmp_path, name):
+    """Of real texts, by a byte-level tokenizer and by one in sentencepiece's manner, which puts spaces before texts."""
+    transformers = pytest.importorskip("transformers")
+    source = SHARED / "aidreams260k" if name == "trained" else pathlib.Path(zoo.__file__).parent / "tiny"
+    text = SHARED / "text" / "tinyshakespeare.txt"
+    if not text.exists():
+        pytest.skip(f"needs {text}")
+    for file in "tokenizer.json", "tokenizer_config.json":
+        shutil.copy(source / file, tmp_path)
+    if name != "tiny":
+        templates = pathlib.Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+        template = INST if name == "trained" else (templates / f"{name}.jinja").read_text()
+        (tmp_path / "chat_template.jinja").write_text(template)
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    words, random = text.read_text()[:100_000] + pathlib.Path(__file__).read_text(), np.random.RandomState(0)
+    for token in ours._control:
+        words = words.replace(token, "")
+    for i in range(60):
+        starts, ends = random.randint(0, len(words) - 400, 3), random.randint(1, 400, 3)
+        contents = [words[start : start + end] for start, end in zip(starts, ends, strict=True)]
+        chat = [{"role": ("user", "assistant")[j % 2], "content": content} for j, content in enumerate(contents)]
+        for options in {"add_generation_prompt": True}, {"add_generation_prompt": False}:
+            them = theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **options)
+            assert ours.encode_prompt(chat, **options) == them, i
+        control = ours._control[i % len(ours._control)]
+        ids = ours.encode_prompt([{"role": "user", "content": contents[0] + control + contents[2]}])
+        usual = ours.encode_prompt([{"role": "user", "content": "x"}])
+        special = {ours.encode(token, special=False)[-1] for token in ours._control}
+        assert [id for id in ids if id in special] == [id for id in usual if id in special]
 
 
 def test_a_date_that_stays(tmp_path):

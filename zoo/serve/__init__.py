@@ -33,6 +33,7 @@ def serve(
     api_key: str | None = None,
     hosts: tuple[str, ...] = (),
     grace: float = 20.0,
+    special_in_content: bool = False,
 ) -> None:
     """Serves a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -53,6 +54,8 @@ def serve(
         api_key: what requests must carry, as OpenAI's clients do; None for the variable ZOO_API_KEY, or for no key.
         hosts: names by which clients may call the server, beside localhost and --host; * for any.
         grace: seconds that replies have to end after SIGTERM or Ctrl-C, before they are cut.
+        special_in_content: make control tokens, such as <|im_end|>, of the same letters in what users and tools say, as
+            transformers does.
     """
     try:
         from zoo.serve.listen import Listener
@@ -61,8 +64,9 @@ def serve(
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
     devices = None if mesh is None else make_mesh(mesh)
     model, drafting = load(source, adapter, draft, drafted, dtype=dtype, quantize=quantize, mesh=devices)
+    tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     server = Server(
-        source, model, zoo.tokenizer(source), slots=slots, max_tokens=max_tokens, draft=drafting,
+        source, model, tokenizer, slots=slots, max_tokens=max_tokens, draft=drafting,
         api_key=api_key or os.environ.get("ZOO_API_KEY"), hosts=(host, *hosts),
     )  # fmt: skip
     listener = Listener(server, host=host, port=port, grace=grace)

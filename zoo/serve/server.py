@@ -89,7 +89,7 @@ class Server:
         said = await self._read(request, COMPLETIONS, "prompt")
         prompts = [said["prompt"]] if is_text(said["prompt"]) or is_ids(said["prompt"]) else said["prompt"]
         if is_text(prompts[0]):
-            prompts = await self._encode(prompts, "prompt", special=True)
+            prompts = await self._encode(prompts, "prompt", self.tokenizer.encode)
         replies = self._replies(said, prompts, said.get("max_tokens", 16), "prompt")
         echo, top = said.get("echo", False), said.get("logprobs")
         echoed = lambda reply: self.tokenizer.decode(reply.ask.prompt) if echo else ""
@@ -110,11 +110,12 @@ class Server:
     async def chat(self, request: Request) -> Response:
         said = await self._read(request, CHAT, "messages")
         options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
+        messages = [in_template_form(message) for message in said["messages"]]
         try:
-            rendered = self.tokenizer.render([in_template_form(message) for message in said["messages"]], **options)
+            rendered = await asyncio.to_thread(self.tokenizer.render_marked, messages, **options)
         except ValueError as error:
             raise Refusal(str(error), "messages") from error
-        (prompt,) = await self._encode([rendered], "messages", special=False)
+        (prompt,) = await self._encode([rendered], "messages", lambda text: self.tokenizer.encode_marked(text)[0])
         new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
         replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels)
         parts = {reply: Parts(self.tokenizer.channels) for reply in replies}
@@ -165,14 +166,14 @@ class Server:
             raise Refusal(message, "model", status=404, code="model_not_found")
         return said
 
-    async def _encode(self, texts: list[str], field: str, *, special: bool) -> list[list[int]]:
+    async def _encode(self, texts: list[str], field: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
         """Beside the event loop, since that takes a second a megabyte; what cannot fit is not even tried."""
         most = self.positions * self.tokenizer.longest
         if (length := max(map(len, texts))) > most:
             room = f"the {self.positions} tokens that there is room for have at most {most}"
             message = f"{field} has {length} characters; {room}. Shorten it."
             raise Refusal(message, field, code="context_length_exceeded")
-        return await asyncio.to_thread(lambda: [self.tokenizer.encode(text, special=special) for text in texts])
+        return await asyncio.to_thread(lambda: list(map(encode, texts)))
 
     def _replies(
         self, said: dict[str, Any], prompts: list[list[int]], new: int, field: str, *, special: bool = False
