@@ -10,7 +10,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,9 @@ from zoo.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(finetune.Options):
-    """Distil a model. Run again with the same options, it goes on from the last checkpoint in --out."""
+    """Distil a model. Run again with the same options, it goes on from the last checkpoint."""
+
+    name: ClassVar[str] = "distill"
 
     teacher: str | None = None
     """The larger model: a zoo name, a Hub repository org/name, or a folder. It must have the student's tokens."""
@@ -60,7 +62,6 @@ class Options(finetune.Options):
     """Both models' logits are divided by it; the loss is multiplied by its square (Hinton et al., 2015)."""
     weight: float = 1.0
     """Of the divergence; the rest, up to 1, is the weight of the data's own next tokens."""
-    out: pathlib.Path = pathlib.Path("runs/distill")
 
 
 def objective(

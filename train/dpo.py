@@ -10,7 +10,7 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,9 @@ from zoo.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(finetune.Options):
-    """Teach a model preferences. Run again with the same options, it goes on from the last checkpoint in --out."""
+    """Teach a model preferences. Run again with the same options, it goes on from the last checkpoint."""
+
+    name: ClassVar[str] = "dpo"
 
     data: pathlib.Path = train.tiny.PREFERENCES
     """A file (.jsonl, .json, .parquet), or a folder of them, with train and valid files if it has any. The keys of a
@@ -49,7 +51,6 @@ class Options(finetune.Options):
     """Fraction of the records to validate on, from the end, if the data has no validation files."""
     epochs: int = 0
     """Times through the data, if --steps is 0. 0: 1, but 4 for the embedded preferences."""
-    out: pathlib.Path = pathlib.Path("runs/dpo")
 
 
 def count(batch: Batch) -> Int[Array, ""]:

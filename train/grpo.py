@@ -10,7 +10,7 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import grain
 import jax
@@ -31,7 +31,9 @@ from zoo.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(finetune.Options):
-    """Teach a model by rewards. Run again with the same options, it goes on from the last checkpoint in --out."""
+    """Teach a model by rewards. Run again with the same options, it goes on from the last checkpoint."""
+
+    name: ClassVar[str] = "grpo"
 
     data: pathlib.Path = train.tiny.INSTRUCTIONS
     """A file (.jsonl, .json, .parquet), or a folder of them. A record has a prompt (a string or a list of messages), or
@@ -70,7 +72,6 @@ class Options(finetune.Options):
     cache_dtype: Literal["auto", "int8"] = "auto"
     """Of keys and values while sampling; auto: --compute-dtype."""
     steps: int = 100
-    out: pathlib.Path = pathlib.Path("runs/grpo")
     # Not to be chosen: a batch follows from --prompts, --group and --minibatches, and there is no validation.
     batch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
     eval_every: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from rich.markup import escape
 
 import zoo
-from train import cluster, report
+from train import cluster, folder, report
 from train.checkpoint import Checkpoints
 from train.data import Example
 from train.mesh import check_mesh, put_batch, without_stages
@@ -166,6 +166,9 @@ def run(
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
         rebalance=rebalance, neftune=neftune,
     )  # fmt: skip
+    identity = dict(identity) | {"patience": o.patience > 0}  # without it, that of the best look may not be kept
+    about = {"identity": identity, "options": telling(o)}
+    o = dataclasses.replace(o, out=o.out or folder.choose(o.name, about, accept_data=o.accept_data))
     if o.dry_run:
         report.rows(
             "Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr}
@@ -175,7 +178,6 @@ def run(
         report.rows("Disk", report.disk(o.out, abstract, o.keep + (o.patience > 0)))
         report.rows("Mesh", report.mesh(mesh))
         return None
-    identity = dict(identity) | {"patience": o.patience > 0}  # without it, that of the best look may not be kept
     checkpoints = Checkpoints(
         o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print, accept_data=o.accept_data
     )
@@ -189,6 +191,7 @@ def run(
             rich.print(f"Not as before: {others_now}.")
     else:
         state, n = fresh(), 0
+    folder.describe(o.out, about)
     step = step(state)
     metrics, samples = (
         MetricsFile(o.out / name, step=n or -1, say=rich.print) for name in ("metrics.jsonl", "samples.jsonl")

@@ -29,8 +29,9 @@ class Chat:
 class Options:
     """The options of every training script. Where 0 stands for a choice of ours, `resolve` makes it."""
 
-    out: pathlib.Path = pathlib.Path("runs/train")
-    """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, loss.png, and the exported model or adapter."""
+    out: pathlib.Path | None = None
+    """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, loss.png, and the exported model or adapter. None:
+    runs/NAME of the script, or runs/NAME-2 and so on if another run has that; the same command finds its own again."""
     seq_len: int = 0
     """Tokens of a row. 0: as many as the model has positions, up to 2,048."""
     batch: int = 4

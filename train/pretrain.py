@@ -7,7 +7,7 @@ The model is a configuration with a tokenizer: any zoo name, or a folder with co
 import dataclasses
 import itertools
 import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -22,7 +22,9 @@ from zoo.registry import family_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(LanguageModeling):
-    """Pre-train a model. Run again with the same options, it goes on from the last checkpoint in --out."""
+    """Pre-train a model. Run again with the same options, it goes on from the last checkpoint."""
+
+    name: ClassVar[str] = "pretrain"
 
     model: str
     """A zoo name, a Hub repository org/name, or a folder with config.json and tokenizer.json; weights are not used."""
@@ -33,7 +35,6 @@ class Options(LanguageModeling):
     """Fraction of the records to validate on, from the end, if the data has no validation files."""
     steps: int = 1000
     router_balance: float = 0.01
-    out: pathlib.Path = pathlib.Path("runs/pretrain")
 
 
 def main(o: Options) -> None:

@@ -8,7 +8,7 @@ adapters are trained.
 import dataclasses
 import itertools
 import pathlib
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import train.tiny
 import zoo
@@ -21,7 +21,9 @@ from zoo.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(LanguageModeling, finetune.Options):
-    """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint in --out."""
+    """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint."""
+
+    name: ClassVar[str] = "sft"
 
     data: tuple[pathlib.Path, ...] = (train.tiny.INSTRUCTIONS,)
     """Files (.jsonl, .json, .parquet, .txt, .array_record), or folders of them, with train and valid files if they have
@@ -39,7 +41,6 @@ class Options(LanguageModeling, finetune.Options):
     """Times through the data, if --steps is 0. 0: 3, but 8 for the embedded instructions."""
     neftune: float = 0.0
     """Noise on the embeddings (NEFTune): the paper's alpha, 5 to 15. 0: none."""
-    out: pathlib.Path = pathlib.Path("runs/sft")
 
 
 def main(o: Options) -> None:

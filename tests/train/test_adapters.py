@@ -163,7 +163,7 @@ def test_another_base_is_refused(base, model, tuned, tmp_path, monkeypatch):
             run(base, tuned[0], lora=LORA, lr=3e-2)
     finally:
         aside.replace(weights)
-    monkeypatch.setattr(zoo, "tokenizer", lambda name, revision, tokenizer=zoo.tokenizer: tokenizer(name))
+    monkeypatch.setattr(zoo, "tokenizer", lambda name, tokenizer=zoo.tokenizer, **_: tokenizer(name))
     monkeypatch.setattr(zoo, "fingerprint", lambda name, revision, fingerprint=zoo.fingerprint: fingerprint(name))
     adapted = lora.add(model, rank=2, alpha=4.0, key=jax.random.key(0))
     monkeypatch.setattr(finetune, "load", lambda *_, **__: adapted)

@@ -260,11 +260,12 @@ def test_killed_while_saving(tmp_path):
         )
         while (started := int(child.stdout.readline())) < 2:
             pass
-        if kill == 0:
+        time.sleep(wait.uniform(0, 0.1))
+        try:
             with pytest.raises(OSError, match=rf"{tmp_path} is in use by another run \(process {child.pid} on "):
                 checkpoints(folder, identity={})
-        time.sleep(wait.uniform(0, 0.1))
-        child.kill()
+        finally:
+            child.kill()
         started += len(child.communicate()[0].splitlines())
         left = any(folder.glob("*.unfinished"))
         unfinished += left

@@ -20,7 +20,7 @@ import zoo
 from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
-from train import distill, dpo, grpo, loop, sft
+from train import distill, dpo, folder, grpo, loop, sft
 from train.stop import StopRequest
 
 
@@ -183,6 +183,40 @@ def test_a_mended_record(words, tmp_path, stopped_at, capsys):
     assert "verbs.jsonl is new, words.jsonl is gone" in text
     text = refused(*command_of("--data", tmp_path / "verbs.jsonl", "--accept-data", "--batch", 8))
     assert "identity.data.batch is 4, and now it is 8" in text
+
+
+def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
+    """A run has one of its own, in which the same command goes on; with other options it is another run."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(*more):
+        arguments = options(words, "", "--hold-out", 0, *more)
+        del arguments[arguments.index("--out") : arguments.index("--out") + 2]
+        stopped_at(1)
+        command("train.sft", *arguments)
+        return capsys.readouterr().out.replace("\n", " ")
+
+    assert "Going on" not in start() and losses(tmp_path / "runs" / "sft").keys() == {1}
+    said = start("--eval-batches", 3)
+    assert "runs/sft has another run: --eval-batches was 50 and is 3. So this run goes to runs/sft-2; --out" in said
+    assert "Going on from step 1 of runs/sft." in start() and losses(tmp_path / "runs" / "sft").keys() == {1, 2}
+    assert "Going on from step 1 of runs/sft-2." in start("--eval-batches", 3, "--keep", 1, "--mesh", "replica=1")
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["sft", "sft-2"]
+
+
+def test_the_folder_that_is_chosen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    about = lambda data="a", lr=1.0: {"identity": {"data": {"files": {"x": data}}}, "options": {"--lr": lr}}
+    choose = lambda about, accept_data=False: str(folder.choose("sft", about, accept_data=accept_data))
+    assert choose(about()) == "runs/sft"
+    for name in ("sft", "sft-3", "sft-more", "sft-4"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    folder.describe(tmp_path / "runs" / "sft-3", about())
+    assert choose(about()) == "runs/sft-3" and choose(about(lr=2.0)) == "runs/sft"
+    (tmp_path / "runs" / "sft" / "notes.txt").write_text("of somebody else")
+    assert choose(about(lr=2.0)) == choose(about(data="b")) == "runs/sft-2"
+    assert choose(about(data="b"), accept_data=True) == "runs/sft-3"
+    assert choose(about(data="b", lr=2.0), accept_data=True) == "runs/sft-2"
 
 
 def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsys):
