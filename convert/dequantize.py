@@ -241,13 +241,11 @@ class Gptq(_Affine):
 
     @property
     def fits(self) -> bool:
-        return self.zeros is not None and len(self.codes.shape) == 2 and self._packed_fit(self.shape[0], self.zeros)
-
-    def _packed_fit(self, rows: int, zeros: Tensor) -> bool:
-        kinds = self.codes.dtype == zeros.dtype == INT32 and self._groups_fit()
-        words = -(-rows * self.bits // 32)
-        # What is grouped by importance may have its groups counted anew.
-        return kinds and self.scales.shape == (self._number, rows) and zeros.shape == (self._number, words)
+        if not self.zeros or len(self.codes.shape) != 2 or not self._groups_fit():
+            return False
+        shapes = (self._number, self.shape[0]), (self._number, -(-self.shape[0] * self.bits // 32))
+        kinds = self.codes.dtype == self.zeros.dtype == INT32
+        return kinds and (self.scales.shape, self.zeros.shape) == shapes
 
     def _codes(self, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         assert self.zeros

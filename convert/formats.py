@@ -178,7 +178,6 @@ def _gptq(stored: Mapping[str, Any]) -> list[Layout]:
 def _compressed_tensors(stored: Mapping[str, Any]) -> list[Layout]:
     formats = "naive-quantized", "int-quantized", "float-quantized", "pack-quantized"
     form = _only(stored, "format", formats)
-    _only(stored, "quantization_status", ("compressed",), "compressed")
     _only(stored, "transform_config", ({},), {})
     if sparse := stored.get("sparsity_config"):
         _only(sparse, "format", ("dense",), "dense")

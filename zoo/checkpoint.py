@@ -28,8 +28,8 @@ import rich.console
 import rich.progress
 from jax.sharding import Mesh
 
-from convert.packed import quantize_blocks
-from convert.tensors import Lazy
+from convert.packed import Packed, quantize_blocks
+from convert.tensors import Lazy, Tensor
 from zoo.gather import gathered
 from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.quantized import Format, QuantizedLinear, quantize
@@ -181,9 +181,9 @@ def check(
     unknown = []
     for name in tensors.keys() - names:
         known, twin = redundant(name, config, family)
-        if not known:
+        if not known and not adds_nothing(name, tensors):
             unknown.append(name)
-        elif twin and not equal(tensors[name], tensors[twin]):
+        if twin and not equal(tensors[name], tensors[twin]):
             raise ValueError(
                 f"{tensors[name].file} has a {name} that differs from {twin}, though config.json says they are "
                 "tied; set tie_word_embeddings to false there if it is meant to be used."
@@ -228,6 +228,14 @@ def redundant(name: str, config: Any, family: ModuleType) -> tuple[bool, str | N
         if fnmatch.fnmatch(name, pattern.format(config=config)):
             return True, twin
     return False, None
+
+
+def adds_nothing(name: str, tensors: Mapping[str, Source]) -> bool:
+    """Whether a tensor is a bias of zeros beside a quantised weight, as GPTQ's tools write. Headers are trusted."""
+    bias, weight = tensors[name], tensors.get(name.removesuffix("bias") + "weight")
+    if not (name.endswith(".bias") and isinstance(weight, Packed) and isinstance(bias, Tensor)):
+        return False
+    return not (bias.readable and bias.view().astype(np.float32).any())
 
 
 def equal(a: Source, b: Source) -> bool:

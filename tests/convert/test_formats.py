@@ -1,5 +1,6 @@
 """Weights as quantising libraries store them: values by their formulas one by one, bit by bit; models; refusals."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 import zoo
 from convert.formats import layouts, unpack
-from convert.tensors import open_tensors, save_tensors
+from convert.tensors import _Remote, open_tensors, save_tensors
 from tests.zoo import tiny
 from tests.zoo.programs import same
 
@@ -194,13 +195,32 @@ def test_a_model(tmp_path, name):
             plain[tensor] = want.astype(F16)
         else:
             rest[tensor] = value.astype(F16)
-    folder = write(tmp_path / "stored", "qwen3", dict(quantization_config=config), stored, rest)
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.eye(64, dtype=F16)[3]}
+    folder = write(tmp_path / "stored", "qwen3", dict(quantization_config=config), stored, rest | bias)
+    with pytest.raises(ValueError, match=r"has 1 tensors that .* has no place for: .*q_proj.bias"):
+        zoo.load(folder)
+    bias = {name: np.zeros_like(value) for name, value in bias.items()}  # as GPTQ's tools write
+    folder = write(tmp_path / "stored", "qwen3", dict(quantization_config=config), stored, rest | bias)
     want = zoo.load(write(tmp_path / "plain", "qwen3", {}, plain, rest))
     model = zoo.load(folder)
     assert same(model, want) and zoo.inspect(str(folder)) == want.config
     zoo.save(model, tmp_path / "saved")
     assert same(zoo.load(tmp_path / "saved"), want)
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_headers_alone(tmp_path):
+    """Of a repository on the Hub: they tell all but the shapes of bitsandbytes' 4 bits."""
+    for name in "awq", "bitsandbytes nf4":
+        store, config = FORMATS[name]
+        save(tmp_path, {f"a.{end}": part for end, part in store(np.random.RandomState(0), (40, 96))[0].items()})
+        opened, file = open_tensors(tmp_path), _Remote(tmp_path / "model.safetensors")
+        weight = unpack({n: dataclasses.replace(t, _file=file) for n, t in opened.items()}, config)["a.weight"]
+        if name == "awq":
+            assert weight.shape == (40, 96)
+            continue
+        with pytest.raises(ValueError, match=r"a.weight in .*in 4 bits, which states shapes among the data.*load the"):
+            assert weight.shape
 
 
 AWQ, GPTQ, FP8 = FORMATS["awq"][1], FORMATS["gptq"][1], FORMATS["fp8, rows"][1]
@@ -221,7 +241,6 @@ GROUPS = FP8["config_groups"]["group_0"]
         (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not read"),
         (GPTQ | dict(dynamic={"-:x": {}}), "dynamic .* is not read"),
         (FP8 | dict(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not read"),
-        (FP8 | dict(quantization_status="frozen"), "quantization_status 'frozen' is not read"),
         (FP8 | dict(transform_config={"config_groups": {}}), "transform_config .* is not read"),
         (FP8 | dict(sparsity_config={"format": "sparse-24-bitmask"}), "format 'sparse-24-bitmask' is not read"),
         (FP8 | dict(config_groups={}), "config_groups with 0 ways"),
