@@ -12,25 +12,25 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import ext, nodes, sandbox
 from tokenizers import decoders
 
 from convert.hub import regular
-from zoo import harmony, tiktoken
+from zoo import harmony, templates, tiktoken
+from zoo.templates import USERS
 
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
 # Marks in a rendered chat, code points that Unicode keeps out of all text: where {% generation %} opens and closes;
-# after the first character of a control token that a user wrote; and before one that the template wrote.
-OPEN, CLOSE, USERS, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+# after the first character of a control token that a user wrote (`USERS`); and before one that the template wrote.
+OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
 TRUSTED = ("assistant", "system", "developer")  # roles whose messages may have control tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message
@@ -178,8 +178,8 @@ class Tokenizer:
     @functools.cached_property
     def _ids(self) -> dict[int, int]:
         """Id of an added token in `_literal` -> ours."""
-        added = self._literal.get_added_tokens_decoder()
-        return {id: self._tokenizer.token_to_id(t.content.removeprefix(TEMPLATES)) for id, t in added.items()}
+        names = {id: t.content.removeprefix(TEMPLATES) for id, t in self._literal.get_added_tokens_decoder().items()}
+        return {id: own for id, name in names.items() if (own := self._tokenizer.token_to_id(name)) is not None}
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, with or without the special tokens."""
@@ -203,8 +203,8 @@ class Tokenizer:
         `messages` have a `role` and a `content`; `tools` are JSON schemas; `add_generation_prompt` opens a turn of the
         assistant at the end; `extra` goes to the template, for example `enable_thinking=False`.
 
-        The template comes with the model. It runs in jinja's sandbox, away from files and from Python's objects, but
-        nothing bounds its time and its memory. Raises ValueError if it refuses the messages, or if there is none.
+        The template comes with the model. It runs in jinja's sandbox, in a process with bounds of time and memory
+        (`zoo.templates`). Raises ValueError if it refuses the messages or exceeds these, or if there is none.
         """
         text = self.render_marked(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
         return text.replace(USERS, "")
@@ -216,10 +216,18 @@ class Tokenizer:
         # As transformers does: templates know what to do without a key, and many would write "None" for its value.
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         present = [_reasoning(message) for message in present]
-        template = self._template
+        if self.chat_template is None:
+            raise ValueError(
+                f"{self.folder} has no chat template, so it cannot turn messages into text: put a chat_template.jinja "
+                "there (an instruction-tuned model of the same family has one), or use plain text."
+            )
+        now = datetime.datetime.combine(self.date, datetime.time()) if self.date else datetime.datetime.now()
         try:
-            return template.render(messages=present, tools=tools, **self._special | variables)
-        except Exception as error:  # a template is a program: anything can go wrong in it
+            given = {"messages": present, "tools": tools} | self._special | variables
+            return templates.render(self.chat_template, given, now)
+        except templates.Broken as error:
+            raise ValueError(f"The chat template of {self.folder} is broken {error}") from error
+        except (templates.Refused, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(f"The chat template of {self.folder} refuses the messages: {error}") from error
 
     def _untrusted(self, value: Any) -> Any:
@@ -234,24 +242,6 @@ class Tokenizer:
     def _firsts(self) -> re.Pattern[str]:
         """Finds what can begin a control token, even if the rest only follows once the template has joined pieces."""
         return re.compile("|".join(sorted({re.escape(token[0]) for token in self._control})))
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        if self.chat_template is None:
-            raise ValueError(
-                f"{self.folder} has no chat template, so it cannot turn messages into text: put a chat_template.jinja "
-                "there (an instruction-tuned model of the same family has one), or use plain text."
-            )
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda format: (self.date or datetime.datetime.now()).strftime(format)
-        try:
-            return environment.from_string(self.chat_template)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"The chat template of {self.folder} is broken at line {error.lineno}: {error}") from error
 
     def encode_prompt(
         self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = True, **extra: Any
@@ -359,19 +349,6 @@ class Stream:
         return self._stream.step(self._tokenizer, id) or ""
 
 
-class _Generation(ext.Extension):
-    """{% generation %}...{% endgeneration %}: writes the variables `generation_open` and `generation_close` around."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (nodes.Output([nodes.Name(f"generation_{side}", "load")]) for side in ("open", "close"))
-        # A scope, because a {% set %} inside must not be seen outside.
-        return nodes.Scope([start, *body, end], lineno=line)
-
-
 def _reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """As transformers does: an assistant's reasoning goes by each of the names that templates and data sets have."""
     found = next((message[name] for name in REASONING if name in message), None)
@@ -426,16 +403,6 @@ def _marked(text: str) -> list[tuple[int, int]]:
         spans.append((at, at + len(inside)))
         at += len(inside) + len(after)
     return spans
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-    """Unlike jinja's own, with transformers' arguments and without escapes for HTML."""
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return re.sub(r"(?<!\\)\\ufdd2", USERS, text) if ensure_ascii else text
-
-
-def _raise_exception(message: str):
-    raise jinja2.TemplateError(message)
 
 
 def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:

@@ -22,6 +22,8 @@ import pytest
 
 import zoo
 from tests.zoo.programs import forward
+from tests.zoo.test_templates import ENDLESS
+from zoo import templates
 from zoo.engine import Engine
 from zoo.generate import continuation
 from zoo.mesh import make_mesh
@@ -374,13 +376,25 @@ def test_refusals(running, path, body, status, param, words):
 
 def test_long_prompts_are_not_tokenised(running, tokenizer, monkeypatch):
     """What exceeds the room by its characters alone is refused before, which would take a second a megabyte."""
-    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **options: pytest.fail("tokenised"))
+    for name in "encode", "encode_marked":
+        monkeypatch.setattr(type(tokenizer), name, lambda *_, **options: pytest.fail("tokenised"))
     text = "a" * (512 * tokenizer.longest + 1)
     for path, body in (COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]}):
         status, answer = running.request(path, body)
         error = json.loads(answer)["error"]
         assert status == 400 and error["code"] == "context_length_exceeded", error
         assert "the 512 tokens that there is room for have at most" in error["message"]
+
+
+def test_a_slow_template_holds_nobody_else_and_is_stopped(running, tokenizer, monkeypatch):
+    monkeypatch.setattr(templates, "SECONDS", 1)
+    monkeypatch.setattr(tokenizer, "chat_template", ENDLESS)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        slow = pool.submit(running.request, CHAT, {"messages": MESSAGES})
+        time.sleep(0.1)
+        assert running.request("/v1/models")[0] == 200 and not slow.done()
+        status, answer = slow.result()
+    assert status == 400 and "takes more than 1 seconds" in json.loads(answer)["error"]["message"]
 
 
 def test_who_may_ask(model, tokenizer, running):

@@ -7,6 +7,7 @@ its README says where each is from. `python -m tests.zoo.test_templates` writes 
 
 # ruff: noqa: RUF001 (DeepSeek's tokens have a wide bar)
 
+import concurrent.futures
 import hashlib
 import json
 import pathlib
@@ -22,6 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.zoo import test_tokenizer
+from zoo import templates
 from zoo.tokenizer import Tokenizer
 
 
@@ -229,6 +231,43 @@ def test_reasoning_goes_by_every_name(tmp_path):
     tokenizer = Tokenizer(test_tokenizer.folder(tmp_path / "a", template))
     for name in "reasoning_content", "thinking", "reasoning":
         assert tokenizer.render([{"role": "assistant", "content": "4", name: "hm"}]) == "hm hm 4"
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        (ENDLESS, "refuses the messages: it takes more than 1 seconds"),
+        ("{{ messages[0].content * 10**8 }}", f"refuses the messages: its text has more than {2**26} bytes"),
+        pytest.param(
+            "{{ 'a'.center(10**12) }}",
+            f"refuses the messages: it needs more than {2**30} bytes of memory",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="of memory only Linux has limits"),
+        ),
+        ("{% for %}", "is broken at line 1"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+    ],
+)
+def test_a_template_is_bounded_and_the_next_one_works(tmp_path, monkeypatch, template, said):
+    monkeypatch.setattr(templates, "SECONDS", 1)
+    tokenizer = Tokenizer(test_tokenizer.folder(tmp_path / "a", template))
+    usual = Tokenizer(test_tokenizer.folder(tmp_path / "b", "{{ messages[0].content }}"))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        others = [pool.submit(usual.render, [{"role": "user", "content": str(i)}]) for i in range(20)]
+        with pytest.raises(ValueError, match=said):
+            tokenizer.render([{"role": "user", "content": "a"}])
+        assert [other.result() for other in others] == [str(i) for i in range(20)]
+    assert usual.render([{"role": "user", "content": "é\ud800"}]) == "é\ud800"
+
+
+def test_the_process_for_templates_can_die(tmp_path):
+    tokenizer = Tokenizer(test_tokenizer.folder(tmp_path / "a", "{{ messages[0].content }}"))
+    for _ in range(2):
+        assert tokenizer.render([{"role": "user", "content": "a"}]) == "a"
+        templates._renderer._process.kill()
+        templates._renderer._process.wait()
 
 
 @pytest.mark.live
