@@ -159,6 +159,8 @@ def load(
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     mtp: bool = False,
     verify: bool = True,
+    check_values: bool = True,
+    mmap: bool = True,
 ) -> Any:
     """A model with the weights of a checkpoint: the family's `Model`, called as `model(tokens)`.
 
@@ -175,6 +177,12 @@ def load(
         mtp: also load the module that predicts one more token (DeepSeek V3 and R1 have it).
         verify: checks the files of a folder that `save` wrote by the hashes that it left beside them, before they are
             read, at 1 to 2 GB/s a core; of several processes each checks its share. False leaves that out.
+        check_values: refuses, as it is read, a tensor with NaN or infinities in it, and a matrix of nothing but zeros
+            (biases and norms may be zeros). False takes them.
+        mmap: on a CPU, an array that needs neither cast nor stacking (the embedding, say) is the file itself, mapped
+            into memory, and read where it is touched. It outlives the file's removal and replacement, which is how
+            `save` writes; but whoever writes into the file changes it, and whoever cuts it short ends the process by
+            SIGBUS. False copies, and needs nothing of the file any more.
 
     Raises:
         OSError: if the checkpoint can't be had, with what to do about it.
@@ -194,7 +202,9 @@ def load(
     if verify:
         convert.tensors.verify_files(folder, slice(jax.process_index(), None, jax.process_count()))
     skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
-    return zoo.checkpoint.fill(skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize)
+    return zoo.checkpoint.fill(
+        skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap
+    )
 
 
 def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:

@@ -33,7 +33,7 @@ from convert.tensors import Lazy, Tensor
 from zoo.gather import gathered
 from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.quantized import Format, QuantizedLinear, quantize
-from zoo.reading import Parameter, Part, Source, once, read, read_rounded
+from zoo.reading import Parameter, Part, Scan, Source, once, read, read_rounded
 from zoo.stack import Stack
 from zoo.surgery import modules, path_name, shardings
 
@@ -119,16 +119,18 @@ def fill(
     dtype: np.dtype | None,
     mesh: Mesh | None,
     format: Format | None = None,
+    check_values: bool = True,
+    mmap: bool = True,
 ) -> Any:
     """`skeleton` (from `eqx.filter_eval_shape`) with its arrays read from `tensors`.
 
     `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's PARTITION_RULES, and
     each process reads only those of its own devices. Without one, a tensor that needs neither cast nor stacking is not
-    copied on a CPU: the array is the memory-mapped file. `format` is `zoo.quantized.quantize`, done as each tensor is
-    read, in whole rows.
+    copied on a CPU: the array is the memory-mapped file, unless `mmap` is False. `format` is `zoo.quantized.quantize`,
+    done as each tensor is read, in whole rows. `check_values`: `zoo.reading.Scan` looks at all that is read.
 
     Raises:
-        ValueError: naming tensors that are missing, unknown, of a wrong shape, or not floating point.
+        ValueError: naming tensors that are missing, unknown, of a wrong shape, not floating point, or without values.
     """
     wanted, tensors = list(parameters(skeleton, family, len(tensors))), standard_names(tensors, family)
     check(wanted, tensors, skeleton.config, family, dtype)
@@ -138,6 +140,7 @@ def fill(
     places = jax.tree.leaves(shardings(result, family.PARTITION_RULES, mesh)) if mesh else []
     float32 = tuple(f"{path}." for path, _ in modules(skeleton, Float32))
     arrays: dict[str, jax.Array] = {}
+    scan = Scan() if check_values else None
 
     def put(path: str, part: Part) -> None:
         """Places the parameter whose values `part` reads, index by index."""
@@ -159,12 +162,14 @@ def fill(
             path, stored = parameter.path, [tensors[n] for n in parameter.names.flat]
             kind = np.dtype(np.float32) if path.startswith(float32) else dtype or stored[0].dtype
             if format and (scale := f"{path.removesuffix('.weight')}.scale") in paths:
-                both = once(lambda i, p=parameter, kind=kind: read_rounded(p, tensors, i, kind, format, pool))
+                both = once(lambda i, p=parameter, kind=kind: read_rounded(p, tensors, i, kind, format, pool, scan))
                 rows, scaled = parameter.array.ndim - 1, len(shapes[scale])
                 put(path, lambda i, both=both, n=rows: both(i[:n])[0][..., i[n]])
                 put(scale, lambda i, both=both, n=rows, m=scaled: both(i[:n])[1][(..., *i[n:m])])
             else:
-                put(path, once(lambda i, p=parameter, kind=kind: read(p, tensors, i, kind, pool)))
+                put(path, once(lambda i, p=parameter, kind=kind: read(p, tensors, i, kind, pool, scan, mmap)))
+            if scan:
+                scan.end(stored)
             bar.advance(task, sum(tensor.nbytes for tensor in stored))
     return jax.tree.unflatten(jax.tree.structure(result), [arrays[path] for path in paths])
 

@@ -58,6 +58,63 @@ def test_layers_of_different_dtypes(folder):
     assert zoo.load(folder, dtype="float32").layers.period[0].input_layernorm.weight[1].tolist() == [1] * 32
 
 
+UP, EMBED = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "name, value, options",
+    [
+        (UP, np.nan, {}),
+        (EMBED, np.inf, {"dtype": "bfloat16"}),
+        (NORM, -np.inf, {"mesh": "fsdp=8"}),
+        (UP, np.nan, {"quantize": "int8"}),
+        (EMBED, -0.0, {}),
+        (UP, 0, {"dtype": "bfloat16"}),
+        (UP, 0, {"mesh": "fsdp=8"}),
+        (UP, 0, {"quantize": "int8"}),
+    ],
+)
+def test_values_that_no_model_has(folder, name, value, options):
+    """One that is no number, anywhere; a matrix of zeros, be it stacked, mapped, cast, split or quantised."""
+
+    def change(tensors):
+        if value:
+            tensors[name].flat[-1] = value
+        else:
+            tensors[name][:] = value
+
+    edit(folder, change)
+    says = "holds NaN or infinities" if value else "holds nothing but zeros"
+    refused(folder, f"{name} in {folder}/model.safetensors {says}", "check_values=False", **options)
+    if not options:
+        zoo.load(folder, check_values=False)
+
+
+def test_zeros_that_models_have(folder):
+    """Norms and biases; half of a matrix, of which a process on another mesh might have no more."""
+
+    def change(tensors):
+        tensors[NORM][:] = 0
+        tensors[UP][: len(tensors[UP]) // 2] = 0
+
+    edit(folder, change)
+    for options in ({}, {"mesh": "fsdp=8"}, {"quantize": "int8"}):
+        zoo.load(folder, **options)
+
+
+def test_values_too_large_for_the_dtype(folder):
+    edit(folder, lambda t: t[UP].__setitem__(0, 1e5))
+    refused(folder, UP, "holds NaN or infinities in float16", dtype="float16")
+    zoo.load(folder)
+
+
+def test_files_of_another_export(folder, tmp_path):
+    zoo.save(zoo.load(folder), tmp_path / "saved")
+    (tmp_path / "saved" / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    refused(tmp_path / "saved", f"{tmp_path}/saved/model.safetensors is not what was written", "verify=False")
+    zoo.load(tmp_path / "saved", verify=False)
+
+
 def test_an_untied_head_in_a_tied_model(folder):
     embed = tiny.tensors("qwen3-tied")["model.embed_tokens.weight"]
     edit(folder, lambda t: t.update({"lm_head.weight": embed}))

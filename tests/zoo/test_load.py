@@ -25,15 +25,16 @@ print(peak() - before, sum(array.nbytes for array in jax.tree.leaves(model)))
 
 
 def write_large(folder, name, **size):
-    """A checkpoint of zeros in shards of 100 MB, and the sizes of all tensors and of the largest."""
+    """A checkpoint of ones in shards of 100 MB, and the sizes of all tensors and of the largest."""
     tiny.write(folder, name, **size)
     (folder / "model.safetensors").unlink()
     shapes = tiny.MODULES[tiny.FAMILIES[name]].shapes(tiny.CONFIGS[name] | size)
-    zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    lazy = {name: (array.shape, array.dtype, lambda array=array: array) for name, array in zeros.items()}
+    f32 = np.dtype(np.float32)
+    lazy = {name: (tuple(shape), f32, lambda shape=shape: np.ones(shape, f32)) for name, shape in shapes.items()}
     convert.tensors.save_tensors(folder, lazy, shard_bytes=100 * 10**6)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    return folder, sum(array.nbytes for array in zeros.values()), max(array.nbytes for array in zeros.values())
+    sizes = [tensor.nbytes for tensor in convert.tensors.open_tensors(folder).values()]
+    return folder, sum(sizes), max(sizes)
 
 
 def load(folder, root, **options):
@@ -91,6 +92,18 @@ def test_an_aligned_tensor_is_not_copied(large):
     array = jax.device_put(tensor.view())
     assert array.unsafe_buffer_pointer() == mapped
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000
+
+
+def test_mmap(tmp_path):
+    """The embedding is the file itself, so that writing into the file changes it, unless it is copied."""
+    zoo.save(zoo.load(tiny.write(tmp_path / "model", "qwen3-tied")), tmp_path / "saved")
+    mapped, copied = zoo.load(tmp_path / "saved"), zoo.load(tmp_path / "saved", mmap=False)
+    before = np.array(copied.embed_tokens.weight)
+    offset = convert.tensors.open_tensors(tmp_path / "saved")["model.embed_tokens.weight"].offset
+    with (tmp_path / "saved" / "model.safetensors").open("r+b") as file:
+        file.seek(offset)
+        file.write(np.float32(7).tobytes())
+    assert (np.asarray(copied.embed_tokens.weight) == before).all() and mapped.embed_tokens.weight[0, 0] == 7
 
 
 @pytest.mark.parametrize("padding", [0, 8])
