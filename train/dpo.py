@@ -65,16 +65,19 @@ def objective(
     *,
     o: Options,
     remat: Callable[[Callable], Callable] | None = None,
+    whole: dict[str, Float[Array, ""]] | None = None,
 ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
     """The loss of a batch's pairs (see `train.preferences`), for `train.step.train_step`.
 
-    `reference` is the model to stay near to; None means this one without its adapters.
+    `reference` is the model to stay near to; None means this one without its adapters. kto's baseline is that of all
+    the batch, so where this is a part of one, `whole` has the means of all of it.
 
     The sums are "loss"; "chosen_logps" and "rejected_logps", the log-probabilities of completions; "chosen_reward" and
     "rejected_reward", beta times their log-ratios to the reference (for orpo, which has none, of a token's mean
     log-probability); "margin", the difference of the two; and "accuracy", the number of pairs in which it is positive.
-    For kto they are "loss"; "kl", the baseline; "margin", how far a completion's reward is on its side of the
-    baseline's; and "accuracy", as before.
+    For kto they are "loss"; "mismatched", log-ratios of completions after the prompts of others; "kl", the baseline,
+    which is their mean or 0; "margin", how far a completion's reward is on its side of the baseline's; and "accuracy",
+    as before.
     """
     mask, segments = batch["loss_mask"], batch["segments"]
     sums = functools.partial(loss.per_document, segments=segments, mask=mask, documents=2 * PAIRS)
@@ -100,7 +103,7 @@ def objective(
         case "orpo":
             losses = loss.orpo(first, second, beta=o.beta)
         case "kto":
-            baseline = loss.kto_baseline(second, present)
+            baseline = loss.kto_baseline(second, present) if whole is None else jnp.maximum(whole["mismatched"], 0)
             desirable = sums(batch["desirable"].astype(jnp.float32))[:, ::2] > 0
             losses = loss.kto(
                 first, desirable, baseline,
@@ -108,7 +111,7 @@ def objective(
             )  # fmt: skip
     if o.loss == "kto":
         margin = o.beta * jnp.where(desirable, first - baseline, baseline - first)
-        looks = {"kl": jnp.broadcast_to(baseline, margin.shape)}
+        looks = {"kl": jnp.broadcast_to(baseline, margin.shape), "mismatched": second}
     else:
         margin = o.beta * (first - second)
         looks = {
@@ -159,6 +162,7 @@ def main(o: Options) -> None:
         data=data,
         objective=functools.partial(objective, o=o),
         count=count,
+        two_passes=o.loss == "kto",
         others=None if o.loss == "orpo" or o.lora.rank else finetune.frozen(o, mesh),
         validation=validation,
         prompts=[loop.prompt_of(example) for example in shown],

@@ -55,7 +55,9 @@ def resolved(o: Any) -> Any:
         raise ValueError(f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank.")
     if o.push_to_hub and not o.dry_run and jax.process_index() == 0:
         convert.hub.create(o.push_to_hub)
-    return dataclasses.replace(o, lora=dataclasses.replace(o.lora, alpha=o.lora.alpha or 2.0 * o.lora.rank))
+    decay = 0.0 if o.weight_decay < 0 and o.lora.rank else o.weight_decay
+    adapters = dataclasses.replace(o.lora, alpha=o.lora.alpha or 2.0 * o.lora.rank)
+    return dataclasses.replace(o, lora=adapters, weight_decay=decay)
 
 
 def load(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:

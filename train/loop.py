@@ -32,7 +32,7 @@ from train.checkpoint import Checkpoints
 from train.data import Example
 from train.mesh import check_mesh, put_batch, without_stages
 from train.metrics import MetricsFile, Progress, flops_per_token
-from train.optim import adamw, make_schedule
+from train.optim import adamw, make_schedule, rewarmed
 from train.options import Options, changes, telling
 from train.plot import plot_losses
 from train.state import abstract_state, init_state
@@ -57,6 +57,7 @@ def resolve(o: Any, config: Any, steps: int, width_lr: float) -> Any:
         "lr": o.lr or width_lr * 4096 / config.hidden_size,
         "warmup": math.ceil(0.03 * steps) if o.warmup < 0 else o.warmup,
         "decay": math.ceil(0.2 * steps) if o.decay < 0 else o.decay,
+        "weight_decay": 0.1 if o.weight_decay < 0 else o.weight_decay,
         "eval_every": o.eval_every or math.ceil(steps / 10),
         "sample_every": o.sample_every or math.ceil(steps / 4),
     }
@@ -85,10 +86,13 @@ def count(data: grain.IterDataset) -> int:
         return sum(1 for _ in data)
 
 
-def make_optimizer(o: Options, updates: int = 1) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW and its learning rate, for a run that makes so many updates in a step."""
+def make_optimizer(
+    o: Options, updates: int = 1, rewarm: Mapping[str, Any] | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW and its learning rate, for a run that makes so many updates in a step; `rewarm` is for `rewarmed`."""
     steps, warmup, decay = (updates * n for n in (o.steps, o.warmup, o.decay))
     schedule = make_schedule(o.schedule, peak=o.lr, steps=steps, warmup=warmup, decay=decay)
+    schedule = rewarmed(schedule, **rewarm) if rewarm else schedule
     return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
 
 
@@ -127,6 +131,7 @@ def run(
     mtp: bool = False,
     adapters: bool = False,
     neftune: float = 0.0,
+    two_passes: bool = False,
 ) -> pathlib.Path | None:
     """Trains `make_model()`, or goes on with the last checkpoint in `o.out`, until `o.steps`; then exports the model.
 
@@ -134,7 +139,7 @@ def run(
 
     Args:
         identity: what must not have changed since that checkpoint.
-        objective, count, others: see `train.step.train_step`; the validation data is measured by them too.
+        objective, count, others, two_passes: see `train.step.train_step`; the validation data is measured by them too.
         prompts: what to show continuations of, from time to time.
         experience: makes of the model, an element of `data` and the number of the step what to learn from, in `updates`
             batches, such as `example`. Without it, every element of `data` is a batch.
@@ -164,7 +169,7 @@ def run(
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=objective, count=count,
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
-        rebalance=rebalance, neftune=neftune,
+        rebalance=rebalance, neftune=neftune, two_passes=two_passes,
     )  # fmt: skip
     identity = dict(identity) | {"patience": o.patience > 0}  # without it, that of the best look may not be kept
     about = {"identity": identity, "options": telling(o)}
@@ -181,7 +186,7 @@ def run(
     checkpoints = Checkpoints(
         o.out / "checkpoints", identity=identity, keep=o.keep, say=rich.print, accept_data=o.accept_data
     )
-    iterator, looks = iter(data), []
+    iterator, looks, rewarm = iter(data), [], None
     if found := checkpoints.restore(abstract):
         state, position = found
         iterator.set_state(position["data"])
@@ -189,6 +194,15 @@ def run(
         rich.print(f"Going on from step {n:,} of {o.out}.")
         if others_now := changes(position["options"], telling(o)):
             rich.print(f"Not as before: {others_now}.")
+        if rewarm := position["rewarm"]:
+            optimizer, schedule = make_optimizer(o, updates, rewarm)
+        was, now = position["rate"], float(jnp.asarray(schedule(n * updates)))
+        if now > 1.01 * was and n < o.steps:
+            if o.rewarm:
+                rewarm = {"start": n * updates, "rate": was, "steps": o.rewarm * updates}
+                optimizer, schedule = make_optimizer(o, updates, rewarm)
+            how = f"over {o.rewarm:,} steps" if o.rewarm else "at once; --rewarm 100 would take 100 steps for it"
+            rich.print(f"The learning rate rises from {was:.2g}, where the old schedule was, to {now:.2g} {how}.")
     else:
         state, n = fresh(), 0
     folder.describe(o.out, about)
@@ -199,7 +213,13 @@ def run(
     best = lambda: min(looks, key=lambda look: look[1])[0]
     save = lambda: checkpoints.save(
         state,
-        {"data": iterator.get_state(), "looks": looks, "options": telling(o)},
+        {
+            "data": iterator.get_state(),
+            "looks": looks,
+            "options": telling(o),
+            "rewarm": rewarm,
+            "rate": float(jnp.asarray(schedule(n * updates))),
+        },
         best=best() * updates if o.patience else None,
     )
     whole = lambda: lora.joined(state.model, frozen)

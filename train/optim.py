@@ -46,6 +46,19 @@ def make_schedule(
     return schedule
 
 
+def rewarmed(schedule: optax.Schedule, *, start: int, rate: float, steps: int) -> optax.Schedule:
+    """`schedule` for a run that goes on at step `start`, where another schedule had come to `rate`.
+
+    It moves from there to its own in a straight line, in so many steps: a jump would undo some of what was learnt.
+    """
+
+    def slowly(step: ArrayLike) -> Float[Array, ""]:
+        part = jnp.clip((jnp.asarray(step, jnp.float32) + 1 - start) / steps, 0, 1)
+        return rate + part * (schedule(step) - rate)
+
+    return slowly
+
+
 def adamw(
     schedule: optax.Schedule,
     *,

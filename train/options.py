@@ -37,7 +37,8 @@ class Options:
     batch: int = 4
     """Rows of a step."""
     microbatches: int = 1
-    """Parts in which a step works through its rows, one after another, to save memory; the update is the same."""
+    """Parts in which a step works through its rows, one after another, to save memory; the update is the same. With
+    --router-balance, and for the kto loss, each needs one more forward pass."""
     steps: int = 0
     """Optimizer steps of the whole run."""
     lr: float = 0.0
@@ -48,12 +49,17 @@ class Options:
     """Steps in which the learning rate rises. -1: 3 % of them."""
     decay: int = -1
     """Steps in which wsd's learning rate falls. -1: 20 % of them."""
-    weight_decay: float = 0.1
-    """Taken off matrices at every step, times the learning rate."""
+    rewarm: int = 0
+    """Steps in which the learning rate rises from that of the checkpoint that a run goes on from, where a new schedule,
+    such as that of more --steps, would let it jump. 0: it jumps."""
+    weight_decay: float = -1.0
+    """Taken off matrices at every step, times the learning rate. -1: 0.1, but 0 for adapters."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it."""
     router_balance: float = 0.0
-    """Weight of the load-balancing loss in a mixture of experts; 0.01 in Switch Transformers, 0.001 in Qwen3."""
+    """Weight of the load-balancing loss in a mixture of experts, on the scale of transformers' router_aux_loss_coef:
+    the loss is as many as a token chooses experts where all are used alike; 0.01 in Switch Transformers, 0.001 in
+    Qwen3."""
     router_z: float = 0.0
     """Weight of the router z-loss in a mixture of experts, which keeps its logits from growing; 0.001 in ST-MoE."""
     router_bias_rate: float = 0.0
@@ -117,7 +123,7 @@ class Options:
 # What may be another when a run goes on, since it learns the same from the same; or is compared by its contents.
 INCIDENTAL = {
     "--accept-data", "--coordinator", "--data", "--dry-run", "--keep", "--mesh", "--model", "--out", "--process",
-    "--processes", "--push-to-hub", "--remat", "--sample-every", "--sample-tokens", "--save-every",
+    "--processes", "--push-to-hub", "--remat", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
 }  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """One pure training step, and the loss alone for evaluation."""
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_policies
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 import kernels
 from kernels import mesh
@@ -26,9 +27,10 @@ from zoo.stack import LAYER_INPUT
 from zoo.surgery import cast
 
 
+T = TypeVar("T")
 Batch = Mapping[str, Shaped[Array, "batch seq ..."]]
 # objective(model, batch, others, remat=...): the sum to minimise; sums to report, "loss" among them; and what the
-# model's layers reported.
+# model's layers reported. In two passes it also takes `whole`: see `train_step`.
 Objective = Callable[..., tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]]
 
 # What the backward pass keeps of each layer, from most memory to least: a function around the body of the layers' scan.
@@ -111,6 +113,7 @@ def train_step(
     count: Callable[[Batch], Int[Array, ""]] = targets_of,
     remat: Callable[[Callable], Callable] | None = None,
     microbatches: int = 1,
+    two_passes: bool = False,
     router_balance: float = 0.0,
     router_z: float = 0.0,
     rebalance: Callable[[Any, Any], Any] | None = None,
@@ -130,43 +133,58 @@ def train_step(
         remat: one of `REMAT`.
         microbatches: parts the batch is worked through in, one after another, to save memory. The update is the same:
             every part's gradient weighs as much as `count` finds in it.
+        two_passes: the objective takes `whole`, the means of its own sums over all of a batch that is worked through in
+            parts, for which there is one more forward pass; None means that it is given all of the batch.
         router_balance, router_z: what, in a mixture of experts, the mean over the layers of the load-balancing loss and
-            of the router z-loss (see `zoo.moe.Routing`) weigh beside the objective.
+            of the router z-loss (see `zoo.moe.Routing`) weigh beside the objective. The former depends on the load of
+            all of the batch, so in microbatches it, too, takes one more forward pass.
         rebalance: makes a new model of the updated one and of what its routers did with the batch, such as
             `zoo.deepseek3.rebalance`.
-        neftune: the alpha of `train.neftune.noisy`, whose noise depends on nothing but the number of the step.
+        neftune: the alpha of `train.neftune.noisy`, whose noise depends on the number of the step and on the row alone.
 
     Returns the new state, and the metrics: the means of the objective's sums, "grad_norm" (before clipping),
     "learning_rate", "tokens" (not padding), "targets" and "finite"; for a mixture of experts "balance" (the mean of its
-    layers' load-balancing losses, 1 where all experts are used alike). Where "finite" is False, because the loss or a
+    layers' `Routing.imbalance`, 1 where all experts are used alike). Where "finite" is False, because the loss or a
     gradient is not, the state is the old one.
     """
     parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
     n = jnp.maximum(count(batch), 1).astype(jnp.float32)
+    tokens = jnp.sum(batch["segments"] != 0)
 
-    def loss(low: Any, part: Batch, key: PRNGKeyArray) -> tuple[Array, tuple[dict[str, Array], Any]]:
+    def loss(
+        low: Any, part: Batch, keys: Key[Array, " batch"], means: Any = None, loads: Sequence[Array] = ()
+    ) -> tuple[Array, tuple[dict[str, Array], Any]]:
+        """A part's share of the loss, given the batch's `means` and the `loads` of experts that `looked` finds."""
         model = joined(eqx.combine(low, fixed), frozen)
-        model = noisy(model, part["segments"], alpha=neftune, key=key) if neftune else model
-        total, (sums, reports) = objective(model, part, others, remat=remat)
+        model = noisy(model, part["segments"], alpha=neftune, keys=keys) if neftune else model
+        whole = {"whole": means} if two_passes else {}
+        total, (sums, reports) = objective(model, part, others, remat=remat, **whole)
         if (router_balance or router_z) and (routings := routings_of(reports)):
+            routings = [r.share_of(tokens, load) for r, load in itertools.zip_longest(routings, loads)]
             layers = [router_balance * r.balance_loss() + router_z * r.z_loss() for r in routings]
-            total += mean_of_layers(layers) * count(part).astype(jnp.float32)
+            total += mean_of_layers(layers) * count(batch).astype(jnp.float32)
         # Divided by the count of the whole batch, so that the parts' gradients only need adding up.
         mean = lambda s: s / n.astype(s.dtype)
         return mean(total), (jax.tree.map(mean, sums), reports)
 
-    def gradients_of(part: Batch, key: PRNGKeyArray) -> tuple[Any, tuple[dict[str, Array], Any]]:
-        return cast(jax.grad(loss, has_aux=True)(cast(parameters, compute_dtype), part, key), jnp.float32)
+    def looked(low: Any, *part: Any) -> tuple[Any, list[Array]]:
+        means, reports = loss(low, *part)[1]
+        return means if two_passes else {}, [routing.load for routing in routings_of(reports) if router_balance]
 
-    # The sum starts from the first part: from zeros it would cost one more buffer of the size of the model.
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), microbatches)
-    parts = (_split(batch, microbatches), keys)
-    first, rest = (jax.tree.map(operator.itemgetter(index), parts) for index in (0, slice(1, None)))
-    add = lambda total, part: (jax.tree.map(jnp.add, total, gradients_of(*part)), None)
-    gradients, sums = gradients_of(*first)
-    if microbatches > 1:
-        (gradients, sums), _ = jax.lax.scan(add, (gradients, sums), rest)
-    means, reports = sums
+    def gradients_of(low: Any, *part: Any) -> tuple[Any, tuple[dict[str, Array], Any]]:
+        return cast(jax.grad(loss, has_aux=True)(low, *part, *whole), jnp.float32)
+
+    def over_parts(function: Callable[..., T]) -> T:
+        """The sum. It starts from the first part: from zeros it would cost one more buffer of the size of the model."""
+        of = lambda part: function(cast(parameters, compute_dtype), *part)
+        first, rest = (jax.tree.map(operator.itemgetter(index), parts) for index in (0, slice(1, None)))
+        add = lambda total, part: (jax.tree.map(jnp.add, total, of(part)), None)
+        return jax.lax.scan(add, of(first), rest)[0] if microbatches > 1 else of(first)
+
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), len(batch["tokens"]))
+    parts = _split((batch, keys), microbatches)
+    whole = over_parts(looked) if microbatches > 1 and (two_passes or router_balance) else ()
+    gradients, (means, reports) = over_parts(gradients_of)
 
     def update(state: TrainState, gradients: Any) -> TrainState:
         updates, opt_state = optimizer.update(gradients, state.opt_state, parameters)
@@ -179,12 +197,12 @@ def train_step(
     metrics = means | {
         "grad_norm": norm,
         "learning_rate": schedule(state.step),
-        "tokens": jnp.sum(batch["segments"] != 0),
+        "tokens": tokens,
         "targets": targets_of(batch),
         "finite": finite,
     }
     if routings := routings_of(reports):
-        metrics["balance"] = mean_of_layers([routing.balance_loss() for routing in routings])
+        metrics["balance"] = mean_of_layers([routing.imbalance() for routing in routings])
     # Not a choice between two results, for which XLA would keep copies of the donated state.
     return jax.lax.cond(finite, update, lambda state, _: state, state, gradients), metrics
 
@@ -208,9 +226,9 @@ def mean_of_layers(values: list[Float[Array, "*layers"]]) -> Float[Array, ""]:
     return jnp.mean(jnp.concatenate([value.reshape(-1) for value in values]))
 
 
-def _split(batch: Batch, parts: int) -> dict[str, Shaped[Array, "parts part seq ..."]]:
-    """[batch, seq] -> [parts, batch / parts, seq]. Every part takes rows from all over, so from every device."""
-    size = len(batch["tokens"])
+def _split(rows: T, parts: int) -> T:
+    """[batch, ...] -> [parts, batch / parts, ...]. Every part takes rows from all over, so from every device."""
+    size = len(jax.tree.leaves(rows)[0])
     if size % parts:
         raise ValueError(f"A batch of {size} sequences can't be split into {parts} microbatches of one size.")
-    return {name: a.reshape(size // parts, parts, *a.shape[1:]).swapaxes(0, 1) for name, a in batch.items()}
+    return jax.tree.map(lambda a: a.reshape(size // parts, parts, *a.shape[1:]).swapaxes(0, 1), rows)

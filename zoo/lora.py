@@ -36,9 +36,9 @@ class LoRALinear(AbstractLinear):
 
     @classmethod
     def new(cls, base: AbstractLinear, key: PRNGKeyArray, *, rank: int, alpha: float) -> "LoRALinear":
-        """`a` random and `b` zero, so that nothing changes at first."""
+        """`a` random, with PEFT's deviation of 1 / sqrt(3 in), and `b` zero, so that nothing changes at first."""
         out_features, in_features = base.shape
-        a = jax.random.normal(key, (rank, in_features)) * in_features**-0.5
+        a = in_features**-0.5 * jax.random.uniform(key, (rank, in_features), minval=-1, maxval=1)
         return cls(base, a, jnp.zeros((out_features, rank)), alpha / rank)
 
     @property
@@ -70,7 +70,7 @@ class LoRAExpertLinear(AbstractExpertLinear):
     def new(cls, base: AbstractExpertLinear, key: PRNGKeyArray, *, rank: int, alpha: float) -> "LoRAExpertLinear":
         """As `LoRALinear.new`."""
         experts, out_features, in_features = base.shape
-        a = jax.random.normal(key, (experts, rank, in_features)) * in_features**-0.5
+        a = in_features**-0.5 * jax.random.uniform(key, (experts, rank, in_features), minval=-1, maxval=1)
         return cls(base, a, jnp.zeros((experts, out_features, rank)), alpha / rank)
 
     @property

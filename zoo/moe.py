@@ -178,15 +178,27 @@ class Routing(eqx.Module):
             jnp.sum(counted * squared_log_z),
         )
 
-    def balance_loss(self) -> Float[Array, "*layers"]:
-        """The load-balancing loss of Switch Transformers (arXiv:2101.03961, section 2.2): 1 where all is even.
+    def share_of(self, tokens: Int[Array, ""], load: Float[Array, "*layers experts"] | None) -> "Routing":
+        """These tokens as a part of so many, of whose choices each expert had such a `load` (None: of these alone).
 
-        The number of experts times the sum, over them, of the share of the choices and of the mean probability. Only
-        the latter has a gradient.
+        The losses of all parts, each as its share of the whole, add up to those of the whole; so do their gradients.
+        """
+        tokens = jnp.broadcast_to(tokens.astype(self.tokens.dtype), self.tokens.shape)
+        return Routing(tokens, self.load if load is None else load, self.probability, self.squared_log_z)
+
+    def imbalance(self) -> Float[Array, "*layers"]:
+        """The number of experts times the sum, over them, of the share of the choices and of the mean probability.
+
+        1 where all is even. Only the probability has a gradient.
         """
         share = self.load / jnp.maximum(jnp.sum(self.load, axis=-1, keepdims=True), 1)
         mean = self.probability / jnp.maximum(self.tokens, 1)[..., None]
         return self.load.shape[-1] * jnp.sum(share * mean, axis=-1)
+
+    def balance_loss(self) -> Float[Array, "*layers"]:
+        """The load-balancing loss of Switch Transformers (arXiv:2101.03961, section 2.2), as transformers has it for
+        several choices: `imbalance` times the number of experts that a token chooses."""
+        return self.imbalance() * jnp.sum(self.load, axis=-1) / jnp.maximum(self.tokens, 1)
 
     def z_loss(self) -> Float[Array, "*layers"]:
         """The router z-loss of ST-MoE (arXiv:2202.08906, section 4): the mean of the squared log of Z."""

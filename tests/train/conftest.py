@@ -78,8 +78,8 @@ def quick():
     Two runs with the same options trace and compile the same step, which is most of what a short run takes.
     """
 
-    def rates(o, updates=1):
-        return o.schedule, o.lr, o.steps, o.warmup, o.decay, o.weight_decay, o.clip_norm, updates
+    def rates(o, updates=1, rewarm=None):
+        return o.schedule, o.lr, o.steps, o.warmup, o.decay, o.weight_decay, o.clip_norm, updates, str(rewarm)
 
     def parts(value):
         return (value.func, *sorted(value.keywords.items())) if isinstance(value, functools.partial) else value

@@ -17,6 +17,7 @@ import zoo.__main__
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
 from train import finetune, loop
+from train.optim import make_schedule
 from zoo import lora, peft
 from zoo.surgery import modules
 
@@ -131,6 +132,17 @@ def test_adapters_go_on_exactly(base, tuned, tmp_path, stop_after):
     assert losses(run(base, tmp_path, lora=LORA, lr=3e-2)) == losses(metrics)
     file = "adapter/adapter_model.safetensors"
     assert (tmp_path / file).read_bytes() == (out / file).read_bytes()
+
+
+def test_more_steps_rewarm(base, tuned, tmp_path, capsys):
+    """At its end the learning rate is 0. With more steps it would jump, which is said, or rises as asked."""
+    out = shutil.copytree(tuned[0], tmp_path / "out")
+    metrics = run(base, out, lora=LORA, lr=3e-2, steps=11, rewarm=2)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The learning rate rises from 0, where the old schedule was, to " in said and "over 2 steps" in said
+    schedule = make_schedule("cosine", peak=3e-2, steps=11, warmup=1, decay=0)
+    want = [schedule(8) / 2, schedule(9), schedule(10)]
+    np.testing.assert_allclose([line["learning_rate"] for line in metrics[-3:]], want, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from train.metrics import read_metrics
 from train.optim import adamw
 from train.records import open_records
 from train.state import init_state
-from train.step import jit_train_step
+from train.step import jit_train_step, train_step
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -84,6 +85,40 @@ def test_what_is_not_there_counts_for_nothing(rows, loss):
     learnt = batch["loss_mask"] != 0
     learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # of its second documents there is no gradient
     assert jnp.isfinite(value) and jnp.array_equal(jnp.any(gradient != 0, axis=2), learnt)
+
+
+class Bigram(eqx.Module):
+    """A model whose logits are a row of a table each."""
+
+    table: jax.Array
+
+    def hidden(self, tokens, positions, segments, remat=None):
+        return self.table[tokens], ()
+
+    def unembed(self, x):
+        return x
+
+
+def test_kto_in_microbatches(rows):
+    """Is the same update, though its baseline is of all of the batch."""
+    batch = {name: a[:2] for name, a in rows[0].items()}
+    batch |= {"desirable": batch["loss_mask"] * (batch["segments"] < 3).astype(int), "tokens": batch["targets"]}
+    random = np.random.RandomState(0)
+    tables = [jnp.asarray(random.normal(size=(64, 64)), jnp.float32) for _ in range(2)]
+    optimizer, objective = optax.sgd(1.0), functools.partial(dpo.objective, o=dpo.Options(loss="kto"))
+    steps = [
+        functools.partial(
+            train_step, optimizer=optimizer, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
+            objective=objective, count=dpo.count, two_passes=True, microbatches=microbatches,
+        )
+        for microbatches in (1, 2)
+    ]  # fmt: skip
+    state = init_state(Bigram(tables[0]), optimizer)
+    (whole, one), (parts, two) = (jax.jit(step)(state, batch, None, Bigram(tables[1])) for step in steps)
+    assert one["kl"] > 0.5 and jnp.linalg.norm(whole.model.table - tables[0]) > 1e-3
+    np.testing.assert_allclose(parts.model.table, whole.model.table, rtol=1e-5, atol=1e-6)
+    for name, value in one.items():
+        np.testing.assert_allclose(two[name], value, rtol=1e-5, err_msg=name)
 
 
 def test_the_embedded_preferences_follow_from_the_instructions():

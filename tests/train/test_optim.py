@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from train.optim import adamw, is_decayed, make_schedule
+from train.optim import adamw, is_decayed, make_schedule, rewarmed
 from zoo import qwen3
 from zoo.layers import Linear
 from zoo.surgery import path_name
@@ -52,6 +52,12 @@ def test_only_the_matrices_of_linears_are_decayed():
     }
     bias = Linear(2, 3, bias=True, key=jax.random.key(0))
     assert is_decayed(bias).weight and not is_decayed(bias).bias
+
+
+def test_rewarmed():
+    """From the rate that there was, halfway in the first of two steps, then on the schedule."""
+    schedule = rewarmed(lambda step: jnp.asarray(step, jnp.float32), start=10, rate=2.0, steps=2)
+    np.testing.assert_allclose([schedule(step) for step in (10, 11, 12, 40)], [6, 11, 12, 40])
 
 
 def test_adamw():

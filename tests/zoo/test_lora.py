@@ -37,6 +37,9 @@ def test_added_split_and_merged(load):
     plain, logits = np.asarray(forward(model, TOKENS)), np.asarray(forward(fresh, TOKENS))
     assert np.array_equal(logits, plain), "b is zero"
     assert same(lora.bare(fresh), model)
+    starts = [m.a * m.a.shape[-1] ** 0.5 for _, m in modules(fresh, lora.ADAPTERS)]
+    starts = np.concatenate([np.ravel(a) for a in starts])
+    assert np.abs(starts).max() <= 1 and abs(starts.std() - 3**-0.5) < 0.01, "as PEFT's: evenly up to 1 / sqrt(in)"
     adapted = trained(model)
     adapters, frozen = lora.split(adapted)
     assert {a.shape[-2] for p, a in jax.tree_util.tree_leaves_with_path(adapters) if p[-1].name == "a"} == {3}
