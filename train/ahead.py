@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,12 +16,19 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.mesh import BATCH, FEATURES
 from train import loop
+from train.finetune import Lora
 from train.hlo import Collective, activations, collectives
 from train.mesh import token_sharding
 from train.options import Options
 from train.state import abstract_state
 from train.step import REMAT, jit_train_step
-from zoo.surgery import cast
+from zoo import lora, quantized
+from zoo.checkpoint import skeleton
+from zoo.quantized import Format
+from zoo.surgery import cast, shardings
+
+
+NONE = Lora()  # no adapters
 
 
 class Program(NamedTuple):
@@ -59,25 +66,62 @@ class TooLarge(Exception):
 
 
 def training(
-    config: Any, family: ModuleType, mesh: Mesh, *, batch: int, seq: int, remat: str, microbatches: int
+    config: Any,
+    family: ModuleType,
+    mesh: Mesh,
+    *,
+    batch: int,
+    seq: int,
+    remat: str,
+    microbatches: int,
+    adapters: Lora = NONE,
+    quantize: Literal["none"] | Format = "none",
 ) -> Program:
-    """The step of `train.loop`: AdamW in float32, computing in bfloat16."""
+    """The step of `train.loop`: AdamW in float32, computing in bfloat16; with a rank, of adapters alone."""
     optimizer, schedule = loop.make_optimizer(Options(lr=1e-4, steps=1000, warmup=30, decay=200))
-    state = abstract_state(loop.abstract_model(config, family, mesh, mtp=False), optimizer)
+    if adapters.rank:
+        model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)
+    else:
+        model = loop.abstract_model(config, family, mesh, mtp=False)
+    trained, kept = lora.split(model)
+    state = abstract_state(trained, optimizer)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
     data = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), rows)
     step = jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
         microbatches=microbatches,
     )  # fmt: skip
-    return Program(step, (state, data), {"parameters": state.model, "optimizer": state.opt_state, "batch": data})
+    kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
+    return Program(step, (state, data, kept), kinds)
 
 
-def decoding(config: Any, family: ModuleType, mesh: Mesh, *, batch: int, seq: int) -> Program:
+def frozen(
+    config: Any,
+    family: ModuleType,
+    mesh: Mesh,
+    *,
+    quantize: Literal["none"] | Format,
+    adapters: Lora = NONE,
+) -> Any:
+    """The shapes of a model whose weights are not trained, in bfloat16 or quantised, with adapters if there are any."""
+
+    def make(model: Any) -> Any:
+        model = cast(model, jnp.bfloat16)
+        model = model if quantize == "none" else quantized.quantize(model, quantize)
+        if adapters.rank:
+            model = lora.add(model, rank=adapters.rank, alpha=1.0, where=adapters.where, key=jax.random.key(0))
+        return model
+
+    model = eqx.filter_eval_shape(make, skeleton(family, config))
+    places = shardings(model, family.PARTITION_RULES, mesh)
+    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
+
+
+def decoding(
+    config: Any, family: ModuleType, mesh: Mesh, *, batch: int, seq: int, quantize: Literal["none"] | Format = "none"
+) -> Program:
     """One more token for each row, all in bfloat16, with a cache of `seq` positions that is written in place."""
-    whole = loop.abstract_model(config, family, mesh, mtp=False)
-    low = lambda a, b: jax.ShapeDtypeStruct(a.shape, b.dtype, sharding=a.sharding)
-    model = jax.tree.map(low, whole, jax.eval_shape(lambda m: cast(m, jnp.bfloat16), whole))
+    model = frozen(config, family, mesh, quantize=quantize)
     shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
 
     def place(a: Any) -> Any:

@@ -13,33 +13,60 @@ from jax.experimental import topologies
 class Chip(NamedTuple):
     """Of one device as JAX counts them, which is a chip; of TPU7x half of one."""
 
-    kind: str  # how its `device_kind` begins
+    kind: str  # its `device_kind`; of a TPU how that begins
     flops: float  # dense bfloat16 operations a second, a multiplication and an addition being two
     memory: float  # bytes of HBM
     bandwidth: float  # bytes a second from and to HBM
-    link: float  # bytes a second that it can send to its neighbours: all ICI links of a TPU, or NVLink
-    network: float = 0.0  # bytes a second that it can send out of its node of `NODE` GPUs
+    link: float  # bytes a second that it can send to its neighbours: all ICI links of a TPU, NVLink, or PCIe
+    network: float = 0.0  # bytes a second that it can send out of its node of `NODE` GPUs; 0: that is not published
     cores: int = 0  # of a GPU: its multiprocessors,
     cache: int = 0  # the bytes of its L2 cache,
     clock: float = 0.0  # GHz
-    capability: int = 0  # and its CUDA compute capability
+    capability: str = ""  # and its CUDA compute capability
 
 
 GIB = 2**30
-NODE = 8  # GPUs of an HGX or DGX board, which NVLink connects
+NODE = 8  # GPUs of a board, or of a host at the most
 # TPUs: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x, where the links' sums are given, mostly there and back;
-# `link` is one direction. GPUs: the data sheets of H100 SXM, H200 SXM and HGX B200, and of ConnectX-7, of which a DGX
-# has one port of 400 Gbit/s for each GPU; the rest as in XLA's xla/backends/gpu/target_config/specs.
-# The first whose kind matches is meant, so "TPU v5 lite" comes before "TPU v5".
+# `link` is one direction. GPUs: the data sheets of A100 SXM (NVLink 600 GB/s there and back), H100 SXM, H200 SXM, HGX
+# B200, L4 (PCIe 4, 64 GB/s there and back; of its bfloat16 half, which is what is dense) and T4 (PCIe 3, 32 GB/s); for
+# the RTX 4090 the white paper on the Ada architecture (bfloat16 summed in float32). A T4 has no bfloat16: XLA computes
+# in float32, whose peak is given. Networks: ConnectX-6 and ConnectX-7, of which a DGX A100 has a port of 200 Gbit/s for
+# each GPU, later ones of 400. The rest as in XLA's xla/backends/gpu/target_config/specs; of L4, T4 and RTX 4090, which
+# are not there, memory as CUDA's deviceQuery prints it.
+# The first TPU whose kind matches is meant, so "TPU v5 lite" comes before "TPU v5".
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.2e12, 300e9),
     "v5e": Chip("TPU v5 lite", 197e12, 16 * GIB, 0.819e12, 200e9),
     "v5p": Chip("TPU v5", 459e12, 95 * GIB, 2.765e12, 600e9),
     "v6e": Chip("TPU v6 lite", 918e12, 32 * GIB, 1.64e12, 400e9),
     "tpu7x": Chip("TPU7x", 2307e12 / 2, 96 * GIB, 7.38e12 / 2, 600e9 / 2),
-    "h100": Chip("NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3.35e12, 450e9, 50e9, 132, 52428800, 1.98, 9),
-    "h200": Chip("NVIDIA H200", 989e12, 151397597184, 4.8e12, 450e9, 50e9, 132, 52428800, 1.98, 9),
-    "b200": Chip("NVIDIA B200", 2250e12, 191514411008, 8.0e12, 900e9, 50e9, 148, 132644864, 1.965, 10),
+    "t4": Chip("Tesla T4", 8.1e12, 15835660288, 0.32e12, 16e9, 0.0, 40, 4194304, 1.59, "7.5"),
+    "l4": Chip("NVIDIA L4", 121e12, 23583784960, 0.3e12, 32e9, 0.0, 58, 50331648, 2.04, "8.9"),
+    "4090": Chip("NVIDIA GeForce RTX 4090", 165.2e12, 25393692672, 1.008e12, 32e9, 0.0, 128, 75497472, 2.52, "8.9"),
+    "a100-40gb": Chip("NVIDIA A100-SXM4-40GB", 312e12, 42331013120, 1.555e12, 300e9, 25e9, 108, 41943040, 1.41, "8.0"),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", 312e12, 85100068864, 2.039e12, 300e9, 25e9, 108, 41943040, 1.41, "8.0"),
+    "h100": Chip("NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3.35e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0"),
+    "h200": Chip("NVIDIA H200", 989e12, 151397597184, 4.8e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0"),
+    "b200": Chip("NVIDIA B200", 2250e12, 191514411008, 8.0e12, 900e9, 50e9, 148, 132644864, 1.965, "10.0"),
+}
+# How Google Cloud calls the slices of a TPU, what it counts of each chip, and how many axes a slice has.
+CLOUD = {
+    "v4": ("v4", 2, 3),
+    "v5p": ("v5p", 2, 3),
+    "v5litepod": ("v5e", 1, 2),
+    "v5e": ("v5e", 1, 2),
+    "v6e": ("v6e", 1, 2),
+}
+
+# What follows from a compute capability (CUDA C++ Programming Guide, technical specifications): bytes of shared memory
+# of a multiprocessor, of which a block can have all but 1 kB (of 7.5 all), threads of it, and its float32 units.
+LIMITS = {
+    "7.5": (65536, 1024, 64),
+    "8.0": (167936, 2048, 64),
+    "8.9": (102400, 1536, 128),
+    "9.0": (233472, 2048, 128),
+    "10.0": (233472, 2048, 128),
 }
 
 # What XLA has to know of a GPU to compile for it: a stream_executor.GpuTargetConfigProto.
@@ -48,10 +75,10 @@ TARGET = """gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
+  shared_memory_per_core: {shared}
+  threads_per_core_limit: {threads}
   core_count: {chip.cores}
-  fpus_per_core: 128
+  fpus_per_core: {units}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -59,8 +86,8 @@ TARGET = """gpu_device_info {{
   l2_cache_size: {chip.cache}
   clock_rate_ghz: {chip.clock}
   device_memory_size: {chip.memory}
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: {chip.capability} feature_extension: ACCELERATED_FEATURES }}
+  shared_memory_per_block_optin: {block}
+  cuda_compute_capability {{ {version} feature_extension: {features} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
@@ -84,24 +111,28 @@ QUIET = {
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip that JAX calls so; None if it is not known here."""
-    return next((chip for chip in CHIPS.values() if device_kind.startswith(chip.kind)), None)
+    same = lambda chip: device_kind == chip.kind if chip.cores else device_kind.startswith(chip.kind)
+    return next((chip for chip in CHIPS.values() if same(chip)), None)
 
 
 def fleet(text: str) -> tuple[Chip, list[Any]]:
     """The chip of a topology, and its devices, which nobody has to hold: programs can be compiled for them.
 
-    `text` is a TPU's name and the shape of the slice in chips, as "v6e:4x4", or a GPU's and how many there are.
+    `text` is a TPU's name and the shape of the slice in chips, as "v6e:4x4"; a slice by Google Cloud's name for it, as
+    "v5litepod-16"; or a GPU's name and how many there are.
 
     Raises:
         ValueError: if there is no such chip, or it does not come in that shape.
         ImportError: if the compiler for it is not installed.
     """
-    name, _, shape = text.partition(":")
+    name, _, shape = slice_of(text).partition(":")
     chip = CHIPS.get(name)
+    gpus = ", ".join(f"{name}:8" for name, chip in CHIPS.items() if chip.cores)
     if chip is None or not re.fullmatch(r"\d+" if chip.cores else r"\d+(x\d+)+", shape):
         raise ValueError(
             f"There is no topology {text!r}: write a TPU and the shape of its slice, or a GPU and a number, such as "
-            "v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2, h100:8, h200:16 or b200:64."
+            f"v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2, {gpus}; or a TPU as Google Cloud names it, such "
+            "as v6e-8, v5litepod-16 or v5p-128."
         )
     package = "jax_cuda13_plugin" if chip.cores else "libtpu"
     if importlib.util.find_spec(package) is None:
@@ -110,17 +141,47 @@ def fleet(text: str) -> tuple[Chip, list[Any]]:
         count = int(shape)
         if count > NODE and count % NODE:
             raise ValueError(f"The topology {text!r} is no whole number of nodes of {NODE} GPUs.")
+        if count > NODE and not chip.network:
+            raise ValueError(f"No network between hosts is published for {name}: {text!r} can have {NODE} at most.")
         nodes = f"1x{max(1, count // NODE)}x{min(count, NODE)}"
-        found = topologies.get_topology_desc(platform="cuda", target_config=TARGET.format(chip=chip), topology=nodes)
+        found = topologies.get_topology_desc(platform="cuda", target_config=target(chip), topology=nodes)
         return chip, list(found.devices)
     os.environ.update(QUIET)
     # Both cores of a v4 are one device where it is used, but not by default here.
     options = {"chip_config_name": "megacore"} if name == "v4" else {}
     try:
-        found = topologies.get_topology_desc(text, platform="tpu", **options)
+        found = topologies.get_topology_desc(f"{name}:{shape}", platform="tpu", **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"libtpu knows no slice {text!r}: {str(error).splitlines()[0]}") from error
     return chip, list(found.devices)
+
+
+def slice_of(text: str) -> str:
+    """ "v5litepod-16", a slice as Google Cloud names it, as "v5e:4x4"; any other text as it is.
+
+    Slices are as near to squares or cubes as powers of two allow; others, such as v5p-1536, have no one shape.
+    """
+    name, _, count = text.partition("-")
+    if name not in CLOUD or not count.isdecimal():
+        return text
+    ours, counted, axes = CLOUD[name]
+    chips = int(count) // counted
+    if chips * counted != int(count) or chips.bit_count() != 1:
+        return text
+    sizes = [2 ** ((chips.bit_length() - 1 + i) // axes) for i in range(axes)]
+    return f"{ours}:{'x'.join(map(str, sizes if sizes[0] > 1 else reversed(sizes)))}"
+
+
+def target(chip: Chip) -> str:
+    """What XLA is told of a GPU."""
+    shared, threads, units = LIMITS[chip.capability]
+    major, minor = chip.capability.split(".")
+    version = f"major: {major}" + (f" minor: {minor}" if minor != "0" else "")
+    features = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"
+    block = shared if chip.capability == "7.5" else shared - 1024
+    return TARGET.format(
+        chip=chip, version=version, features=features, shared=shared, block=block, threads=threads, units=units
+    )
 
 
 def slowest_link(chip: Chip, group: Iterable[Any]) -> float:

@@ -28,6 +28,7 @@ class Collective(NamedTuple):
     sent: float  # bytes that each device of its group sends, by the algorithm that sends the fewest
     group: tuple[int, ...]  # devices, numbered in the order of the mesh, that this one works with
     times: int  # that a step runs it
+    even: float = 0.0  # bytes sent by a ragged exchange, if routers choose all experts equally often
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
@@ -53,20 +54,24 @@ def collectives(text: str, devices: int) -> list[Collective]:
                 # A TPU's reduce-scatter is an all-reduce in a fusion that goes on with a part of the result.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
                 group = _group(line, devices)
-                sent = _sent(kind, _bytes(result, bool(start)), len(group), name)
-                found.append(Collective(kind, sent, group, times[name]))
+                size = _bytes(result, bool(start))
+                even = _even(line, size, lines, len(group)) if kind == "ragged-all-to-all" else 0.0
+                found.append(Collective(kind, _sent(kind, size, len(group), name), group, times[name], even))
     return found
 
 
-def by_axis(found: list[Collective], shape: Mapping[str, int]) -> dict[tuple[str, str], float]:
-    """Bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp"."""
+def by_axis(found: list[Collective], shape: Mapping[str, int], *, even: bool = False) -> dict[tuple[str, str], float]:
+    """Bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp".
+
+    They are the least that it sends, or with `even` those of ragged exchanges whose rows are spread evenly.
+    """
     total: dict[tuple[str, str], float] = {}
     for each in found:
         places = np.array(np.unravel_index(each.group, tuple(shape.values())))
         axes = [axis for axis, at in zip(shape, places, strict=True) if len(set(at.tolist())) > 1]
         if axes:
             key = each.kind, ",".join(axes)
-            total[key] = total.get(key, 0) + each.sent * each.times
+            total[key] = total.get(key, 0) + (each.even if even else each.sent) * each.times
     return total
 
 
@@ -215,3 +220,14 @@ def _sent(kind: str, size: float, devices: int, computation: str) -> float:
         case "reduce-scatter" if not computation.startswith("all-reduce-scatter"):
             return size * (devices - 1)
     return size * (devices - 1) / devices
+
+
+def _even(line: str, size: float, lines: list[str], devices: int) -> float:
+    """Bytes that a device sends by a ragged exchange if each gets as many of its rows.
+
+    One of the two arrays has room for its own rows, and the other for those that all devices might send it.
+    """
+    named = {match[1]: match[2] for each in lines if (match := INSTRUCTION.match(each))}
+    match = INSTRUCTION.match(line)
+    rows = named.get(_names(match[4])[0]) if match else None
+    return min(size, _bytes(rows, False) if rows else size) * (devices - 1) / devices

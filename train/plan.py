@@ -23,6 +23,7 @@ from train.hlo import by_axis
 from train.planner import Options, Plan, candidates, gb, plan, suggestion
 
 
+DURATION = "10 seconds to some minutes, the longest for large meshes and mixtures of experts"
 BOUNDS = "Times are bounds that follow from the chip's published figures, not measurements."
 
 
@@ -40,8 +41,12 @@ def report(made: Plan, config: Any) -> None:
         table.add_row("  gradients and temporaries", gb(rest - c.activations))
         if c.host:
             table.add_row("and of its host", gb(c.host))
+        even = by_axis(c.collectives, made.mesh.shape, even=True)
         for (kind, axes), size in sorted(by_axis(c.collectives, made.mesh.shape).items()):
-            table.add_row(f"a device sends by {kind} over {axes}", f"{gb(size)} a step")
+            sent = f"{gb(size)} a step"
+            if kind == "ragged-all-to-all":
+                sent = f"what routers choose: {gb(even[kind, axes])} a step if evenly; left out of the bounds"
+            table.add_row(f"a device sends by {kind} over {axes}", sent)
         table.add_row("compiled in", f"{c.seconds:.0f} s")
     else:
         table.add_row("  activations, gradients and temporaries", gb(rest))
@@ -77,12 +82,18 @@ def save(compiled: Compiled, path: pathlib.Path) -> None:
 def main(o: Options) -> None:
     config = zoo.inspect(o.model)
     chip, devices = fleet(o.topology)
-    plans = [plan(o, config, chip, devices)]
+
+    def planned(o: Options, which: str = "") -> Plan:
+        rich.print(f"Compiling the step of {o.model} for {o.topology}{which}, {o.mesh}: {DURATION}.")
+        return plan(o, config, chip, devices)
+
+    plans = [planned(o)]
     if o.search:
         best_of_mesh: dict[str, Options] = {}
         for other in candidates(o, config, chip, devices):
             best_of_mesh.setdefault(other.mesh, other)
-        plans += [plan(other, config, chip, devices) for other in list(best_of_mesh.values())[:3] if other != o]
+        best = [other for other in list(best_of_mesh.values())[:3] if other != o]
+        plans += [planned(other, f" ({n} of {len(best)} that are searched)") for n, other in enumerate(best, 1)]
         rank(plans)
     best = max((p for p in plans if p.compiled), key=lambda p: p.tokens_per_second, default=plans[0])
     report(best, config)

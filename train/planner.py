@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,8 +12,9 @@ import tyro
 from jax.sharding import Mesh
 
 from kernels.mesh import BATCH, FEATURES, SEQUENCE
-from train.ahead import Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training
+from train.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training
 from train.chips import Chip, slowest_link
+from train.finetune import Lora
 from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
 from zoo.checkpoint import skeleton
@@ -34,7 +36,9 @@ class Options:
     model: tyro.conf.Positional[str]
     """A zoo name, a folder with a config.json, or a Hub repository org/name; weights are not read."""
     topology: str
-    """Chips, as v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2 (the slice's shape), h100:8, h200:16 or b200:64."""
+    """TPUs by their slice's shape in chips, v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4 or tpu7x:2x2x2, or by Google Cloud's
+    names, v6e-8, v5litepod-16 or v5p-128; GPUs by their number, t4:1, l4:8, 4090:2, a100-40gb:8, a100:8, h100:8,
+    h200:16 or b200:64."""
     mesh: str = "fsdp=-1"
     """Devices by what they split, as for training."""
     batch: int
@@ -45,6 +49,10 @@ class Options:
     """What the backward pass computes again, as for training."""
     microbatches: int = 1
     """Parts in which a step works through its rows."""
+    lora: Lora = NONE
+    quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
+    """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or rounded to eight or
+    four bits."""
     decode: bool = False
     """Plan the step that writes one more token of each row, with weights in bfloat16, instead of training."""
     search: bool = False
@@ -100,25 +108,32 @@ def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
             needed = float(compiled.needed)
         except TooLarge as error:
             needed, available = error.needed, error.available
-    flops = flops_per_token(config, o.seq) / (3 if o.decode else 1)
+    flops = flops_per_token(config, o.seq, frozen=bool(o.lora.rank)) / (3 if o.decode else 1)
     bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
     return Plan(o, mesh, kinds, compiled if needed <= available else None, needed, available, bounds, flops, mfu)
 
 
 def _program(o: Options, config: Any, mesh: Mesh) -> Program:
-    family, shape = family_of(config), dict(batch=o.batch, seq=o.seq)
+    family, shape = family_of(config), dict[str, Any](batch=o.batch, seq=o.seq, quantize=o.quantize)
+    if o.decode and o.lora.rank:
+        raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
+    if o.quantize != "none" and not (o.decode or o.lora.rank):
+        raise ValueError(
+            f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank or --decode."
+        )
     check_mesh(mesh, skeleton(family, config), family, batch=o.batch // o.microbatches, seq_len=o.seq)
     if o.decode:
         return decoding(config, family, mesh, **shape)
-    return training(config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches)
+    return training(config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches, adapters=o.lora)
 
 
 def _bounds(o: Options, model: Any, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
     """Seconds that no step can be faster than, because of each of three limits; of what is known."""
     p = products_per_token(model.config, o.seq)
     again = {"none": 0.0, "dots": p.attention, "full": p.layers + p.attention, "offload": p.layers + p.attention}
-    products = sum(p) if o.decode else 3 * sum(p) + again[o.remat]
+    weights = p.layers + p.head  # without a gradient where they are frozen
+    products = sum(p) if o.decode else 3 * p.attention + (2 if o.lora.rank else 3) * weights + again[o.remat]
     bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
     if compiled:
         # What a step starts from is read, what it leaves is written, and what it holds in between is written and read.
@@ -150,16 +165,24 @@ def kept(config: Any, mesh: Mesh, o: Options) -> float:
     return {"none": inputs + 2 * results, "dots": inputs + results, "full": inputs, "offload": 0.0}[o.remat]
 
 
+def held(kinds: Mapping[str, int], config: Any, mesh: Mesh, o: Options) -> float:
+    """Bytes of a device that a step needs, about: what lies there, gradients (half of AdamW's moments), activations."""
+    activations = 0.0 if o.decode else kept(config, mesh, o)
+    return sum(kinds.values()) + kinds.get("optimizer", 0) / 2 + activations
+
+
 def suggestion(made: Plan, config: Any) -> str:
     """The first change that takes away as many bytes as are missing: remat, fsdp, the batch, or more devices."""
     o, mesh = made.o, made.mesh
     missing, state = made.needed - made.available, sum(made.kinds.values())
-    cheaper = lambda remat: kept(config, mesh, o) - kept(config, mesh, dataclasses.replace(o, remat=remat))
+    # The compiler's figure, in the proportions of ours, which leave out much that is there only for a while.
+    ours = lambda o: held(made.kinds, config, mesh, o)
+    needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
     fixed = state - made.kinds.get("cache", 0)
     fits = fixed < made.available  # so that it is the batch that does not
     for remat in REMATS[REMATS.index(o.remat) + 1 :] if fits and not o.decode else ():
-        if cheaper(remat) >= missing:
-            return f"--remat {remat}, which keeps about {gb(cheaper(remat))} less of activations on each device."
+        if needs(remat) <= made.available:
+            return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
     replicas = mesh.shape["replica"]
     if (less := made.kinds["parameters"] * (1 - 1 / replicas)) >= missing:
         fsdp = mesh.shape["fsdp"] * replicas
@@ -184,13 +207,12 @@ def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[
         try:
             mesh = make_mesh(changed.mesh, devices)
             kinds = _program(changed, config, mesh).kinds
+            sizes_of = {kind: device_bytes(tree) for kind, tree in kinds.items()}
         except ValueError:  # it does not divide
             continue
-        state = sum(map(device_bytes, kinds.values()))
         for remat in (o.remat,) if o.decode else REMATS:
             other = dataclasses.replace(changed, remat=remat)
-            held = state if o.decode else state * 4 / 3 + kept(config, mesh, other)  # with gradients
-            if batch and held < 0.9 * chip.memory:
+            if batch and held(sizes_of, config, mesh, other) < 0.9 * chip.memory:
                 seconds = _seconds(other, kinds["parameters"], chip, mesh)
                 found.append((seconds / batch, REMATS.index(remat), other))
     return [other for *_, other in sorted(found, key=lambda each: each[:2])]
