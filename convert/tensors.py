@@ -15,7 +15,7 @@ import pathlib
 import re
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -195,12 +195,21 @@ def verify_files(folder: str | os.PathLike[str], share: slice = slice(None)) -> 
             f"{folder / strangers[0]} would be loaded, but is of another export than {', '.join(sorted(written)[:2])} "
             f"and whatever else {folder / MANIFEST} lists; remove it with what belongs to it, or else the manifest."
         )
-    mine = sorted(used)[share]
-    for name, digest in manifest.hashes(folder, mine).items():
-        if digest != written[name]:
+    verify_hashes(folder, MANIFEST, sorted(used)[share])
+
+
+def verify_hashes(folder: pathlib.Path, listed: str, names: Sequence[str]) -> None:
+    """Checks files of a folder by the hashes that its file `listed` has of them.
+
+    Raises:
+        ValueError: naming a file that has other bytes.
+    """
+    written = read_json(folder / listed)
+    for name, digest in manifest.hashes(folder, names).items():
+        if digest != written.get(name):
             raise ValueError(
-                f"{folder / name} is not what was written with {MANIFEST}: it is damaged or of another export. Fetch "
-                "or export the folder again; if it is meant so, remove the manifest, or load with verify=False."
+                f"{folder / name} is not what was written with {listed}: it is damaged or of another export. Fetch or "
+                f"export the folder again; if it is meant so, remove {listed}, or load with verify=False."
             )
 
 
@@ -252,7 +261,7 @@ def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *,
             file: write_file(folder / f"{prefix}{file}", {name: tensors[name] for name in names})
             for file, names in plan.filename_to_tensors.items()
         }
-        _write_json(folder / f"{prefix}{MANIFEST}", hashes)
+        write_json(folder / f"{prefix}{MANIFEST}", hashes)
         if plan.is_sharded:
             _write_index(folder / f"{prefix}{INDEX}", plan, prefix)
     except BaseException:
@@ -346,10 +355,11 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _write_index(path: pathlib.Path, plan: StateDictSplit, prefix: str = "") -> None:
     """The index of shards whose names begin with `prefix`."""
     weight_map = {name: prefix + file for name, file in plan.tensor_to_filename.items()}
-    _write_json(path, {"metadata": plan.metadata, "weight_map": weight_map})
+    write_json(path, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
-def _write_json(path: pathlib.Path, value: dict) -> None:
+def write_json(path: pathlib.Path, value: dict) -> None:
+    """Writes a new file, which is on the disk afterwards."""
     with _new_file(path) as write:
         write(json.dumps(value, indent=2).encode())
 

@@ -30,12 +30,14 @@ from zoo.checkpoint import parameters, skeleton
 from zoo.gather import gathered, write_once
 from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
+from zoo.reading import Scan
 from zoo.registry import family_of
 from zoo.surgery import modules, shardings
 
 
 T = TypeVar("T")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MANIFEST = f"{WEIGHTS}.manifest.json"  # its SHA-256
 TENSOR = "base_model.model.{}.lora_{}.weight"
 
 # Keys of an adapter_config.json that do not change what it computes, given its tensors.
@@ -135,14 +137,20 @@ def save(model: Any, folder: str | os.PathLike, *, base: str = "") -> None:
 
 def _write(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, convert.tensors.Lazy]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    convert.tensors.write_file(folder / f"{WEIGHTS}.tmp", tensors)
+    for name in (WEIGHTS, MANIFEST):  # of a run that was killed
+        (folder / f"{name}.tmp").unlink(missing_ok=True)
+    digest = convert.tensors.write_file(folder / f"{WEIGHTS}.tmp", tensors)
+    convert.tensors.write_json(folder / f"{MANIFEST}.tmp", {WEIGHTS: digest})
     (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
-    for name in (WEIGHTS, CONFIG):
+    (folder / MANIFEST).unlink(missing_ok=True)  # first, so that it never lies beside weights that it does not list
+    for name in (WEIGHTS, CONFIG, MANIFEST):
         os.replace(folder / f"{name}.tmp", folder / name)
 
 
-def load(model: T, folder: str | os.PathLike) -> T:
+def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_values: bool = True) -> T:
     """`model` with the adapters that a folder holds, in float32; on a mesh, split as what they lie over.
+
+    `verify` checks the file by the hash that `save` left beside it; `check_values` refuses NaN and infinities.
 
     Raises:
         OSError: if the folder lacks one of the two files.
@@ -155,6 +163,11 @@ def load(model: T, folder: str | os.PathLike) -> T:
     config = _read_config(folder / CONFIG)
     wrapped = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
     tensors = {tensor.name: tensor for tensor in convert.tensors.open_file(folder / WEIGHTS)}
+    if verify and (folder / MANIFEST).exists():
+        convert.tensors.verify_hashes(folder, MANIFEST, [WEIGHTS])
+    if check_values:
+        for tensor in tensors.values():
+            Scan().look(tensor, tensor.part((), np.dtype(np.float32)))
     used: set[str] = set()
 
     def stored(name: str, key: str) -> Pair | None:

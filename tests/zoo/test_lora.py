@@ -176,6 +176,13 @@ def test_refusals(load, tmp_path):
     file.write_text(json.dumps(good))
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors has .* tensors that the model has no place for"):
         peft.load(load("gpt3"), tmp_path)
-    (tmp_path / peft.WEIGHTS).unlink()
+    weights = tmp_path / peft.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not what was written with .*\.manifest\.json"):
+        peft.load(model, tmp_path)
+    with pytest.raises(ValueError, match=r"lora_.* in .*adapter_model\.safetensors holds NaN or infinities"):
+        peft.load(model, tmp_path, verify=False)
+    peft.load(model, tmp_path, verify=False, check_values=False)
+    weights.unlink()
     with pytest.raises(OSError, match="adapter_model"):
         peft.load(model, tmp_path)
