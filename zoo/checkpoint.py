@@ -87,7 +87,10 @@ def parameters(model: Any, family: ModuleType, most: int = 2**31) -> Iterator[Pa
         per_expert = "{expert}" in template
         experts = range(array.shape[stacked]) if per_expert else range(1)
         if len(each) * len(experts) > most:
-            raise ValueError(f"config.json calls for {len(each) * len(experts)} tensors {template}; there are {most}.")
+            raise ValueError(
+                f"{model.config.source / 'config.json'} calls for {len(each) * len(experts)} tensors {template}, but "
+                f"there are only {most}."
+            )
         name = template.removesuffix("^T")
         names = [[name.format(*stars(pattern, p), expert=m, config=model.config) for m in experts] for p in each]
         lead = array.shape[: stacked + per_expert]

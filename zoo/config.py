@@ -139,6 +139,12 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
             f"{where} says num_attention_heads={config.num_attention_heads}, which is no multiple of "
             f"num_key_value_heads={config.num_key_value_heads}."
         )
+    for experts in hints.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}:
+        if config.num_experts_per_tok > getattr(config, experts):
+            raise ValueError(
+                f"{where} says num_experts_per_tok={config.num_experts_per_tok}, which is more than "
+                f"{experts}={getattr(config, experts)}."
+            )
     if left_behind:
         keys = ", ".join(sorted(left_behind))
         logging.getLogger("zoo").warning("%s: skipped, for they say nothing of the model: %s", where, keys)
@@ -161,7 +167,8 @@ def typed(key: str, value: Any, hint: Any, who: str) -> Any:
     if is_bearable(one(1.0), hint):  # JSON writes `"rope_theta": 1000000`
         items = [float(item) if type(item) is int and abs(item) < 2**63 else item for item in items]
     result = tuple(items) if isinstance(value, list) else items[0]
-    if not all(is_bearable(one(item), hint) for item in items) or not is_bearable(result, hint):
+    mistaken = any(isinstance(item, bool) for item in items) and bool not in (hint, *typing.get_args(hint))
+    if mistaken or not all(is_bearable(one(item), hint) for item in items) or not is_bearable(result, hint):
         raise ValueError(f"{who} needs {getattr(hint, '__name__', hint) if isinstance(hint, type) else hint}.")
     if isinstance(result, int | float) and not isinstance(result, bool):
         most = math.inf if isinstance(result, float) else MOST.get(key, 2**31)

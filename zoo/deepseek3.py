@@ -54,6 +54,15 @@ class Config(AbstractConfig):
     rms_norm_eps: float = 1e-6
     num_nextn_predict_layers: int = 1
 
+    def __post_init__(self):
+        each, rest = divmod(self.n_routed_experts, self.n_group)
+        enough = self.topk_group <= self.n_group and self.num_experts_per_tok <= self.topk_group * each
+        if rest or each < 2 or not enough:
+            raise ValueError(
+                f"{self.num_experts_per_tok} of {self.n_routed_experts} experts cannot be chosen from topk_group "
+                f"{self.topk_group} of n_group {self.n_group} groups."
+            )
+
     head_dim = property(lambda self: self.qk_nope_head_dim + self.qk_rope_head_dim)  # of queries and keys
     mtp_layer = property(lambda self: self.num_hidden_layers if self.num_nextn_predict_layers else None)
 

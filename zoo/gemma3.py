@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from zoo.cache import KV, WindowKV, empty_kv
-from zoo.config import AbstractConfig, text_config
+from zoo.config import AbstractConfig, text_config, typed
 from zoo.layers import AbstractLinear, Embedding, Linear
 from zoo.rope import LinearScaling, RopeScaling, Rotary
 from zoo.stack import AbstractBlock, AbstractModel, Stack
@@ -300,10 +300,16 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     tied = hub.get("tie_word_embeddings", True)  # of a multimodal model, what is said beside its text_config
     hub = text_config(hub, BESIDE) | dict(tie_word_embeddings=tied) if "text_config" in hub else dict(hub)
     scaling = hub.get("rope_scaling") or {}
-    if "rope_type" not in scaling and "type" in scaling:
-        raise ValueError(f"rope_scaling={scaling!r} has no rope_type; of Gemma 3 transformers does not read type.")
-    if (every := hub.pop("sliding_window_pattern", None)) and not hub.get("layer_types"):
-        layers = range(1, hub.get("num_hidden_layers", 0) + 1)
+    if ("rope_type" not in scaling and "type" in scaling) or (scaling and hub.get("rope_parameters")):
+        raise ValueError(f"rope_scaling={scaling!r} needs a rope_type, and no rope_parameters beside it.")
+    if "original_max_position_embeddings" in hub:
+        raise ValueError("original_max_position_embeddings belongs in the rope_scaling of full attention.")
+    every = hub.pop("sliding_window_pattern", None)
+    if every is not None and not (type(every) is int and every > 0):
+        raise ValueError(f"sliding_window_pattern={every!r} is no number of layers.")
+    if every and not hub.get("layer_types"):
+        layers = hub.get("num_hidden_layers")
+        layers = range(1, typed("num_hidden_layers", layers, int, f"num_hidden_layers={layers!r}") + 1)
         hub["layer_types"] = ["sliding_attention" if n % every else "full_attention" for n in layers]
     match hub.pop("rope_parameters", None):
         case None:

@@ -35,6 +35,10 @@ class Config(AbstractConfig):
     n_inner: int | None = None  # of the MLP; None: 4 * n_embd
     layer_norm_epsilon: float = 1e-5
 
+    def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}.")
+
     # As other families call them.
     hidden_size = property(lambda self: self.n_embd)
     intermediate_size = property(lambda self: self.n_inner or 4 * self.n_embd)

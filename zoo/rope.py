@@ -108,11 +108,11 @@ class DynamicScaling:
     def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
         return frequencies, 1.0
 
-    def stretched(self, frequencies: np.ndarray, length: Int[Array, ""]) -> Float[Array, " half"]:
-        """The frequencies in a sequence of this length."""
+    def stretched(self, frequencies: np.ndarray, length: Int[Array, "batch 1"]) -> Float[Array, "batch half"]:
+        """The frequencies in sequences of these lengths."""
         half, beyond = len(frequencies), jnp.maximum(length / self.max_position_embeddings, 1) - 1
-        powers = jnp.arange(half) / max(half - 1, 1)  # the last frequency is divided by all of theta's growth
-        return (1 + self.factor * beyond) ** -powers * frequencies
+        powers = jnp.arange(half)[None] / max(half - 1, 1)  # the last frequency is divided by all of theta's growth
+        return (1 + self.factor * beyond) ** -powers * frequencies[None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +137,10 @@ class LongRopeScaling:
         magnitude = grown if self.attention_factor is None else self.attention_factor
         return frequencies / np.array(self.short_factor), magnitude
 
-    def stretched(self, frequencies: np.ndarray, length: Int[Array, ""]) -> Float[Array, " half"]:
-        """The frequencies in a sequence of this length."""
+    def stretched(self, frequencies: np.ndarray, length: Int[Array, "batch 1"]) -> Float[Array, "batch half"]:
+        """The frequencies in sequences of these lengths."""
         longer = frequencies * np.divide(self.short_factor, self.long_factor, dtype=np.float32)
-        return jnp.where(length > self.original_max_position_embeddings, longer, frequencies)
+        return jnp.where(length > self.original_max_position_embeddings, longer[None], frequencies[None])
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongRopeScaling
@@ -160,10 +160,12 @@ class Rotary:
 
     def __post_init__(self):
         """Raises ValueError if these are no angles to turn by."""
+        usable = self.dim % 2 == 0 and self.dim <= 2**16  # or the list of frequencies could take all memory
         try:
             with np.errstate(divide="raise", over="raise", invalid="raise"):
-                frequencies, magnitude = self.frequencies()
-            usable = self.dim % 2 == 0 and np.all((frequencies > 0) & np.isfinite(frequencies)) and magnitude >= 0
+                frequencies, magnitude = self.frequencies() if usable else (np.zeros(1), 1.0)
+            turns = (frequencies > 0) & (frequencies <= 2 * math.pi)  # beyond one at each position they say nothing
+            usable = np.all(turns) and magnitude >= 0
         except ArithmeticError:
             usable = False
         if not usable:
@@ -186,8 +188,10 @@ class Rotary:
         """cos and sin of every angle, in float32."""
         frequencies, magnitude = self.frequencies()
         if isinstance(self.scaling, DynamicScaling | LongRopeScaling):
-            frequencies = self.scaling.stretched(frequencies, jnp.max(positions) + 1)
-        angle = jnp.einsum("bs,h->bsh", positions.astype(jnp.float32), frequencies)[:, :, None]
+            # Of each row by itself, so that what shares a batch changes nothing.
+            frequencies = self.scaling.stretched(frequencies, jnp.max(positions, axis=1, keepdims=True) + 1)
+        spec = "bs,h->bsh" if frequencies.ndim == 1 else "bs,bh->bsh"
+        angle = jnp.einsum(spec, positions.astype(jnp.float32), frequencies)[:, :, None]
         return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
 
     def __call__(

@@ -142,6 +142,7 @@ def test_stale_rotary_buffers_are_known(tmp_path):
         (dict(rms_norm_eps=-1e-6), ["rms_norm_eps=-1e-06", "0 or more"]),
         (dict(rope_theta=0), ["rope_theta=0", "more than 0"]),
         (dict(head_dim=15), ["rope_theta=10000.0", "heads of 15"]),
+        (dict(head_dim=2 * 10**9), ["rope_theta=10000.0", "heads of 2000000000"]),
         (dict(text_config="x"), ["text_config='x'", "object"]),
         (dict(rope_scaling="yarn"), ["rope_scaling='yarn'", "object"]),
         (dict(rope_parameters=[1]), ["rope_parameters=[1]", "object"]),

@@ -3,10 +3,14 @@
 import dataclasses
 import json
 import logging
+import re
+import subprocess
+import sys
 
 import pytest
 
 import zoo
+from tests import hurry
 from tests.zoo import tiny
 from zoo import registry
 from zoo.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, YarnScaling
@@ -108,6 +112,28 @@ def test_a_plan_in_linear_time():
         assert Stack.plan(text) == every(text)
 
 
+@pytest.mark.parametrize(
+    "name, changes, words",
+    [
+        ("gpt3", dict(n_head=3), "n_embd 32 is no multiple of n_head 3"),
+        ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok=9, which is more than num_experts=8"),
+        ("deepseek3", dict(n_group=5), "experts cannot be chosen from topk_group . of n_group 5"),
+        ("deepseek3", dict(num_experts_per_tok=7, topk_group=1), "experts cannot be chosen from topk_group 1"),
+        ("gemma3-pattern", dict(sliding_window_pattern="2"), "sliding_window_pattern='2' is no number"),
+        ("gemma3-pattern", dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 needs more than 0, and less"),
+        ("gemma3", dict(query_pre_attn_scalar=True), "query_pre_attn_scalar=True; zoo.gemma3 needs int"),
+        ("gemma3", dict(rope_scaling=dict(type="linear", factor=2.0)), "needs a rope_type"),
+        ("gpt_oss", dict(rope_scaling="yarn"), "rope_scaling='yarn'; it needs an object"),
+        ("llama", dict(num_attention_heads=2**40), "num_attention_heads=1099511627776; zoo.llama needs more than 0"),
+        ("llama", dict(max_position_embeddings="64"), "max_position_embeddings='64'"),
+        ("llama", dict(rope_interleaved=True), "rope_interleaved=True, but zoo.llama implements only False"),
+    ],
+)
+def test_refused(name, changes, words):
+    with pytest.raises(ValueError, match=words):
+        read(name, **changes)
+
+
 @pytest.mark.live
 @pytest.mark.parametrize("family", sorted(tiny.MODULES))
 def test_defaults_are_transformers(family):
@@ -116,7 +142,9 @@ def test_defaults_are_transformers(family):
     hub = next(iter(tiny.MODULES[family].CONFIGS.values()))
     module = registry.FAMILIES[hub["model_type"]]
     required = [f.name for f in dataclasses.fields(module.Config) if f.default is dataclasses.MISSING]
-    wide = dict(hidden_size=1024, num_attention_heads=128, num_key_value_heads=128)  # as many as defaults have
+    wide = dict(
+        hidden_size=1024, num_attention_heads=128, num_key_value_heads=128, n_routed_experts=256
+    )  # as many as defaults have
     least = {key: wide.get(key, hub[key]) for key in required}
     theirs = transformers.AutoConfig.for_model(hub["model_type"], **least)
     full = json.loads(theirs.to_json_string(use_diff=False))
@@ -125,3 +153,16 @@ def test_defaults_are_transformers(family):
         assert zoo._config.read(module, {k: v for k, v in full.items() if k != key}) == zoo._config.read(
             module, least
         ), key
+
+
+@pytest.mark.live
+def test_changed_at_random():
+    """2,000 changed files: each is refused in one sentence, or means what it means to transformers."""
+    pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    command = [sys.executable, "-m", "tests.zoo.fuzz_config", "--mutations", "2000"]
+    done = subprocess.run(command, env=hurry.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    print(last)
+    count = {kind: int(number) for number, kind in re.findall(r"(\d+) ([a-z ]+)", last)}
+    assert min(count["refused"], count["equal"]) > 300 and count["different"] == count["tracebacks"] == 0
