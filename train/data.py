@@ -27,6 +27,7 @@ from jaxtyping import Int32
 
 from convert import manifest
 from train.records import Record, find_files
+from zoo import tiktoken
 from zoo.tokenizer import Tokenizer
 
 
@@ -240,14 +241,16 @@ def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch se
 
 
 def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
-    """What the state of an iterator is good for, as plain JSON: the files, by name and SHA-256; the tokenizer;
-    `settings`, which are to be the arguments of `batches`. Grain restores a state on any data without a word: compare
-    this first.
+    """What the state of an iterator is good for, as plain JSON: the files, by name and SHA-256; the tokenizer, with the
+    tokens that it puts around texts; `settings`, which are to be the arguments of `batches`. Grain restores a state on
+    any data without a word: compare this first.
     """
     root = pathlib.Path(path)
     return {
         "files": file_hashes(root, [file for files in find_files(root) for file in files]),
         "tokenizer": tokenizer_hash(tokenizer),
+        "bos": tokenizer.bos,
+        "eos": list(tokenizer.eos),
         **settings,
     }
 
@@ -263,8 +266,14 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template or ""
     dated = str(tokenizer.date) if "strftime_now" in template else ""
     dated += "special tokens in contents" if tokenizer.special_in_content else ""
-    text = (tokenizer.folder / "tokenizer.json").read_bytes() + (template + dated).encode()
-    return hashlib.sha256(text).hexdigest()
+    file = tokenizer.folder / "tokenizer.json"
+    if file.exists():
+        content = file.read_bytes()
+    else:  # Kimi's, whose special tokens have their names in another file
+        reserved = range(tokenizer.vocab_size - tiktoken.RESERVED, tokenizer.vocab_size)
+        names = [tokenizer.decode([id], special=True) for id in reserved]
+        content = (tokenizer.folder / tiktoken.NAME).read_bytes() + "".join(names).encode()
+    return hashlib.sha256(content + (template + dated).encode()).hexdigest()
 
 
 # ======================================================================================================================

@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -365,3 +366,8 @@ def command(main: Callable[[Any], None], options: type) -> None:
             f"a computation of all processes failed, most likely because one has died ({str(error).splitlines()[0]}). "
             "Start all of them again: the run goes on from its last checkpoint."
         )
+    except Exception as error:  # a fault of ours, whose place says more; the other processes must not wait for this one
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        cluster.end(f"{type(error).__name__}: {error}")

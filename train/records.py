@@ -12,6 +12,9 @@ import json
 import math
 import pathlib
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -96,6 +99,7 @@ def weighted(sets: Sequence[grain.MapDataset[Record]], weights: Sequence[float] 
 
 
 def _concatenated(files: Sequence[pathlib.Path]) -> grain.MapDataset[Record]:
+    check_array_records([file for file in files if _kind(file) == ".array_record"])
     sources = [READERS[_kind(file)](file) for file in files]
     filled = [grain.MapDataset.source(source) for source in sources if len(source)]
     if not filled:
@@ -216,6 +220,42 @@ def _cut(block: bytes) -> int:
     return next((i for i in range(len(block) - 1, len(block) - 5, -1) if block[i] & 0xC0 != 0x80), len(block))
 
 
+# Reads everything. Says which file it is at, so that the last one named is the one that ended it.
+READ_ARRAY_RECORDS = """
+import sys
+from array_record.python.array_record_module import ArrayRecordReader
+for file in sys.argv[1:]:
+    print(file, flush=True)
+    at, reader = 0, ArrayRecordReader(file)
+    if not reader.num_records():
+        sys.exit("it has no records, or its index is damaged")
+    try:
+        for at in range(reader.num_records()):
+            reader.read()
+    except Exception as error:
+        sys.exit(f"record {at + 1}: {error}")
+"""
+
+
+def check_array_records(files: Sequence[pathlib.Path]) -> None:
+    """Reads all records of ArrayRecord files once, in a process of its own: native code, which damaged files can crash.
+
+    Raises:
+        ValueError: naming a file that is damaged.
+    """
+    if not files:
+        return
+    command = [sys.executable, "-P", "-c", READ_ARRAY_RECORDS, *map(str, files)]
+    child = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if child.returncode < 0:
+        reason = f"reading it ended a process by {signal.Signals(-child.returncode).name}"
+    elif child.returncode:
+        reason = child.stderr.splitlines()[-1]
+    else:
+        return
+    raise ValueError(f"{child.stdout.splitlines()[-1]} is broken: {reason}. Fetch or write it again.")
+
+
 def read_array_record(file: pathlib.Path) -> File:
     """Records that are each a tf.train.Example of strings, or a text in UTF-8."""
     try:
@@ -226,7 +266,10 @@ def read_array_record(file: pathlib.Path) -> File:
 
     def read(index: int) -> Record:
         where = f"{file}, record {index + 1}"
-        data = source[index]
+        try:
+            data = source[index]
+        except RuntimeError as error:  # damaged since it was checked
+            raise ValueError(f"{where} is broken: {error}") from error
         try:
             return Record(where, _example_fields(data) or {"text": data.decode()})
         except UnicodeDecodeError as error:

@@ -18,6 +18,7 @@ from array_record.python import array_record_module  # pyright: ignore[reportAtt
 from jaxtyping import Float, Int
 
 from train.loss import by_chunks
+from train.records import check_array_records
 from train.step import Batch
 
 
@@ -57,9 +58,11 @@ def read(folder: pathlib.Path) -> tuple[grain.MapDataset[dict[str, np.ndarray]],
 
     Raises:
         OSError: if the folder is not whole.
+        ValueError: if the rows are damaged.
     """
     if not (folder / ABOUT).is_file():
         raise FileNotFoundError(f"{folder} has no {ABOUT}: store a teacher's logits there with --store, to the end.")
+    check_array_records([folder / ROWS])
     source: Any = grain.sources.ArrayRecordDataSource([str(folder / ROWS)])
 
     def unpack(record: bytes) -> dict[str, np.ndarray]:

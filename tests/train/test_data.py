@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from tests.zoo import test_tiktoken
 from train.data import batches, encode, fingerprint, survey
 from train.records import Record, open_records
 from zoo.tokenizer import Tokenizer
@@ -326,6 +327,30 @@ def test_fingerprint(tokenizer, tmp_path):
     assert of_one == {"train.jsonl": hashlib.sha256(b'{"text": "a"}\n').hexdigest()}
     (tmp_path / "train.jsonl").write_text('{"text": "b"}\n')  # of the same size
     assert first != fingerprint(tmp_path, tokenizer, seed=1, batch=2)
+
+
+def test_the_fingerprint_takes_in_all_that_makes_tokens(tokenizer, tmp_path):
+    """Of tokenizers by tiktoken.model too, which have no tokenizer.json; and what stands around texts."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    kimi = test_tiktoken.write(tmp_path)
+    found = [fingerprint(tmp_path / "a.jsonl", Tokenizer(kimi)), fingerprint(tmp_path / "a.jsonl", tokenizer)]
+    renamed = {id: "<|renamed|>" for id in test_tiktoken.SPECIAL}
+    found.append(fingerprint(tmp_path / "a.jsonl", Tokenizer(test_tiktoken.write(tmp_path, renamed))))
+    (kimi / "tiktoken.model").write_text("\n".join((kimi / "tiktoken.model").read_text().splitlines()[:-1]))
+    found.append(fingerprint(tmp_path / "a.jsonl", Tokenizer(kimi)))
+    for eos, bos in ([3], None), ([4], None), ([4], 5):
+        (kimi / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        changed = Tokenizer(kimi)
+        changed.bos = bos
+        found.append(fingerprint(tmp_path / "a.jsonl", changed))
+    assert len({json.dumps(each) for each in found}) == len(found) == 7
+
+
+def test_halves_of_surrogate_pairs_are_named(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b\\ud83d"}\n')
+    records, _ = open_records(tmp_path / "a.jsonl", holdout=0.0)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: The text has half of a surrogate pair, .* at character 1"):
+        survey(records, tokenizer, vocab_size=260, seq_len=16)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"needs {SHARED}")

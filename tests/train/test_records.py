@@ -7,7 +7,7 @@ import sys
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from train.records import PIECE, open_records
+from train.records import PIECE, check_array_records, open_records
 
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
@@ -121,6 +121,33 @@ def test_array_record(tmp_path):
     file.write_bytes(b"short")
     with pytest.raises(ValueError, match=r"a.array_record-00000-of-00002 is broken: "):
         open_records(file)
+
+
+def test_damaged_array_records(tmp_path, monkeypatch):
+    """A flipped bit is found before the run, whether the reader notices it, loses all records over it, or crashes."""
+    files = [tmp_path / f"{name}.array_record" for name in "ab"]
+    for file in files:
+        write_array_record(file, [bytes([97 + i]) * 300 for i in range(9)])
+    whole = files[1].read_bytes()
+    bits = [i for i, byte in enumerate(whole) if byte]
+    for at, words in (
+        (bits[80], r"b\.array_record is broken: record \d: Corrupted"),
+        (bits[-40], "or its index is damaged"),
+    ):
+        files[1].write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=words):
+            open_records(tmp_path)
+        with pytest.raises(ValueError, match=words):
+            check_array_records(files[::-1])
+    files[1].write_bytes(whole)
+    records, _ = open_records(tmp_path, holdout=0.0)
+    files[0].write_bytes(whole[: bits[80]] + bytes([whole[bits[80]] ^ 4]) + whole[bits[80] + 1 :])
+    with pytest.raises(ValueError, match=r"a\.array_record, record \d is broken: Corrupted"):
+        list(records)
+    crash = "import os, signal, sys\nprint(sys.argv[1], flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)"
+    monkeypatch.setattr("train.records.READ_ARRAY_RECORDS", crash)
+    with pytest.raises(ValueError, match=r"a\.array_record is broken: reading it ended a process by SIGSEGV"):
+        open_records(tmp_path)
 
 
 def test_text_uses_every_byte_once(tmp_path):

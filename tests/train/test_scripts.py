@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import zoo
 from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
-from train import distill, dpo, folder, grpo, loop, sft
+from train import cluster, distill, dpo, folder, grpo, loop, sft
 from train.stop import StopRequest
 
 
@@ -359,3 +360,19 @@ def test_transformers_loads_what_was_trained(shakespeare):
     theirs = make_golden.logits(shakespeare / "model")
     ours = np.asarray(zoo.load(shakespeare / "model")(jnp.asarray(tiny.TOKENS)))
     assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+
+
+def test_faults_of_ours_end_a_run_of_several_processes(monkeypatch, capsys):
+    """Which would wait for this one; alone it shows where the fault is, as Python does."""
+    monkeypatch.setattr(sys, "argv", ["sft"])
+    ended = []
+    monkeypatch.setattr(cluster, "end", ended.append)
+
+    def main(o):
+        raise KeyError("odd")
+
+    with pytest.raises(KeyError):
+        loop.command(main, sft.Options)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    loop.command(main, sft.Options)
+    assert ended == ["KeyError: 'odd'"] and "in main" in capsys.readouterr().err

@@ -16,7 +16,8 @@ import safetensors.numpy
 import convert.tensors
 import kernels
 import zoo
-from tests.zoo import tiny
+from tests.train.conftest import command, devices
+from tests.zoo import test_tiktoken, tiny
 from tests.zoo.programs import TOKENS, error, noise, packed, same
 from train.step import cross_entropy
 from zoo import deepseek2, deepseek3, surgery
@@ -452,3 +453,18 @@ def test_kimi(tmp_path):
     zoo.save(model, tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["model_type"] == "kimi_k2" and "auto_map" not in saved
+
+
+@pytest.mark.slow
+def test_kimi_trains(tmp_path, monkeypatch):
+    """From tiktoken.model alone, and its export has that too."""
+    devices(monkeypatch, 1)
+    source = test_tiktoken.write(tiny.write(tmp_path / "kimi", "deepseek3-kimi", model_type="kimi_k2", vocab_size=527))
+    (tmp_path / "a.jsonl").write_text('{"text": "hello world"}\n' * 40)
+    command(
+        "train.pretrain", "--model", source, "--data", tmp_path / "a.jsonl", "--out", tmp_path / "run", "--seq-len", 16,
+        "--batch", 8, "--steps", 1, "--sample-tokens", 1,
+    )  # fmt: skip
+    exported = tmp_path / "run" / "model"
+    assert zoo.tokenizer(exported).encode("hello") == zoo.tokenizer(source).encode("hello")
+    assert zoo.config(exported) == zoo.config(source)

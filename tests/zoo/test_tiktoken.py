@@ -33,19 +33,18 @@ RANKED = [bytes([b]) for b in range(256)] + [t if isinstance(t, bytes) else t.en
 SPECIAL = {len(RANKED): "[BOS]", len(RANKED) + 2: "<|im_end|>"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kimi")
+def write(folder, special=SPECIAL):
+    """The files of such a tokenizer."""
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(RANKED)]
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
-    config = {"added_tokens_decoder": {str(i): {"content": c} for i, c in SPECIAL.items()}, "bos_token": "[BOS]"}
+    config = {"added_tokens_decoder": {str(i): {"content": c} for i, c in special.items()}, "bos_token": "[BOS]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer(folder)
+def tokenizer(tmp_path_factory):
+    return Tokenizer(write(tmp_path_factory.mktemp("kimi")))
 
 
 def merge(piece: bytes) -> list[int]:
