@@ -27,6 +27,7 @@ KEYS = (
     "chosen", "rejected", "label", "answer", "tests",
 )  # fmt: skip
 PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last can have half as many more
+LINE = 2**23  # bytes of a .jsonl line: tokenizing takes 150 times as much memory
 
 
 class Record(NamedTuple):
@@ -137,6 +138,10 @@ def read_json_lines(file: pathlib.Path) -> File:
     with open(file, "rb") as lines:
         at = 0
         for number, line in enumerate(lines, 1):
+            if len(line) > LINE:
+                raise ValueError(
+                    f"{file}, line {number} has {len(line):,} bytes, and may have {LINE:,}: split its text."
+                )
             if not line.isspace():
                 # The rest is looked at when it is read, but a line that was cut off is better found before a long run.
                 if not line.rstrip().endswith(b"}"):

@@ -62,6 +62,15 @@ def test_a_broken_line_is_found_at_once(tmp_path, line):
         open_records(file)
 
 
+def test_a_line_that_would_take_gigabytes_is_refused(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "' + "b" * 2**23 + '"}\n')
+    with pytest.raises(
+        ValueError, match=r"a.jsonl, line 2 has 8,388,621 bytes, and may have 8,388,608: split its text"
+    ):
+        open_records(file)
+
+
 def test_a_broken_line_that_looks_whole_is_found_when_it_is_read(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": b}\n{"text": "c"}\n{"text": "\xff"}\n')
