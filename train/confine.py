@@ -32,11 +32,8 @@ DENIED = {
 }  # fmt: skip
 LIBRARIES = ("/usr", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-READ, FILE, EVERYTHING = (
-    0b1101,
-    0b111,
-    2**13 - 1,
-)  # Landlock's rights: execute, read files and folders; those of a file; all
+# Landlock's rights: to execute, and read files and folders; those that a file can have; all of its first version.
+READ, FILE, EVERYTHING = 0b1101, 0b111, 2**13 - 1
 
 
 def missing() -> list[str]:
