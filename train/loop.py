@@ -295,7 +295,7 @@ def run(
             rich.print(f"Validation has not improved since step {best():,}, so the run ends at step {n:,}.")
         if o.patience and best() != n:
             if found := checkpoints.restore(abstract, step=best() * updates):
-                state, _ = found
+                (state, _), n = found, best()
                 rich.print(f"The model of step {best():,} is exported, where validation was best.")
             else:
                 rich.print(f"WARNING: step {best():,} was best, but is damaged; the model of step {n:,} is exported.")
@@ -303,7 +303,7 @@ def run(
     # --------------------------------------------------------------------------------------------------- what is left
     exported = o.out / ("adapter" if adapters else "model")
     if adapters:
-        peft.save(whole(), exported, base=o.model)
+        peft.save(whole(), exported, base=o.model, over={name: identity[name] for name in peft.OVER})
     else:
         zoo.save(cast(state.model, export_dtype(config)), exported)
     if jax.process_index():
@@ -311,7 +311,9 @@ def run(
     if not adapters:
         tokenizer.save_eos(exported)
     if len(looks) > 1:
-        rich.print(f"Validation loss: {looks[0][1]:.3f} at first, {min(look[1] for look in looks):.3f} at best.")
+        losses = {step: loss for step, loss in looks}
+        own = f", {losses[n]:.3f} of the {exported.name} that is exported" if n in losses else ""
+        rich.print(f"Validation loss: {looks[0][1]:.3f} at first, {min(losses.values()):.3f} at best{own}.")
     plot_losses(metrics.path, o.out / "loss.png")
     how = f'zoo.peft.load(model, "{exported}")' if adapters else f'zoo.load("{exported}")'
     rich.print(f"The loss curve is {o.out / 'loss.png'}. The {exported.name} loads with {how}.")

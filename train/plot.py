@@ -12,12 +12,20 @@ from train.metrics import read_metrics
 
 CURVES = {"loss": ("training", "#4477aa"), "validation_loss": ("validation", "#cc6677")}
 REWARD = {"reward": ("reward", "#228833")}
+WHAT = {
+    "reward": "mean reward of a completion",
+    "margin": "loss of a preference",
+    "divergence": "divergence from the teacher in nats a token",
+}
 SIZE, SHARP = (1200, 675), 2  # pixels; drawn this many times larger, and scaled down for smooth lines
 LEFT, TOP, RIGHT, BOTTOM = 90, 60, 1170, 610
 
 
 def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
-    """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG; or "reward", if it has that."""
+    """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG; or "reward", if it has that.
+
+    What the loss is of, its other metrics tell: preferences have a margin, distillation a divergence.
+    """
     lines = read_metrics(metrics)
     curves, rewards = [], any("reward" in line for line in lines)
     for name, (label, color) in (REWARD if rewards else CURVES).items():
@@ -25,7 +33,8 @@ def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
         points = [(line["step"], float(line[name])) for line in lines if number(line.get(name))]
         last = f"{label}, at last {points[-1][1]:.3f}" if points else ""
         curves.append(Curve(last, color, points, dots=points if name == "validation_loss" else points[-1:]))
-    what = "mean reward" if rewards else "loss in nats a token"
+    has = lambda name: any(name in line for line in lines)
+    what = next((words for name, words in WHAT.items() if has(name)), "loss in nats a token")
     draw(curves, f"{pathlib.Path(metrics).resolve().parent.name}: {what}", "step", picture)
 
 

@@ -1,6 +1,5 @@
 """What a run is going to do, printed before it does it: data, lengths, examples, memory, mesh and disk."""
 
-import itertools
 import pathlib
 import shutil
 from typing import Any
@@ -53,10 +52,14 @@ def data(path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size
 def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
     """Up to three examples as the model sees them; what it does not learn to write is dimmed."""
     for number, example in enumerate(survey.examples, 1):
-        text = Text()
-        tokens = zip(example.mask, example.ids[: seq_len + 1], strict=False)
-        for learnt, run in itertools.groupby(tokens, key=lambda token: token[0]):
-            text.append(tokenizer.decode([token for _, token in run], special=True), style="" if learnt else "dim")
+        ids, mask, text, shown = example.ids[: seq_len + 1], example.mask, Text(), 0
+        whole = tokenizer.decode(ids, special=True)  # since pieces by themselves lose spaces and parts of characters
+        for at in range(1, len(ids) + 1):
+            if at == len(ids) or mask[at] != mask[at - 1]:
+                part = tokenizer.decode(ids[:at], special=True)  # which may end within a character
+                end = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(part))
+                text.append(whole[shown:end], style="" if mask[at - 1] else "dim")
+                shown = end
         rich.print(f"\n[bold]Example {number}[/bold], {len(example.ids):,} tokens, {sum(example.mask):,} to be learnt")
         rich.print(text)
 

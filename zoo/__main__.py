@@ -15,7 +15,7 @@ from zoo.verify import report
 
 def verify(
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
-    html: pathlib.Path | None = pathlib.Path("verify.html"),
+    html: pathlib.Path | None = None,
     tokens: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 64,
     seed: int = 0,
 ) -> None:
@@ -25,10 +25,13 @@ def verify(
 
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
-        html: the file to keep the report in; None for none.
+        html: the file to keep the report in. None: NAME-verify.html, beside a folder NAME; here, if it is no folder.
         tokens: how many random tokens to compare on. To test a sliding window, take more than it holds.
         seed: of those tokens.
     """
+    folder = pathlib.Path(source).expanduser()
+    beside = folder.resolve().parent / f"{folder.resolve().name}-verify.html"
+    html = html or (beside if folder.is_dir() else pathlib.Path(f"{folder.name}-verify.html"))
     sys.exit(0 if report(source, html, tokens=tokens, seed=seed) else 1)
 
 
@@ -44,6 +47,8 @@ def merge(
         adapter: a folder in PEFT's layout, such as a run with --lora.rank leaves.
         out: the folder to write.
     """
+    for warning in peft.warnings_of(adapter, quantize=None, weights=zoo.fingerprint(source)):
+        print(warning)
     zoo.save(lora.merge(peft.load(zoo.load(source), adapter)), out)
     print(f'Merged; zoo.load("{out}") and transformers read it.')
 

@@ -133,7 +133,10 @@ def load(
 ) -> tuple[Any, AbstractDraft | None]:
     """A model, with its adapter, and what drafts for it: "mtp" or a model's name, loaded with the same options."""
     model = zoo.load(source, mtp=draft == "mtp", **options)
-    model = zoo.peft.load(model, adapter) if adapter else model
+    if adapter:
+        model = zoo.peft.load(model, adapter)
+        for warning in zoo.peft.warnings_of(adapter, quantize=options["quantize"]):
+            print(warning)
     if draft is None:
         return model, None
     return model, MTPDraft(model, drafted) if draft == "mtp" else ModelDraft(zoo.load(draft, **options), drafted)

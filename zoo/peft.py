@@ -15,6 +15,7 @@ import math
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -31,13 +32,14 @@ from zoo.gather import gathered, write_once
 from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.reading import Scan
-from zoo.registry import family_of
+from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
 
 
 T = TypeVar("T")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = f"{WEIGHTS}.manifest.json"  # its SHA-256
+BASE, OVER = "base.json", ("revision", "weights", "quantize")  # of the weights that adapters were trained over
 TENSOR = "base_model.model.{}.lora_{}.weight"
 
 # Keys of an adapter_config.json that do not change what it computes, given its tensors.
@@ -66,8 +68,13 @@ class Pair(NamedTuple):
     scale: float
 
 
-def save(model: Any, folder: str | os.PathLike, *, base: str = "") -> None:
-    """Writes a model's adapters. `base` is the name of the model that they belong to, by which PEFT finds it.
+def save(
+    model: Any, folder: str | os.PathLike, *, base: str = "", over: Mapping[str, str | None] | None = None
+) -> None:
+    """Writes a model's adapters. `base` names the model that they belong to: a zoo name, a Hub repository or a folder.
+
+    A zoo name is written as its repository, by which PEFT finds it. `over` says which weights they were trained over,
+    with the keys OVER, and goes to base.json, which `warnings_of` reads.
 
     Of a model that several processes hold, all call this, and process 0 writes.
 
@@ -124,7 +131,8 @@ def save(model: Any, folder: str | os.PathLike, *, base: str = "") -> None:
     adapted -= mistaken
     wrapped = {f"experts.{p}" for of_module in places.values() for p in of_module} | {f"{m}.weight" for m in mistaken}
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name(base),
+        "revision": (over or {}).get("revision"), "r": rank,
         "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         "target_modules": sorted(adapted if last(adapted) & last(others) else last(adapted)),
         "target_parameters": sorted(wrapped) or None,
@@ -132,11 +140,19 @@ def save(model: Any, folder: str | os.PathLike, *, base: str = "") -> None:
         "alpha_pattern": {name: 2 * scale * rank for name in sorted(several)},
         "fan_in_fan_out": fan_in_fan_out(model),
     }  # fmt: skip
-    write_once(model, tensors, functools.partial(_write, pathlib.Path(folder), config))
+    write_once(model, tensors, functools.partial(_write, pathlib.Path(folder), config, over))
 
 
-def _write(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, convert.tensors.Lazy]) -> None:
+def _write(
+    folder: pathlib.Path,
+    config: dict[str, Any],
+    over: Mapping[str, str | None] | None,
+    tensors: dict[str, convert.tensors.Lazy],
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / BASE).unlink(missing_ok=True)
+    if over:
+        (folder / BASE).write_text(json.dumps(dict(over), indent=2) + "\n")
     for name in (WEIGHTS, MANIFEST):  # of a run that was killed
         (folder / f"{name}.tmp").unlink(missing_ok=True)
     digest = convert.tensors.write_file(folder / f"{WEIGHTS}.tmp", tensors)
@@ -145,6 +161,31 @@ def _write(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, conv
     (folder / MANIFEST).unlink(missing_ok=True)  # first, so that it never lies beside weights that it does not list
     for name in (WEIGHTS, CONFIG, MANIFEST):
         os.replace(folder / f"{name}.tmp", folder / name)
+
+
+def base_name(source: str) -> str:
+    """What transformers finds a model by: its repository on the Hub, or a folder's whole path."""
+    name = str(REPOSITORIES.get(source) or EMBEDDED.get(source) or source)
+    return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).is_dir() else name
+
+
+def warnings_of(folder: str | os.PathLike, *, quantize: str | None, weights: str | None = None) -> list[str]:
+    """What is another of the model that an adapter is put on than of the one that it was trained over.
+
+    `weights` is the model's `zoo.fingerprint`; without it, or without a base.json, nothing is known.
+    """
+    path = pathlib.Path(folder) / BASE
+    over = convert.hub.read_json(path) if path.exists() else {}
+    found, rounding = [], over.get("quantize", quantize or "none")
+    if weights and over.get("weights", weights) != weights:
+        found.append(f"WARNING: {folder} was trained over other weights than these ({path} has their hash).")
+    if rounding != (quantize or "none"):
+        words = lambda kind: "unrounded" if kind == "none" else f"rounded to {kind}"
+        found.append(
+            f"WARNING: {folder} was trained over weights {words(rounding)}; these are {words(quantize or 'none')}, so "
+            "the model is not quite the one that was trained."
+        )
+    return found
 
 
 def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_values: bool = True) -> T:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from huggingface_hub.errors import HfHubHTTPError
 
 import convert.hub
+import convert.tensors
 import zoo.__main__
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
@@ -69,7 +71,7 @@ def test_adapters_are_all_that_is_kept(model, tuned):
     assert eqx.tree_equal(lora.bare(trained), model)
 
 
-def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned):
+def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned, capsys):
     out, _, trained = tuned
     assert not (out / "model").exists()
     tokens = jnp.asarray(tiny.TOKENS)
@@ -77,6 +79,7 @@ def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned):
     assert (forward(peft.load(model, out / "adapter"), tokens) == logits).all()
     assert jnp.abs(logits - forward(model, tokens)).max() > 0.1
     zoo.__main__.merge(str(base / "model"), out / "adapter", out / "merged")
+    assert "WARNING" not in capsys.readouterr().out
     error = jnp.abs(forward(zoo.load(out / "merged"), tokens) - logits).max()
     assert error < 1e-5 * jnp.abs(logits).max()
 
@@ -93,6 +96,29 @@ def assert_over_rounded_weights(out, metrics, trained, tuned):
     assert stored(out) == stored(tuned[0])
     assert np.mean(losses(metrics)[-2:]) < losses(metrics)[0] - 0.3
     assert 0 < np.abs(np.subtract(losses(metrics), losses(tuned[1]))).mean() < 0.2
+
+
+def test_what_an_adapter_was_trained_over(base, tuned, rounded, tmp_path, monkeypatch, capsys):
+    """Its base is named as PEFT finds it; and onto another, or one that is rounded otherwise, it warns."""
+    config = json.loads((tuned[0] / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str((base / "model").resolve()) and config["revision"] is None
+    assert peft.base_name("qwen3-0.6b") == "Qwen/Qwen3-0.6B" and peft.base_name("org/name") == "org/name"
+    assert zoo.config(peft.base_name("tiny")) == zoo.config("tiny")
+    over = json.loads((rounded[0] / "adapter" / "base.json").read_text())
+    assert over == {"revision": None, "weights": zoo.fingerprint(base / "model"), "quantize": "int8"}
+    assert not peft.warnings_of(rounded[0] / "adapter", quantize="int8")
+    monkeypatch.setattr(lora, "merge", lambda model: model)
+    monkeypatch.setattr(zoo, "save", lambda *_: None)
+    zoo.__main__.merge(str(base / "model"), rounded[0] / "adapter", tmp_path)
+    said = capsys.readouterr().out
+    assert "trained over weights rounded to int8; these are unrounded" in said and "other weights" not in said
+    tiny.write(tmp_path / "another", "qwen3", eos_token_id=63)
+    tensors = convert.tensors.open_tensors(base / "model")
+    changed = {name: np.array(tensor.view()) * 2 for name, tensor in tensors.items()}
+    safetensors.numpy.save_file(changed, tmp_path / "another" / "model.safetensors", metadata={"format": "pt"})
+    zoo.__main__.merge(str(tmp_path / "another"), tuned[0] / "adapter", tmp_path)
+    said = capsys.readouterr().out
+    assert "was trained over other weights than these" in said and "rounded" not in said
 
 
 def test_over_rounded_weights(rounded, tuned):
@@ -224,7 +250,7 @@ def test_uploads(base, tuned, tmp_path, hub, monkeypatch, capsys):
     out = shutil.copytree(tuned[0], tmp_path / "out")
     monkeypatch.setattr(loop, "run", lambda *a, run=loop.run, **kw: (hub.asked.append("run"), run(*a, **kw))[1])
     run(base, out, lora=LORA, lr=3e-2, push_to_hub="me/words")
-    files = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.manifest.json"]
+    files = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.manifest.json", "base.json"]
     assert hub.asked == [CREATED, "run", ("upload", ("me/words", files))]
     assert "https://hub/me/words/commit/1" in capsys.readouterr().out
 

@@ -215,6 +215,7 @@ def test_a_run_without_progress_ends(base, model, impatient, capsys):
     said = capsys.readouterr().out.replace("\n", " ")
     assert f"not improved since step {best}, so the run ends at step {last}" in said
     assert f"The model of step {best} is exported" in said
+    assert f"{looks[best]:.3f} at best, {looks[best]:.3f} of the model" in said
 
 
 @pytest.mark.slow

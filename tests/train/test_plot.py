@@ -1,10 +1,12 @@
 """The picture of a loss curve."""
 
+import json
 import math
 
 import pytest
 from PIL import Image
 
+from train import plot
 from train.metrics import MetricsFile
 from train.plot import CURVES, plot_losses, ticks
 
@@ -48,3 +50,20 @@ def test_ticks():
     assert ticks(0.0, 10.0, 5) == [0, 2, 4, 6, 8, 10]
     assert ticks(1.83, 3.1, 6) == pytest.approx([2.0, 2.5, 3.0])
     assert ticks(3.0, 3.0, 5) == [3.0]
+
+
+def test_what_is_drawn_has_its_name(tmp_path, monkeypatch):
+    said, file = [], tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(plot, "draw", lambda curves, title, *_: said.append((title, len(curves))))
+    for names in (("accuracy",), ("margin",), ("reward",), ("divergence",)):
+        file.write_text(json.dumps({"step": 1, "loss": 1.0} | dict.fromkeys(names, 1.0)) + "\n")
+        plot_losses(file, tmp_path / "loss.png")
+    words = [
+        "loss in nats a token",
+        "loss of a preference",
+        "mean reward of a completion",
+        "divergence from the teacher",
+    ]
+    assert [(title.split(": ")[1].split(" in nats a token")[0], n) for title, n in said] == [
+        (word.removesuffix(" in nats a token"), 1 if "reward" in word else 2) for word in words
+    ]

@@ -21,7 +21,8 @@ import zoo
 from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
-from train import cluster, distill, dpo, folder, grpo, loop, sft
+from train import cluster, distill, dpo, folder, grpo, loop, report, sft
+from train.data import Example, Survey
 from train.stop import StopRequest
 
 
@@ -95,6 +96,7 @@ def test_a_run(words, whole, capsys):
     assert json.loads((whole / "model" / "generation_config.json").read_text())["eos_token_id"] == ends
     command("train.sft", *options(words, whole))
     said = capsys.readouterr().out.replace("\n", "")
+    assert f"at best, {held_out[-1]:.3f} of the model that is exported." in said
     assert f"Going on from step {STEPS}" in said and f'zoo.load("{whole / "model"}")' in said
 
 
@@ -251,6 +253,16 @@ def test_dry_run(words, capsys):
     ):  # fmt: skip
         assert word in output, word
     assert not (words / "dry").exists()
+
+
+def test_examples_are_decoded_whole(capsys):
+    """Where what is learnt begins within a character or behind a space, nothing is lost of them."""
+    tokenizer, text = zoo.tokenizer("tiny"), "na\u00efve \u65e5\u672c"
+    ids = tokenizer.encode(text, special=False)
+    masks = [[int(i >= at) for i in range(len(ids))] for at in range(1, len(ids))]
+    found = Survey(1, 1, {}, {}, 0, 0, 1.0, examples=[Example(ids, m, True) for m in masks])
+    report.examples(found, tokenizer, seq_len=99)
+    assert len(masks) > 8 and capsys.readouterr().out.count(text) == len(masks)
 
 
 def test_pretrain(words, capsys):

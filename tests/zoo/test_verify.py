@@ -1,5 +1,6 @@
 """The report on a checkpoint: right ones pass; what is wrong is found, and said where."""
 
+import pathlib
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import zoo.__main__
 from tests.zoo import tiny
 from zoo import verify
 
@@ -90,3 +92,15 @@ def test_a_broken_decode_and_a_broken_export(folder, monkeypatch):
     checks, _ = found(folder)
     assert not checks["decoding"].passed
     assert checks["round trip"].found == "90 of 91 tensors have the same hash; not model.norm.weight"
+
+
+def test_where_the_report_goes(folder, tmp_path, monkeypatch):
+    """Beside the folder that was verified; for a name, here."""
+    went = []
+    monkeypatch.setattr(zoo.__main__, "report", lambda source, html, **_: went.append(html) or True)
+    monkeypatch.chdir(folder)
+    for source in (str(folder), ".", "tiny", "org/name"):
+        with pytest.raises(SystemExit):
+            zoo.__main__.verify(source)
+    beside = tmp_path / "model-verify.html"
+    assert went == [beside, beside, pathlib.Path("tiny-verify.html"), pathlib.Path("name-verify.html")]
