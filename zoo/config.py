@@ -72,7 +72,7 @@ LEFT_BEHIND = {
 # Numbers that may be 0, and the largest whole ones; all others are above 0 and below 2**31.
 MAY_BE_ZERO = {
     "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "layer_norm_epsilon", "max_window_layers",
-    "mscale", "mscale_all_dim", "num_nextn_predict_layers", "rms_norm_eps",
+    "interleave_moe_layer_step", "mscale", "mscale_all_dim", "num_nextn_predict_layers", "rms_norm_eps",
 }  # fmt: skip
 MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
 

@@ -237,7 +237,7 @@ def test_inspecting(hub, tmp_path, monkeypatch):
     header = 8 + int.from_bytes(files["model.safetensors"][:8], "little")
     # With more weights than a look at the header fetches.
     files["model.safetensors"] = files["model.safetensors"][:header] + bytes(10**6)
-    deep = re.sub(rb'"num_hidden_layers": \d+', b'"num_hidden_layers": 90', files["config.json"])
+    deep = re.sub(rb'"num_hidden_layers": \d+', b'"num_hidden_layers": 30', files["config.json"])
     monkeypatch.setitem(REPOSITORIES, "org/model", files)
     monkeypatch.setitem(REPOSITORIES, "org/deep", files | {"config.json": deep})
     monkeypatch.setitem(REPOSITORIES, "org/pickle", {"config.json": files["config.json"]})

@@ -1,6 +1,7 @@
 """Folders of safetensors: every dtype, damaged and mismatched files, interrupted writing, memory and descriptors."""
 
 import concurrent.futures
+import gc
 import hashlib
 import json
 import os
@@ -239,6 +240,7 @@ def test_many_threads_read_one_file(tmp_path):
 def test_descriptors_are_shared_and_closed(tmp_path):
     save_tensors(tmp_path, lazily(export(0)), shard_bytes=600)
     count = lambda: len(os.listdir("/proc/self/fd"))
+    gc.collect()  # what other tests have left
     before = count()
     tensors = open_tensors(tmp_path)
     assert count() == before + 3
