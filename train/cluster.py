@@ -4,20 +4,26 @@ JAX runs the same program in every process, and each holds the parts of the arra
 happens only once (printing, writing files, deciding) is done by process 0.
 """
 
+import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 import rich
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 
 T = TypeVar("T")
 TIMEOUT = 20  # seconds without a sign of life after which a process is taken for dead
+PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a process that lives, until it is named, and until the run ends
+
+_passed = 0
 
 
 def initialize(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
@@ -68,7 +74,59 @@ def launched() -> bool:
 
 def agree(value: int) -> int:
     """The largest of the values with which the processes call this, each at the same point of the run."""
+    passing()
     return int(multihost_utils.process_allgather(np.int32(value)).max())
+
+
+def passing() -> None:
+    """Counts a point of the run that all processes pass in the same order, for `watching`."""
+    global _passed
+    _passed += 1
+
+
+@contextlib.contextmanager
+def watching(every: float = 10) -> Iterator[None]:
+    """Meanwhile names, in a run of several processes, the one that the others wait for.
+
+    JAX notices processes that die or are suspended, and none that lives and hangs, such as in a function of the user's:
+    the others would wait in their next computation for ever. So each says every few seconds how many points it has
+    passed, and where one has waited `PATIENCE` seconds for another that has passed fewer, this is told on stderr. It
+    may be at work, reading or judging; after `LIMIT` seconds the run ends. One that hangs within a computation of all
+    has passed as many as the others, and is not noticed.
+    """
+    client, done = multihost.get_jax_distributed_client() if jax.process_count() > 1 else None, threading.Event()
+    thread = threading.Thread(target=_watch, args=(client, every, done), daemon=True)
+    if client:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if client:
+            thread.join()
+
+
+def _watch(client: Any, every: float, done: threading.Event) -> None:
+    me, here, since, told = jax.process_index(), -1, time.monotonic(), False
+    while not done.wait(every):
+        if here != _passed:
+            here, since, told = _passed, time.monotonic(), False
+        try:
+            client.key_value_set(f"passed/{me}", str(here), allow_overwrite=True)
+            passed = {int(key.rpartition("/")[2]): int(count) for key, count in client.key_value_dir_get("passed/")}
+        except jax.errors.JaxRuntimeError:  # another process has died, of which JAX tells
+            return
+        late = sorted(process for process, count in passed.items() if count < here)
+        waited = time.monotonic() - since
+        if late and waited > LIMIT:
+            end(f"Process {late[0]} has not come to where the others are for {waited:.0f} s, so the run ends.")
+        if late and waited > PATIENCE and not told and me == min(passed.keys() - late):
+            told = True
+            print(
+                f"Process {me} has waited {waited:.0f} s for process {late[0]}, which lives and has not come this far. "
+                f"If it is not at work, end it: the run goes on from its last checkpoint. It ends after {LIMIT:,} s.",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
 
 def together(action: Callable[[], T]) -> T:

@@ -262,10 +262,11 @@ def run(
             save()
     flops = flops_per_token(config, o.seq_len, frozen=adapters)
     bar = Progress(o.steps, start=n, flops_per_token=flops, console=rich.get_console())
-    with checkpoints, StopRequest() as stop, bar as progress:
+    with checkpoints, cluster.watching(), StopRequest() as stop, bar as progress:
         reason = ""
         while not ended() and not reason:
             batches, numbers = experience(whole(), next(iterator), n) if experience else ([next(iterator)], {})
+            cluster.passing()
             steps, started = [], time.monotonic()
             for batch in batches:
                 state, of_step = step(state, put_batch(batch, mesh), frozen, others)

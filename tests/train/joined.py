@@ -7,6 +7,7 @@ import importlib
 import json
 import pathlib
 import sys
+import time
 
 import jax
 import numpy as np
@@ -81,10 +82,19 @@ def fail_to_save(folder):
     assert len(said) == 1 and kept.steps() == [7]
 
 
+def hang():
+    """Process 1 lives, and does not come to where process 0 waits for it."""
+    cluster.PATIENCE, cluster.LIMIT = 1, 3
+    with cluster.watching(every=0.2):
+        cluster.agree(0)
+        time.sleep(300 * jax.process_index())
+        cluster.agree(0)
+
+
 if __name__ == "__main__":
     coordinator, processes, process, *tasks = sys.argv[1:]
     cluster.initialize(coordinator, int(processes), int(process))
     for task in tasks:
         name, *arguments = json.loads(task)
         print(f"===== {task}", flush=True)
-        {f.__name__: f for f in (script, generate, save, restore, fail_to_save)}[name](*arguments)
+        {f.__name__: f for f in (script, generate, save, restore, fail_to_save, hang)}[name](*arguments)

@@ -231,6 +231,15 @@ def test_errors_are_told_and_end_all(four, two):
 
 
 @pytest.mark.slow
+def test_a_process_that_lives_and_hangs_is_named_and_ends_the_run(folder):
+    run = Run(folder, 2, 1, ["hang"])
+    first, _ = run.finish(1, run.processes[1].wait(LIMIT))  # whom JAX aborts
+    assert run.processes[1].returncode
+    assert "Process 0 has waited 1 s for process 1, which lives and has not come this far." in first['["hang"]']
+    assert "Process 0: Process 1 has not come to where the others are for 3 s, so the run ends." in first['["hang"]']
+
+
+@pytest.mark.slow
 def test_dry_run(folder, two):
     first, second = (output["dry"] for output in two)
     assert all(word in first for word in ("Example 3", "Memory", "Mesh", "8 x cpu")) and "Memory" not in second
