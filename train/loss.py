@@ -30,6 +30,7 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
 
     `function` maps arrays [batch, size, ...] to such arrays, token by token. The backward pass computes each chunk
     again, so of what is as wide as the vocabulary no more than a chunk is ever there. All arrays are [batch, seq, ...].
+    The gradient of what `function` closes over, such as the output head, is added up over the chunks in float32.
     """
     batch, seq = arrays[0].shape[:2]
     rows = math.prod(map(mesh.split, mesh.splitting(batch, *mesh.BATCH)))
@@ -51,8 +52,15 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
         a = a.reshape(batch, parts, count * size, *a.shape[4:])[:, :, :part]
         return a.reshape(batch, seq, *a.shape[3:])
 
-    step = jax.checkpoint(lambda _, chunks: (None, function(*chunks)), prevent_cse=False)
-    return jax.tree.map(joined, jax.lax.scan(step, None, tuple(map(cut, arrays)))[1])
+    pieces = tuple(map(cut, arrays))
+    converted, closed = jax.closure_convert(function, *(a[0] for a in pieces))
+    wide = [a.astype(jnp.float32) if a.dtype.itemsize < 4 else a for a in closed]
+
+    def step(_: None, chunks: tuple[Array, ...]) -> tuple[None, T]:
+        # Rounded within the scan, so that the scan adds up the gradients of what is wide.
+        return None, converted(*chunks, *(w.astype(a.dtype) for w, a in zip(wide, closed, strict=True)))
+
+    return jax.tree.map(joined, jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)[1])
 
 
 def logprobs(

@@ -233,3 +233,12 @@ def test_equal_distributions_do_not_diverge():
     for beta in (0.0, 0.4, 1.0):
         value, gradient = jax.value_and_grad(lambda s, b=beta: jnp.sum(loss.divergence(s, logits, beta=b)))(logits)
         assert abs(value) < 1e-5 and jnp.all(jnp.abs(gradient) < 1e-6)
+
+
+def test_the_heads_gradient_is_added_up_over_chunks_in_float32():
+    """In bfloat16 it would stop at 512."""
+    x, head = jnp.ones((1, 2048, 4), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
+    total = lambda head: jnp.sum(loss.by_chunks(lambda x: jnp.einsum("bsd,vd->bsv", x, head), x, chunk=2))
+    gradient = jax.jit(jax.grad(total))(head)
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient.astype(np.float32), 2048)
