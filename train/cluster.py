@@ -85,8 +85,8 @@ def passing() -> None:
 
 
 @contextlib.contextmanager
-def watching(every: float = 10) -> Iterator[None]:
-    """Meanwhile names, in a run of several processes, the one that the others wait for.
+def watching(every: float = 5) -> Iterator[None]:
+    """Meanwhile ends this process if another one of the run `end`s, and names one that the others wait for.
 
     JAX notices processes that die or are suspended, and none that lives and hangs, such as in a function of the user's:
     the others would wait in their next computation for ever. So each says every few seconds how many points it has
@@ -114,8 +114,11 @@ def _watch(client: Any, every: float, done: threading.Event) -> None:
         try:
             client.key_value_set(f"passed/{me}", str(here), allow_overwrite=True)
             passed = {int(key.rpartition("/")[2]): int(count) for key, count in client.key_value_dir_get("passed/")}
+            ended = client.key_value_dir_get("ended/")
         except jax.errors.JaxRuntimeError:  # another process has died, of which JAX tells
             return
+        if ended:
+            end("Another process of this run has failed, and says why.")
         late = sorted(process for process, count in passed.items() if count < here)
         waited = time.monotonic() - since
         if late and waited > LIMIT:
@@ -152,6 +155,9 @@ def end(reason: str) -> NoReturn:
     if not jax.distributed.is_initialized():
         raise SystemExit(reason)
     print(f"Process {jax.process_index()}: {reason}", file=sys.stderr, flush=True)
+    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):  # where process 0 is lost, or there is none
+        client: Any = multihost.get_jax_distributed_client()
+        client.key_value_set(f"ended/{jax.process_index()}", reason, allow_overwrite=True)
     if jax.process_index() == 0:
         time.sleep(2)  # without it JAX aborts the others, which may be about to say the same
     os._exit(1)

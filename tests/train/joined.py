@@ -91,10 +91,18 @@ def hang():
         cluster.agree(0)
 
 
+def fail():
+    """Process 1 fails, where process 0 does not look for it."""
+    with cluster.watching(every=0.2):
+        if jax.process_index():
+            cluster.end("This one fails.")
+        time.sleep(300)
+
+
 if __name__ == "__main__":
     coordinator, processes, process, *tasks = sys.argv[1:]
     cluster.initialize(coordinator, int(processes), int(process))
     for task in tasks:
         name, *arguments = json.loads(task)
         print(f"===== {task}", flush=True)
-        {f.__name__: f for f in (script, generate, save, restore, fail_to_save, hang)}[name](*arguments)
+        {f.__name__: f for f in (script, generate, save, restore, fail_to_save, hang, fail)}[name](*arguments)

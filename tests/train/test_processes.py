@@ -240,6 +240,13 @@ def test_a_process_that_lives_and_hangs_is_named_and_ends_the_run(folder):
 
 
 @pytest.mark.slow
+def test_a_process_that_fails_ends_the_others(folder):
+    first, second = Run(folder, 2, 1, ["fail"]).finish(1, 1)
+    assert "Process 1: This one fails." in second['["fail"]']
+    assert "Process 0: Another process of this run has failed, and says why." in first['["fail"]']
+
+
+@pytest.mark.slow
 def test_dry_run(folder, two):
     first, second = (output["dry"] for output in two)
     assert all(word in first for word in ("Example 3", "Memory", "Mesh", "8 x cpu")) and "Memory" not in second
