@@ -8,12 +8,16 @@ from tests.kernels.experts import DECODE, EXPERTS, fixed_matrices, training
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
-def case(product, step=training, w_dtype=jnp.bfloat16):
+def case(product, step=training, w_dtype=jnp.bfloat16, chips=()):
     """No array may be larger than the arguments, as one with a row for each token and group would be by far."""
-    return Case(step(ragged_dot_tpu.ragged_dot), product.arguments(w_dtype), product.largest + 1)
+    return Case(step(ragged_dot_tpu.ragged_dot), product.arguments(w_dtype), product.largest + 1, chips or tuple(CHIPS))
 
 
-CASES = {f"ragged_dot {name}": case(product) for name, product in EXPERTS.items()} | {
+# Each product on two of the chips, in turn, so that each chip has half of each model's.
+CASES = {
+    f"ragged_dot {name}": case(product, chips=tuple(CHIPS)[n % 2 :: 2])
+    for n, (name, product) in enumerate(EXPERTS.items())
+} | {
     "ragged_dot int8": case(EXPERTS["Qwen3 30B-A3B up"], fixed_matrices, jnp.int8),
     "ragged_dot decode": case(DECODE),
 }

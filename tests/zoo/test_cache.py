@@ -86,8 +86,18 @@ def test_every_query_finds_what_it_may_see(kind, calls):
         assert before.ndim == 0 or np.array_equal(before[0], after[0])
 
 
+# Keys keep the angles of the length at which they were cached, so these decode otherwise, as they do in transformers:
+# see tests/zoo/test_parity.py.
+BY_LENGTH = {"llama-dynamic", "llama-longrope"}
+
+
 @pytest.mark.parametrize(
-    "name", [name if name in STACKS else pytest.param(name, marks=pytest.mark.slow) for name in tiny.CONFIGS]
+    "name",
+    [
+        name if name in STACKS else pytest.param(name, marks=pytest.mark.slow)
+        for name in tiny.CONFIGS
+        if name not in BY_LENGTH
+    ],
 )
 def test_decode_equals_forward(load, name):
     """Right-padded prompts of different lengths, prefilled at once, then decoded token by token."""
