@@ -182,15 +182,16 @@ def test_refusals(untyped, model, tokenizer):
 @pytest.mark.live
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_greedy_is_transformers(load, theirs, name):
-    """Prompts of different lengths, together here and one by one there."""
+    """Prompts of different lengths, together here and one by one there, up to the model's positions."""
     import torch
 
     theirs(name).generation_config.eos_token_id = None
     prompts = [tiny.TOKENS[0, :5].tolist(), tiny.TOKENS[1, :12].tolist()]
-    ours = zoo.complete(load(name), prompts, max_new_tokens=14)
+    new = min(14, load(name).config.max_position_embeddings - 12)
+    ours = zoo.complete(load(name), prompts, max_new_tokens=new)
     for prompt, (completion,) in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
-        options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False, pad_token_id=0)
+        options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
         assert completion.tokens == theirs(name).generate(ids, **options)[0, len(prompt) :].tolist()
 
 
