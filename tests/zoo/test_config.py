@@ -157,13 +157,13 @@ def test_defaults_are_transformers(family):
 
 @pytest.mark.live
 def test_changed_at_random():
-    """500 changed files, of the 2,000 that `python -m tests.zoo.fuzz_config` makes: each is refused in one sentence, or
+    """250 changed files, of the 2,000 that `python -m tests.zoo.fuzz_config` makes: each is refused in one sentence, or
     means what it means to transformers."""
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
-    command = [sys.executable, "-m", "tests.zoo.fuzz_config", "--mutations", "500"]
+    command = [sys.executable, "-m", "tests.zoo.fuzz_config", "--mutations", "250"]
     done = subprocess.run(command, env=hurry.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     print(last)
     count = {kind: int(number) for number, kind in re.findall(r"(\d+) ([a-z ]+)", last)}
-    assert min(count["refused"], count["equal"]) > 75 and count["different"] == count["tracebacks"] == 0
+    assert min(count["refused"], count["equal"]) > 40 and count["different"] == count["tracebacks"] == 0

@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from tests.zoo import tiny
-from tests.zoo.programs import forward
+from tests.zoo.programs import STACKS, forward
 from zoo.sampling import Sampler, settings
 
 
@@ -180,9 +180,12 @@ def test_refusals(untyped, model, tokenizer):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("name", tiny.CONFIGS)
+@pytest.mark.parametrize("name", [*STACKS, "llama-dynamic", "llama-longrope"])
 def test_greedy_is_transformers(load, theirs, name):
-    """Prompts of different lengths, together here and one by one there, up to the model's positions."""
+    """Prompts of different lengths, together here and one by one there, up to the model's positions.
+
+    Of every family; that all checkpoints have transformers' logits, and decode to them, is in other files.
+    """
     import torch
 
     theirs(name).generation_config.eos_token_id = None
