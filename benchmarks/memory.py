@@ -19,8 +19,8 @@ import tyro
 
 import zoo
 from benchmarks.common import RESULTS, circumstances
-from train.chips import fleet
-from train.planner import Options, plan
+from train.plan.chips import fleet
+from train.plan.planner import Options, plan
 
 
 class Peer(NamedTuple):

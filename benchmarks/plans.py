@@ -18,11 +18,11 @@ import tyro
 
 import zoo
 from benchmarks.common import RESULTS, circumstances
-from train.chips import CHIPS, fleet
 from train.metrics import flops_per_token
-from train.planner import Options, plan
+from train.plan.chips import CHIPS, fleet
+from train.plan.planner import Options, plan
 from zoo.checkpoint import skeleton
-from zoo.layers import AbstractExpertLinear
+from zoo.nn.layers import AbstractExpertLinear
 from zoo.registry import CONFIGS, family_of
 from zoo.surgery import modules
 

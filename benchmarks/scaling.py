@@ -22,7 +22,7 @@ import rich.table
 import tyro
 
 from benchmarks.common import RESULTS, circumstances
-from train.ahead import Compiled, compile_ahead, training
+from train.plan.ahead import Compiled, compile_ahead, training
 from train.plot import Curve, draw
 from zoo.mesh import make_mesh
 from zoo.registry import CONFIGS, family_of

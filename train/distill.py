@@ -22,10 +22,11 @@ from jaxtyping import Array, Float
 import kernels
 import train.tiny
 import zoo
-from train import finetune, loop, loss, report, teacher
-from train.data import batches, encode, file_hashes, fingerprint, padded, survey, tokenizer_hash
+from train import finetune, loop, loss, report
+from train.data import teacher
+from train.data.packing import batches, encode, file_hashes, fingerprint, padded, survey, tokenizer_hash
+from train.data.records import open_records
 from train.mesh import put_batch
-from train.records import open_records
 from train.step import Batch
 from zoo.gather import gathered
 from zoo.mesh import make_mesh

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 import train.tiny
 import zoo
 from train import finetune, loop, loss, report
-from train.data import fingerprint
-from train.preferences import PAIRS, batches, encode_pairs, survey
-from train.records import open_records
+from train.data.packing import fingerprint
+from train.data.preferences import PAIRS, batches, encode_pairs, survey
+from train.data.records import open_records
 from train.step import Batch
 from zoo import lora
 from zoo.mesh import make_mesh
@@ -67,7 +67,7 @@ def objective(
     remat: Callable[[Callable], Callable] | None = None,
     whole: dict[str, Float[Array, ""]] | None = None,
 ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
-    """The loss of a batch's pairs (see `train.preferences`), for `train.step.train_step`.
+    """The loss of a batch's pairs (see `train.data.preferences`), for `train.step.train_step`.
 
     `reference` is the model to stay near to; None means this one without its adapters. kto's baseline is that of all
     the batch, so where this is a part of one, `whole` has the means of all of it.

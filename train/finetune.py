@@ -66,7 +66,7 @@ def load(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
         return zoo.load(o.model, revision=o.revision, mesh=mesh, mtp=mtp)
     model = frozen(o, mesh, mtp=mtp)
     model = lora.add(model, rank=o.lora.rank, alpha=o.lora.alpha, where=o.lora.where, key=jax.random.key(o.seed))
-    return jax.device_put(model, shardings(model, family_of(model).PARTITION_RULES, mesh))
+    return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))
 
 
 def frozen(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:

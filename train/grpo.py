@@ -20,10 +20,11 @@ from jaxtyping import Array, Float
 
 import train.tiny
 import zoo
-from train import finetune, loop, loss, rewards
-from train.data import fingerprint
-from train.records import open_records
-from train.rollouts import empty, encode, experience
+from train import finetune, loop, loss
+from train.data import rewards
+from train.data.packing import fingerprint
+from train.data.records import open_records
+from train.data.rollouts import empty, encode, experience
 from train.step import Batch
 from zoo import lora
 from zoo.mesh import make_mesh

@@ -13,7 +13,6 @@ import pathlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import grain
@@ -30,7 +29,7 @@ from rich.markup import escape
 import zoo
 from train import cluster, folder, report
 from train.checkpoint import Checkpoints
-from train.data import Example
+from train.data.packing import Example
 from train.mesh import check_mesh, put_batch, without_stages
 from train.metrics import MetricsFile, Progress, flops_per_token
 from train.optim import adamw, make_schedule, rewarmed
@@ -42,6 +41,7 @@ from train.stop import StopRequest
 from zoo import lora, peft
 from zoo.checkpoint import skeleton
 from zoo.config import write as write_config
+from zoo.nn.model import Family
 from zoo.quantized import quantize_training
 from zoo.registry import family_of
 from zoo.surgery import cast, shardings
@@ -97,17 +97,17 @@ def make_optimizer(
     return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
 
 
-def identity(o: Any, config: Any, family: ModuleType, data: Mapping[str, Any]) -> dict[str, Any]:
+def identity(o: Any, config: Any, family: Family, data: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change between a checkpoint and the run that goes on with it; also all that its export needs."""
     model = str(pathlib.Path(o.model).resolve()) if pathlib.Path(o.model).is_dir() else o.model
     hub = write_config(config, family, export_dtype(config))
     return {"model": model, "config": hub, "data": dict(data)}
 
 
-def abstract_model(config: Any, family: ModuleType, mesh: Mesh, *, mtp: bool) -> Any:
+def abstract_model(config: Any, family: Family, mesh: Mesh, *, mtp: bool) -> Any:
     """The shapes of a model's float32 parameters, and where on the mesh they lie."""
     model = skeleton(family, config, mtp=mtp)
-    places = shardings(model, family.PARTITION_RULES, mesh)
+    places = shardings(model, family.partition_rules, mesh)
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 
 
@@ -115,7 +115,7 @@ def run(
     o: Any,
     *,
     config: Any,
-    family: ModuleType,
+    family: Family,
     mesh: Mesh,
     tokenizer: Tokenizer,
     make_model: Callable[[], Any],
@@ -163,10 +163,10 @@ def run(
     else:
         abstract = abstract_state(prepared(abstract_model(config, family, mesh, mtp=mtp)), optimizer)
         fresh = lambda: init_state(prepared(make_model()), optimizer)
-    if o.router_bias_rate and (adapters or not hasattr(family, "rebalance")):
-        why = "adapters leave routers alone" if adapters else f"the routers of {family.__name__} have no biases"
+    if o.router_bias_rate and (adapters or family.rebalance is None):
+        why = "adapters leave routers alone" if adapters else f"the routers of {family.name} have no biases"
         raise ValueError(f"--router-bias-rate {o.router_bias_rate}, but {why}.")
-    rebalance = functools.partial(family.rebalance, rate=o.router_bias_rate) if o.router_bias_rate else None
+    rebalance = functools.partial(family.rebalance, rate=o.router_bias_rate) if family.rebalance else None
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=objective, count=count,
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
@@ -327,7 +327,7 @@ def generating(model: Any, mesh: Mesh, dtype: DTypeLike) -> Iterator[Any]:
     model, family = cast(model, dtype), family_of(model)
     there = without_stages(mesh, model, family)
     with jax.set_mesh(there):
-        yield model if there == mesh else jax.device_put(model, shardings(model, family.PARTITION_RULES, there))
+        yield model if there == mesh else jax.device_put(model, shardings(model, family.partition_rules, there))
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,14 +11,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Shaped
 
 from kernels.mesh import BATCH, FEATURES, SEQUENCE
-from zoo.layers import AbstractExpertLinear
 from zoo.mesh import AXES
-from zoo.pipeline import STAGE
-from zoo.stack import Stack
+from zoo.nn.layers import AbstractExpertLinear
+from zoo.nn.model import Family
+from zoo.nn.pipeline import STAGE
+from zoo.nn.stack import Stack
 from zoo.surgery import modules, shardings
 
 
-def check_mesh(mesh: Mesh, model: Any, family: ModuleType, *, batch: int, seq_len: int) -> None:
+def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: int) -> None:
     """Raises ValueError, saying what does divide, unless the mesh splits all that it has to split evenly.
 
     `model` may be made of `jax.ShapeDtypeStruct`; a step has `batch` sequences of `seq_len` tokens.
@@ -42,13 +42,11 @@ def check_mesh(mesh: Mesh, model: Any, family: ModuleType, *, batch: int, seq_le
                 f"{number} {what} can't be split by {how} = {divisor}: it must divide them, as {fitting} do."
             )
     if size["expert"] > 1 and not experts:
-        raise ValueError(
-            f"expert={size['expert']} in the mesh, but {family.__name__} has no experts: use fsdp instead."
-        )
-    shardings(model, family.PARTITION_RULES, mesh)
+        raise ValueError(f"expert={size['expert']} in the mesh, but {family.name} has no experts: use fsdp instead.")
+    shardings(model, family.partition_rules, mesh)
 
 
-def without_stages(mesh: Mesh, model: Any, family: ModuleType) -> Mesh:
+def without_stages(mesh: Mesh, model: Any, family: Family) -> Mesh:
     """The same devices with those of the stages along "fsdp", or along "replica" where that does not divide the model.
 
     For generating: a pipeline would mostly stand idle.
@@ -60,7 +58,7 @@ def without_stages(mesh: Mesh, model: Any, family: ModuleType) -> Mesh:
         return Mesh(devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
 
     try:
-        shardings(model, family.PARTITION_RULES, along("fsdp"))
+        shardings(model, family.partition_rules, along("fsdp"))
     except ValueError:
         return along("replica")
     return along("fsdp")

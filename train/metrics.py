@@ -16,11 +16,11 @@ import jax
 import rich.console
 import rich.progress
 
-from train.chips import chip_of
+from train.plan.chips import chip_of
 from zoo.checkpoint import skeleton
-from zoo.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.stack import Stack
 from zoo.registry import family_of
-from zoo.stack import Stack
 from zoo.surgery import modules, path_name
 
 
@@ -43,19 +43,8 @@ def products_per_token(config: Any, seq: int) -> Products:
             if is_linear(m) or router:
                 share = c.num_experts_per_tok / m.shape[-3] if isinstance(m, AbstractExpertLinear) else 1
                 layers += math.prod(m.shape) * share
-    seen = sum(_seen(c, n, seq) for n in range(c.num_hidden_layers))
-    # Scores, and sums of values, whose width differs in multi-head latent attention.
-    attention = c.num_attention_heads * (c.head_dim + getattr(c, "v_head_dim", c.head_dim)) * seen
+    attention = sum(c.attention_products(n, seq) for n in range(c.num_hidden_layers))
     return Products(layers, float(c.vocab_size * c.hidden_size), attention)
-
-
-def _seen(config: Any, layer: int, seq: int) -> float:
-    """How many tokens a token of this layer sees, on average over a sequence, counting itself as half of one."""
-    window = min(config.window(layer) or seq, seq)
-    if hasattr(config, "attention_chunk_size"):  # a token sees its chunk up to itself
-        chunks, rest = divmod(seq, window)
-        return (chunks * window**2 + rest**2) / (2 * seq)
-    return window * (1 - window / (2 * seq))
 
 
 def flops_per_token(config: Any, seq: int, *, frozen: bool = False) -> float:

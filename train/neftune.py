@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import Embedding
+from zoo.nn.layers import Embedding
 from zoo.surgery import modules
 
 

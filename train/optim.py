@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from zoo.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.surgery import path_name
 
 

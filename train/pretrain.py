@@ -13,9 +13,9 @@ import jax
 
 import zoo
 from train import loop, report
-from train.data import batches, encode, fingerprint, survey
+from train.data.packing import batches, encode, fingerprint, survey
+from train.data.records import open_records
 from train.options import LanguageModeling
-from train.records import open_records
 from zoo.mesh import make_mesh
 from zoo.registry import family_of
 

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from rich.table import Table
 from rich.text import Text
 
-from train.data import Survey
-from train.records import find_files
+from train.data.packing import Survey
+from train.data.records import find_files
 from zoo.tokenizer import Tokenizer
 
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 import train.tiny
 import zoo
 from train import finetune, loop, report
-from train.data import batches, encode, fingerprint, survey
+from train.data.packing import batches, encode, fingerprint, survey
+from train.data.records import open_records, weighted
 from train.options import LanguageModeling
-from train.records import open_records, weighted
 from zoo.mesh import make_mesh
 
 

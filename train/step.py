@@ -22,8 +22,8 @@ from train.mesh import balanced
 from train.neftune import noisy
 from train.state import TrainState
 from zoo.lora import joined
-from zoo.moe import Routing
-from zoo.stack import LAYER_INPUT
+from zoo.nn.moe import Routing
+from zoo.nn.stack import LAYER_INPUT
 from zoo.surgery import cast
 
 
@@ -136,8 +136,8 @@ def train_step(
         two_passes: the objective takes `whole`, the means of its own sums over all of a batch that is worked through in
             parts, for which there is one more forward pass; None means that it is given all of the batch.
         router_balance, router_z: what, in a mixture of experts, the mean over the layers of the load-balancing loss and
-            of the router z-loss (see `zoo.moe.Routing`) weigh beside the objective. The former depends on the load of
-            all of the batch, so in microbatches it, too, takes one more forward pass.
+            of the router z-loss (see `zoo.nn.moe.Routing`) weigh beside the objective. The former depends on the load
+            of all of the batch, so in microbatches it, too, takes one more forward pass.
         rebalance: makes a new model of the updated one and of what its routers did with the batch, such as
             `zoo.deepseek3.rebalance`.
         neftune: the alpha of `train.neftune.noisy`, whose noise depends on the number of the step and on the row alone.

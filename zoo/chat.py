@@ -11,8 +11,8 @@ import rich.markup
 import tyro
 
 import zoo
+from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.harmony import Parts
-from zoo.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.tokenizer import Tokenizer
 
 

@@ -1,8 +1,8 @@
-"""A model's parameters <-> the tensors of a checkpoint, by the family's CHECKPOINT_NAMES; knows no family.
+"""A model's parameters <-> the tensors of a checkpoint, by the family's checkpoint_names; knows no family.
 
-CHECKPOINT_NAMES maps a pattern of a parameter's path to its tensor's name. Each `{}` of the name takes what the next
-`*` of the pattern stands for, and `{config.x}` the config's x. `{expert}` says that the file has one tensor for each
-expert, and `^T` at the end that its last two axes are the other way round there.
+`Family.checkpoint_names` maps a pattern of a parameter's path to its tensor's name. Each `{}` of the name takes what
+the next `*` of the pattern stands for, and `{config.x}` the config's x. `{expert}` says that the file has one tensor
+for each expert, and `^T` at the end that its last two axes are the other way round there.
 
 Loading is all or nothing: every parameter is filled from a tensor of its shape, and every tensor is used or known to be
 redundant; otherwise the checkpoint is refused.
@@ -16,7 +16,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -31,10 +30,11 @@ from jax.sharding import Mesh
 from convert.packed import Packed, quantize_blocks
 from convert.tensors import Lazy, Tensor
 from zoo.gather import gathered
-from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
+from zoo.nn.model import Family
+from zoo.nn.stack import Stack
 from zoo.quantized import Format, QuantizedLinear, quantize
 from zoo.reading import Parameter, Part, Scan, Source, once, read, read_rounded
-from zoo.stack import Stack
 from zoo.surgery import modules, path_name, shardings
 
 
@@ -44,14 +44,14 @@ T = TypeVar("T")
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 
 
-def skeleton(family: ModuleType, config: Any, *, mtp: bool = False) -> Any:
+def skeleton(family: Family, config: Any, *, mtp: bool = False) -> Any:
     """A model whose arrays are `jax.ShapeDtypeStruct`; `mtp`: with the module that predicts one more token.
 
     Raises:
         ValueError: if the family has no such module, or the config describes no model.
     """
     if mtp and "mtp" not in inspect.signature(family.Model).parameters:
-        raise ValueError(f"{family.__name__} has no module that predicts one more token (mtp).")
+        raise ValueError(f"{family.name} has no module that predicts one more token (mtp).")
     parts = {"mtp": True} if mtp else {}
     try:
         return eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0), **parts))
@@ -68,7 +68,7 @@ def check_sizes(config: Any, tensors: Mapping[str, Any]) -> None:
         )
 
 
-def parameters(model: Any, family: ModuleType, most: int = 2**31) -> Iterator[Parameter]:
+def parameters(model: Any, family: Family, most: int = 2**31) -> Iterator[Parameter]:
     """Every parameter of a model, or of its skeleton.
 
     Raises:
@@ -83,7 +83,7 @@ def parameters(model: Any, family: ModuleType, most: int = 2**31) -> Iterator[Pa
                 part, j, rest = path.removeprefix(f"{stack_path}.").split(".", 2)
                 each = [f"{stack_path}.{n}.{rest}" for n in stack.layer_numbers(part, int(j))]
                 stacked = part == "period"
-        pattern, template = next(pair for pair in family.CHECKPOINT_NAMES.items() if stars(pair[0], each[0]))
+        pattern, template = next(pair for pair in family.checkpoint_names.items() if stars(pair[0], each[0]))
         per_expert = "{expert}" in template
         experts = range(array.shape[stacked]) if per_expert else range(1)
         if len(each) * len(experts) > most:
@@ -103,13 +103,12 @@ def stars(pattern: str, text: str) -> tuple[str, ...]:
     return match.groups() or ("",) if match else ()
 
 
-def standard_names(tensors: Mapping[str, T], family: ModuleType) -> dict[str, T]:
-    """The tensors under the names that the family writes: ALIASES are other beginnings of names."""
-    aliases = getattr(family, "ALIASES", {})
+def standard_names(tensors: Mapping[str, T], family: Family) -> dict[str, T]:
+    """The tensors under the names that the family writes: `aliases` are other beginnings of names."""
 
     def rename(name: str) -> str:
-        old = next((old for old in aliases if name.startswith(old)), "")
-        return aliases.get(old, "") + name.removeprefix(old)
+        old = next((old for old in family.aliases if name.startswith(old)), "")
+        return family.aliases.get(old, "") + name.removeprefix(old)
 
     return {rename(name): tensor for name, tensor in tensors.items()}
 
@@ -117,7 +116,7 @@ def standard_names(tensors: Mapping[str, T], family: ModuleType) -> dict[str, T]
 def fill(
     skeleton: Any,
     tensors: Mapping[str, Source],
-    family: ModuleType,
+    family: Family,
     *,
     dtype: np.dtype | None,
     mesh: Mesh | None,
@@ -127,7 +126,7 @@ def fill(
 ) -> Any:
     """`skeleton` (from `eqx.filter_eval_shape`) with its arrays read from `tensors`.
 
-    `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's PARTITION_RULES, and
+    `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's partition_rules, and
     each process reads only those of its own devices. Without one, a tensor that needs neither cast nor stacking is not
     copied on a CPU: the array is the memory-mapped file, unless `mmap` is False. `format` is `zoo.quantized.quantize`,
     done as each tensor is read, in whole rows. `check_values`: `zoo.reading.Scan` looks at all that is read.
@@ -140,7 +139,7 @@ def fill(
     result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
     shapes = {path_name(path): a.shape for path, a in jax.tree_util.tree_leaves_with_path(result)}
     paths = list(shapes)
-    places = jax.tree.leaves(shardings(result, family.PARTITION_RULES, mesh)) if mesh else []
+    places = jax.tree.leaves(shardings(result, family.partition_rules, mesh)) if mesh else []
     float32 = tuple(f"{path}." for path, _ in modules(skeleton, Float32))
     arrays: dict[str, jax.Array] = {}
     scan = Scan() if check_values else None
@@ -178,7 +177,7 @@ def fill(
 
 
 def check(
-    wanted: list[Parameter], tensors: Mapping[str, Source], config: Any, family: ModuleType, dtype: np.dtype | None
+    wanted: list[Parameter], tensors: Mapping[str, Source], config: Any, family: Family, dtype: np.dtype | None
 ) -> None:
     """Raises unless `tensors` are exactly those of the parameters, but for the redundant ones."""
     where = next(iter(tensors.values())).file.parent if tensors else "the checkpoint"
@@ -198,7 +197,7 @@ def check(
             )
     if unknown:
         raise ValueError(
-            f"{where} has {len(unknown)} tensors that {family.__name__} has no place for: {first(unknown)}. "
+            f"{where} has {len(unknown)} tensors that {family.name} has no place for: {first(unknown)}. "
             "Its config.json does not describe this checkpoint."
         )
     for parameter in wanted:
@@ -220,7 +219,7 @@ def check(
                 )
 
 
-def check_headers(tensors: Mapping[str, Source], family: ModuleType, config: Any) -> None:
+def check_headers(tensors: Mapping[str, Source], family: Family, config: Any) -> None:
     """As `check`, of tensors that cannot be read, in any dtypes; that some repeat others is taken on trust."""
     check_sizes(config, tensors)
     wanted = list(parameters(skeleton(family, config), family, len(tensors)))
@@ -230,9 +229,9 @@ def check_headers(tensors: Mapping[str, Source], family: ModuleType, config: Any
     check(wanted, checked, config, family, np.dtype(np.float32))
 
 
-def redundant(name: str, config: Any, family: ModuleType) -> tuple[bool, str | None]:
-    """Whether a tensor is one that the model does not need, by the family's REDUNDANT, and which one it repeats."""
-    for pattern, twin in family.REDUNDANT.items():
+def redundant(name: str, config: Any, family: Family) -> tuple[bool, str | None]:
+    """Whether a tensor is one that the model does not need, by the family's `redundant`, and which one it repeats."""
+    for pattern, twin in family.redundant.items():
         if fnmatch.fnmatch(name, pattern.format(config=config)):
             return True, twin
     return False, None
@@ -252,23 +251,23 @@ def equal(a: Source, b: Source) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
 
 
-def export(model: Any, family: ModuleType, *, fp8: bool = False) -> dict[str, Lazy]:
+def export(model: Any, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
     """The inverse of `fill`: tensor name -> (shape, dtype, function that gets the tensor as numpy), in layer order.
 
-    `fp8` stores the matrices that the family's FP8_BLOCKS name in 8 bits, with a scale for each block of 128 x 128.
+    `fp8` stores the matrices that the family's `fp8_blocks` name in 8 bits, with a scale for each block of 128 x 128.
 
     Raises:
         ValueError: if surgery has replaced a linear by something that the Hub layout has no place for, or the family
             has no such layout.
     """
-    if fp8 and not hasattr(family, "FP8_BLOCKS"):
-        raise ValueError(f"{family.__name__} has no layout with fp8 blocks.")
+    if fp8 and not family.fp8_blocks:
+        raise ValueError(f"{family.name} has no layout with fp8 blocks.")
     for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
         if not isinstance(linear, Linear | QuantizedLinear | ExpertLinear):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):
-        blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.FP8_BLOCKS)
+        blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.fp8_blocks)
         for at in np.ndindex(parameter.names.shape):
             name, shape = str(parameter.names[at]), parameter.stored_shape
             get = functools.partial(stored, parameter, at)

@@ -8,32 +8,14 @@ import pathlib
 import re
 import typing
 from collections.abc import Collection, Mapping
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from beartype.door import is_bearable
 
 from convert.formats import layouts
-from zoo import rope
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AbstractConfig:
-    """The architecture of a model and nothing else; fields are named as in the checkpoint's config.json.
-
-    `source` is the folder it was read from. `zoo.save` copies the tokenizer and the rest of config.json from there.
-    """
-
-    source: pathlib.Path | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
-        return None
-
-
-class OneOf(tuple):
-    """Values of a key that a family treats alike. The first is written where the source says none."""
+from zoo.nn import rope
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf
 
 
 # Keys of config.json that say nothing of what the model computes. They are carried along on saving.
@@ -80,10 +62,10 @@ MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
 NOT_CARRIED = {"auto_map", "quantization_config"}
 
 
-def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
+def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
     """The `family.Config` of a parsed config.json.
 
-    Every key must be a field of it, or have the value that `family.IMPLIED` says is the only one implemented, or be
+    Every key must be a field of it, or have the value that `family.implied` says is the only one implemented, or be
     none of the model's business. Both `rope_theta` + `rope_scaling` and transformers 5's `rope_parameters` are read.
     What else a family's files may say in several ways, its `standard_form` brings into one.
 
@@ -95,7 +77,7 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
         if not isinstance(hub.get(key) or {}, Mapping):
             raise ValueError(f"{where} says {key}={hub[key]!r}; it needs an object in braces, or null.")
     try:
-        hub = standard_form(family, hub)
+        hub = family.standard_form(hub)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     check_quantization(hub, where)
@@ -104,7 +86,7 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     if "num_key_value_heads" in hub and hub["num_key_value_heads"] is None:  # in transformers not the same as absent
         hub["num_key_value_heads"] = hub.get("num_attention_heads")
     # Otherwise null says no more than leaving the key out, unless it is a value of its own.
-    values_of = lambda key: alternatives(family.IMPLIED[key]) if key in family.IMPLIED else ()
+    values_of = lambda key: alternatives(family.implied[key]) if key in family.implied else ()
     null = lambda key: is_bearable(None, hints[key]) if key in hints else None in values_of(key)
     hub = {key: value for key, value in hub.items() if value is not None or null(key)}
     if "rope_theta" in hints:
@@ -113,23 +95,23 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
     values, left_behind = {}, []
     for key, value in hub.items():
         if key in hints:
-            values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r}; {family.__name__}")
-        elif key in family.IMPLIED:
+            values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r}; {family.name}")
+        elif key in family.implied:
             if value not in (allowed := values_of(key)):
                 only = " and ".join(map(repr, allowed))
-                raise ValueError(f"{where} says {key}={value!r}, but {family.__name__} implements only {only}.")
+                raise ValueError(f"{where} says {key}={value!r}, but {family.name} implements only {only}.")
         elif key in LEFT_BEHIND:
             left_behind.append(key)
         elif not says_nothing(key) and key not in NOT_CARRIED:
             raise ValueError(
-                f"{where} has the key {key!r} (= {value!r}), which {family.__name__} does not know. If it does not "
+                f"{where} has the key {key!r} (= {value!r}), which {family.name} does not know. If it does not "
                 "change what the model computes, remove it from the file."
             )
     missing = [
         f.name for f in dataclasses.fields(family.Config) if f.default is dataclasses.MISSING and f.name not in values
     ]
     if missing:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.__name__} needs.")
+        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.name} needs.")
     try:
         config = family.Config(**values, source=source)
     except ValueError as error:
@@ -139,7 +121,8 @@ def read(family: ModuleType, hub: Mapping[str, Any], source: pathlib.Path | None
             f"{where} says num_attention_heads={config.num_attention_heads}, which is no multiple of "
             f"num_key_value_heads={config.num_key_value_heads}."
         )
-    for experts in hints.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}:
+    if isinstance(config, AbstractMixtureConfig):
+        (experts,) = hints.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}
         if config.num_experts_per_tok > getattr(config, experts):
             raise ValueError(
                 f"{where} says num_experts_per_tok={config.num_experts_per_tok}, which is more than "
@@ -178,11 +161,6 @@ def typed(key: str, value: Any, hint: Any, who: str) -> Any:
     return result
 
 
-def standard_form(family: ModuleType, hub: Mapping[str, Any]) -> dict[str, Any]:
-    """A parsed config.json in the one form that `family.Config` and `family.IMPLIED` speak of."""
-    return family.standard_form(hub) if hasattr(family, "standard_form") else dict(hub)
-
-
 def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, Any]:
     """The part of a multimodal model's config.json that describes its text model, which is all that is read of it.
 
@@ -214,7 +192,7 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
         ) from error
 
 
-def read_rope(family: ModuleType, hub: dict[str, Any], where: str) -> None:
+def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
     """Turns what `hub` says of rotary positions, in either form, into `rope_theta` and `rope_scaling`, in place.
 
     As in transformers 5, the older `rope_scaling` goes before `rope_parameters`, a theta in it before the one beside
@@ -229,7 +207,7 @@ def read_rope(family: ModuleType, hub: dict[str, Any], where: str) -> None:
     for part in (beside["partial_rotary_factor"], stated.pop("partial_rotary_factor", None)):
         if part not in (None, 1):
             raise ValueError(
-                f"{where} says partial_rotary_factor={part!r}, but {family.__name__} turns whole heads, and so does "
+                f"{where} says partial_rotary_factor={part!r}, but {family.name} turns whole heads, and so does "
                 "transformers, whatever the file says. If the weights were trained like that, remove it from the file."
             )
     if "rope_theta" in stated:
@@ -262,14 +240,14 @@ def read_rope(family: ModuleType, hub: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}: {error}") from error
 
 
-def write(config: Any, family: ModuleType, dtype: np.dtype) -> dict[str, Any]:
+def write(config: Any, family: Family, dtype: np.dtype) -> dict[str, Any]:
     """The config.json of a model: the inverse of `read`, with what the source says beside the model carried along."""
-    carried, implied = {}, {key: alternatives(value)[0] for key, value in family.IMPLIED.items()}
+    carried, implied = {}, {key: alternatives(value)[0] for key, value in family.implied.items()}
     if config.source and (path := config.source / "config.json").is_file():
-        stated = standard_form(family, json.loads(path.read_text()))
+        stated = family.standard_form(json.loads(path.read_text()))
         carried = {key: value for key, value in stated.items() if says_nothing(key)}
         # Only what `read` takes: the source may be another family's, where that has the tokenizer.
-        implied |= {k: v for k, v in stated.items() if v in alternatives(family.IMPLIED.get(k, OneOf()))}
+        implied |= {k: v for k, v in stated.items() if v in alternatives(family.implied.get(k, OneOf()))}
     carried.pop("torch_dtype", None)
     name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes the one and reads both
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}

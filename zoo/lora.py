@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
-from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
 from zoo.surgery import map_linears, modules, path_name
 
 

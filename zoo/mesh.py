@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from kernels.mesh import FEATURES, SEQUENCE
-from zoo.pipeline import STAGE
+from zoo.nn.pipeline import STAGE
 
 
 # From those that send least to those that send most. Stages come first since XLA wants nested `shard_map`s in order.
@@ -28,7 +28,7 @@ def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Me
     - "tensor": heads, the features of hidden layers and the vocabulary, that is, the work on each token.
     - "context": the tokens of each sequence, and the parameters as fsdp does.
     - "expert": the experts of a mixture, to which tokens travel; all else as fsdp does.
-    - "stage": the layers, through which microbatches go in a pipeline (see `zoo.pipeline`); all else as fsdp does.
+    - "stage": the layers, through which microbatches go in a pipeline (see `zoo.nn.pipeline`); all else as fsdp does.
 
     An axis that is not named has size 1; one of size -1 takes the devices that the others leave. Where the devices are
     several slices of TPUs, the slow network between them is crossed by replica, else by stage, else by fsdp.

@@ -29,14 +29,15 @@ import convert.hub
 import convert.tensors
 from zoo.checkpoint import parameters, skeleton
 from zoo.gather import gathered, write_once
-from zoo.layers import AbstractExpertLinear, AbstractLinear
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.model import AbstractModel
 from zoo.reading import Scan
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound=AbstractModel)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = f"{WEIGHTS}.manifest.json"  # its SHA-256
 BASE, OVER = "base.json", ("revision", "weights", "quantize")  # of the weights that adapters were trained over
@@ -263,7 +264,7 @@ def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_valu
         )
     result, place = eqx.tree_at(get, model, new), jax.tree.leaves(model)[0].sharding
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
-        result = jax.device_put(result, shardings(result, family.PARTITION_RULES, place.mesh))
+        result = jax.device_put(result, shardings(result, family.partition_rules, place.mesh))
     return result
 
 
@@ -326,7 +327,7 @@ def wrapper(module: str, parameter: str, wrapped: set[str]) -> str:
 
 def swapped(family: Any) -> bool:
     """Whether PEFT takes in for out in experts: for Llama 4, whose parameters are (experts, in, out), but unmarked."""
-    return family.__name__ == "zoo.llama4"
+    return family.name == "llama4"
 
 
 def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:

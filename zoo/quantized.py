@@ -24,8 +24,8 @@ import kernels
 from kernels.quantize import LARGEST
 from kernels.quantize import quantize as round_off
 from kernels.sums import spread
-from zoo.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
-from zoo.stack import Stack
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
+from zoo.nn.stack import Stack
 from zoo.surgery import map_linears, modules
 
 

@@ -1,48 +1,11 @@
-"""Names of models, and where their checkpoints are. No logic beyond looking them up."""
+"""Names of models, and where their checkpoints are."""
 
 import pathlib
-import sys
-from types import ModuleType
-from typing import Any
+from collections.abc import Mapping
 
-from zoo import (
-    deepseek2,
-    deepseek3,
-    gemma,
-    gemma2,
-    gemma3,
-    gpt3,
-    gpt_oss,
-    llama,
-    llama4,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from zoo import models
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 
-
-# config.json's model_type -> the file that implements it.
-FAMILIES = {
-    "llama": llama,
-    "llama4": llama4,
-    "llama4_text": llama4,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "gemma3": gemma3,
-    "gemma3_text": gemma3,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "deepseek_v2": deepseek2,
-    "deepseek_v3": deepseek3,
-    "kimi_k2": deepseek3,
-    "gpt_oss": gpt_oss,
-    "gpt2": gpt3,
-}
 
 # Zoo name -> Hub repository. Base and instruct models are different names.
 REPOSITORIES = {
@@ -161,9 +124,34 @@ TOKENIZERS = {
 # Zoo name -> folder, of what the package itself carries.
 EMBEDDED = {"tiny": pathlib.Path(__file__).parent / "tiny"}
 
-CONFIGS = {name: config for family in dict.fromkeys(FAMILIES.values()) for name, config in family.CONFIGS.items()}
+# config.json's model_type -> family, and zoo name -> config: of our families, and of those that `register` adds.
+FAMILIES: dict[str, Family] = {}
+CONFIGS: dict[str, AbstractConfig] = {}
 
 
-def family_of(value: Any) -> ModuleType:
-    """The family module that defines the class of a `Model` or a `Config`."""
-    return sys.modules[type(value).__module__]
+def register(family: Family, repositories: Mapping[str, str] | None = None) -> None:
+    """Makes a family known to `zoo.load` and all else: one of ours, or one of a user's own file.
+
+    Args:
+        family: the `FAMILY` of its file.
+        repositories: zoo name -> Hub repository, of the names that `family.configs` has.
+
+    Raises:
+        ValueError: if a name or a model_type is another family's already.
+    """
+    for known, new in ((FAMILIES, family.model_types), (CONFIGS, family.configs), (REPOSITORIES, repositories or {})):
+        if taken := sorted(known.keys() & set(new)):
+            raise ValueError(f"{', '.join(taken)} is registered already; the family {family.name} needs other names.")
+    FAMILIES.update(dict.fromkeys(family.model_types, family))
+    CONFIGS.update(family.configs)
+    REPOSITORIES.update(repositories or {})
+
+
+for _family in models.FAMILIES.values():
+    register(_family)
+
+
+def family_of(value: AbstractModel | AbstractConfig) -> Family:
+    """The family of a model or of a config."""
+    config = value.config if isinstance(value, AbstractModel) else value
+    return next(family for family in FAMILIES.values() if family.Config is type(config))

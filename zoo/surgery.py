@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from kernels.mesh import FEATURES, PARAMETERS, fitting
-from zoo.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
-from zoo.pipeline import STAGE
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
+from zoo.nn.pipeline import STAGE
 
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
         name = path_name(path)
         spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatch(name, pattern)), None)
         if spec is None:
-            raise ValueError(f"No partition rule matches {name!r}; add one to the family's PARTITION_RULES.")
+            raise ValueError(f"No partition rule matches {name!r}; add one to the family's partition_rules.")
         linear = isinstance(module, AbstractLinear | AbstractExpertLinear)
         specs = module.partition_specs(spec) if linear else jax.tree.map(lambda _: spec, module)
         stacked = any(getattr(key, "name", None) == "period" for key in path)

@@ -28,8 +28,9 @@ import convert.hub
 import convert.tensors
 import zoo
 from zoo import checkpoint
-from zoo.config import NOT_CARRIED, standard_form
-from zoo.stack import Stack
+from zoo.config import NOT_CARRIED
+from zoo.load import family_and_config, folder_of
+from zoo.nn.stack import Stack
 from zoo.surgery import modules
 
 
@@ -89,8 +90,8 @@ class Recorder(eqx.Module):
 
 def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[rich.table.Table]]:
     """All checks of a checkpoint, and tables with the details."""
-    folder = zoo._folder(source, None, weights=True)
-    family, config = zoo._read_config(folder)
+    folder = folder_of(source, None, weights=True)
+    family, config = family_and_config(folder)
     stored = checkpoint.standard_names(convert.formats.opened(folder), family)
     model = zoo.load(folder, dtype="float32")
     ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, tokens))
@@ -117,10 +118,10 @@ def config_table(folder: pathlib.Path, family: Any) -> rich.table.Table:
     """What became of each key of config.json."""
     table = new_table("config.json", "key", "value", "is")
     fields = {field.name for field in dataclasses.fields(family.Config)}
-    for key, value in standard_form(family, json.loads((folder / "config.json").read_text())).items():
+    for key, value in family.standard_form(json.loads((folder / "config.json").read_text())).items():
         if key in fields or key in ("rope_parameters", "original_max_position_embeddings", "partial_rotary_factor"):
             kind = "read"
-        elif key in family.IMPLIED:
+        elif key in family.implied:
             kind = "the only value that is implemented"
         else:
             kind = "not the model's; how it is stored" if key in NOT_CARRIED else "not the model's; carried along"

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import cross_entropy
-from zoo.layers import AbstractLinear, Embedding, Linear
 from zoo.lora import LoRALinear
+from zoo.nn.layers import AbstractLinear, Embedding, Linear
 from zoo.quantized import StoredLinear
 
 

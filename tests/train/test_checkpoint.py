@@ -25,7 +25,7 @@ from train.checkpoint import Checkpoints
 from train.optim import adamw
 from train.state import TrainState, abstract_state, init_state
 from train.stop import StopRequest
-from zoo.layers import Linear
+from zoo.nn.layers import Linear
 
 
 OPTIMIZER = adamw(lambda step: 0.1)

@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tests.zoo import test_tiktoken
-from train.data import batches, encode, fingerprint, survey
-from train.records import Record, open_records
+from train.data.packing import batches, encode, fingerprint, survey
+from train.data.records import Record, open_records
 from zoo.tokenizer import Tokenizer
 
 

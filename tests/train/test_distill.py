@@ -12,8 +12,9 @@ import pytest
 import zoo
 from tests.train.conftest import command
 from tests.zoo import tiny
-from train import distill, teacher
-from train.records import open_records
+from train import distill
+from train.data import teacher
+from train.data.records import open_records
 
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -15,10 +15,11 @@ import zoo
 from tests.train import make_golden_trl as trl
 from tests.train.conftest import command, devices
 from tests.train.test_loss import GIVEN, GOLDEN
-from train import dpo, preferences
+from train import dpo
+from train.data import preferences
+from train.data.records import open_records
 from train.metrics import read_metrics
 from train.optim import adamw
-from train.records import open_records
 from train.state import init_state
 from train.step import jit_train_step, train_step
 

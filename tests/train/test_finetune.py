@@ -15,13 +15,13 @@ from tests.train.conftest import losses, run, write_words
 from tests.zoo import tiny
 from train import finetune
 from train.checkpoint import Checkpoints
-from train.data import batches
+from train.data.packing import batches
+from train.data.records import Record, weighted
 from train.neftune import NoisyEmbedding, noisy
 from train.optim import adamw
-from train.records import Record, weighted
 from train.state import abstract_state, init_state
 from train.step import cross_entropy, train_step
-from zoo.layers import Embedding
+from zoo.nn.layers import Embedding
 from zoo.surgery import modules
 
 

@@ -20,8 +20,9 @@ import zoo
 from tests import hurry
 from tests.train.conftest import command
 from tests.zoo import tiny
-from train import grpo, rewards, rollouts
-from train.records import Record
+from train import grpo
+from train.data import rewards, rollouts
+from train.data.records import Record
 from train.state import init_state
 from train.step import jit_train_step
 from zoo import lora

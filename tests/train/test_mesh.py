@@ -6,10 +6,10 @@ import pytest
 
 from tests.zoo import tiny
 from train.mesh import balanced, check_mesh, put_batch, without_stages
-from zoo import mixtral, qwen3
 from zoo.checkpoint import skeleton
 from zoo.config import read
 from zoo.mesh import AXES, make_mesh
+from zoo.models import mixtral, qwen3
 
 
 @pytest.mark.parametrize(
@@ -129,20 +129,20 @@ def test_slices_are_divided_by_the_outer_axes():
     ],
 )
 def test_what_a_mesh_cannot_split(text, batch, seq_len, message):
-    config = read(mixtral, tiny.CONFIGS["mixtral"])
+    config = read(mixtral.FAMILY, tiny.CONFIGS["mixtral"])
     with pytest.raises(ValueError, match=message):
-        check_mesh(make_mesh(text), skeleton(mixtral, config), mixtral, batch=batch, seq_len=seq_len)
+        check_mesh(make_mesh(text), skeleton(mixtral.FAMILY, config), mixtral.FAMILY, batch=batch, seq_len=seq_len)
 
 
 def test_a_dense_model_has_no_experts():
-    config = read(qwen3, tiny.CONFIGS["qwen3"])
+    config = read(qwen3.FAMILY, tiny.CONFIGS["qwen3"])
     with pytest.raises(ValueError, match=r"expert=2 in the mesh, but zoo\.qwen3 has no experts"):
-        check_mesh(make_mesh("expert=2,fsdp=4"), skeleton(qwen3, config), qwen3, batch=8, seq_len=16)
+        check_mesh(make_mesh("expert=2,fsdp=4"), skeleton(qwen3.FAMILY, config), qwen3.FAMILY, batch=8, seq_len=16)
 
 
 def test_without_stages():
     """Stages go along fsdp, whose neighbours they become, or along the replicas if that does not divide the model."""
-    model = skeleton(qwen3, read(qwen3, tiny.CONFIGS["qwen3"]))
+    model = skeleton(qwen3.FAMILY, read(qwen3.FAMILY, tiny.CONFIGS["qwen3"]))
     mesh = make_mesh("stage=2,replica=2,fsdp=2")
     other = without_stages(mesh, model, qwen3)
     assert other.devices.shape == (1, 2, 4, 1, 1, 1)

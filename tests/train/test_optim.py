@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from train.optim import adamw, is_decayed, make_schedule, rewarmed
-from zoo import qwen3
-from zoo.layers import Linear
+from zoo.models import qwen3
+from zoo.nn.layers import Linear
 from zoo.surgery import path_name
 
 

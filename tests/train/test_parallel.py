@@ -111,7 +111,7 @@ def test_split_equals_whole(folders, name, text):
     family = family_of(model.config)
     check_mesh(mesh, model, family, batch=ROWS, seq_len=SEQ)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(model, surgery.shardings(model, family.PARTITION_RULES, mesh))
+        placed = jax.device_put(model, surgery.shardings(model, family.partition_rules, mesh))
         places = jax.tree.map(lambda a: a.sharding, eqx.filter(placed, eqx.is_inexact_array))
         program, parameters = compiled(placed, put_batch(batch, mesh), places)
         (our_loss, (our_logits, our_reports)), our_gradients = program(parameters, put_batch(batch, mesh))

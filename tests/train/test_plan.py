@@ -18,14 +18,15 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
-from train import ahead, hlo, loop, plan, planner
-from train.ahead import Program, TooLarge, compile_ahead, training
-from train.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
+from train import loop, plan
 from train.finetune import Lora
-from train.planner import Options, candidates, suggestion
-from zoo import qwen3
+from train.plan import ahead, hlo, planner
+from train.plan.ahead import Program, TooLarge, compile_ahead, training
+from train.plan.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
+from train.plan.planner import Options, candidates, suggestion
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
+from zoo.models import qwen3
 
 
 TINY = Options(model="tiny", topology="v6e:2x4", batch=8, seq=64)

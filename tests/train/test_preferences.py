@@ -9,8 +9,8 @@ import pytest
 
 from tests.train import test_data
 from tests.train.test_data import CHAT
-from train.preferences import PAIRS, batches, completions, encode_pairs, survey
-from train.records import Record, open_records
+from train.data.preferences import PAIRS, batches, completions, encode_pairs, survey
+from train.data.records import Record, open_records
 
 
 tokenizer = test_data.tokenizer  # a fixture

@@ -7,7 +7,7 @@ import sys
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from train.records import PIECE, check_array_records, open_records
+from train.data.records import PIECE, check_array_records, open_records
 
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
@@ -154,7 +154,7 @@ def test_damaged_array_records(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a\.array_record, record \d is broken: Corrupted"):
         list(records)
     crash = "import os, signal, sys\nprint(sys.argv[1], flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)"
-    monkeypatch.setattr("train.records.READ_ARRAY_RECORDS", crash)
+    monkeypatch.setattr("train.data.records.READ_ARRAY_RECORDS", crash)
     with pytest.raises(ValueError, match=r"a\.array_record is broken: reading it ended a process by SIGSEGV"):
         open_records(tmp_path)
 

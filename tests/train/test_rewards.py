@@ -9,8 +9,9 @@ import pytest
 
 from tests.train import test_data
 from tests.train.test_data import CHAT, HEAD
-from train import confine, grpo, rewards, rollouts
-from train.records import Record
+from train import grpo
+from train.data import confine, rewards, rollouts
+from train.data.records import Record
 
 
 tokenizer = test_data.tokenizer  # a fixture

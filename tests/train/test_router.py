@@ -14,8 +14,8 @@ from train.mesh import put_batch
 from train.optim import adamw, make_schedule
 from train.state import init_state
 from train.step import jit_train_step
-from zoo import deepseek3, mixtral
 from zoo.mesh import make_mesh
+from zoo.models import deepseek3, mixtral
 from zoo.surgery import shardings
 
 
@@ -80,7 +80,7 @@ def test_on_a_mesh(model, batch, routed):
     alone = routed(init_state(model, SGD), batch)
     mesh = make_mesh("fsdp=4,tensor=2")
     with jax.set_mesh(mesh):
-        state = init_state(jax.device_put(model, shardings(model, mixtral.PARTITION_RULES, mesh)), SGD)
+        state = init_state(jax.device_put(model, shardings(model, mixtral.FAMILY.partition_rules, mesh)), SGD)
         together = step(state)(state, put_batch(batch, mesh))
     assert_close(together, alone)
 

@@ -22,7 +22,7 @@ from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
 from train import cluster, distill, dpo, folder, grpo, loop, report, sft
-from train.data import Example, Survey
+from train.data.packing import Example, Survey
 from train.stop import StopRequest
 
 

@@ -17,10 +17,10 @@ from train.mesh import put_batch
 from train.optim import adamw, make_schedule
 from train.state import abstract_state, init_state
 from train.step import REMAT, cross_entropy, jit_train_step
-from zoo import qwen3
-from zoo.layers import Linear
 from zoo.mesh import make_mesh
-from zoo.stack import AbstractBlock, Stack
+from zoo.models import qwen3
+from zoo.nn.layers import Linear
+from zoo.nn.stack import AbstractBlock, Stack
 from zoo.surgery import cast, shardings
 
 
@@ -101,7 +101,7 @@ def test_the_update_is_that_of_the_mean_loss(model, batch, train):
 def test_in_microbatches_on_a_mesh(model, batch, train):
     mesh = make_mesh("fsdp=4,tensor=2")
     with jax.set_mesh(mesh):
-        placed = jax.device_put(model, shardings(model, qwen3.PARTITION_RULES, mesh))
+        placed = jax.device_put(model, shardings(model, qwen3.FAMILY.partition_rules, mesh))
         state = init_state(placed, SGD)
         places = jax.tree.map(lambda a: a.sharding, state)
         step = jit_train_step(state, optimizer=SGD, **OPTIONS, microbatches=2)

@@ -13,14 +13,16 @@ import zoo
 from tests import hurry
 from tests.zoo import tiny
 from zoo import registry
-from zoo.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, YarnScaling
-from zoo.stack import Stack
+from zoo.config import read as read_config
+from zoo.config import write as write_config
+from zoo.nn.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from zoo.nn.stack import Stack
 
 
 def read(name, /, *without, **changes):
     """The Config of a tiny checkpoint's config.json, without these keys and with these changes."""
     hub = {key: value for key, value in tiny.CONFIGS[name].items() if key not in without} | changes
-    return zoo._config.read(registry.FAMILIES[hub["model_type"]], hub)
+    return read_config(registry.FAMILIES[hub["model_type"]], hub)
 
 
 def test_the_same_key_absent_and_null():
@@ -76,8 +78,7 @@ def test_rope(changes, scaling):
     config = read("llama-rope3", "rope_scaling", **dict(max_position_embeddings=64) | changes)
     assert config.rope_scaling == scaling
     assert (
-        read("llama-rope3", **zoo._config.write(config, zoo.llama, tiny.tensors("llama")["lm_head.weight"].dtype))
-        == config
+        read("llama-rope3", **write_config(config, zoo.llama, tiny.tensors("llama")["lm_head.weight"].dtype)) == config
     )
 
 
@@ -148,11 +149,9 @@ def test_defaults_are_transformers(family):
     least = {key: wide.get(key, hub[key]) for key in required}
     theirs = transformers.AutoConfig.for_model(hub["model_type"], **least)
     full = json.loads(theirs.to_json_string(use_diff=False))
-    assert zoo._config.read(module, full) == zoo._config.read(module, least)
+    assert read_config(module, full) == read_config(module, least)
     for key in full.keys() & {f.name for f in dataclasses.fields(module.Config)} - least.keys():
-        assert zoo._config.read(module, {k: v for k, v in full.items() if k != key}) == zoo._config.read(
-            module, least
-        ), key
+        assert read_config(module, {k: v for k, v in full.items() if k != key}) == read_config(module, least), key
 
 
 @pytest.mark.live

@@ -20,8 +20,10 @@ from tests.train.conftest import command, devices
 from tests.zoo import test_tiktoken, tiny
 from tests.zoo.programs import TOKENS, error, noise, packed, same
 from train.step import cross_entropy
-from zoo import deepseek2, deepseek3, surgery
+from zoo import surgery
+from zoo.config import read as read_config
 from zoo.lora import LoRALinear
+from zoo.models import deepseek2, deepseek3
 from zoo.quantized import StoredLinear
 
 
@@ -68,7 +70,7 @@ def test_the_cache_holds_576_numbers_a_token_and_layer(name):
 )
 def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
     """One token is absorbed; with padding beside it, it is expanded."""
-    config = zoo._config.read(family, tiny.CONFIGS[family.__name__.removeprefix("zoo.")])
+    config = read_config(family.FAMILY, tiny.CONFIGS[family.FAMILY.name])
     attention = noise(lambda: family.Attention(config, key=KEY), 0.2)
     if surgeon == "int8":
         attention = surgery.map_linears(attention, lambda m: StoredLinear(m, "int8"))
@@ -84,7 +86,7 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
 
     x, padding = np.random.RandomState(0).standard_normal((2, 13, 32)).astype(np.float32), -np.ones((2, 11), int)
     before, at = np.array([[*range(12)], [*range(7), *[-1] * 5]]), np.array([[12], [7]])
-    _, cache = attend(x[:, :12], zoo.cache.LatentKV.empty(1, 2, 16, 24, 8, jnp.float32), before)
+    _, cache = attend(x[:, :12], zoo.nn.cache.LatentKV.empty(1, 2, 16, 24, 8, jnp.float32), before)
     absorbed, one = attend(x[:, 12:], cache, at)
     expanded, other = attend(np.roll(x, 1, axis=1)[:, :12], cache, np.concatenate([at, padding], axis=1))
     assert seen == [((2, 16, 4, 18), (2, 16, 4, 12)), ((2, 16, 1, 32), (2, 16, 1, 24))]
@@ -149,8 +151,8 @@ def route(layer, x):
 
 def layer_of(family, **changes):
     """A mixture of experts."""
-    config = tiny.CONFIGS[family.__name__.removeprefix("zoo.")] | dict(rope_scaling=None) | changes
-    return noise(lambda: family.MoE(zoo._config.read(family, config), key=KEY))
+    config = tiny.CONFIGS[family.FAMILY.name] | dict(rope_scaling=None) | changes
+    return noise(lambda: family.MoE(read_config(family.FAMILY, config), key=KEY))
 
 
 @pytest.mark.parametrize("topk_method", ["greedy", "group_limited_greedy"])
@@ -328,7 +330,7 @@ def test_mtp_round_trip(model_with_further, further_tensors, tmp_path):
 
 
 def test_mtp_has_rules_for_every_array(model_with_further):
-    specs = surgery.partition_specs(model_with_further, deepseek3.PARTITION_RULES)
+    specs = surgery.partition_specs(model_with_further, deepseek3.FAMILY.partition_rules)
     assert specs.mtp.block.mlp.experts.up_proj.weight == jax.P("expert", "tensor", "fsdp")
     assert specs.mtp.block.mlp.shared_experts.up_proj.weight == jax.P("tensor", "fsdp")
     assert specs.layers.period[0].self_attn.q_a_proj.weight == jax.P("stage", None, "fsdp")

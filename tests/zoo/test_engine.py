@@ -11,9 +11,9 @@ import pytest
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import forward
-from zoo.engine import Engine, bucket, complete
+from zoo.generation.engine import Engine, bucket, complete
+from zoo.generation.sampling import Sampler, settings
 from zoo.mesh import make_mesh
-from zoo.sampling import Sampler, settings
 
 
 pytestmark = pytest.mark.xdist_group("tests/zoo/test_engine.py")  # not with the families: it is about none
@@ -103,8 +103,8 @@ def test_each_sample_has_its_key(model, sampler):
 
 def test_a_prompt_is_read_once(model, monkeypatch):
     """With more samples than rows; and prompts of one bucket are read together."""
-    read, calls = zoo.engine.prefill, []
-    monkeypatch.setattr(zoo.engine, "prefill", lambda *args: calls.append(args[2].shape) or read(*args))
+    read, calls = zoo.generation.engine.prefill, []
+    monkeypatch.setattr(zoo.generation.engine, "prefill", lambda *args: calls.append(args[2].shape) or read(*args))
     complete(model, PROMPTS[:1], samples=5, max_new_tokens=14, stops=NEVER, slots=2)
     assert calls == [(1, 16)]
     calls.clear()
@@ -125,8 +125,8 @@ def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
         alone.append(submit(engine, n))
         while not engine.idle:
             engine.step()
-    traced, logprob = [], zoo.decoding.logprob
-    monkeypatch.setattr(zoo.decoding, "logprob", lambda *args: traced.append(1) or logprob(*args))
+    traced, logprob = [], zoo.generation.decoding.logprob
+    monkeypatch.setattr(zoo.generation.decoding, "logprob", lambda *args: traced.append(1) or logprob(*args))
     engine = Engine(model, **shape)
     together, pieces = [submit(engine, n) for n in range(3)], {}
     while not engine.idle:

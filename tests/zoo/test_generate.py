@@ -11,7 +11,7 @@ import pytest
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, forward
-from zoo.sampling import Sampler, settings
+from zoo.generation.sampling import Sampler, settings
 
 
 AIDREAMS = pathlib.Path(__file__).parents[3] / "shared" / "data" / "aidreams260k"

@@ -15,8 +15,9 @@ import safetensors.numpy
 import zoo
 from tests.zoo import make_golden, tiny
 from tests.zoo.programs import TOKENS, error, forward, noise, same
-from zoo import gpt3, registry
+from zoo import registry
 from zoo.config import read
+from zoo.models import gpt3
 
 
 FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
@@ -50,7 +51,7 @@ def test_the_released_config():
         summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True, vocab_size=50257,
         task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
     )  # fmt: skip
-    assert read(gpt3, hub) == zoo.config("gpt2-xl")
+    assert read(gpt3.FAMILY, hub) == zoo.config("gpt2-xl")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import convert.tensors
 import zoo
 from tests.zoo import make_golden, tiny
 from tests.zoo.programs import TOKENS, error, forward, same
-from zoo import gpt_oss
 from zoo.config import read
+from zoo.models import gpt_oss
 from zoo.quantized import quantize
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.zoo.programs import POSITIONS, SEGMENTS, STACKS, TOKENS
-from zoo.layers import Embedding, Linear
+from zoo.nn.layers import Embedding, Linear
 from zoo.surgery import cast, modules
 
 

@@ -14,9 +14,10 @@ import convert.tensors
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, decode, error, forward, init_cache, noise, packed
-from zoo import llama4, moe
-from zoo.cache import KV, WindowKV
 from zoo.config import read, write
+from zoo.models import llama4
+from zoo.nn import moe
+from zoo.nn.cache import KV, WindowKV
 
 
 FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
@@ -71,7 +72,7 @@ def test_transformers_saves_the_same_names(tmp_path):
     transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**config)).save_pretrained(tmp_path)
     theirs = {tensor.name: tensor.shape for tensor in convert.tensors.open_tensors(tmp_path).values()}
     assert theirs == tiny.MODULES["llama4"].shapes(config)
-    assert zoo.load(tmp_path).config == read(llama4, config)
+    assert zoo.load(tmp_path).config == read(llama4.FAMILY, config)
 
 
 @pytest.mark.live
@@ -81,7 +82,7 @@ def test_transformers_5_reads_and_writes_the_same_config(name):
     transformers = pytest.importorskip("transformers", reason="needs transformers and torch")
     released = transformers.Llama4Config(**json.loads((FACTS / f"{name}.json").read_text())["config"])
     for config in (released, released.text_config):
-        assert read(llama4, json.loads(config.to_json_string())) == zoo.config(name)
+        assert read(llama4.FAMILY, json.loads(config.to_json_string())) == zoo.config(name)
     text, ours = released.text_config.to_dict(), write(zoo.config(name), llama4, np.dtype(np.float32))
     back = transformers.Llama4TextConfig(**json.loads(json.dumps(ours))).to_dict()
     fields = set(ours) & set(text) - {"architectures"}
@@ -109,7 +110,7 @@ def test_configs_that_are_refused(tmp_path, changes, words):
 
 
 def test_a_model_without_experts():
-    config = read(llama4, tiny.CONFIGS["llama4"] | dict(moe_layers=[], interleave_moe_layer_step=0))
+    config = read(llama4.FAMILY, tiny.CONFIGS["llama4"] | dict(moe_layers=[], interleave_moe_layer_step=0))
     model = eqx.filter_eval_shape(lambda: llama4.Model(config, key=jax.random.key(0)))
     assert all(isinstance(block.feed_forward, llama4.MLP) for block in model.layers.period)
 
@@ -117,7 +118,7 @@ def test_a_model_without_experts():
 def test_a_token_sees_its_chunk_and_no_more():
     """With chunks of 8 in every layer, a token touches those that follow it in its own chunk, and nothing else."""
     chunked = dict(num_hidden_layers=2, no_rope_layers=[1, 1])
-    config = read(llama4, tiny.CONFIGS["llama4"] | chunked)
+    config = read(llama4.FAMILY, tiny.CONFIGS["llama4"] | chunked)
     model, tokens = noise(lambda: llama4.Model(config, key=jax.random.key(0))), np.array(tiny.TOKENS)
     tokens[:, 11] += 1
     changed = np.asarray(forward(model, jnp.asarray(tokens))) != np.asarray(forward(model, TOKENS))

@@ -12,7 +12,7 @@ import pytest
 import zoo
 from tests.zoo.programs import TOKENS, error, forward, same
 from zoo import lora, peft
-from zoo.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.registry import family_of
 from zoo.surgery import modules, shardings
 
@@ -133,7 +133,7 @@ def test_on_a_mesh(load, name, tmp_path):
     want = forward(model, TOKENS)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        there = jax.device_put(model, shardings(model, family_of(model).PARTITION_RULES, mesh))
+        there = jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))
         assert error(forward(there, TOKENS), want) < 1e-5
         peft.save(there, tmp_path)
         again = peft.load(lora.bare(there), tmp_path)

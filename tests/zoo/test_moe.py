@@ -15,9 +15,11 @@ import zoo
 from kernels import ragged_dot_xla
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise, packed
-from zoo import mixtral, moe, surgery
-from zoo.layers import ExpertLinear
+from zoo import surgery
 from zoo.mesh import make_mesh
+from zoo.models import mixtral
+from zoo.nn import moe
+from zoo.nn.layers import ExpertLinear
 
 
 PADDED = (np.arange(40)[None] < np.array([[29], [12]])).astype(int)  # the segments of right-padded rows

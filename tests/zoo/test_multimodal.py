@@ -12,7 +12,7 @@ import safetensors.numpy
 import convert.tensors
 import zoo
 from tests.zoo import make_golden, tiny
-from zoo import gemma3
+from zoo.models import gemma3
 
 
 OUTER = dict(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zoo.mesh import make_mesh
-from zoo.pipeline import pipeline
+from zoo.nn.pipeline import pipeline
 
 
 def run(layers, x, shared):

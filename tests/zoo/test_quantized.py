@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from tests.zoo.programs import forward, noise, same
 from zoo import surgery
-from zoo.layers import AbstractExpertLinear, AbstractLinear, Linear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Linear
+from zoo.nn.stack import Stack
 from zoo.quantized import NF4, QuantizedLinear, StoredLinear, quantize, quantize_training, rounded, unrounded
-from zoo.stack import Stack
 
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(0, 64, (8, 12)))
@@ -53,7 +53,7 @@ def test_it_is_saved_as_it_was(model, tmp_path):
 @pytest.mark.parametrize("model", ["qwen2"], indirect=True)
 def test_it_is_sharded_as_it_was(model):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rules = zoo.registry.family_of(model.config).PARTITION_RULES
+    rules = zoo.registry.family_of(model.config).partition_rules
     quantized = quantize_training(model, "int8")
     places = surgery.shardings(quantized, rules, mesh)
     assert jax.tree.leaves(places) == jax.tree.leaves(surgery.shardings(model, rules, mesh))

@@ -67,7 +67,7 @@ def saved(config):
 def expected(config):
     """The same, as tiny/ has them written out."""
     family = registry.family_of(config)
-    module = tiny.MODULES[family.__name__.removeprefix("zoo.")]
+    module = tiny.MODULES[family.name]
     return module.shapes(write(config, family, jax.numpy.dtype("bfloat16")))
 
 
@@ -99,7 +99,7 @@ def test_names_are_complete(name, monkeypatch):
 
     config, model = zoo.config(name), skeleton(name)
     family = registry.family_of(config)
-    specs = partition_specs(model, family.PARTITION_RULES)
+    specs = partition_specs(model, family.partition_rules)
     assert all(isinstance(spec, P) for spec in jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, P)))
     hub = write(config, family, jax.numpy.dtype("bfloat16"))
     assert registry.FAMILIES[hub["model_type"]] is family
@@ -130,6 +130,6 @@ def test_facts(name):
     for form in {"config", "hub_config_verbatim"} & facts.keys():
         assert read(family, facts[form]) == zoo.config(name)
     assert registry.REPOSITORIES[name] == facts["hf_repo"]
-    vision = getattr(tiny.MODULES[family.__name__.removeprefix("zoo.")], "vision_parameters", lambda config: 0)
+    vision = getattr(tiny.MODULES[family.name], "vision_parameters", lambda config: 0)
     text = sum(math.prod(x.shape) for x in jax.tree.leaves(skeleton(name)))
     assert text + vision(facts["config"]) == facts["verified_params"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from zoo.nn.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 
 GOLDEN = {

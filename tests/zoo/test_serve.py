@@ -24,8 +24,8 @@ import zoo
 from tests.zoo.programs import forward
 from tests.zoo.test_templates import ENDLESS
 from zoo import templates
-from zoo.engine import Engine
-from zoo.generate import continuation
+from zoo.generation.engine import Engine
+from zoo.generation.generate import continuation
 from zoo.mesh import make_mesh
 from zoo.serve import serve
 from zoo.serve.listen import Listener, Timely

@@ -12,8 +12,8 @@ import pytest
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise
+from zoo.generation.sampling import Sampler
 from zoo.mesh import make_mesh
-from zoo.sampling import Sampler
 
 
 pytestmark = pytest.mark.xdist_group("tests/zoo/test_speculative.py")  # not with the families: it is about none
@@ -122,7 +122,7 @@ def test_distribution(sampler, vocab):
         return jax.nn.softmax(settings.filtered(jnp.stack(logits, axis=1)), axis=-1)
 
     tokens = np.concatenate([np.tile([prompt], (125, 1)), texts], axis=1)
-    p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.sampling.settings([sampler] * 125)))
+    p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.generation.sampling.settings([sampler] * 125)))
     p = np.prod(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0], axis=1)
     (got,) = zoo.complete(
         model, [prompt], samples=rows, max_new_tokens=3, sampler=sampler, draft=zoo.ModelDraft(draft, 2), slots=rows

@@ -16,8 +16,8 @@ from kernels.masks import Tokens
 from kernels.mesh import split_attention
 from tests.zoo.programs import forward, noise
 from zoo import surgery
-from zoo.layers import AbstractLinear, Linear
 from zoo.lora import LoRALinear
+from zoo.nn.layers import AbstractLinear, Linear
 from zoo.quantized import StoredLinear
 
 
@@ -95,7 +95,7 @@ def test_sharded_equals_one_device(model, both, mesh, kind):
     """Values, and where they lie: the batch stays split, nothing is silently replicated."""
     model = both[1] if kind == "qlora" else model
     want = forward(model, TOKENS)
-    placed = jax.device_put(model, surgery.shardings(model, zoo.qwen3.PARTITION_RULES, mesh))
+    placed = jax.device_put(model, surgery.shardings(model, zoo.qwen3.FAMILY.partition_rules, mesh))
     with jax.set_mesh(mesh):
         got = forward(placed, jax.device_put(TOKENS, NamedSharding(mesh, P("fsdp"))))
     assert got.sharding.spec[0] == "fsdp"
@@ -126,7 +126,7 @@ def test_key_value_heads_that_do_not_divide(tmp_path):
     config = zoo.qwen3.Config(66, 24, 24, 2, 6, 2, 8, 64, 2)
     model = noise(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
     whole, mesh = steps(model, TOKENS[:2]), zoo.make_mesh("tensor=3", jax.devices()[:3])
-    placed = jax.device_put(model, surgery.shardings(model, zoo.qwen3.PARTITION_RULES, mesh))
+    placed = jax.device_put(model, surgery.shardings(model, zoo.qwen3.FAMILY.partition_rules, mesh))
     split = {path: linear.weight.sharding.is_fully_replicated for path, linear in surgery.modules(placed, Linear)}
     assert {path.rpartition(".")[2] for path, replicated in split.items() if replicated} == {"k_proj", "v_proj"}
     heads = []
@@ -151,11 +151,11 @@ def test_key_value_heads_that_do_not_divide(tmp_path):
 
 
 def test_shardings_refuse(model):
-    rules = {pattern: spec for pattern, spec in zoo.qwen3.PARTITION_RULES.items() if "up_proj" not in pattern}
+    rules = {pattern: spec for pattern, spec in zoo.qwen3.FAMILY.partition_rules.items() if "up_proj" not in pattern}
     with pytest.raises(ValueError, match=r"No partition rule matches 'layers.*up_proj'"):
         surgery.partition_specs(model, rules)
     wide = jax.make_mesh((1, 8), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     config = zoo.qwen3.Config(64, 32, 12, 1, 4, 2, 16, 64, 1)
     narrow = noise(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match=r"proj.weight of shape \(1, 12, 32\).*12 is not a multiple.*tensor=8"):
-        surgery.shardings(narrow, zoo.qwen3.PARTITION_RULES, wide)
+        surgery.shardings(narrow, zoo.qwen3.FAMILY.partition_rules, wide)

@@ -25,8 +25,8 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train import pretrain
-from zoo import qwen3
 from zoo.config import write as write_config
+from zoo.models import qwen3
 
 
 # Tests, programs that come with Python, and what is no docstring but read by `_topics`.
@@ -176,7 +176,7 @@ def write_model_folder(folder: Path, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     files = {
-        "config.json": write_config(CONFIG, qwen3, jnp.dtype(jnp.bfloat16)),
+        "config.json": write_config(CONFIG, qwen3.FAMILY, jnp.dtype(jnp.bfloat16)),
         # A text ends with the first, a turn of a chat with the second.
         "generation_config.json": {"eos_token_id": [tokenizer.token_to_id(token) for token in (END, TURN_END)]},
         "tokenizer_config.json": {

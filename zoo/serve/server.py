@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from zoo.engine import Engine
+from zoo.generation.engine import Engine
+from zoo.generation.sampling import Sampler
+from zoo.generation.speculative import AbstractDraft
 from zoo.harmony import Parts
-from zoo.sampling import Sampler
 from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, in_template_form, is_ids, is_text, read
 from zoo.serve.worker import Ask, Reply, Worker
-from zoo.speculative import AbstractDraft
 from zoo.tokenizer import Tokenizer
 
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from zoo.engine import Completion, Engine, bucket
-from zoo.generate import begun, first
-from zoo.sampling import Sampler
+from zoo.generation.engine import Completion, Engine, bucket
+from zoo.generation.generate import begun, first
+from zoo.generation.sampling import Sampler
 from zoo.serve.fields import Refusal
 from zoo.tokenizer import Tokenizer
 

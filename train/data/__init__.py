@@ -1,0 +1,1 @@
+"""From files to batches: records, packing, preferences, and for reinforcement learning rollouts and their rewards."""

@@ -1,0 +1,337 @@
+"""From records to batches: formats, tokens, and rows packed with documents. All through grain.
+
+    records, held_out = open_records("chats/")
+    for batch in batches(records, tokenizer, vocab_size=model.config.vocab_size, seq_len=1024, batch=8, seed=0):
+        ...
+
+A batch is a dict of int32 arrays, each [batch, seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1
+where the target is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and
+`positions`, from 0 in each document. Targets are taken before documents are packed, so none is of another document.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import grain
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from convert import manifest
+from train.data.records import Record, find_files
+from zoo import tiktoken
+from zoo.tokenizer import Tokenizer
+
+
+FORMATS = (
+    "messages (a list of {role, content}), conversations (a list of {from, value}), "
+    "prompt and completion (both strings or both lists of messages), or text (a string)"
+)
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
+ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+BINS = 64  # rows that are packed together: more leave less padding, and mix the epochs of a small data set more
+
+Packing = Literal["fit", "cut", "off"]
+
+
+# ======================================================================================================================
+# Formats: a record's keys say what it is. The tokenizer makes of it ids, and a mask of those to be learnt.
+# ======================================================================================================================
+
+
+class Example(NamedTuple):
+    ids: list[int]
+    mask: list[int]  # 1: to be learnt
+    whole: bool  # of no use in pieces: a chat, or a prompt with its completion
+
+
+def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions_only: bool = True) -> list[Example]:
+    """The tokens of a record. All are to be learnt, or with `completions_only` those that follow a prompt.
+
+    Texts and completions get the tokenizer's first end token; chats are as their template writes them, and are several
+    examples where it writes an answer differently once others follow (`Tokenizer.encode_chat`). Raises ValueError with
+    the file and the line for a record of no known format, and for ids beyond the model's `vocab_size`.
+    """
+    try:
+        examples = _encode(record.fields, tokenizer, completions_only)
+        largest = max((id for example in examples for id in example.ids), default=0)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"token {largest} is beyond the model's vocabulary of {vocab_size}; "
+                f"is {tokenizer.folder} the model's tokenizer?"
+            )
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+    return examples
+
+
+def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> list[Example]:
+    match fields:
+        case {"messages": list(turns)} | {"conversations": list(turns)}:
+            return _encode_chat(messages(turns, tokenizer), 0, tools_of(fields), tokenizer, completions_only)
+        case {"prompt": list(prompt), "completion": list(completion)}:
+            turns, given = messages(prompt + completion, tokenizer), len(prompt)
+            return _encode_chat(turns, given, tools_of(fields), tokenizer, completions_only)
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            # Together, because apart they can have other tokens: sentencepiece puts a space before each text.
+            text, start = prompt + completion, len(prompt) if completions_only else 0
+            ids, mask = tokenizer.encode_spans(text, [(start, len(text))])
+        case {"text": str(text)}:
+            ids = tokenizer.encode(text)
+            mask = [1] * len(ids)
+        case dict():
+            found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
+            raise ValueError(f"the record has {found or 'no keys'}, but must have {FORMATS}.")
+        case _:
+            raise ValueError(f"a record must be a JSON object, not a {type(fields).__name__}.")
+    if ids and ids[-1] in tokenizer.eos:
+        mask[-1] = 1
+    elif tokenizer.eos and not fields.get("continues"):
+        ids, mask = [*ids, tokenizer.eos[0]], [*mask, 1]
+    return [Example(ids, mask, whole="completion" in fields)]
+
+
+def messages(turns: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The messages of a chat in any of the known layouts, with role and content.
+
+    Raises:
+        ValueError: naming the first message that has neither layout, a weight other than 0 and 1, or a role that is
+            neither known here nor named in the chat template.
+    """
+    found = []
+    for number, turn in enumerate(turns, 1):
+        match turn:
+            case {"role": str(role)}:
+                message = dict(turn)
+            case {"from": str(role), "value": str(content)}:
+                message = {"content": content}
+            case _:
+                raise ValueError(f"message {number} must have role and content, or from and value.")
+        if role.lower() not in ROLES and not re.search(rf"(['\"]){re.escape(role)}\1", tokenizer.chat_template or ""):
+            raise ValueError(f"message {number} is by {role!r}, which is no role; there are {', '.join(ROLES)}.")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"message {number} has the weight {message['weight']!r}, which must be 0 or 1.")
+        found.append(message | {"role": ROLES.get(role.lower(), role)})
+    if not found:
+        raise ValueError("the list of messages is empty.")
+    return found
+
+
+def tools_of(fields: dict[str, Any]) -> Any:
+    """The tools that a record's chat may call, or None; columnar files hold them as JSON."""
+    tools = fields.get("tools")
+    return json.loads(tools) if isinstance(tools, str) else tools
+
+
+def _encode_chat(
+    messages: list[dict[str, Any]], given: int, tools: Any, tokenizer: Tokenizer, completions_only: bool
+) -> list[Example]:
+    if completions_only:
+        examples = tokenizer.encode_chat(messages, tools=tools, given=given)
+        return [Example(ids, mask, whole=True) for ids, mask in examples]
+    if any(message.get("weight") == 0 for message in messages):
+        raise ValueError("a message has the weight 0, but with --no-completions-only all are learnt.")
+    ids = tokenizer.encode_prompt(messages, tools=tools, add_generation_prompt=False)
+    return [Example(ids, [1] * len(ids), whole=True)]
+
+
+# ======================================================================================================================
+# Batches.
+# ======================================================================================================================
+
+
+def batches(
+    records: grain.MapDataset[Record],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    batch: int,
+    packing: Packing = "fit",
+    completions_only: bool = True,
+    seed: int | None = None,
+    epochs: int | None = None,
+) -> grain.IterDataset[dict[str, np.ndarray]]:
+    """Batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+
+    `packing` says how rows are filled: "fit", with whole examples, as tightly as they go; "cut", with everything one
+    after the other, going on in the next row where a row is full, for pre-training; "off", with one example each. But
+    for "cut", a chat or completion longer than a row loses its end (`survey` counts them), and a text becomes several.
+
+    `seed` shuffles, anew in each of the `epochs`, which without a number do not end. The last batch is filled up with
+    padding. `iter()` of the result has `get_state` and `set_state`, to go on exactly; the state is plain JSON.
+
+    The batches are the same in every process of a run, whatever their number: each is a whole one, of which a process
+    puts on its devices what is theirs. So none runs out of batches before the others, and a state is good for all.
+    """
+    if seed is not None:
+        records = records.shuffle(seed=seed)
+    to_example = functools.partial(
+        _columns, tokenizer=tokenizer, vocab_size=vocab_size, completions_only=completions_only,
+        longest=None if packing == "cut" else seq_len,
+    )  # fmt: skip
+    examples = records.repeat(epochs).map(to_example).to_iter_dataset()
+    pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(sys.maxsize if packing == "cut" else seq_len))
+    if packing == "cut":
+        rows = _ConcatThenSplit(pieces, length_struct={"columns": seq_len})
+    else:
+        rows = grain.experimental.BestFitPackIterDataset(
+            pieces,
+            length_struct={"columns": seq_len},
+            num_packing_bins=BINS if packing == "fit" else 1,
+            max_sequences_per_bin=None if packing == "fit" else 1,
+        )
+    return grain.experimental.ThreadPrefetchIterDataset(padded(rows, batch).map(_named), prefetch_buffer_size=2)
+
+
+def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
+    """Batches of so many rows; the last one is filled up with zeros."""
+    return rows.batch(batch, batch_fn=functools.partial(grain.experimental.batch_and_pad, batch_size=batch))
+
+
+def _columns(
+    record: Record, tokenizer: Tokenizer, vocab_size: int, completions_only: bool, longest: int | None
+) -> list[dict[str, Int32[np.ndarray, "length 3"]]]:
+    """Of each example with any target: token, target and mask of the target."""
+    found = []
+    for ids, mask, whole in encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only):
+        columns = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T
+        found.append({"columns": columns[:longest] if whole else columns})
+    return [example for example in found if len(example["columns"])]
+
+
+class _Pieces(grain.experimental.FlatMapTransform):
+    """Each example of a record by itself; what is longer than a row becomes several."""
+
+    max_fan_out = sys.maxsize
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def flat_map(self, element: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        arrays, step = [example["columns"] for example in element], self.length
+        return [{"columns": columns[i : i + step]} for columns in arrays for i in range(0, len(columns), step)]
+
+
+class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
+    """Takes a state that went through JSON, too. In grain 0.2.18 the tuple (-1, -1) in a state means a whole document,
+    but the list that JSON makes of it a slice, so that the document would be lost."""
+
+    def __iter__(self) -> grain.DatasetIterator:
+        iterator = super().__iter__()
+        set_state = iterator.set_state
+        iterator.set_state = lambda state: set_state(
+            state | {"remainder_slices": {key: tuple(ends) for key, ends in state["remainder_slices"].items()}}
+        )
+        return iterator
+
+
+def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
+    tokens, targets, loss_mask = np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0))
+    segments, positions = rows["columns_segment_ids"], rows["columns_positions"]
+    return dict(tokens=tokens, targets=targets, loss_mask=loss_mask, segments=segments, positions=positions)
+
+
+def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
+    """What the state of an iterator is good for, as plain JSON: the files, by name and SHA-256; the tokenizer, with the
+    tokens that it puts around texts; `settings`, which are to be the arguments of `batches`. Grain restores a state on
+    any data without a word: compare this first.
+    """
+    root = pathlib.Path(path)
+    return {
+        "files": file_hashes(root, [file for files in find_files(root) for file in files]),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "bos": tokenizer.bos,
+        "eos": list(tokenizer.eos),
+        **settings,
+    }
+
+
+def file_hashes(root: pathlib.Path, files: Sequence[pathlib.Path]) -> dict[str, str]:
+    """Name below `root` -> SHA-256. Of several processes only the first reads the files: it alone compares hashes."""
+    folder = root if root.is_dir() else root.parent
+    return manifest.hashes(folder, [str(file.relative_to(folder)) for file in files if jax.process_index() == 0])
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Of all that makes tokens of records: the tokenizer, its chat template, and the date if that writes one."""
+    template = tokenizer.chat_template or ""
+    dated = str(tokenizer.date) if "strftime_now" in template else ""
+    dated += "special tokens in contents" if tokenizer.special_in_content else ""
+    file = tokenizer.folder / "tokenizer.json"
+    if file.exists():
+        content = file.read_bytes()
+    else:  # Kimi's, whose special tokens have their names in another file
+        reserved = range(tokenizer.vocab_size - tiktoken.RESERVED, tokenizer.vocab_size)
+        names = [tokenizer.decode([id], special=True) for id in reserved]
+        content = (tokenizer.folder / tiktoken.NAME).read_bytes() + "".join(names).encode()
+    return hashlib.sha256(content + (template + dated).encode()).hexdigest()
+
+
+# ======================================================================================================================
+# A look at the data before the training.
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What `survey` found, in `sampled` of the `records`."""
+
+    records: int
+    sampled: int
+    keys: dict[str, int]  # how many of the records have each key
+    lengths: dict[str, int]  # tokens of an example, before anything is cut: "min", "median", "95%", "max"
+    shortened: int  # with chats or completions that lose their end, being longer than a row
+    unlearnt: int  # records with no token to be learnt, or none within a row
+    fill: float  # part of the rows that is not padding, from 0 to 1
+    examples: list[Example]  # up to three: the first, the middle and the last
+    several: int = 0  # chats that are several examples, since the template writes an answer differently later on
+
+
+def survey(
+    records: grain.MapDataset[Record],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    packing: Packing = "fit",
+    completions_only: bool = True,
+    sample: int = 1000,
+) -> Survey:
+    """Looks at up to `sample` records, evenly spread, as `batches` would with the same arguments."""
+    indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int)
+    chosen = [record for i in indices.tolist() if (record := records[i]) is not None]
+    options: dict[str, Any] = dict(vocab_size=vocab_size, completions_only=completions_only)
+    found = [encode(record, tokenizer, **options) for record in chosen]
+    limit = lambda example: seq_len + 1 if example.whole and packing != "cut" else sys.maxsize
+    learns = lambda example: any(example.mask[1 : limit(example)])
+    examples = [example for of_record in found for example in of_record]
+    rows = batches(
+        grain.MapDataset.source(chosen), tokenizer, seq_len=seq_len, batch=1, packing=packing, epochs=1, **options
+    )
+    if not any(map(learns, examples)):
+        raise ValueError(
+            f"There is nothing to learn in the {len(chosen)} records looked at: {chosen[0].where} and the others have "
+            f"no text, or no completion within the first {seq_len} tokens."
+        )
+    fills = [(row["segments"] > 0).mean() for row in rows]
+    lengths = np.quantile([len(example.ids) for example in examples], [0, 0.5, 0.95, 1], method="nearest").tolist()
+    return Survey(
+        records=len(records),
+        sampled=len(chosen),
+        keys=dict(collections.Counter(key for record in chosen for key in record.fields)),
+        lengths=dict(zip(("min", "median", "95%", "max"), lengths, strict=True)),
+        shortened=sum(any(len(example.ids) > limit(example) for example in of_record) for of_record in found),
+        unlearnt=sum(not any(map(learns, of_record)) for of_record in found),
+        fill=float(np.mean(fills)) if fills else 0.0,
+        examples=[examples[i] for i in sorted({0, len(examples) // 2, len(examples) - 1})],
+        several=sum(len(of_record) > 1 for of_record in found),
+    )

@@ -1,0 +1,252 @@
+"""Preferences: from records to batches of pairs of documents. Files and tokens are `train.data.packing`'s.
+
+A batch is what `train.data.packing` says, and its documents come in pairs, neighbours in a row: segments 1 and 2 are
+the row's first pair, 3 and 4 the next one. In a pair stand
+
+- for losses that compare: the chosen completion after its prompt, and the rejected one;
+- for KTO (`unpaired`), which knows of each completion only whether it is desirable: the completion after its prompt,
+  and the completion of another record after the same prompt, from which the loss estimates its baseline. The array
+  "desirable" [batch, seq] is 1 in pairs of a desirable completion.
+"""
+
+import collections
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+
+from train.data.packing import BINS, Example, Survey, encode, padded
+from train.data.records import Record
+from zoo.tokenizer import Tokenizer
+
+
+FORMATS = (
+    "chosen and rejected (both strings or both lists of messages), and prompt of the same kind unless they share their "
+    "beginning; or prompt, completion and label (true or false), for KTO"
+)
+PAIRS = 32  # of a row, at most
+
+
+# ======================================================================================================================
+# Records.
+# ======================================================================================================================
+
+
+class Completion(NamedTuple):
+    prompt: Any  # a string or a list of messages, and so is the next
+    completion: Any
+    tools: Any
+    desirable: bool
+    where: str
+
+
+def completions(record: Record) -> list[Completion]:
+    """What a record says: of a pair the chosen completion and the rejected one, else the only one.
+
+    Without a prompt, or with one that is also the first message, it is what chosen and rejected have in common at their
+    beginnings: messages or, of strings, characters. What two completions share changes nothing in a comparison.
+
+    Raises:
+        ValueError: for any other record, naming file and line.
+    """
+    fields = record.fields
+    match fields:
+        case {"prompt": prompt, "chosen": chosen, "rejected": rejected} if _alike(prompt, chosen, rejected):
+            pass
+        case {"chosen": chosen, "rejected": rejected} if _is_within(fields.get("prompt"), chosen, rejected):
+            shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+            if shared is None:
+                raise ValueError(f"{record.where}: chosen and rejected are the same, or one begins with the other.")
+            shared -= chosen[shared - 1 : shared] == " "  # tokens begin with a space, rather than end with one
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        case {"prompt": prompt, "completion": completion, "label": bool(label)} if _alike(prompt, completion):
+            return [Completion(prompt, completion, fields.get("tools"), label, record.where)]
+        case _:
+            items = fields.items() if isinstance(fields, dict) else ()
+            found = ", ".join(f"{key} ({type(value).__name__})" for key, value in items)
+            raise ValueError(f"{record.where}: the record has {found or 'no keys'}, but must have {FORMATS}.")
+    both = ((chosen, True), (rejected, False))
+    return [Completion(prompt, completion, fields.get("tools"), label, record.where) for completion, label in both]
+
+
+def _alike(*values: Any) -> bool:
+    """Whether all are strings, or all lists of messages."""
+    return {type(value) for value in values} in ({str}, {list})
+
+
+def _is_within(prompt: Any, chosen: Any, rejected: Any) -> bool:
+    """Whether there is no prompt but what the two begin with."""
+    if not _alike(chosen, rejected):
+        return False
+    return prompt is None or any(prompt in turn.values() for turn in chosen if isinstance(turn, dict))
+
+
+class Pair(NamedTuple):
+    first: Example
+    second: Example
+    desirable: bool
+
+
+def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_size: int, unpaired: bool) -> list[Pair]:
+    """The pairs of a record; if `unpaired`, one for each of its completions, with those of the `other` record.
+
+    Raises:
+        ValueError: for a record that is of no use here, naming file and line.
+    """
+
+    def example(c: Completion) -> Example:
+        fields = {"prompt": c.prompt, "completion": c.completion, "tools": c.tools}
+        examples = encode(Record(c.where, fields), tokenizer, vocab_size=vocab_size)
+        if len(examples) > 1:
+            raise ValueError(
+                f"{c.where}: a completion has several answers, which the chat template of {tokenizer.folder} writes "
+                "differently once others follow. End it with the first, and put what comes before into the prompt."
+            )
+        return examples[0]
+
+    own = completions(record)
+    if unpaired:
+        others = completions(other)
+        if isinstance(own[0].prompt, str) != isinstance(others[0].prompt, str):
+            raise ValueError(f"{record.where} is text, but {other.where} has messages; KTO mixes the two.")
+        mixed = [c._replace(completion=others[i % len(others)].completion) for i, c in enumerate(own)]
+        return [Pair(example(c), example(m), c.desirable) for c, m in zip(own, mixed, strict=True)]
+    if len(own) == 1:
+        raise ValueError(f"{record.where} has a completion and a label, which only --loss kto learns from.")
+    chosen, rejected = map(example, own)
+    return [Pair(chosen, rejected, True)]
+
+
+def shorten(pair: Pair, room: int) -> Pair:
+    """The pair without the ends of its documents, where they exceed `room` tokens together, the longer one's first."""
+    first, second, desirable = pair
+    limit = max(room // 2, room - min(len(first.ids), len(second.ids)))
+    cut = lambda example: Example(example.ids[:limit], example.mask[:limit], example.whole)
+    return Pair(cut(first), cut(second), desirable)
+
+
+def is_learnt(pair: Pair) -> bool:
+    return any(pair.first.mask[1:]) and any(pair.second.mask[1:])
+
+
+# ======================================================================================================================
+# Batches.
+# ======================================================================================================================
+
+
+def batches(
+    records: grain.MapDataset[Record],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    batch: int,
+    unpaired: bool = False,
+    seed: int | None = None,
+    epochs: int | None = None,
+) -> grain.IterDataset[dict[str, np.ndarray]]:
+    """Batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+
+    A pair that is longer than a row loses the ends of its completions (`shorten`), and one that is left without any
+    token of one of them is left out; `survey` counts both. All else is as in `train.data.batches`.
+
+    KTO's other record is the one before: so in every epoch each completion is put after one other prompt.
+    """
+    if seed is not None:
+        records = records.shuffle(seed=seed)
+    before = grain.MapDataset.concatenate([records[-1:], records[:-1]])
+    to_pairs = functools.partial(
+        _columns, tokenizer=tokenizer, vocab_size=vocab_size, unpaired=unpaired, seq_len=seq_len
+    )
+    both = grain.experimental.ZipMapDataset((records, before)).repeat(epochs)
+    pairs = both.map(to_pairs).to_iter_dataset()  # pyright: ignore[reportArgumentType] (typed as if not zipped)
+    rows = grain.experimental.BestFitPackIterDataset(
+        grain.experimental.FlatMapIterDataset(pairs, _Each()),
+        length_struct={"columns": seq_len},
+        num_packing_bins=BINS,
+        max_sequences_per_bin=PAIRS,
+    )
+    return grain.experimental.ThreadPrefetchIterDataset(padded(rows, batch).map(_named), prefetch_buffer_size=2)
+
+
+def _columns(
+    records: tuple[Record, Record], tokenizer: Tokenizer, vocab_size: int, unpaired: bool, seq_len: int
+) -> list[dict[str, Int32[np.ndarray, "length 6"]]]:
+    """Of each pair: token, target, mask of the target, 0 or 1 for the document, position in it, and whether desirable.
+
+    A document of n tokens has n - 1 targets, so two of them have room for two tokens more than a row.
+    """
+    found = []
+    for pair in encode_pairs(*records, tokenizer, vocab_size=vocab_size, unpaired=unpaired):
+        if is_learnt(pair := shorten(pair, seq_len + 2)):
+            documents = []
+            for number, (ids, mask, _) in enumerate((pair.first, pair.second)):
+                same = np.ones(len(ids) - 1, int)
+                columns = [ids[:-1], ids[1:], mask[1:], number * same, np.arange(len(same)), pair.desirable * same]
+                documents.append(np.array(columns, np.int32).T)
+            found.append({"columns": np.concatenate(documents)})
+    return found
+
+
+class _Each(grain.experimental.FlatMapTransform):
+    max_fan_out = 2
+
+    def flat_map(self, element: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        return element
+
+
+def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
+    columns = np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0))
+    tokens, targets, loss_mask, second, positions, desirable = columns
+    pairs = rows["columns_segment_ids"]
+    segments = np.where(pairs > 0, 2 * pairs - 1 + second, 0)
+    return dict(
+        tokens=tokens, targets=targets, loss_mask=loss_mask, segments=segments, positions=positions, desirable=desirable
+    )
+
+
+def survey(
+    records: grain.MapDataset[Record],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    unpaired: bool = False,
+    sample: int = 1000,
+) -> Survey:
+    """Looks at up to `sample` records, evenly spread, as `batches` would.
+
+    Lengths are those of pairs, both documents together; `shortened` and `unlearnt` are the records of which a pair is
+    cut, or left out; the examples are the first pair.
+    """
+    indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int).tolist()
+    looked = [records[i] for i in indices]
+    options: dict[str, Any] = dict(vocab_size=vocab_size, unpaired=unpaired)
+    found = [
+        encode_pairs(record, other, tokenizer, **options)
+        for record, other in zip(looked, looked[-1:] + looked[:-1], strict=True)
+    ]
+    short = [[shorten(pair, seq_len + 2) for pair in pairs] for pairs in found]
+    lost = sum(not all(map(is_learnt, pairs)) for pairs in short)
+    if not any(map(is_learnt, itertools.chain(*short))):
+        raise ValueError(
+            f"There is nothing to learn in the {len(looked)} records looked at: in {looked[0].where} and the others a "
+            f"completion is empty, or its prompt fills half of a row of {seq_len} tokens."
+        )
+    rows = batches(grain.MapDataset.source(looked), tokenizer, seq_len=seq_len, batch=1, epochs=1, **options)
+    pairs = list(itertools.chain(*found))
+    sizes = [len(pair.first.ids) + len(pair.second.ids) for pair in pairs]
+    lengths = np.quantile(sizes, [0, 0.5, 0.95, 1], method="nearest").tolist()
+    return Survey(
+        records=len(records),
+        sampled=len(looked),
+        keys=dict(collections.Counter(key for record in looked for key in record.fields)),
+        lengths=dict(zip(("min", "median", "95%", "max"), lengths, strict=True)),
+        shortened=sum(before != after for before, after in zip(found, short, strict=True)),
+        unlearnt=lost,
+        fill=float(np.mean([(row["segments"] > 0).mean() for row in rows])),
+        examples=[*pairs[0][:2]],
+    )

@@ -1,0 +1,337 @@
+"""Records in files: jsonl, json, parquet, text and ArrayRecord, with random access, as a `grain.MapDataset`.
+
+    train, valid = open_records("chats/")
+    train[0]  # Record(where="chats/train.jsonl, line 1", fields={"messages": [...]})
+
+Files stay where they are, and are read where they are asked for; `train.data.packing` makes tokens of the records.
+"""
+
+import array
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import grain
+
+
+# What `train.data.packing`, `train.data.preferences`, and the rewards of `train.data.rewards` read.
+KEYS = (
+    "messages", "conversations", "prompt", "completion", "text", "tools",
+    "chosen", "rejected", "label", "answer", "tests",
+)  # fmt: skip
+PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last can have half as many more
+LINE = 2**23  # bytes of a .jsonl line: tokenizing takes 150 times as much memory
+
+
+class Record(NamedTuple):
+    """What stands at one place of a file, as it stands there."""
+
+    where: str  # file and line, for messages
+    fields: Any
+
+
+def find_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+    """The files to train on and the files to validate on, sorted.
+
+    In a folder the words train, valid, validation, dev and test in the names of files and subfolders tell them apart;
+    test files are for validation where there are no others. Without such words all files are to train on.
+
+    Raises FileNotFoundError or ValueError where there is nothing to train on, or files of several kinds.
+    """
+    if path.is_file():
+        train, valid = [path], []
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in READERS)
+
+        def named(words: str) -> list[pathlib.Path]:
+            pattern = re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+            return [file for file in files if pattern.search(str(file.relative_to(path)))]
+
+        valid = named("valid|validation|val|dev") or named("test")
+        rest = [file for file in files if file not in named("valid|validation|val|dev|test")]
+        train = [file for file in named("train|training") if file in rest] or rest
+    else:
+        raise FileNotFoundError(f"{path} is neither a file nor a folder.")
+    if not train or _kind(train[0]) not in READERS:
+        raise ValueError(f"{path} has nothing to train on: files must end in {', '.join(READERS)}.")
+    if len({_kind(file) for file in train + valid}) > 1:
+        raise ValueError(f"{path} has files of several kinds, {train[0].name} among them: name a single one of them.")
+    return train, valid
+
+
+def open_records(
+    path: str | pathlib.Path, holdout: float = 0.02
+) -> tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None]:
+    """The records to train on, and those to validate on.
+
+    The latter are of the files that a folder has for it (see `find_files`), else the last `holdout` of the records, at
+    least one, else (for a holdout of 0, or a single record) None. Raises ValueError for an empty data set.
+    """
+    train, valid = find_files(pathlib.Path(path))
+    records = _concatenated(train)
+    if valid:
+        return records, _concatenated(valid)
+    held = min(math.ceil(holdout * len(records)), len(records) - 1)
+    return (records[:-held], records[-held:]) if held else (records, None)
+
+
+def weighted(sets: Sequence[grain.MapDataset[Record]], weights: Sequence[float] = ()) -> grain.MapDataset[Record]:
+    """One data set of several, in which their numbers of records are to each other as `weights`; () leaves them so.
+
+    Every record is in it: the set that is largest for its weight once, and those of the others again and again.
+
+    Raises:
+        ValueError: for weights that are not one positive number a set.
+    """
+    if not weights:
+        return grain.MapDataset.concatenate(list(sets))
+    if len(weights) != len(sets) or min(weights) <= 0:
+        raise ValueError(f"{len(sets)} data sets need as many positive weights, not {list(weights)}.")
+    unit = max(len(records) / weight for records, weight in zip(sets, weights, strict=True))
+    counts = [max(len(records), round(unit * weight)) for records, weight in zip(sets, weights, strict=True)]
+    return grain.MapDataset.concatenate([records.repeat()[:count] for records, count in zip(sets, counts, strict=True)])
+
+
+def _concatenated(files: Sequence[pathlib.Path]) -> grain.MapDataset[Record]:
+    check_array_records([file for file in files if _kind(file) == ".array_record"])
+    sources = [READERS[_kind(file)](file) for file in files]
+    filled = [grain.MapDataset.source(source) for source in sources if len(source)]
+    if not filled:
+        raise ValueError(f"The data set is empty: no records in {', '.join(map(str, files))}.")
+    return grain.MapDataset.concatenate(filled)
+
+
+def _kind(file: pathlib.Path) -> str:
+    """The ending, without the number of a shard: ".array_record" for c4.array_record-00000-of-00008."""
+    return pathlib.Path(re.sub(r"-\d+-of-\d+$", "", file.name)).suffix
+
+
+# ======================================================================================================================
+# Readers: the ways into a file.
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """The records of one file, as what grain calls a source of random access."""
+
+    length: int
+    read: Callable[[int], Record]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Record:
+        return self.read(index)
+
+
+def read_json_lines(file: pathlib.Path) -> File:
+    """One object a line; empty lines are none. Keeps where they begin, and reads each when it is asked for."""
+    starts, numbers = array.array("Q"), array.array("Q")
+    with open(file, "rb") as lines:
+        at = 0
+        for number, line in enumerate(lines, 1):
+            if len(line) > LINE:
+                raise ValueError(
+                    f"{file}, line {number} has {len(line):,} bytes, and may have {LINE:,}: split its text."
+                )
+            if not line.isspace():
+                # The rest is looked at when it is read, but a line that was cut off is better found before a long run.
+                if not line.rstrip().endswith(b"}"):
+                    raise ValueError(f"{file}, line {number} is broken: each line must be a whole JSON object.")
+                starts.append(at)
+                numbers.append(number)
+            at += len(line)
+
+    def read(index: int) -> Record:
+        where = f"{file}, line {numbers[index]}"
+        with open(file, "rb") as lines:
+            lines.seek(starts[index])
+            line = lines.readline()
+        try:
+            return Record(where, json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is broken: {error.msg} at column {error.colno}.") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+
+    return File(len(starts), read)
+
+
+def read_json(file: pathlib.Path) -> File:
+    """A list of objects, all in memory; or lines of them, which often have this ending too."""
+    with open(file, "rb") as stream:
+        if stream.read(1024).lstrip()[:1] != b"[":
+            return read_json_lines(file)
+        stream.seek(0)
+        try:
+            items = json.load(stream)
+        except ValueError as error:
+            raise ValueError(f"{file} is broken: {error}") from error
+    return File(len(items), lambda index: Record(f"{file}, record {index + 1}", items[index]))
+
+
+def read_parquet(file: pathlib.Path) -> File:
+    """Rows, all in memory, since the format has no random access: for large data sets there is ArrayRecord."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ImportError(f"Reading {file} needs pyarrow: pip install -e '.[data]'") from None
+    try:
+        with parquet.ParquetFile(file) as groups:
+            table = groups.read([name for name in groups.schema_arrow.names if name in KEYS] or None)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is broken: {error}") from error
+    return File(len(table), lambda index: Record(f"{file}, record {index + 1}", table.slice(index, 1).to_pylist()[0]))
+
+
+def read_text(file: pathlib.Path) -> File:
+    """Pieces of a text, each of whole lines if it can be, all but the last marked as one that `continues`."""
+    size = file.stat().st_size
+    cuts = [0]
+    with open(file, "rb") as stream:
+        while size - cuts[-1] > PIECE + PIECE // 2:
+            stream.seek(cuts[-1])
+            cuts.append(cuts[-1] + _cut(stream.read(PIECE)))
+    if size:
+        cuts.append(size)
+
+    def read(index: int) -> Record:
+        start, end = cuts[index : index + 2]
+        where = f"{file}, bytes {start} to {end}"
+        with open(file, "rb") as stream:
+            stream.seek(start)
+            piece = stream.read(end - start)
+        try:
+            return Record(where, {"text": piece.decode(), "continues": end < size})
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+
+    return File(len(cuts) - 1, read)
+
+
+def _cut(block: bytes) -> int:
+    """Where a piece may end: after the last line, else before the last space, else before the last character."""
+    cut = block.rfind(b"\n") + 1 or block.rfind(b" ")
+    if cut > 0:
+        return cut
+    return next((i for i in range(len(block) - 1, len(block) - 5, -1) if block[i] & 0xC0 != 0x80), len(block))
+
+
+# Reads everything. Says which file it is at, so that the last one named is the one that ended it.
+READ_ARRAY_RECORDS = """
+import sys
+from array_record.python.array_record_module import ArrayRecordReader
+for file in sys.argv[1:]:
+    print(file, flush=True)
+    at, reader = 0, ArrayRecordReader(file)
+    if not reader.num_records():
+        sys.exit("it has no records, or its index is damaged")
+    try:
+        for at in range(reader.num_records()):
+            reader.read()
+    except Exception as error:
+        sys.exit(f"record {at + 1}: {error}")
+"""
+
+
+def check_array_records(files: Sequence[pathlib.Path]) -> None:
+    """Reads all records of ArrayRecord files once, in a process of its own: native code, which damaged files can crash.
+
+    Raises:
+        ValueError: naming a file that is damaged.
+    """
+    if not files:
+        return
+    command = [sys.executable, "-P", "-c", READ_ARRAY_RECORDS, *map(str, files)]
+    child = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if child.returncode < 0:
+        reason = f"reading it ended a process by {signal.Signals(-child.returncode).name}"
+    elif child.returncode:
+        reason = child.stderr.splitlines()[-1]
+    else:
+        return
+    raise ValueError(f"{child.stdout.splitlines()[-1]} is broken: {reason}. Fetch or write it again.")
+
+
+def read_array_record(file: pathlib.Path) -> File:
+    """Records that are each a tf.train.Example of strings, or a text in UTF-8."""
+    try:
+        source = grain.sources.ArrayRecordDataSource([str(file)])
+        length = len(source)  # pyright: ignore[reportArgumentType] (its type differs on Windows)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{file} is broken: {error}") from error
+
+    def read(index: int) -> Record:
+        where = f"{file}, record {index + 1}"
+        try:
+            data = source[index]
+        except RuntimeError as error:  # damaged since it was checked
+            raise ValueError(f"{where} is broken: {error}") from error
+        try:
+            return Record(where, _example_fields(data) or {"text": data.decode()})
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is neither a tf.train.Example nor UTF-8 text: {error}") from error
+
+    return File(length, read)
+
+
+def _example_fields(data: bytes) -> dict[str, Any]:
+    """The strings of a serialized tf.train.Example; empty if it is none.
+
+    Example { Features features = 1 }, Features { map<string, Feature> feature = 1 }, Feature { one of BytesList = 1 and
+    two lists of numbers }, BytesList { repeated bytes value = 1 }.
+    """
+    fields = {}
+    try:
+        for _, features in _protobuf(data):
+            for _, entry in _protobuf(features):
+                pair = dict(_protobuf(entry))
+                key = pair[1].decode()
+                ((kind, values),) = _protobuf(pair[2])
+                strings = [value.decode() for _, value in _protobuf(values)] if kind == 1 and key in KEYS else []
+                fields[key] = strings[0] if len(strings) == 1 else strings
+    except (ValueError, IndexError, KeyError):
+        return {}
+    return fields
+
+
+def _protobuf(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The number and the bytes of each field of a message that has no other fields than those with a length, as all on
+    the way to the strings of an Example. https://protobuf.dev/programming-guides/encoding"""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        number, kind = divmod(varint(), 8)
+        size = varint()
+        if kind != 2 or at + size > len(data):
+            raise ValueError("a field without a length, or with a wrong one")
+        yield number, data[at : at + size]
+        at += size
+
+
+READERS = {
+    ".jsonl": read_json_lines,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".txt": read_text,
+    ".array_record": read_array_record,
+}

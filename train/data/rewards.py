@@ -1,0 +1,167 @@
+"""Rewards of completions, for reinforcement learning: functions of a completion's text and of its record's fields.
+
+    def reward(completion: str, record: Mapping[str, Any]) -> float: ...
+
+`find` knows those below by name, and takes others from files of the user's.
+"""
+
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from train.data import confine
+
+
+Reward = Callable[[str, Mapping[str, Any]], float]
+
+
+class BadRecord(ValueError):
+    """A record lacks what a reward needs of it. Any other error is of a completion, which gets 0."""
+
+
+SECONDS, BYTES = 10, 2**29  # that a program may take
+# Runs the code and then its tests, and says that both ran to their end by writing what it was told to descriptor
+# argv[1]. The code shares the process, so what it was told has no name: it waits on the interpreter's stack, beside
+# the iterators that run both parts. The hook closes the ways to look there from Python. Nor can the hook be reached.
+PROGRAM = """
+import json, os, sys
+def refuse(event, args, *, denied=DENIED, native=NATIVE, error=PermissionError, absent=ImportError):
+    if event.startswith(denied):
+        raise error(event)
+    if event == "import" and args[0].rpartition(".")[2] in native:
+        raise absent(args[0] + " is not allowed here")
+sys.addaudithook(refuse)
+del refuse
+parts = lambda: [compile(text, name, "exec") for name, text in json.load(open(0))]
+os.write(int(sys.argv[1]), (os.read(0, 32), *map(exec, parts(), [{"__name__": "__main__"}] * 2))[0])
+"""
+# Audit events, by how they begin, and modules that read any address. Where the system forbids the same, the code gets
+# an error that says so; elsewhere this is all that does.
+DENIED = (
+    "subprocess", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.kill", "signal.pthread_kill",
+    "resource.prlimit", "socket.connect", "socket.bind", "socket.send", "socket.getaddrinfo", "socket.gethostby",
+    "gc.", "sys.settrace", "sys._current_frames", "ctypes.",
+)  # fmt: skip
+PROGRAM = PROGRAM.replace("DENIED", repr(DENIED)).replace("NATIVE", repr(("ctypes", "_ctypes", "_cffi_backend")))
+DIGITS = 4000  # Python reads no integer of more than 4,300
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
+
+
+def find(name: str) -> Reward:
+    """The reward of a name: exact, number, python, regex:PATTERN, or file.py:function.
+
+    Raises:
+        ValueError: if there is none.
+        OSError: if the file cannot be read.
+        RuntimeError: if this system cannot run programs as `python` does.
+    """
+    known: dict[str, Reward] = {"exact": exact, "number": number, "python": python}
+    if name == "python":
+        if lacking := confine.missing():
+            warnings.warn(
+                f"--reward python: this system cannot forbid {', '.join(lacking)}. See docs/grpo.md.", stacklevel=2
+            )
+        if not python("", {"tests": ""}):
+            raise RuntimeError("The reward python cannot run programs on this system: an empty one fails.")
+    if name in known:
+        return known[name]
+    kind, _, rest = name.partition(":")
+    if kind == "regex":
+        try:
+            return functools.partial(matches, pattern=re.compile(rest))
+        except re.error as error:
+            raise ValueError(f"{name!r} is no pattern: {error}.") from error
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"{name!r} is no reward: it is {', '.join(known)}, regex:PATTERN or file.py:function.")
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"There is no {path} for the reward {name!r}.")
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise ValueError(f"{path} has no function {function!r}.")
+    return getattr(module, function)
+
+
+def exact(completion: str, record: Mapping[str, Any]) -> float:
+    """1 for the record's answer, but for white space around it."""
+    return float(completion.strip() == str(_answer(record)).strip())
+
+
+def matches(completion: str, record: Mapping[str, Any], *, pattern: re.Pattern[str]) -> float:
+    """1 for what the pattern matches as a whole, but for white space around it."""
+    return float(pattern.fullmatch(completion.strip()) is not None)
+
+
+def number(completion: str, record: Mapping[str, Any]) -> float:
+    r"""1 for the right number: that in the last \\boxed{}, after the last "####", or else the last one of the text.
+
+    1/2, 0.5 and .50 are one number, and so are 1,000 and 1000. The record's answer is read in the same way.
+    """
+    got, want = value(completion), value(str(_answer(record)))
+    return float(want is not None and got == want)
+
+
+def value(text: str) -> Fraction | None:
+    r"""The number that a text comes to, unless it is one of more than 4,000 characters."""
+    text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
+    for end in (*re.findall(r"\\boxed\{([^{}]*)\}", text)[-1:], *text.rsplit("####", 1)[1:], text):
+        if found := re.findall(NUMBER, re.sub(r"(?<!\d)\.(?=\d)", "0.", end)):
+            if len(found[-1]) > DIGITS:
+                return None
+            whole, _, below = found[-1].replace(",", "").partition("/")
+            return Fraction(whole) / int(below or 1) if below.strip("0") or not below else None
+    return None
+
+
+def python(completion: str, record: Mapping[str, Any]) -> float:
+    """1 if the completion's Python code, and then the record's `tests`, run to their ends in one process.
+
+    The code is what stands in the first ``` fence, or all of it. An exit before the end earns nothing, whatever its
+    status; so tests must not exit either, as `unittest.main()` does. The process has 10 seconds, 512 MiB, an empty
+    folder and no environment. The interpreter refuses new processes, signals and connections, and Linux forbids them,
+    as it does the user's files: see `train.data.confine`. Code can still please tests without solving anything,
+    such as by an object that equals all others, since both share the process.
+
+    Raises:
+        BadRecord: if the record has no `tests`.
+    """
+    if "tests" not in record:
+        raise BadRecord("The reward python needs a field `tests` in the record: code that fails if the answer does.")
+    fenced = re.search(r"```(?:python|py)?\n(.*?)(?:```|\Z)", completion, re.DOTALL)
+    parts = ("completion", fenced[1] if fenced else completion), ("tests", str(record["tests"]))
+    secret = secrets.token_bytes(32)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as verdict:
+        told = verdict.fileno()
+        limits = confine.__file__, folder, str(SECONDS), str(BYTES)
+        child = subprocess.Popen(
+            [sys.executable, "-I", *limits, "-c", PROGRAM, str(told)], cwd=folder, env={}, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[told],
+        )  # fmt: skip
+        try:
+            child.communicate(secret + json.dumps(parts).encode(), timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return 0.0
+        finally:
+            child.kill()
+            child.communicate()
+        verdict.seek(0)
+        return float(verdict.read() == secret)
+
+
+def _answer(record: Mapping[str, Any]) -> Any:
+    if "answer" not in record:
+        raise BadRecord("The reward needs a field `answer` in the record.")
+    return record["answer"]

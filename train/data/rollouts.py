@@ -1,0 +1,160 @@
+"""What reinforcement learning learns from: completions of prompts by the model itself, and what they are worth."""
+
+import concurrent.futures
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Float, Shaped
+
+from train import cluster, loop, loss
+from train.data.packing import messages, tools_of
+from train.data.records import Record
+from train.data.rewards import BadRecord, Reward
+from zoo.generation.engine import complete
+from zoo.generation.sampling import Sampler
+from zoo.tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    ids: list[int]
+    record: Mapping[str, Any]
+
+
+def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
+    """The tokens of a record's prompt, and its fields; of messages that end with the assistant's, that is the answer.
+
+    Raises:
+        ValueError: with file and line, if the record has no prompt, or one that the chat template refuses.
+    """
+    try:
+        return _encode(record.fields, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+
+
+def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
+    match fields:
+        case {"prompt": str(text)}:
+            return Prompt(tokenizer.encode(text), fields)
+        case {"prompt": list(turns)} | {"messages": list(turns)} | {"conversations": list(turns)}:
+            turns = messages(turns, tokenizer)
+            if turns[-1]["role"] == "assistant":
+                fields = {"answer": turns[-1]["content"]} | fields
+                turns = turns[:-1]
+            return Prompt(tokenizer.encode_prompt(turns, tools=tools_of(fields)), fields)
+    raise ValueError("the record has neither a prompt nor messages.")
+
+
+def experience(
+    model: Any,
+    prompts: Sequence[Prompt],
+    n: int,
+    *,
+    o: Any,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    judges: Sequence[Reward],
+) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    """The batches of step `n` of `train.grpo`, and numbers to look at: mean reward, length, speed.
+
+    Batches have the rows of `train.data.packing`, one completion with its prompt in each, with "advantages" (the same
+    all along a row) and "old", the log-probability with which each target was drawn. `o` are `train.grpo.Options`,
+    and `judges` the rewards that they name.
+    """
+    started = time.monotonic()
+    with loop.generating(model, mesh, o.compute_dtype) as sampling:
+        groups = complete(
+            sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
+            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, slots=o.slots,
+            cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
+        )  # fmt: skip
+    seconds = time.monotonic() - started
+    each, errors = rewarded([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, o, judges)
+    total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
+    advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
+
+    rows = empty(advantages.size, o.seq_len)
+    pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
+    for row, (ids, completion) in enumerate(pairs):
+        tokens, start = ids + completion.tokens, len(ids) - 1
+        end = len(tokens) - 1
+        rows["tokens"][row, :end], rows["targets"][row, :end] = tokens[:-1], tokens[1:]
+        rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
+        rows["positions"][row, :end] = np.arange(end)
+        rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
+    random = np.random.RandomState((o.seed + n) % 2**32)
+    orders = [random.permutation(advantages.size) for _ in range(o.iterations)]
+    batches = [
+        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, o.minibatches)
+    ]
+    completions = list(itertools.chain(*groups))
+    lengths = [len(c.tokens) for c in completions]
+    numbers = {
+        "reward": float(total.mean()),
+        "reward_deviation": float(total.std(axis=1).mean()),
+        "reward_errors": errors,
+        "length": float(np.mean(lengths)),
+        "ended": float(np.mean([c.ended for c in completions])),
+        "generation_tokens_per_second": sum(lengths) / seconds,
+    }
+    if len(o.reward) > 1:
+        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(o.reward, each.mean((0, 1)), strict=True)}
+    return batches, numbers
+
+
+def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
+    """A batch of padding."""
+    integers = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), np.int32)
+    kinds = integers | dict.fromkeys(("advantages", "old"), np.float32)
+    return {name: np.zeros((rows, seq), kind) for name, kind in kinds.items()}
+
+
+def rewarded(
+    texts: list[list[str]], prompts: Sequence[Prompt], o: Any, judges: Sequence[Reward]
+) -> tuple[Float[np.ndarray, "prompts group names"], float]:
+    """Every reward of every completion, and how many raised an error or were not finite: these are 0.
+
+    Of several processes the first decides, since a user's function may be random.
+
+    Raises:
+        BadRecord: if a record lacks what a reward needs.
+    """
+    found = np.zeros((len(prompts), o.group, len(judges)), np.float32)
+    errors = 0.0
+
+    def judge() -> None:
+        nonlocal errors
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            calls = {
+                at: pool.submit(judges[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
+                for at in np.ndindex(found.shape)
+            }
+            for at, call in calls.items():
+                try:
+                    worth = float(call.result())
+                    if not math.isfinite(worth):
+                        raise ValueError(f"it is {worth}")
+                    found[at] = worth
+                except BadRecord:
+                    raise
+                except Exception as error:  # of a function that may be the user's, about a text that is the model's
+                    errors += 1
+                    if errors == 1:
+                        what = f"{type(error).__name__}: {error}, for {texts[at[0]][at[1]][:200]!r}"
+                        warnings.warn(f"The reward {o.reward[at[2]]} raises {what}. Such count as 0.", stacklevel=2)
+
+    if jax.process_count() == 1:
+        judge()
+        return found, errors
+    cluster.together(judge if jax.process_index() == 0 else lambda: None)
+    found, errors = multihost_utils.broadcast_one_to_all((found, errors))
+    return np.asarray(found), float(errors)

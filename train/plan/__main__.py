@@ -1,0 +1,110 @@
+"""Whether a model trains, or decodes, on a fleet of chips, and what it costs: found on this CPU, before any is rented.
+
+    python -m train.plan llama3.1-8b --topology v6e:2x4 --mesh fsdp=-1 --batch 16 --seq 8192
+
+The step of a run is compiled ahead of time for the real devices. Bytes are XLA's own account, and what devices send
+each other is read from the compiled program. Times are what the chip's published figures allow at the best.
+"""
+
+import pathlib
+import pickle
+from typing import Any
+
+import jax
+import rich
+import tyro
+from jax.experimental import serialize_executable
+from rich.table import Column, Table
+
+import zoo
+from train.plan.ahead import Compiled
+from train.plan.chips import fleet
+from train.plan.hlo import by_axis
+from train.plan.planner import Options, Plan, candidates, gb, plan, suggestion
+
+
+DURATION = "10 seconds to some minutes, the longest for large meshes and mixtures of experts"
+BOUNDS = "Times are bounds that follow from the chip's published figures, not measurements."
+
+
+def report(made: Plan, config: Any) -> None:
+    """Prints everything that is known of a plan."""
+    o, c = made.o, made.compiled
+    table = Table(title=f"{o.model} on {o.topology}, {o.mesh}", title_justify="left", show_header=False, box=None)
+    table.add_row("[bold]fits[/bold]" if c else "[bold red]does not fit[/bold red]", "")
+    table.add_row("a device needs", f"{gb(made.needed)} of {gb(made.available)}")
+    for kind, size in made.kinds.items():
+        table.add_row(f"  {kind}", gb(size))
+    rest = made.needed - sum(made.kinds.values())
+    if c:
+        table.add_row("  activations", gb(c.activations))
+        table.add_row("  gradients and temporaries", gb(rest - c.activations))
+        if c.host:
+            table.add_row("and of its host", gb(c.host))
+        even = by_axis(c.collectives, made.mesh.shape, even=True)
+        for (kind, axes), size in sorted(by_axis(c.collectives, made.mesh.shape).items()):
+            sent = f"{gb(size)} a step"
+            if kind == "ragged-all-to-all":
+                sent = f"what routers choose: {gb(even[kind, axes])} a step if evenly; left out of the bounds"
+            table.add_row(f"a device sends by {kind} over {axes}", sent)
+        table.add_row("compiled in", f"{c.seconds:.0f} s")
+    else:
+        table.add_row("  activations, gradients and temporaries", gb(rest))
+    table.add_row("FLOPs of a token, of which MFU is counted", f"{made.flops / 1e9:,.4g} billion")
+    for name, seconds in made.bounds.items():
+        table.add_row(f"a step takes, because of {name}", f"at least {1e3 * seconds:,.2f} ms")
+    if c:
+        table.add_row("so MFU is", f"at most {made.mfu:.1%}")
+        table.add_row("and all devices do", f"at most {made.tokens_per_second:,.0f} tokens a second")
+    rich.print(table)
+    rich.print(BOUNDS if c else f"To fit, try {suggestion(made, config)}")
+
+
+def rank(plans: list[Plan]) -> None:
+    """Prints what was searched, the fastest first."""
+    columns = ("batch", "remat", "a device needs", "tokens a second, at most", "MFU, at most")
+    table = Table(Column("mesh", overflow="fold"), *columns, title="Ranked by their bounds", title_justify="left")
+    for p in sorted(plans, key=lambda p: (p.compiled is None, -p.tokens_per_second)):
+        speed = (f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}") if p.compiled else ("does not fit", "")
+        table.add_row(p.o.mesh, str(p.o.batch), p.o.remat, gb(p.needed), *speed)
+    rich.print(table)
+
+
+def save(compiled: Compiled, path: pathlib.Path) -> None:
+    """Writes the executable with the structure of its arguments, or says why it cannot."""
+    try:
+        path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled.executable)))
+        rich.print(f"The compiled step is {path}.")
+    except (ValueError, TypeError, AttributeError, pickle.PicklingError, jax.errors.JaxRuntimeError) as error:
+        rich.print(f"The compiled step can't be saved on this platform: {str(error).splitlines()[0]}")
+
+
+def main(o: Options) -> None:
+    config = zoo.inspect(o.model)
+    chip, devices = fleet(o.topology)
+
+    def planned(o: Options, which: str = "") -> Plan:
+        rich.print(f"Compiling the step of {o.model} for {o.topology}{which}, {o.mesh}: {DURATION}.")
+        return plan(o, config, chip, devices)
+
+    plans = [planned(o)]
+    if o.search:
+        best_of_mesh: dict[str, Options] = {}
+        for other in candidates(o, config, chip, devices):
+            best_of_mesh.setdefault(other.mesh, other)
+        best = [other for other in list(best_of_mesh.values())[:3] if other != o]
+        plans += [planned(other, f" ({n} of {len(best)} that are searched)") for n, other in enumerate(best, 1)]
+        rank(plans)
+    best = max((p for p in plans if p.compiled), key=lambda p: p.tokens_per_second, default=plans[0])
+    report(best, config)
+    if o.save and best.compiled:
+        save(best.compiled, o.save)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # the fleet is not here
+    jax.config.update("jax_enable_compilation_cache", False)  # what comes from the cache is not dumped
+    try:
+        main(tyro.cli(Options))
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,174 @@
+"""The training step, or the decoding step, compiled for devices that nobody holds, and what XLA says of it."""
+
+import math
+import pathlib
+import re
+import tempfile
+import time
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.mesh import BATCH, FEATURES
+from train import loop
+from train.finetune import Lora
+from train.mesh import token_sharding
+from train.options import Options
+from train.plan.hlo import Collective, activations, collectives
+from train.state import abstract_state
+from train.step import REMAT, jit_train_step
+from zoo import lora, quantized
+from zoo.checkpoint import skeleton
+from zoo.nn.model import Family
+from zoo.quantized import Format
+from zoo.surgery import cast, shardings
+
+
+NONE = Lora()  # no adapters
+
+
+class Program(NamedTuple):
+    """A function still to be compiled, its arguments (`jax.ShapeDtypeStruct` with shardings), and what these are."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    kinds: dict[str, Any]  # "parameters", "optimizer", "batch", "cache": the arguments by what they are
+
+
+class Compiled(NamedTuple):
+    """A program that fits, in bytes of one device."""
+
+    executable: Any
+    arguments: int
+    temporaries: int  # gradients and all else that is there while it runs, of which
+    activations: int  # are what layers keep for the backward pass
+    results: int  # of which
+    reused: int  # lie where arguments lay
+    host: int  # kept in the host's memory
+    collectives: list[Collective]
+    seconds: float  # of compiling
+
+    @property
+    def needed(self) -> int:
+        return self.arguments + self.temporaries + self.results - self.reused
+
+
+class TooLarge(Exception):
+    """XLA refuses a program that needs so many bytes of a device, where so many are available."""
+
+    def __init__(self, needed: float, available: float):
+        super().__init__(needed, available)
+        self.needed, self.available = needed, available
+
+
+def training(
+    config: Any,
+    family: Family,
+    mesh: Mesh,
+    *,
+    batch: int,
+    seq: int,
+    remat: str,
+    microbatches: int,
+    adapters: Lora = NONE,
+    quantize: Literal["none"] | Format = "none",
+) -> Program:
+    """The step of `train.loop`: AdamW in float32, computing in bfloat16; with a rank, of adapters alone."""
+    optimizer, schedule = loop.make_optimizer(Options(lr=1e-4, steps=1000, warmup=30, decay=200))
+    if adapters.rank:
+        model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)
+    else:
+        model = loop.abstract_model(config, family, mesh, mtp=False)
+    trained, kept = lora.split(model)
+    state = abstract_state(trained, optimizer)
+    rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
+    data = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), rows)
+    step = jit_train_step(
+        state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
+        microbatches=microbatches,
+    )  # fmt: skip
+    kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
+    return Program(step, (state, data, kept), kinds)
+
+
+def frozen(
+    config: Any,
+    family: Family,
+    mesh: Mesh,
+    *,
+    quantize: Literal["none"] | Format,
+    adapters: Lora = NONE,
+) -> Any:
+    """The shapes of a model whose weights are not trained, in bfloat16 or quantised, with adapters if there are any."""
+
+    def make(model: Any) -> Any:
+        model = cast(model, jnp.bfloat16)
+        model = model if quantize == "none" else quantized.quantize(model, quantize)
+        if adapters.rank:
+            model = lora.add(model, rank=adapters.rank, alpha=1.0, where=adapters.where, key=jax.random.key(0))
+        return model
+
+    model = eqx.filter_eval_shape(make, skeleton(family, config))
+    places = shardings(model, family.partition_rules, mesh)
+    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
+
+
+def decoding(
+    config: Any, family: Family, mesh: Mesh, *, batch: int, seq: int, quantize: Literal["none"] | Format = "none"
+) -> Program:
+    """One more token for each row, all in bfloat16, with a cache of `seq` positions that is written in place."""
+    model = frozen(config, family, mesh, quantize=quantize)
+    shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
+
+    def place(a: Any) -> Any:
+        """Rows over the axes of a batch; heads, where a cache has them, over "tensor"."""
+        heads = FEATURES if a.ndim == 5 and a.shape[3] % mesh.shape[FEATURES] == 0 else None
+        spec = P(None, BATCH, *((None, heads, None)[: a.ndim - 2])) if a.ndim > 2 else P()
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+
+    cache = jax.tree.map(place, shapes)
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, P(BATCH)))
+    decode = lambda model, cache, tokens, positions: model.decode(tokens, cache, positions=positions)
+    step = jax.jit(decode, donate_argnums=1)
+    return Program(step, (model, cache, tokens, tokens), {"parameters": model, "cache": cache})
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays on each device."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
+    """Compiles it for the devices of the mesh.
+
+    Raises:
+        TooLarge: if XLA says that it does not fit them.
+    """
+    with tempfile.TemporaryDirectory() as dump, jax.set_mesh(mesh):
+        lowered, start = program.function.lower(*program.arguments), time.monotonic()
+        try:
+            executable = lowered.compile({"xla_dump_to": dump})
+        except jax.errors.JaxRuntimeError as error:
+            raise _explained(error) from error
+        seconds = time.monotonic() - start
+        (file,) = pathlib.Path(dump).glob("*.jit_*after_optimizations.txt")
+        text = file.read_text()
+    m = executable.memory_analysis()
+    return Compiled(
+        executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)), m.output_size_in_bytes,
+        m.alias_size_in_bytes, m.host_temp_size_in_bytes, collectives(text, mesh.size), seconds,
+    )  # fmt: skip
+
+
+def _explained(error: Exception) -> Exception:
+    """The error of a compiler, as `TooLarge` if it is about memory."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    sizes = re.findall(r"([\d.]+)([KMGT])\b", str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or len(sizes) < 2:
+        return error
+    needed, available = (float(number) * units[unit] for number, unit in sizes[:2])
+    return TooLarge(needed, available)

@@ -1,0 +1,237 @@
+"""From the wish for a run, `Options`, to what it needs, `Plan`; and which wishes would do better."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import tyro
+from jax.sharding import Mesh
+
+from kernels.mesh import BATCH, FEATURES, SEQUENCE
+from train.finetune import Lora
+from train.mesh import check_mesh
+from train.metrics import flops_per_token, products_per_token
+from train.plan.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training
+from train.plan.chips import Chip, slowest_link
+from zoo.checkpoint import skeleton
+from zoo.mesh import make_mesh
+from zoo.nn.layers import AbstractExpertLinear
+from zoo.nn.pipeline import STAGE, rounds_of
+from zoo.nn.stack import Stack
+from zoo.registry import family_of
+from zoo.surgery import modules
+
+
+REMATS = ("none", "dots", "full", "offload")  # from most memory to least
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Plan a run: compile its step for devices that nobody holds, and print what it needs of each."""
+
+    model: tyro.conf.Positional[str]
+    """A zoo name, a folder with a config.json, or a Hub repository org/name; weights are not read."""
+    topology: str
+    """TPUs by their slice's shape in chips, v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4 or tpu7x:2x2x2, or by Google Cloud's
+    names, v6e-8, v5litepod-16 or v5p-128; GPUs by their number, t4:1, l4:8, 4090:2, a100-40gb:8, a100:8, h100:8,
+    h200:16 or b200:64."""
+    mesh: str = "fsdp=-1"
+    """Devices by what they split, as for training."""
+    batch: int
+    """Rows of a step, on all devices together."""
+    seq: int
+    """Tokens of a row; with --decode positions of the cache."""
+    remat: Literal["none", "dots", "full", "offload"] = "full"
+    """What the backward pass computes again, as for training."""
+    microbatches: int = 1
+    """Parts in which a step works through its rows."""
+    lora: Lora = NONE
+    quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
+    """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or rounded to eight or
+    four bits."""
+    decode: bool = False
+    """Plan the step that writes one more token of each row, with weights in bfloat16, instead of training."""
+    search: bool = False
+    """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
+    save: pathlib.Path | None = None
+    """Where to write the compiled step, for jax.experimental.serialize_executable.deserialize_and_load."""
+
+    @property
+    def tokens(self) -> int:
+        """That a step learns from, or adds."""
+        return self.batch * (1 if self.decode else self.seq)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What became of one `Options`. Bytes are of one device, times of one step, in seconds."""
+
+    o: Options
+    mesh: Mesh
+    kinds: dict[str, int]  # of what lies there before a step
+    compiled: Compiled | None  # None: it does not fit
+    needed: float
+    available: float
+    bounds: dict[str, float]  # "compute", "HBM" and "interconnect": no step takes less time than any of these
+    flops: float  # of one token, as MFU counts them
+    mfu: float  # at the most
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices, at the most."""
+        return self.o.tokens / max(self.bounds.values())
+
+
+def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
+    """Compiles the step that the options describe, unless what it starts from is too large already.
+
+    Raises:
+        ValueError: if the mesh does not divide model and batch, or the model is larger than all devices together.
+    """
+    mesh = make_mesh(o.mesh, devices)
+    program = _program(o, config, mesh)
+    kinds = {kind: device_bytes(tree) for kind, tree in program.kinds.items()}
+    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments))
+    if whole > chip.memory * len(devices):
+        raise ValueError(
+            f"{o.model} is larger than the fleet: its state takes {gb(whole)}, and {o.topology} has "
+            f"{gb(chip.memory * len(devices))}; take at least {math.ceil(whole / chip.memory):,} such devices."
+        )
+    compiled, needed, available = None, float(sum(kinds.values())), float(chip.memory)
+    if needed <= available:
+        try:
+            compiled = compile_ahead(program, mesh)
+            needed = float(compiled.needed)
+        except TooLarge as error:
+            needed, available = error.needed, error.available
+    flops = flops_per_token(config, o.seq, frozen=bool(o.lora.rank)) / (3 if o.decode else 1)
+    bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
+    mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
+    return Plan(o, mesh, kinds, compiled if needed <= available else None, needed, available, bounds, flops, mfu)
+
+
+def _program(o: Options, config: Any, mesh: Mesh) -> Program:
+    family, shape = family_of(config), dict[str, Any](batch=o.batch, seq=o.seq, quantize=o.quantize)
+    if o.decode and o.lora.rank:
+        raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
+    if o.quantize != "none" and not (o.decode or o.lora.rank):
+        raise ValueError(
+            f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank or --decode."
+        )
+    check_mesh(mesh, skeleton(family, config), family, batch=o.batch // o.microbatches, seq_len=o.seq)
+    if o.decode:
+        return decoding(config, family, mesh, **shape)
+    return training(config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches, adapters=o.lora)
+
+
+def _bounds(o: Options, model: Any, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
+    """Seconds that no step can be faster than, because of each of three limits; of what is known."""
+    p = products_per_token(model.config, o.seq)
+    again = {"none": 0.0, "dots": p.attention, "full": p.layers + p.attention, "offload": p.layers + p.attention}
+    weights = p.layers + p.head  # without a gradient where they are frozen
+    products = sum(p) if o.decode else 3 * p.attention + (2 if o.lora.rank else 3) * weights + again[o.remat]
+    bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
+    if compiled:
+        # What a step starts from is read, what it leaves is written, and what it holds in between is written and read.
+        written = compiled.results - (compiled.reused if o.decode else 0)  # of a cache only one position is
+        bounds["HBM"] = (compiled.arguments + written + 2 * compiled.temporaries) / chip.bandwidth
+        link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
+        bounds["interconnect"] = sum(each.sent * each.times / link(each) for each in compiled.collectives)
+    return bounds
+
+
+def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
+    """How much longer a step takes because stages wait for their first microbatch, and for others' last one."""
+    if (stages := mesh.shape[STAGE]) == 1:
+        return 1.0
+    stack = next(m for _, m in modules(model, Stack))
+    microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
+    busy = microbatches * rounds_of(stack.repeats // stages)
+    return (busy + stages - 1) / busy
+
+
+def kept(config: Any, mesh: Mesh, o: Options) -> float:
+    """Bytes of a device that activations kept for the backward pass take, about: for choosing what to compile."""
+    rows = o.batch / o.microbatches / math.prod(mesh.shape[axis] for axis in BATCH)
+    tokens = rows * o.seq / mesh.shape[SEQUENCE]
+    inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
+    inputs /= mesh.shape[FEATURES] if mesh.shape[SEQUENCE] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
+    # Each product's result has, on average, as many numbers as weights over the model's width.
+    results = 2 * tokens * products_per_token(config, o.seq).layers / config.hidden_size / mesh.shape[FEATURES]
+    return {"none": inputs + 2 * results, "dots": inputs + results, "full": inputs, "offload": 0.0}[o.remat]
+
+
+def held(kinds: Mapping[str, int], config: Any, mesh: Mesh, o: Options) -> float:
+    """Bytes of a device that a step needs, about: what lies there, gradients (half of AdamW's moments), activations."""
+    activations = 0.0 if o.decode else kept(config, mesh, o)
+    return sum(kinds.values()) + kinds.get("optimizer", 0) / 2 + activations
+
+
+def suggestion(made: Plan, config: Any) -> str:
+    """The first change that takes away as many bytes as are missing: remat, fsdp, the batch, or more devices."""
+    o, mesh = made.o, made.mesh
+    missing, state = made.needed - made.available, sum(made.kinds.values())
+    # The compiler's figure, in the proportions of ours, which leave out much that is there only for a while.
+    ours = lambda o: held(made.kinds, config, mesh, o)
+    needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
+    fixed = state - made.kinds.get("cache", 0)
+    fits = fixed < made.available  # so that it is the batch that does not
+    for remat in REMATS[REMATS.index(o.remat) + 1 :] if fits and not o.decode else ():
+        if needs(remat) <= made.available:
+            return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
+    replicas = mesh.shape["replica"]
+    if (less := made.kinds["parameters"] * (1 - 1 / replicas)) >= missing:
+        fsdp = mesh.shape["fsdp"] * replicas
+        return f"fsdp={fsdp} instead of replica={replicas}, which takes {gb(less)} off each device."
+    shards = math.prod(mesh.shape[axis] for axis in BATCH) * o.microbatches
+    rows = int((made.available - fixed) / (made.needed - fixed) * o.batch) // shards * shards if fits else 0
+    if 0 < rows < o.batch:
+        return f"--batch {rows}, since what grows with the batch takes {gb(made.needed - fixed)} now."
+    more = math.ceil(made.needed / made.available * mesh.size)
+    return f"a larger fsdp over at least {more:,} devices, if all that is held is split over them."
+
+
+def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[Options]:
+    """Other meshes, batches and remats that should fit, the fastest first, by a rough estimate of bytes and times."""
+    found, sizes = [], (1, 2, 4, 8, 16)
+    pairs = [{"replica": n, FEATURES: m} for n, m in itertools.product(sizes, sizes)]
+    axes = ("expert", SEQUENCE) if o.decode else ("expert", SEQUENCE, STAGE)
+    single = [{axis: n} for axis in axes for n in sizes[1:]]
+    meshes = [",".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) for mesh in pairs + single]
+    for text, batch in itertools.product(meshes, (o.batch // 2, o.batch, 2 * o.batch)):
+        changed = dataclasses.replace(o, mesh=f"{text},fsdp=-1".lstrip(","), batch=batch)
+        try:
+            mesh = make_mesh(changed.mesh, devices)
+            kinds = _program(changed, config, mesh).kinds
+            sizes_of = {kind: device_bytes(tree) for kind, tree in kinds.items()}
+        except ValueError:  # it does not divide
+            continue
+        for remat in (o.remat,) if o.decode else REMATS:
+            other = dataclasses.replace(changed, remat=remat)
+            if batch and held(sizes_of, config, mesh, other) < 0.9 * chip.memory:
+                seconds = _seconds(other, kinds["parameters"], chip, mesh)
+                found.append((seconds / batch, REMATS.index(remat), other))
+    return [other for *_, other in sorted(found, key=lambda each: each[:2])]
+
+
+def _seconds(o: Options, model: Any, chip: Chip, mesh: Mesh) -> float:
+    """Of a step, about: to compute it, or to send weights and activations about, if that takes longer."""
+    size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
+    experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
+    weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size["expert"]
+    split = size["fsdp"] * size["expert"] * size[SEQUENCE]
+    tokens = o.tokens / (size["replica"] * split * size[STAGE])
+    # Of each token in each layer: partial sums of both halves; a row to each of its experts and back; keys and values.
+    numbers = 4 * c.hidden_size * (size[FEATURES] > 1)
+    numbers += 2 * getattr(c, "num_experts_per_tok", 0) * c.hidden_size * (size["expert"] > 1)
+    numbers += 2 * c.num_key_value_heads * c.head_dim * (size[SEQUENCE] - 1)
+    sent = weights / size[FEATURES] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
+    return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
+
+
+def gb(size: float | int) -> str:
+    return f"{size / 1e9:,.2f} GB"

@@ -1,0 +1,178 @@
+"""The compiled functions of continuous batching (`zoo.generation.engine`): `prefill`, `insert` and `advance`.
+
+With a draft, `zoo.generation.speculative.advance` takes the place of the last.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt32
+
+import zoo.nn.cache
+from kernels.mesh import BATCH, FEATURES, fitting
+from zoo.generation.sampling import Given, Settings
+
+
+class State(eqx.Module):
+    """What stays on the devices: of each sequence its tokens, what model and draft remember, and the next one's logits.
+
+    Tokens lie at their positions, like keys and values. Rows are longer than their sequences: what lies there at later
+    positions is not looked at.
+    """
+
+    tokens: Int[Array, "batch seq"]
+    caches: tuple[Any, Any]
+    logits: Float[Array, "batch vocab"]
+    drafted: Any  # `zoo.generation.speculative.Drafted`; None without a draft, as the second cache
+
+
+class Rows(eqx.Module):
+    """The sequences in the batch, as the host knows them; those of free rows have nothing `left`."""
+
+    positions: Int[Given, " slots"]  # of the next token
+    drawn: Int[Given, " slots"]  # tokens so far
+    left: Int[Given, " slots"]  # tokens that may still be drawn
+    keys: UInt32[Given, "slots words"]
+    settings: Settings
+
+
+class Drawn(eqx.Module):
+    """The first `count` tokens of each row are new; the model was called `calls` times for them."""
+
+    tokens: Int[Array, "slots steps"]
+    logprobs: Float[Array, "slots steps"]
+    count: Int[Array, " slots"]
+    calls: Int[Array, " slots"]
+
+    @classmethod
+    def nothing(cls, slots: int, steps: int) -> "Drawn":
+        integers = lambda *shape: jnp.zeros(shape, jnp.int32)
+        return cls(integers(slots, steps), jnp.zeros((slots, steps), jnp.float32), integers(slots), integers(slots))
+
+
+def room(draft: Any, max_tokens: int) -> int:
+    """Positions of a row. With a draft there are `draft.tokens` + 1 more: rejected tokens are written there."""
+    return max_tokens + (0 if draft is None else draft.tokens + 1)
+
+
+def empty(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None) -> tuple[Any, Any]:
+    """The caches of model and draft (or None)."""
+    size = room(draft, max_tokens)
+    cache = lambda model: zoo.nn.cache.empty(model, batch, size, cache_dtype, widen=size - max_tokens)
+    return cache(model), None if draft is None else cache(draft)
+
+
+@eqx.filter_jit
+def prefill(
+    model: Any,
+    draft: Any,
+    prompts: Int[Given, "batch seq"],
+    lengths: Int[Given, " batch"],
+    max_tokens: int,
+    cache_dtype: DTypeLike | None,
+) -> State:
+    """Reads right-padded prompts. Padding has no position, so the cache does not keep it."""
+    cache, draft_cache = empty(model, draft, len(prompts), max_tokens, cache_dtype)
+    indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    x, cache = model.hidden(prompts, cache, positions=jnp.where(indices < lengths[:, None], indices, -1))
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    logits = model.unembed(last)[:, 0].astype(jnp.float32)
+    drafted, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)
+    tokens = jnp.pad(prompts, ((0, 0), (0, room(draft, max_tokens) - prompts.shape[1])))
+    return State(tokens, (cache, draft_cache), logits, drafted)
+
+
+@eqx.filter_jit
+def vacant(model: Any, draft: Any, slots: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
+    """The state of a batch of free rows; on a mesh (or None), its rows and heads are split as activations are."""
+
+    def placed(x: Array, *axes: Any) -> Array:
+        return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+
+    over = lambda size, names: fitting(size, {a: n for a, n in mesh.shape.items() if a in names}) if mesh else ()
+    rows = over(slots, BATCH)
+
+    def split(x: Array) -> Array:
+        heads = over(x.shape[3], (FEATURES,)) if x.ndim == 5 else ()
+        return placed(x, None, rows, None, heads) if x.ndim > 3 else placed(x)
+
+    caches = jax.tree.map(split, empty(model, draft, slots, max_tokens, cache_dtype))
+    drafted = None if draft is None else draft.nothing(slots)
+    tokens = jnp.zeros((slots, room(draft, max_tokens)), jnp.int32)
+    logits = jnp.zeros((slots, model.config.vocab_size), jnp.float32)
+    tokens, logits, drafted = jax.tree.map(lambda x: placed(x, rows), (tokens, logits, drafted))
+    return State(tokens, caches, logits, drafted)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def insert(inputs: tuple[State, Int[Given, "slots 2"], Int[Given, ""]], state: State) -> State:
+    """Copies rows of one state into another. `inputs`: the former, pairs of rows from and to, and how many there are.
+
+    What a row held before may stay where the new prompt has written nothing: its positions are later than all that the
+    new sequence has reached, so causality hides it.
+    """
+    new, pairs, count = inputs
+
+    def copy(n: Array, state: State) -> State:
+        source, target = pairs[n]
+        cached = lambda old, new: old.at[:, target].set(new[:, source]) if old.ndim else old
+        row = lambda old, new: old.at[target].set(new[source])
+        rest = lambda state: (state.tokens, state.logits, state.drafted)
+        tokens, logits, drafted = jax.tree.map(row, rest(state), rest(new))
+        return State(tokens, jax.tree.map(cached, state.caches, new.caches), logits, drafted)
+
+    return jax.lax.fori_loop(0, count, copy, state)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def advance(
+    inputs: tuple[Any, Int[Given, " stops"], Rows], state: State, steps: int, enough: Int[Given, ""]
+) -> tuple[State, Drawn]:
+    """Decodes up to `steps` tokens a row, as long as more than `enough` rows go on."""
+    model, stops, rows = inputs
+    slots, keys = len(rows.left), jax.random.wrap_key_data(jnp.asarray(rows.keys))
+
+    def unfinished(carry: Any) -> Array:
+        n, left, _, _ = carry
+        return (n < steps) & (jnp.sum(left > 0) > enough)
+
+    def body(carry: Any) -> Any:
+        n, left, state, drawn = carry
+        live, (cache, _) = left > 0, state.caches
+        at = jnp.where(live, rows.positions + n, -1)  # a row that has ended is padding
+        logits = rows.settings.penalized(state.logits, state.tokens, rows.positions - rows.drawn, at)
+        token = rows.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, rows.drawn + n))
+        tokens = write(state.tokens, token[:, None], at[:, None])
+        put = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, n))
+        new = Drawn(
+            put(drawn.tokens, token),
+            put(drawn.logprobs, logprob(rows.settings.scaled(state.logits), token)),
+            drawn.count + live.astype(jnp.int32),
+            drawn.calls + live.astype(jnp.int32),
+        )
+        left = jnp.where(jnp.any(token[:, None] == stops[None], axis=-1), 0, jnp.maximum(left - 1, 0))
+        logits, cache = model.decode(token[:, None], cache, positions=at[:, None])
+        return n + 1, left, State(tokens, (cache, None), logits[:, 0].astype(jnp.float32), None), new
+
+    start = (jnp.array(0), rows.left, state, Drawn.nothing(slots, steps))
+    _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
+    return state, drawn
+
+
+def write(
+    tokens: Int[Array, "batch seq"], new: Int[Array, "batch new"], positions: Int[Array, "batch new"]
+) -> Int[Array, "batch seq"]:
+    """`tokens` with the new ones at their positions; padding, at negative ones, is not written."""
+    at = jnp.where(positions < 0, tokens.shape[1], positions)
+    return tokens.at[jnp.arange(len(tokens))[:, None], at].set(new)
+
+
+def logprob(scaled: Float[Array, "*batch vocab"], token: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """Of each token, by the softmax over these logits."""
+    chosen = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(scaled, axis=-1)

@@ -1,0 +1,312 @@
+"""Continuous batching: prompts of any lengths, and of any number, decoded together in a fixed number of rows.
+
+A row whose sequence has ended takes the next one that waits, while the others go on. Three compiled
+functions do the work (`zoo.generation.decoding`): `prefill` reads prompts into caches of their own, `insert` copies
+these to rows of the batch, as often as a prompt is to be continued, and `advance` decodes; with a draft that is
+`zoo.generation.speculative.advance`. The `Engine` around them keeps the queue, and knows who is where.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Int, PRNGKeyArray
+
+from zoo.gather import gathered
+from zoo.generation import decoding, speculative
+from zoo.generation.decoding import Rows, State, insert, prefill, vacant
+from zoo.generation.sampling import Sampler, settings
+from zoo.generation.speculative import AbstractDraft
+
+
+PADDING = 512  # tokens by which two sizes of one vocabulary may differ
+AT_ONCE = 8  # prompts in one prefill: enough to keep a device busy, and few, since they need caches beside the batch's
+
+
+@dataclasses.dataclass(eq=False)
+class Completion:
+    """What was drawn after a prompt, so far or altogether.
+
+    `tokens` includes the stop token that ended it, and `ended` says that there is one. `logprobs` has for each token
+    its log softmax(logits / temperature), without regard to penalties and filters (`top_k`, ...); at temperature 0, of
+    the logits as they are. `calls` is how often the model was called for them, without the prompt: less often than
+    there are tokens where a draft proposed well. `finished`: no more will come.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    calls: int = 0
+    ended: bool = False
+    finished: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Sequence:
+    """One completion that is wanted: in a row, or waiting for one."""
+
+    completion: Completion
+    prompt: int  # its length
+    limit: int
+    sampler: Sampler
+    key: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """A prompt, and the sequences that wait for it to be read or, if it has been, for a row."""
+
+    prompt: list[int]
+    waiting: collections.deque[_Sequence]
+    read: State | None = None
+    row: int = 0  # of `read`
+
+
+class Engine:
+    """A batch of `slots` rows, each with room for `max_tokens` of a prompt with its completion.
+
+        engine = Engine(model, slots=8, max_tokens=512, stops=tokenizer.eos)
+        (completion,) = engine.submit(ids, max_new_tokens=100)
+        while not completion.finished:
+            for each, tokens in engine.step().items(): ...
+
+    Each submission has its own sampler, limit and key, which are arrays to the compiled functions: nothing compiles
+    again for them. What is drawn does not depend on what else is in the batch. If several processes hold parts of the
+    model, all make the same calls, and all get the same results.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        max_tokens: int,
+        stops: Sequence[int] = (),
+        stride: int = 16,
+        cache_dtype: DTypeLike | None = None,
+        draft: AbstractDraft | None = None,
+    ):
+        """
+        Args:
+            stops: the tokens that end a completion.
+            stride: how many tokens of each row a step decodes at most, but for a draft's, which may make it one more
+                than it proposes.
+            cache_dtype: "int8" for a cache in 8 bits, or a float's; None is the model's (`zoo.nn.cache.empty`).
+            draft: what proposes tokens for the model to check (`zoo.generation.speculative`).
+
+        Raises:
+            ValueError: for a draft of another vocabulary.
+        """
+        if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
+            raise ValueError(
+                f"The draft has a vocabulary of {draft.model.config.vocab_size}, and the model's is "
+                f"{model.config.vocab_size}; they have to be the same, but for padding."
+            )
+        self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
+        self.draft = draft
+        self._stops = np.array(stops, np.int32)
+        sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        self._state = vacant(model, draft, slots, max_tokens, cache_dtype, mesh)
+        self._rows: list[_Sequence | None] = [None] * slots
+        self._groups: collections.deque[_Group] = collections.deque()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampler: Sampler = Sampler(),  # noqa: B008 (a value)
+        key: PRNGKeyArray | None = None,
+        samples: int = 1,
+    ) -> list[Completion]:
+        """Completions of a prompt, to be filled in by `step`. It is read once for all of its samples.
+
+        `key` is a `jax.random.key`, by default that of 0; sample n draws with `jax.random.fold_in(key, n)`.
+
+        Raises:
+            ValueError: for a prompt without tokens, with unknown ones, or with too many for a row or for the model.
+        """
+        check(self.model, prompt, max_new_tokens)
+        if len(prompt) + max_new_tokens > self.max_tokens:
+            raise ValueError(
+                f"The prompt has {len(prompt)} tokens, which with max_new_tokens={max_new_tokens} exceeds the engine's "
+                f"max_tokens={self.max_tokens}."
+            )
+        folded = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if key is None else key, np.arange(samples))
+        sequences = [
+            _Sequence(Completion(), len(prompt), max_new_tokens, sampler, data)
+            for data in np.asarray(jax.random.key_data(folded))
+        ]
+        self._groups.append(_Group(list(prompt), collections.deque(sequences)))
+        return [sequence.completion for sequence in sequences]
+
+    def cancel(self, completion: Completion) -> None:
+        """It finishes with what it has, and its row is free."""
+        completion.finished = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._groups and not any(self._rows)
+
+    def step(self) -> dict[Completion, list[int]]:
+        """Fills free rows from the queue, and decodes up to `stride` tokens: what is new in each completion.
+
+        While others wait, it returns as soon as an eighth of the rows are free.
+        """
+        self._sweep()
+        self._admit()
+        running = [(row, sequence) for row, sequence in enumerate(self._rows) if sequence]
+        if not running:
+            return {}
+        enough = len(running) - max(1, len(self._rows) // 8) if self._groups else 0
+        given, state = (self._stops, self._table()), (self._state, self.stride, np.array(enough))
+        if self.draft is None:
+            self._state, drawn = decoding.advance((self.model, *given), *state)
+        else:
+            self._state, drawn = speculative.advance(((self.model, self.draft), *given), *state)
+        tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
+        new = {}
+        for row, sequence in running:
+            done, count = sequence.completion, counts[row]
+            new[done] = tokens[row, :count].tolist()
+            done.tokens += new[done]
+            done.logprobs += logprobs[row, :count].tolist()
+            done.calls += int(calls[row])
+            done.ended = done.tokens[-1] in self._stops
+            done.finished = done.ended or len(done.tokens) == sequence.limit
+        self._sweep()
+        return new
+
+    def _sweep(self) -> None:
+        """Forgets what has finished."""
+        self._rows = [None if s and s.completion.finished else s for s in self._rows]
+        for group in self._groups:
+            group.waiting = collections.deque(s for s in group.waiting if not s.completion.finished)
+        self._groups = collections.deque(group for group in self._groups if group.waiting)
+
+    def _admit(self) -> None:
+        free = [row for row, sequence in enumerate(self._rows) if sequence is None]
+        while free and self._groups:
+            new = self._groups[0].read
+            if new is None:
+                new = self._prefill(len(free))
+            pairs, count = np.zeros((len(self._rows), 2), np.int32), 0
+            while free and self._groups and self._groups[0].read is new:
+                group, row = self._groups[0], free.pop(0)
+                self._rows[row], pairs[count], count = group.waiting.popleft(), (group.row, row), count + 1
+                if not group.waiting:
+                    self._groups.popleft()
+            self._state = insert((new, pairs, np.array(count)), self._state)
+
+    def _prefill(self, free: int) -> State:
+        """Reads the first prompts, as many as fill the free rows and go into one call, padded to a few shapes."""
+        seq = bucket(len(self._groups[0].prompt))
+        chosen: list[_Group] = []
+        for group in itertools.islice(self._groups, AT_ONCE):
+            if sum(len(g.waiting) for g in chosen) >= free or bucket(len(group.prompt)) != seq:
+                break
+            chosen.append(group)
+        prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
+        read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype)
+        for row, group in enumerate(chosen):
+            group.read, group.row = read, row
+        return read
+
+    def _table(self) -> Rows:
+        rows = self._rows
+        column = lambda of, off: np.array([off if s is None else of(s) for s in rows], np.int32)
+        drawn = lambda s: len(s.completion.tokens)
+        some = next(s for s in rows if s)
+        return Rows(
+            positions=column(lambda s: s.prompt + drawn(s), -1),
+            drawn=column(drawn, 0),
+            left=column(lambda s: s.limit - drawn(s), 0),
+            keys=np.stack([(s or some).key for s in rows]),
+            settings=settings([s.sampler if s else Sampler() for s in rows]),
+        )
+
+
+def complete(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    samples: int = 1,
+    max_new_tokens: int,
+    sampler: Sampler = Sampler(),  # noqa: B008 (a value)
+    stops: Sequence[int] = (),
+    seed: int = 0,
+    slots: int = 64,
+    cache_dtype: DTypeLike | None = None,
+    draft: AbstractDraft | None = None,
+) -> list[list[Completion]]:
+    """`samples` completions of each prompt, in the prompts' order, decoded `slots` at a time.
+
+    Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else there is. Greedy ones
+    (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits; `draft` makes it faster where
+    what it proposes is likely (docs/generation.md).
+
+    Raises:
+        ValueError: as `Engine.submit`, naming the prompt.
+    """
+    if not prompts:
+        return []
+    for n, prompt in enumerate(prompts):
+        check(model, prompt, max_new_tokens, f"Prompt {n}")
+    engine = Engine(
+        model,
+        slots=min(slots, len(prompts) * samples),
+        max_tokens=bucket(max(map(len, prompts))) + max_new_tokens,
+        stops=stops,
+        cache_dtype=cache_dtype,
+        draft=draft,
+    )
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
+    completions = [
+        engine.submit(prompt, max_new_tokens=max_new_tokens, sampler=sampler, key=key, samples=samples)
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    while not engine.idle:
+        engine.step()
+    return completions
+
+
+def check(model: Any, prompt: Sequence[int], new: int, name: str = "The prompt") -> None:
+    """Raises ValueError for a prompt that the model cannot continue by `new` tokens."""
+    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    if new < 1:
+        raise ValueError(f"max_new_tokens={new} asks for nothing; it must be at least 1.")
+    if not len(prompt):
+        raise ValueError(f"{name} has no tokens; there is nothing to continue.")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab:
+            raise ValueError(
+                f"{name} has token {token}, but the model's vocabulary has {vocab}; is the tokenizer the model's?"
+            )
+    if len(prompt) + new > limit:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, which with max_new_tokens={new} exceeds the model's {limit} positions; "
+            "shorten one of them."
+        )
+
+
+def bucket(size: int, least: int = 16) -> int:
+    """The next power of two: what is padded to it compiles for few shapes."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], rows: int, seq: int
+) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, " rows"]]:
+    """The prompts, right-padded, and their lengths; prompts of one token fill the other rows."""
+    tokens, lengths = np.zeros((rows, seq), np.int32), np.ones(rows, np.int32)
+    for n, prompt in enumerate(prompts):
+        tokens[n, : len(prompt)], lengths[n] = prompt, len(prompt)
+    return tokens, lengths

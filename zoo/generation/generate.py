@@ -1,0 +1,184 @@
+"""Text from a model: all at once or as it comes, over the `Engine`, which knows only tokens."""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+from jax.typing import DTypeLike
+
+from zoo.generation.engine import Completion, Engine, bucket, check
+from zoo.generation.sampling import Sampler
+from zoo.generation.speculative import AbstractDraft
+from zoo.tokenizer import Messages, Tokenizer
+
+
+Prompt = str | Sequence[int] | Messages
+
+
+@overload
+def generate(model: Any, tokenizer: Tokenizer, prompts: Prompt, **options: Any) -> str: ...
+
+
+@overload
+def generate(model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], **options: Any) -> list[str]: ...
+
+
+def generate(  # pyright: ignore[reportInconsistentOverload] (the options are said once)
+    model: Any,
+    tokenizer: Tokenizer,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    slots: int = 64,
+    cache_dtype: DTypeLike | None = None,
+    draft: AbstractDraft | None = None,
+) -> str | list[str]:
+    """The continuation of each prompt, without the prompt and without what ended it; of one prompt alone, one text.
+
+    A prompt is a text; or messages, `[{"role": "user", "content": "Hello"}]`, which the tokenizer's chat template turns
+    into text and to which the assistant replies; or token ids.
+
+    A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
+    tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
+    transformers, generation_config.json's `repetition_penalty` holds unless another is given. The same `seed` gives the
+    same text. Up to `slots` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits, and a
+    `draft` proposes tokens for the model to check (docs/generation.md). If several processes hold parts of the model,
+    all call this, and all get the texts.
+
+    Raises:
+        ValueError: for a prompt without tokens, with tokens that the model does not have or one too long for its
+            positions, for messages without a template, or a draft of other tokens.
+    """
+    one = is_one(prompts)
+    ids = [encode(tokenizer, prompt) for prompt in ([prompts] if one else prompts)]
+    if not ids:
+        return []
+    for n, row in enumerate(ids):
+        check(model, row, max_new_tokens, f"Prompt {n}")
+    engine = Engine(
+        model,
+        slots=min(slots, len(ids)),
+        max_tokens=bucket(max(map(len, ids))) + max_new_tokens,
+        stops=tokenizer.eos,
+        cache_dtype=cache_dtype,
+        draft=draft,
+    )
+    repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
+    sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
+    key = jax.random.key(seed)
+    numbers: dict[Completion, int] = {}
+    for n, row in enumerate(ids):
+        own = jax.random.fold_in(key, n)
+        (completion,) = engine.submit(row, max_new_tokens=max_new_tokens, sampler=sampler, key=own)
+        numbers[completion] = n
+    texts = [""] * len(ids)
+    while not engine.idle:
+        for completion in engine.step():
+            n = numbers[completion]
+            if stop or completion.finished:
+                text = continuation(tokenizer, ids[n], completion)
+                at = first(text, stop)
+                texts[n] = text[:at]
+                if at is not None:
+                    engine.cancel(completion)
+    return texts[0] if one else texts
+
+
+def stream(
+    model: Any,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    special: bool = False,
+    cache_dtype: DTypeLike | None = None,
+    draft: AbstractDraft | None = None,
+) -> Iterator[str]:
+    """The same continuation as `generate`'s for one prompt, in pieces as they come; joined, they are its text.
+
+    A piece is held back while it may still turn into a stop string, or while its last character is incomplete.
+    With `special` the text has the special tokens too, all but the one that ends it.
+    """
+    ids = encode(tokenizer, prompt)
+    check(model, ids, max_new_tokens)
+    room = bucket(len(ids)) + max_new_tokens
+    engine = Engine(
+        model, slots=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype, draft=draft
+    )
+    repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
+    sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
+    key = jax.random.fold_in(jax.random.key(seed), 0)
+    (completion,) = engine.submit(ids, max_new_tokens=max_new_tokens, sampler=sampler, key=key)
+    decoder, text, shown = tokenizer.stream(ids, special=special), "", 0
+    while not engine.idle:
+        (new,) = engine.step().values()
+        ended = completion.ended
+        text += "".join(map(decoder.push, new[:-1] if ended else new))
+        if (at := first(text, stop)) is not None:
+            text, ended = text[:at], True
+        held = 0 if ended else begun(text, stop)
+        if len(text) - held > shown:
+            yield text[shown : len(text) - held]
+            shown = len(text) - held
+        if ended:
+            return
+    if shown < len(text):
+        yield text[shown:]
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether this is one prompt, and not a sequence of them: what it holds are characters, messages or numbers."""
+    item = None if isinstance(prompts, str | Mapping) else next(iter(prompts), ())
+    return item is None or isinstance(item, Mapping | int) or getattr(item, "ndim", None) == 0
+
+
+def encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+    """The token ids of a prompt: a text, messages that the assistant replies to, or ids themselves.
+
+    Raises:
+        ValueError: if it is none of these, or there is no chat template.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    try:
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return tokenizer.encode_prompt(prompt)
+        return [operator.index(id) for id in prompt]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{prompt!r:.80} is no prompt: give a text, a list of messages or token ids.") from error
+
+
+def first(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first of the stop strings starts."""
+    return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
+
+
+def begun(text: str, stop: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of a stop string."""
+    lengths = ((s, n) for s in stop for n in range(1, min(len(s), len(text) + 1)))
+    return max((n for s, n in lengths if text.endswith(s[:n])), default=0)
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], completion: Completion) -> str:
+    """The text that is added to the prompt: decoded with it, since a tokenizer may join tokens with a space."""
+    new = completion.tokens[:-1] if completion.ended else completion.tokens
+    return tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]

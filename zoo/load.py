@@ -1,0 +1,216 @@
+"""Loads and saves checkpoints: models, configs and tokenizers, by zoo name, Hub repository or folder."""
+
+import difflib
+import functools
+import json
+import os
+import pathlib
+import shutil
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+import convert.formats
+import convert.hub
+import convert.tensors
+import zoo.checkpoint
+import zoo.gather
+from zoo import registry
+from zoo.config import read as read_config
+from zoo.config import write as write_config
+from zoo.mesh import make_mesh
+from zoo.quantized import STORED
+from zoo.tokenizer import Tokenizer
+
+
+def names() -> list[str]:
+    """Every name that `load`, `config` and `tokenizer` know beside Hub repositories and folders.
+
+    The last ones, gpt3-*, have no published weights to load.
+    """
+    return [*registry.EMBEDDED, *registry.REPOSITORIES, *registry.TOKENIZERS]
+
+
+def load(
+    source: str | os.PathLike,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | str | None = None,
+    revision: str | None = None,
+    quantize: Literal["int8", "fp8", "nf4"] | None = None,
+    mtp: bool = False,
+    verify: bool = True,
+    check_values: bool = True,
+    mmap: bool = True,
+) -> Any:
+    """A model with the weights of a checkpoint: the family's `Model`, called as `model(tokens)`.
+
+    Args:
+        source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
+            HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors.
+        dtype: of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
+        mesh: places each weight on its devices by the family's PARTITION_RULES, reading only what they need; a mesh, or
+            its description for `zoo.make_mesh`, such as "fsdp=-1".
+        revision: branch, tag or commit of the repository.
+        quantize: stores the weights of the layers' linear maps in "int8" or "fp8", with a scale for each output, or in
+            "nf4", four bits with a scale for each 64 (`zoo.quantized`), tensor by tensor as they are read; the rest
+            keeps its dtype.
+        mtp: also load the module that predicts one more token (DeepSeek V3 and R1 have it).
+        verify: checks the files of a folder that `save` wrote by the hashes that it left beside them, before they are
+            read, at 1 to 2 GB/s a core; of several processes each checks its share. False leaves that out.
+        check_values: refuses, as it is read, a tensor with NaN or infinities in it, and a matrix of nothing but zeros
+            (biases and norms may be zeros). False takes them.
+        mmap: on a CPU, an array that needs neither cast nor stacking (the embedding, say) is the file itself, mapped
+            into memory, and read where it is touched. It outlives the file's removal and replacement, which is how
+            `save` writes; but whoever writes into the file changes it, and whoever cuts it short ends the process by
+            SIGBUS. False copies, and needs nothing of the file any more.
+
+    Raises:
+        OSError: if the checkpoint can't be had, with what to do about it.
+        ValueError: if it is damaged, or says or holds anything that the family does not implement, naming it; or if
+            weights of that name were never published.
+    """
+    if dtype is not None:
+        dtype = _float_dtype(dtype)
+    if quantize is not None and quantize not in STORED:
+        raise ValueError(f"quantize={quantize!r} is none of {', '.join(STORED)}.")
+    if isinstance(mesh, str):
+        mesh = make_mesh(mesh)
+    folder = folder_of(source, revision, weights=True)
+    family, parsed = family_and_config(folder)
+    tensors = convert.formats.opened(folder)
+    zoo.checkpoint.check_sizes(parsed, tensors)
+    if verify:
+        convert.tensors.verify_files(folder, slice(jax.process_index(), None, jax.process_count()))
+    skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
+    return zoo.checkpoint.fill(
+        skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap
+    )
+
+
+def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:
+    """Writes the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
+
+    model.safetensors.manifest.json beside them has the hash of each file of weights, by which `load` tells a file that
+    is damaged, or left there by another export. Other libraries do not look at it.
+
+    transformers and `load` read the result back bit-equal. Weights are plain floats in it, also if they were read from
+    a checkpoint that stores them in fewer bits. What the folder held before stays whole until the new weights are, and
+    is then replaced, never written over: a model that was loaded from it goes on as it was. Of a multimodal checkpoint
+    it is the text model that was loaded. `fp8` stores matrices in 8 bits, with a float32 scale for each block of 128 x
+    128, as DeepSeek V3 is published. Of a model that several processes hold, all call this, and process 0 writes.
+    """
+    family = registry.family_of(model)
+    tensors = zoo.checkpoint.export(model, family, fp8=fp8)
+    hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
+    if fp8:
+        hub["quantization_config"] = zoo.checkpoint.FP8
+    write = functools.partial(_write, pathlib.Path(folder), hub, model.config.source)
+    zoo.gather.write_once(model, tensors, write)
+
+
+def _write(
+    folder: pathlib.Path, hub: dict[str, Any], source: pathlib.Path | None, tensors: dict[str, convert.tensors.Lazy]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    convert.tensors.save_tensors(folder, tensors)
+    (folder / "config.json.tmp").write_text(json.dumps(hub, indent=2) + "\n")
+    os.replace(folder / "config.json.tmp", folder / "config.json")
+    if source and source.is_dir() and source.resolve() != folder.resolve():
+        for pattern in convert.hub.COMPANIONS:
+            for path in source.glob(pattern):
+                shutil.copy(path, folder / f"{path.name}.tmp")
+                os.replace(folder / f"{path.name}.tmp", folder / path.name)
+
+
+def config(source: str | os.PathLike, *, revision: str | None = None) -> Any:
+    """The `Config` of a model. For a zoo name it is at hand; otherwise config.json is read, or downloaded and read."""
+    if source in registry.CONFIGS:
+        return registry.CONFIGS[str(source)]
+    return family_and_config(folder_of(source, revision, weights=False))[1]
+
+
+def inspect(source: str, *, revision: str | None = None) -> Any:
+    """The `Config` of a checkpoint, whose tensors are known to be those that its config.json calls for.
+
+    Of a Hub repository, config.json and the headers of the safetensors are fetched, and nothing else. A folder without
+    weights passes, and so do zoo names, which were checked before.
+
+    Raises:
+        OSError, ValueError: as `load`.
+    """
+    if source in registry.CONFIGS:
+        return registry.CONFIGS[source]
+    folder = folder_of(source, revision, weights=False, companions=False)
+    family, parsed = family_and_config(folder)
+    if source not in registry.EMBEDDED and not pathlib.Path(source).expanduser().is_dir():
+        tensors = convert.tensors.remote_tensors(source, commit=folder.name)
+    elif any((folder / name).exists() for name in (convert.hub.WEIGHTS, convert.hub.INDEX)):
+        tensors = convert.tensors.open_tensors(folder)
+    else:
+        return parsed
+    tensors = convert.formats.unpack(tensors, convert.formats.quantization(folder))
+    zoo.checkpoint.check_headers(tensors, family, parsed)
+    return parsed
+
+
+def fingerprint(source: str | os.PathLike, *, revision: str | None = None) -> str:
+    """The SHA-256 of a checkpoint's weights as they are stored: of the names and the bytes of its safetensors.
+
+    Raises:
+        OSError, ValueError: as `load`, if they can't be had.
+    """
+    return convert.hub.weights_hash(folder_of(source, revision, weights=True))
+
+
+def tokenizer(source: str | os.PathLike, *, revision: str | None = None, **options: Any) -> Tokenizer:
+    """The tokenizer that a checkpoint carries, with its chat template and end tokens; for gpt3-*, one that fits.
+
+    The `options` are those of `Tokenizer`.
+    """
+    return Tokenizer(folder_of(source, revision, weights=False), **options)
+
+
+def folder_of(
+    source: str | os.PathLike, revision: str | None, *, weights: bool, companions: bool = True
+) -> pathlib.Path:
+    if source in registry.EMBEDDED:
+        return registry.EMBEDDED[str(source)]
+    name = str(source)
+    if weights and name in registry.TOKENIZERS:
+        family = registry.family_of(registry.CONFIGS[name]).name
+        raise ValueError(
+            f"The weights of {name} were never published: {family}.Model(zoo.config({name!r}), key=jax.random.key(0)) "
+            f"has random ones, and `python -m train.pretrain --model {name}` trains them."
+        )
+    repositories = registry.REPOSITORIES | registry.TOKENIZERS
+    if name not in repositories and "/" not in name and not pathlib.Path(name).is_dir():
+        close = difflib.get_close_matches(name.lower().replace("_", "-"), names())
+        meant = f"did you mean {', '.join(close)}? " if close else ""
+        raise ValueError(f"{name!r} is no zoo name, Hub repository or folder; {meant}zoo.names() lists the names.")
+    return convert.hub.folder(repositories.get(name, source), revision, weights=weights, companions=companions)
+
+
+def family_and_config(folder: pathlib.Path) -> tuple[Any, Any]:
+    hub = convert.hub.read_json(folder / "config.json")
+    kind = hub.get("model_type")
+    if kind not in registry.FAMILIES:
+        raise ValueError(
+            f"{folder / 'config.json'} has the model_type {kind!r}; implemented are {', '.join(registry.FAMILIES)}."
+        )
+    family = registry.FAMILIES[kind]
+    return family, read_config(family, hub, folder)
+
+
+def _float_dtype(dtype: Any) -> np.dtype:
+    try:
+        parsed = jnp.dtype(dtype)
+    except TypeError:
+        parsed = None
+    if parsed is None or not jnp.issubdtype(parsed, jnp.floating) or parsed.itemsize not in (2, 4):
+        raise ValueError(f"dtype={dtype!r} is none of float32, bfloat16 and float16.")
+    return parsed

@@ -1,0 +1,322 @@
+"""DeepSeek V2 and V2-Lite (arXiv:2405.04434).
+
+Multi-head latent attention caches one vector a token for all heads, far less than their keys and values. All layers but
+the first are mixtures of many small experts (arXiv:2401.06066) and a few shared ones, which get every token.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels.sums import spread
+from zoo.nn import moe
+from zoo.nn.cache import LatentKV
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.rope import InterleavedRotary, YarnScaling
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # has no say: every head has keys and values of its own
+    n_routed_experts: int
+    num_experts_per_tok: int
+    max_position_embeddings: int
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    n_shared_experts: int = 2
+    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 0
+    rope_theta: float = 10_000.0
+    rope_scaling: YarnScaling | None = None
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        each, rest = divmod(self.n_routed_experts, self.n_group)
+        enough = self.topk_group <= self.n_group and self.num_experts_per_tok <= self.topk_group * each
+        if self.topk_method == "group_limited_greedy" and (rest or not enough):
+            raise ValueError(
+                f"{self.num_experts_per_tok} of {self.n_routed_experts} experts cannot be chosen from topk_group "
+                f"{self.topk_group} of n_group {self.n_group} groups."
+            )
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
+
+    head_dim = property(lambda self: self.qk_nope_head_dim + self.qk_rope_head_dim)  # of queries and keys
+
+
+# fmt: off
+V2: dict[str, Any] = dict(
+    first_k_dense_replace=1, rope_scaling=YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
+)
+LITE: dict[str, Any] = V2 | dict(q_lora_rank=None)
+FULL: dict[str, Any] = V2 | dict(
+    topk_method="group_limited_greedy", n_group=8, topk_group=3, routed_scaling_factor=16.0
+)
+#                                   vocab  hidden    mlp expert  layers  heads   kv experts top  positions
+CONFIGS = {
+    "deepseek-v2-lite":      Config(102400,   2048, 10944,  1408,     27,    16,  16,    64,  6,    163840, **LITE),
+    "deepseek-v2-lite-chat": Config(102400,   2048, 10944,  1408,     27,    16,  16,    64,  6,    163840, **LITE),
+    "deepseek-v2":           Config(102400,   5120, 12288,  1536,     60,   128, 128,   160,  6,    163840, **FULL),
+    "deepseek-v2-chat":      Config(102400,   5120, 12288,  1536,     60,   128, 128,   160,  6,    163840, **FULL),
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): the keys and values of all heads are made of one
+    vector a token, `c_kv`. It is cached in their place, with a rotary key that the heads share."""
+
+    q_proj: AbstractLinear | None  # or the next three
+    q_a_proj: AbstractLinear | None
+    q_a_layernorm: RMSNorm | None
+    q_b_proj: AbstractLinear | None
+    kv_a_proj_with_mqa: AbstractLinear
+    kv_a_layernorm: RMSNorm
+    kv_b_proj: AbstractLinear
+    o_proj: AbstractLinear
+    rotary: InterleavedRotary = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q_a, q_b, kv_a, kv_b, o) = config, jax.random.split(key, 5)
+        heads, head_dim, yarn = c.num_attention_heads, c.head_dim, c.rope_scaling
+        self.config = c
+        self.rotary = InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn)
+        grown = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0
+        self.scale = head_dim**-0.5 * grown**2
+        rank, eps = c.q_lora_rank, 1e-6  # rms_norm_eps is not for latents
+        self.q_proj = None if rank else Linear(c.hidden_size, heads * head_dim, key=q_b)
+        self.q_a_proj = Linear(c.hidden_size, rank, key=q_a) if rank else None
+        self.q_a_layernorm = RMSNorm(rank, eps) if rank else None
+        self.q_b_proj = Linear(rank, heads * head_dim, key=q_b) if rank else None
+        self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, key=kv_a)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, eps)
+        self.kv_b_proj = Linear(c.kv_lora_rank, heads * (c.qk_nope_head_dim + c.v_head_dim), key=kv_b)
+        self.o_proj = Linear(heads * c.v_head_dim, c.hidden_size, key=o)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: LatentKV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
+        c = self.config
+        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
+        q = x
+        for step in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):
+            q = q if step is None else step(q)
+        q_nope, q_pe = heads(q)
+        c_kv, k_pe = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
+        c_kv, q_pe = self.kv_a_layernorm(c_kv), self.rotary(q_pe, positions)
+        k_pe = self.rotary(k_pe[:, :, None], positions)[:, :, 0]
+        if cache is not None:
+            cache, c_kv, k_pe = cache.update(c_kv, k_pe, positions)
+        if absorb := cache is not None and x.shape[1] == 1:
+            # kv_b_proj, W, moves to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For one
+            # token this is cheaper than making keys and values of all before it. The latents are those of one head.
+            w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+            w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
+            q_nope, k_nope, v = jnp.einsum("bshn,hnr->bshr", q_nope, w_k), c_kv[:, :, None], c_kv[:, :, None]
+        else:
+            k_nope, v = heads(self.kv_b_proj(c_kv))
+        k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
+        q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
+        y = kernels.attention(
+            q, k, v, scale=self.scale, q_positions=positions, kv_positions=positions if cache is None else None,
+            q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        y = jnp.einsum("bshr,hvr->bshv", y, w_v) if absorb else y
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class Router(eqx.Module):
+    """The logit of every expert, in float32. No `Linear`, so that what replaces linears leaves it alone."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
+
+
+class MLP(eqx.Module):  # one for all rows, or one for each expert, which takes the next `sizes` rows
+    gate_proj: AbstractLinear | AbstractExpertLinear
+    up_proj: AbstractLinear | AbstractExpertLinear
+    down_proj: AbstractLinear | AbstractExpertLinear
+
+    def __init__(self, linear: Callable[..., Any], hidden: int, width: int, *, key: PRNGKeyArray):
+        gate, up, down = jax.random.split(key, 3)
+        self.gate_proj = linear(hidden, width, key=gate)
+        self.up_proj = linear(hidden, width, key=up)
+        self.down_proj = linear(width, hidden, key=down)
+
+    def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x, *sizes)) * self.up_proj(x, *sizes), *sizes)
+
+
+class MoE(eqx.Module):
+    gate: Router
+    experts: MLP  # one for each
+    shared_experts: MLP  # all of them as one
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, experts, shared) = config, jax.random.split(key, 3)
+        each = lambda *sizes, key: ExpertLinear(c.n_routed_experts, *sizes, key=key)
+        self.config = c
+        self.gate = Router(c, key=gate)
+        self.experts = MLP(each, c.hidden_size, c.moe_intermediate_size, key=experts)
+        self.shared_experts = MLP(Linear, c.hidden_size, c.n_shared_experts * c.moe_intermediate_size, key=shared)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        c, logits = self.config, self.gate(x)
+        scores = probability = jax.nn.softmax(logits, axis=-1)
+        if c.topk_method == "group_limited_greedy":
+            by_group = scores.reshape(*x.shape[:2], c.n_group, -1)
+            best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # groups
+            kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
+            scores = jnp.where(kept[..., None], by_group, 0).reshape(scores.shape)
+        weights, chosen = moe.top_k(scores, c.num_experts_per_tok)
+        y = moe.mix(self.experts, x, chosen, (c.routed_scaling_factor * weights).astype(x.dtype))
+        return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP | MoE
+
+    def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
+        c, (attention, mlp) = config, jax.random.split(key)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, key=attention)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MoE(c, key=mlp) if kind == "moe" else MLP(Linear, c.hidden_size, c.intermediate_size, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: LatentKV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | moe.Routing | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + y
+        y = self.post_attention_layernorm(x)
+        y, routing = self.mlp(y, segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
+        return x + y, routing if cache is None else cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> LatentKV:
+        c = self.self_attn.config
+        return LatentKV.empty(layers, batch, slots, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        kinds = ["dense" if n < c.first_k_dense_replace else "moe" for n in range(c.num_hidden_layers)]
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, kinds[n], key=key), kinds, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.embed_tokens(tokens)
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.lm_head(x)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Without two sizes that transformers 5 writes, but does not read: they follow from others."""
+    return {key: value for key, value in hub.items() if key not in ("head_dim", "qk_head_dim")}
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("deepseek_v2",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "*.experts.*": P("expert", "tensor", "fsdp"),
+        "*.down_proj": P("fsdp", "tensor"),
+        "*.o_proj": P("fsdp", "tensor"),
+        "*_a_proj*": P(None, "fsdp"),
+        "*_proj": P("tensor", "fsdp"),
+        "*.gate.weight": P(),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={
+        "lm_head.*": "lm_head.{}",
+        "*.experts.*.weight": "model.{}.experts.{expert}.{}.weight",
+        "*": "model.{}",
+    },
+    implied={
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_act": OneOf(["silu", "swish"]),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "tie_word_embeddings": False,
+    },
+    standard_form=standard_form,
+)

@@ -1,0 +1,248 @@
+"""Gemma 2 (arXiv:2408.00118): Gemma, with a norm on both sides of attention and of the MLP, and a cap on its logits.
+
+Every other layer, from the first on, slides a window over the keys. Attention's logits and the model's go through
+cap * tanh(logits / cap), and the scale of the queries is a number of its own, not that of the head size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    query_pre_attn_scalar: int = 256
+    max_position_embeddings: int = 8192
+    sliding_window: int | None = 4096
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): in turn, beginning with sliding
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+
+    def __post_init__(self):
+        layers = range(self.num_hidden_layers)
+        kinds = self.layer_types or tuple("full_attention" if n % 2 else "sliding_attention" for n in layers)
+        object.__setattr__(self, "layer_types", kinds)
+        if len(kinds) != len(layers):
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+
+    def window(self, layer: int) -> int | None:
+        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+
+
+# fmt: off
+#                           vocab  hidden    mlp  layers  heads  kv  head  query
+CONFIGS = {
+    "gemma2-2b":     Config(256000,   2304,  9216,     26,     8,  4,  256,   256),
+    "gemma2-2b-it":  Config(256000,   2304,  9216,     26,     8,  4,  256,   256),
+    "gemma2-9b":     Config(256000,   3584, 14336,     42,    16,  8,  256,   256),
+    "gemma2-9b-it":  Config(256000,   3584, 14336,     42,    16,  8,  256,   256),
+    "gemma2-27b":    Config(256000,   4608, 36864,     46,    32, 16,  128,   144),
+    "gemma2-27b-it": Config(256000,   4608, 36864,     46,    32, 16,  128,   144),
+}
+# fmt: on
+
+
+class RMSNorm(eqx.Module):
+    """Root mean square norm (arXiv:1910.07467) as in Gemma: scaled by 1 + weight, in float32 to the end."""
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = jnp.zeros(dim), eps
+
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * jnp.broadcast_to(1 + self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    softcap: float | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
+        self.scale = c.query_pre_attn_scalar**-0.5
+        self.softcap = c.attn_logit_softcapping
+        self.window = c.window(layer)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q = self.rotary(heads(self.q_proj(x)), positions)
+        k = self.rotary(heads(self.k_proj(x)), positions)
+        v, kv_positions = heads(self.v_proj(x)), positions
+        if cache is not None:
+            cache, k, v, kv_positions = cache.update(k, v, positions)
+        y = kernels.attention(
+            q, k, v, scale=self.scale, softcap=self.softcap, mask=kernels.sliding(self.window),
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, up, down) = config, jax.random.split(key, 3)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, key=gate)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, key=up)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(jax.nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    mlp: MLP
+    post_feedforward_layernorm: RMSNorm
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, key=attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, key=mlp)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + self.post_attention_layernorm(y)
+        y = self.mlp(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(y), cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+        a = self.self_attn
+        heads = a.k_proj.shape[-2] // a.head_dim
+        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.embed_tokens(tokens)
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: in bfloat16 the root of 3584 is 59.75
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        logits = self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("gemma2",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.gate_proj": P("tensor", "fsdp"),
+        "layers.*.up_proj": P("tensor", "fsdp"),
+        "layers.*.down_proj": P("fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
+    redundant={"lm_head.weight": "model.embed_tokens.weight"},
+    implied={
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": OneOf([False, None]),
+    },
+)

@@ -1,0 +1,313 @@
+"""Gemma 3, the text models (arXiv:2503.19786): Gemma 2 with a norm over each head's queries and keys, and no caps.
+
+Five of six layers slide a window over the keys, and have a rotary base of their own. From 4B on, checkpoints hold a
+vision tower too: only their text model is read, and it is saved as a text model.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from zoo.config import text_config, typed
+from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, causal_keys
+from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractConfig):
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    query_pre_attn_scalar: int = 256
+    vocab_size: int = 262_208
+    max_position_embeddings: int = 131_072
+    sliding_window: int | None = 4096
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): each sixth full, others sliding
+    rope_theta: float = 1_000_000.0  # of full attention, as is rope_scaling
+    rope_scaling: RopeScaling | None = None
+    rope_local_base_freq: float = 10_000.0  # of sliding attention
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+
+    def __post_init__(self):
+        layers = range(self.num_hidden_layers)
+        kinds = self.layer_types or tuple("sliding_attention" if (n + 1) % 6 else "full_attention" for n in layers)
+        object.__setattr__(self, "layer_types", kinds)
+        if len(kinds) != len(layers):
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+
+    def window(self, layer: int) -> int | None:
+        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+
+
+# fmt: off
+TEXT: dict[str, Any] = dict(sliding_window=512)
+VISION: dict[str, Any] = dict(sliding_window=1024, rope_scaling=LinearScaling(8.0))
+#                          hidden    mlp  layers  heads  kv  head  query   vocab  positions
+CONFIGS = {
+    "gemma3-270m":    Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT),
+    "gemma3-270m-it": Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT),
+    "gemma3-1b":      Config( 1152,  6912,     26,     4,  1,  256,   256, 262144,  32768, **TEXT),
+    "gemma3-1b-it":   Config( 1152,  6912,     26,     4,  1,  256,   256, 262144,  32768, **TEXT),
+    "gemma3-4b":      Config( 2560, 10240,     34,     8,  4,  256,   256, 262208, 131072, **VISION),
+    "gemma3-4b-it":   Config( 2560, 10240,     34,     8,  4,  256,   256, 262208, 131072, **VISION),
+    "gemma3-12b":     Config( 3840, 15360,     48,    16,  8,  256,   256, 262208, 131072, **VISION),
+    "gemma3-12b-it":  Config( 3840, 15360,     48,    16,  8,  256,   256, 262208, 131072, **VISION),
+    "gemma3-27b":     Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION),
+    "gemma3-27b-it":  Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION),
+}
+# fmt: on
+
+
+class RMSNorm(eqx.Module):
+    """Root mean square norm (arXiv:1910.07467) as in Gemma: scaled by 1 + weight, in float32 to the end."""
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = jnp.zeros(dim), eps
+
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * jnp.broadcast_to(1 + self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        local = c.layer_types[layer] == "sliding_attention"
+        base, scaling = (c.rope_local_base_freq, None) if local else (c.rope_theta, c.rope_scaling)
+        self.rotary = Rotary(c.head_dim, base, scaling)
+        self.scale = c.query_pre_attn_scalar**-0.5
+        self.window = c.window(layer)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q = self.rotary(self.q_norm(heads(self.q_proj(x))), positions)
+        k = self.rotary(self.k_norm(heads(self.k_proj(x))), positions)
+        v, kv_positions = heads(self.v_proj(x)), positions
+        if cache is not None:
+            cache, k, v, kv_positions = cache.update(k, v, positions)
+        y = kernels.attention(
+            q, k, v, scale=self.scale, mask=kernels.sliding(self.window),
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, up, down) = config, jax.random.split(key, 3)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, key=gate)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, key=up)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(jax.nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    mlp: MLP
+    post_feedforward_layernorm: RMSNorm
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, key=attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, key=mlp)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + self.post_attention_layernorm(y)
+        y = self.mlp(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(y), cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+        a = self.self_attn
+        heads = a.k_proj.shape[-2] // a.head_dim
+        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.embed_tokens(tokens)
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: in bfloat16 the root of 5376 is 73.5
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+# What config.json may say beside its text_config: of images, or once more.
+BESIDE = {
+    "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "model_type",
+    "tie_word_embeddings", "vision_config",
+}  # fmt: skip
+
+
+def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as `Config` reads it: the text part alone, layers listed, and the two ropes side by side.
+
+    Raises:
+        ValueError: if the rope of sliding attention is scaled, or one is missing.
+    """
+    tied = hub.get("tie_word_embeddings", True)  # of a multimodal model, what is said beside its text_config
+    hub = text_config(hub, BESIDE) | dict(tie_word_embeddings=tied) if "text_config" in hub else dict(hub)
+    scaling = hub.get("rope_scaling") or {}
+    if ("rope_type" not in scaling and "type" in scaling) or (scaling and hub.get("rope_parameters")):
+        raise ValueError(f"rope_scaling={scaling!r} needs a rope_type, and no rope_parameters beside it.")
+    if "original_max_position_embeddings" in hub:
+        raise ValueError("original_max_position_embeddings belongs in the rope_scaling of full attention.")
+    every = hub.pop("sliding_window_pattern", None)
+    if every is not None and not (type(every) is int and every > 0):
+        raise ValueError(f"sliding_window_pattern={every!r} is no number of layers.")
+    if every and not hub.get("layer_types"):
+        layers = hub.get("num_hidden_layers")
+        layers = range(1, typed("num_hidden_layers", layers, int, f"num_hidden_layers={layers!r}") + 1)
+        hub["layer_types"] = ["sliding_attention" if n % every else "full_attention" for n in layers]
+    match hub.pop("rope_parameters", None):
+        case None:
+            pass
+        case {
+            "full_attention": {"rope_theta": theta, **scaling},
+            "sliding_attention": {"rope_theta": local, "rope_type": "default", **local_scaling},
+            **others,
+        } if not local_scaling and not others:
+            hub |= dict(rope_theta=theta, rope_scaling=scaling, rope_local_base_freq=local)
+        case parameters:
+            raise ValueError(
+                f"config.json says rope_parameters={parameters!r}; zoo.gemma3 needs a rope_theta for full_attention "
+                "and one for sliding_attention, whose rope it does not scale."
+            )
+    return hub
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("gemma3", "gemma3_text"),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.gate_proj": P("tensor", "fsdp"),
+        "layers.*.up_proj": P("tensor", "fsdp"),
+        "layers.*.down_proj": P("fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
+    aliases={  # with a vision tower: the first release's, and transformers 4.52's
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+    },
+    redundant={
+        "lm_head.weight": "model.embed_tokens.weight",
+        "vision_tower.*": None,
+        "multi_modal_projector.*": None,
+        "model.vision_tower.*": None,
+        "model.multi_modal_projector.*": None,
+    },
+    implied={
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    standard_form=standard_form,
+)

@@ -1,0 +1,261 @@
+"""GPT-3 (arXiv:2005.14165) and GPT-2 (Radford et al., 2019), which have one architecture.
+
+Learned positions, a LayerNorm ahead of attention and of the MLP, biases everywhere, GELU without a gate, the head tied
+to the embedding. Only GPT-2's weights were published, so config.json and tensors are as in GPT-2's checkpoints. The
+sizes called gpt3-* are those that MaxText trains from scratch. As there, attention is dense in every layer, while the
+paper's models alternate it with locally banded sparse attention. Dropout, which GPT-2 was trained with, is left out.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels.mesh import split_lookup
+from zoo.nn.cache import KV
+from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractConfig):
+    vocab_size: int = 50_257
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_positions: int = 1024
+    n_inner: int | None = None  # of the MLP; None: 4 * n_embd
+    layer_norm_epsilon: float = 1e-5
+
+    def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}.")
+
+    # As other families call them.
+    @property
+    def hidden_size(self) -> int:
+        return self.n_embd
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.n_inner or 4 * self.n_embd
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.n_layer
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.n_head
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.n_head
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.n_positions
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+
+
+# fmt: off
+#                         vocab  hidden  layers  heads  positions
+CONFIGS = {
+    "gpt2":        Config( 50257,    768,     12,    12,       1024),
+    "gpt2-medium": Config( 50257,   1024,     24,    16,       1024),
+    "gpt2-large":  Config( 50257,   1280,     36,    20,       1024),
+    "gpt2-xl":     Config( 50257,   1600,     48,    25,       1024),
+    "gpt3-52k":    Config(  1024,     16,      1,     2,       2048),
+    "gpt3-6b":     Config( 32768,   3072,     48,    12,      16384),
+    "gpt3-22b":    Config( 32768,   6144,     48,    24,      16384),
+    "gpt3-175b":   Config( 50304,  12288,     96,    96,      16384),
+}
+# fmt: on
+
+
+class LayerNorm(eqx.Module):
+    """Layer norm (arXiv:1607.06450) as in PyTorch: in float32 from end to end, then cast back."""
+
+    weight: Float[Array, " dim"]
+    bias: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, config: Config):
+        self.weight, self.bias = jnp.ones(config.n_embd), jnp.zeros(config.n_embd)
+        self.eps = config.layer_norm_epsilon
+
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y, weight, bias = (array.astype(jnp.float32) for array in (x, self.weight, self.bias))
+        y -= jnp.mean(y, axis=-1, keepdims=True)
+        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+
+
+class Attention(eqx.Module):
+    c_attn: AbstractLinear  # queries, keys and values, one after another
+    c_proj: AbstractLinear
+    n_head: int = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (attn, proj) = config, jax.random.split(key)
+        self.n_head = c.n_head
+        self.c_attn = Linear(c.n_embd, 3 * c.n_embd, bias=True, key=attn)
+        self.c_proj = Linear(c.n_embd, c.n_embd, bias=True, std=0.02 * (2 * c.n_layer) ** -0.5, key=proj)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], self.n_head, -1)
+        q, k, v = (heads(y) for y in jnp.split(self.c_attn(x), 3, axis=-1))
+        kv_positions = positions
+        if cache is not None:
+            cache, k, v, kv_positions = cache.update(k, v, positions)
+        y = kernels.attention(
+            q, k, v, scale=q.shape[-1] ** -0.5,
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.c_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    c_fc: AbstractLinear
+    c_proj: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (fc, proj) = config, jax.random.split(key)
+        self.c_fc = Linear(c.n_embd, c.intermediate_size, bias=True, key=fc)
+        self.c_proj = Linear(c.intermediate_size, c.n_embd, bias=True, std=0.02 * (2 * c.n_layer) ** -0.5, key=proj)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
+
+
+class Block(AbstractBlock):
+    ln_1: LayerNorm
+    attn: Attention
+    ln_2: LayerNorm
+    mlp: MLP
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.ln_1 = LayerNorm(config)
+        self.attn = Attention(config, key=attention)
+        self.ln_2 = LayerNorm(config)
+        self.mlp = MLP(config, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        y, cache = self.attn(self.ln_1(x), cache, positions, segments)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+        heads, embed = self.attn.n_head, self.attn.c_proj.shape[-1]
+        return KV.empty(layers, batch, slots, heads, embed // heads, dtype)
+
+
+class Model(AbstractModel):
+    wte: Embedding
+    wpe: Embedding
+    layers: Stack
+    ln_f: LayerNorm
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32; those that write to the residual stream are smaller in deeper models."""
+        c, (tokens, positions, layers) = config, jax.random.split(key, 3)
+        self.config = c
+        self.wte = Embedding(c.vocab_size, c.n_embd, key=tokens)
+        self.wpe = Embedding(c.n_positions, c.n_embd, key=positions)
+        self.layers = Stack(lambda n, *, key: Block(c, key=key), ["full"] * c.n_layer, key=layers)
+        self.ln_f = LayerNorm(c)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.wte(tokens)
+        if positions is None:
+            self._check(x.shape[1])
+        x += split_lookup(self.wpe.weight, jnp.arange(x.shape[1])[None] if positions is None else positions)
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.ln_f(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.wte.attend(x)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        """An empty cache for positions 0 to `slots` - 1, which must not be more than the model has."""
+        self._check(slots)
+        return self.layers.init_cache(batch, slots, dtype)
+
+    def _check(self, length: int) -> None:
+        """A position beyond the table would silently get the vector of the last one in it."""
+        if length > self.config.n_positions:
+            raise ValueError(f"{length} positions are asked for, but the model has learned {self.config.n_positions}.")
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("gpt2",),
+    partition_rules={
+        "w[tp]e": P("tensor", "fsdp"),
+        "layers.*.c_attn": P("tensor", "fsdp"),
+        "layers.*.c_fc": P("tensor", "fsdp"),
+        "layers.*.c_proj": P("fsdp", "tensor"),
+        "*ln_*": P(),
+    },
+    checkpoint_names={
+        "layers.*.c_*.weight": "transformer.h.{}.c_{}.weight^T",
+        "layers.*": "transformer.h.{}",
+        "*": "transformer.{}",
+    },
+    # OpenAI's repositories have no prefix.
+    aliases={f"{part}.": f"transformer.{part}." for part in ("wte", "wpe", "h", "ln_f")},
+    redundant={
+        "lm_head.weight": "transformer.wte.weight",
+        "transformer.h.*.attn.bias": None,  # the causal mask, and what it puts in place of a logit
+        "transformer.h.*.attn.masked_bias": None,
+    },
+    implied={
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": OneOf(["gelu_new", "gelu_pytorch_tanh"]),
+        "tie_word_embeddings": True,
+        "add_cross_attention": False,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": OneOf([False, True]),  # of how to round, where the softmax is not in float32 anyway
+    },
+)

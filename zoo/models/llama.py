@@ -1,0 +1,224 @@
+"""Llama 2 (arXiv:2307.09288), 3, 3.1, 3.2 and 3.3 (arXiv:2407.21783).
+
+The decoder that the others vary: pre-norm, rotary positions, grouped-query attention, SwiGLU, no biases in the released
+sizes. From 3.1 on the rotary frequencies are stretched to 131,072 positions; 3.2's small models tie their embeddings.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from zoo.nn.cache import KV
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.rope import Llama3Scaling, RopeScaling, Rotary
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 0  # 0, or null in the file: num_attention_heads
+    max_position_embeddings: int = 2048
+    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
+        object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or self.num_attention_heads)
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+
+
+# fmt: off
+LLAMA2: dict[str, Any] = dict(rms_norm_eps=1e-5)
+LLAMA3: dict[str, Any] = LLAMA2 | dict(rope_theta=500_000.0)
+LLAMA3_1: dict[str, Any] = LLAMA3 | dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+LLAMA3_2: dict[str, Any] = LLAMA3_1 | dict(rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_word_embeddings=True)
+#                                     vocab  hidden    mlp  layers  heads  kv  positions
+CONFIGS = {
+    "llama2-7b":               Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2),
+    "llama2-7b-chat":          Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2),
+    "llama2-13b":              Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2),
+    "llama2-13b-chat":         Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2),
+    "llama2-70b":              Config( 32000,   8192, 28672,     80,    64,  8,   4096, **LLAMA2),
+    "llama2-70b-chat":         Config( 32000,   8192, 28672,     80,    64,  8,   4096, **LLAMA2),
+    "llama3-8b":               Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
+    "llama3-8b-instruct":      Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
+    "llama3-70b":              Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
+    "llama3-70b-instruct":     Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
+    "llama3.1-8b":             Config(128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
+    "llama3.1-8b-instruct":    Config(128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
+    "llama3.1-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
+    "llama3.1-70b-instruct":   Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
+    "llama3.1-405b":           Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
+    "llama3.1-405b-instruct":  Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
+    "llama3.2-1b":             Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
+    "llama3.2-1b-instruct":    Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
+    "llama3.2-3b":             Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
+    "llama3.2-3b-instruct":    Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
+    "llama3.3-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),  # there is no base
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q = self.rotary(heads(self.q_proj(x)), positions)
+        k = self.rotary(heads(self.k_proj(x)), positions)
+        v, kv_positions = heads(self.v_proj(x)), positions
+        if cache is not None:
+            cache, k, v, kv_positions = cache.update(k, v, positions)
+        y = kernels.attention(
+            q, k, v, scale=self.head_dim**-0.5,
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, up, down) = config, jax.random.split(key, 3)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, key=gate)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, key=up)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, key=attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+        head_dim = self.self_attn.head_dim
+        return KV.empty(layers, batch, slots, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, key=key), ["full"] * c.num_hidden_layers, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.embed_tokens(tokens)
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("llama",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.gate_proj": P("tensor", "fsdp"),
+        "layers.*.up_proj": P("tensor", "fsdp"),
+        "layers.*.down_proj": P("fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
+    redundant={"model.layers.*.self_attn.rotary_emb.inv_freq": None, "lm_head.weight": "model.embed_tokens.weight"},
+    implied={
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_interleaved": False,
+        "hidden_act": OneOf(["silu", "swish"]),
+    },
+)

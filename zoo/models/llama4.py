@@ -1,0 +1,365 @@
+"""Llama 4 Scout and Maverick (Meta, 2025), their text model; what else is in the checkpoints sees images.
+
+Three of four layers have rotary positions and see only the chunk of 8,192 positions that a token is in. Every fourth
+has no positions, sees everything, and sharpens its queries as the context grows (arXiv:2501.19399). A mixture's router
+picks one expert, beside a shared one, and its score multiplies what the expert takes in, not what it puts out. Scout
+has a mixture in every layer, and norms its rotated queries and keys; Maverick has one in every second layer, no norms.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels.sums import pick, scaled
+from zoo.config import text_config
+from zoo.nn import moe
+from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf
+from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int = 202_048
+    hidden_size: int = 5120
+    intermediate_size: int = 8192  # of each expert, and of the shared one
+    intermediate_size_mlp: int = 16_384  # of layers without experts
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 40
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    num_local_experts: int = 16
+    max_position_embeddings: int = 131_072
+    interleave_moe_layer_step: int = 1
+    moe_layers: tuple[int, ...] | None = None  # None: each interleave_moe_layer_step-th
+    no_rope_layer_interval: int = 4
+    no_rope_layers: tuple[int, ...] = ()  # 0 for a layer without rotary positions; (): each no_rope_layer_interval-th
+    layer_types: tuple[str, ...] = ()  # (): "chunked_attention" with rotary positions, "full_attention" without
+    attention_chunk_size: int | None = 8192
+    num_experts_per_tok: int = 1
+    attn_temperature_tuning: bool = True
+    attn_scale: float = 0.1
+    floor_scale: int = 8192
+    use_qk_norm: bool = True
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+
+    def __post_init__(self):
+        layers, kinds = range(1, self.num_hidden_layers + 1), ("full_attention", "chunked_attention")
+        if self.moe_layers is None:
+            moe_layers = tuple(n - 1 for n in layers if n % self.interleave_moe_layer_step == 0)
+            object.__setattr__(self, "moe_layers", moe_layers)
+        rotary = self.no_rope_layers or tuple(int(n % self.no_rope_layer_interval > 0) for n in layers)
+        object.__setattr__(self, "no_rope_layers", rotary)
+        object.__setattr__(self, "layer_types", self.layer_types or tuple(kinds[bool(rotates)] for rotates in rotary))
+        if min(len(self.no_rope_layers), len(self.layer_types)) < len(layers):
+            raise ValueError(f"no_rope_layers or layer_types has fewer entries than the {len(layers)} layers.")
+        if unknown := set(self.layer_types) - set(kinds):
+            raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; zoo.llama4 has {' and '.join(kinds)}.")
+
+    def window(self, layer: int) -> int | None:
+        """How many positions, its own included, a token of this layer sees at most; None: all before it."""
+        return self.attention_chunk_size if self.layer_types[layer] == "chunked_attention" else None
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        chunk = min(self.window(layer) or seq, seq)
+        chunks, rest = divmod(seq, chunk)  # a token sees its chunk up to itself
+        keys = (chunks * chunk**2 + rest**2) / (2 * seq)
+        return self.num_attention_heads * 2 * self.head_dim * keys
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has a mixture of experts, or one MLP."""
+        return layer in (self.moe_layers or ())
+
+
+# fmt: off
+SCOUT: dict[str, Any] = dict(rope_scaling=Llama3Scaling(16.0, 1.0, 1.0, 8192))
+MAVERICK: dict[str, Any] = dict(interleave_moe_layer_step=2, use_qk_norm=False)
+#                                    vocab hidden expert    mlp layers heads kv head experts positions
+CONFIGS = {
+    "llama4-scout":             Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,    16, 10485760, **SCOUT),
+    "llama4-scout-instruct":    Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,    16, 10485760, **SCOUT),
+    "llama4-maverick":          Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,   128,  1048576, **MAVERICK),
+    "llama4-maverick-instruct": Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,   128,  1048576, **MAVERICK),
+}
+# fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Temperature:
+    """Longer queries the more there is to see, so that a softmax over a very long context stays sharp."""
+
+    scale: float
+    floor: int
+
+    def __call__(
+        self, q: Float[Array, "batch seq heads dim"], positions: Int[Array, "batch seq"] | None
+    ) -> Float[Array, "batch seq heads dim"]:
+        """`positions` None means 0, 1, 2, ... in every row."""
+        positions = jnp.arange(q.shape[1])[None] if positions is None else jnp.maximum(positions, 0)
+        factor = 1 + self.scale * jnp.log1p(((positions + 1) // self.floor).astype(jnp.float32))
+        return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
+
+
+def l2_norm(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
+    """`RMSNorm` without a weight."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    head_dim: int = eqx.field(static=True)
+    chunk: int | None = eqx.field(static=True)
+    rotary: InterleavedRotary | None = eqx.field(static=True)
+    norm_eps: float | None = eqx.field(static=True)  # None: queries and keys are not normed
+    temperature: Temperature | None = eqx.field(static=True)
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        rotates = bool(c.no_rope_layers[layer])
+        self.head_dim = c.head_dim
+        self.chunk = c.window(layer)
+        self.rotary = InterleavedRotary(c.head_dim, c.rope_theta, c.rope_scaling) if rotates else None
+        self.norm_eps = c.rms_norm_eps if rotates and c.use_qk_norm else None
+        tuned = c.attn_temperature_tuning and not rotates
+        self.temperature = Temperature(c.attn_scale, c.floor_scale) if tuned else None
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        q, k, v = (y(x).reshape(*x.shape[:2], -1, self.head_dim) for y in (self.q_proj, self.k_proj, self.v_proj))
+        kv_positions = positions
+        if self.rotary is not None:
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        if self.norm_eps is not None:
+            q, k = l2_norm(q, self.norm_eps), l2_norm(k, self.norm_eps)
+        if self.temperature is not None:
+            q = self.temperature(q, positions)
+        if cache is not None:
+            cache, k, v, kv_positions = cache.update(k, v, positions)
+        mask = kernels.Causal() if self.chunk is None else kernels.Causal() & kernels.Chunk(self.chunk)
+        y = kernels.attention(
+            q, k, v, scale=self.head_dim**-0.5, mask=mask,
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, embed: int, width: int, *, key: PRNGKeyArray):
+        gate, up, down = jax.random.split(key, 3)
+        self.gate_proj = Linear(embed, width, key=gate)
+        self.up_proj = Linear(embed, width, key=up)
+        self.down_proj = Linear(width, embed, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(eqx.Module):
+    """The logit of every expert. No `Linear`, so that what replaces linears leaves it alone."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        shape = (config.num_local_experts, config.hidden_size)
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
+
+
+class Experts(eqx.Module):
+    gate_up_proj: AbstractExpertLinear  # the gates first, then as many ups
+    down_proj: AbstractExpertLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate_up, down) = config, jax.random.split(key)
+        self.gate_up_proj = ExpertLinear(c.num_local_experts, c.hidden_size, 2 * c.intermediate_size, key=gate_up)
+        self.down_proj = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
+        gate, up = jnp.split(self.gate_up_proj(x, sizes), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up, sizes)
+
+
+class MoE(eqx.Module):
+    router: Router
+    experts: Experts
+    shared_expert: MLP
+    top_k: int = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        router, experts, shared = jax.random.split(key, 3)
+        self.router = Router(config, key=router)
+        self.experts = Experts(config, key=experts)
+        self.shared_expert = MLP(config.hidden_size, config.intermediate_size, key=shared)
+        self.top_k = config.num_experts_per_tok
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        logits = self.router(x)
+        scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+        _, chosen = moe.top_k(logits, self.top_k)
+        weights = pick(scores, chosen).astype(x.dtype)
+        y = self.shared_expert(x)
+        for i in range(self.top_k):  # the weight is the expert's input's, so each choice has rows of its own
+            choice = chosen[..., i : i + 1]
+            y = y + moe.mix(self.experts, scaled(x, weights[..., i : i + 1]), choice, jnp.ones_like(choice, x.dtype))
+        probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        return y, moe.Routing.of(logits, probability, chosen, segments)
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    feed_forward: MLP | MoE
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        c, (attention, feed_forward) = config, jax.random.split(key)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, layer, key=attention)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        if c.has_experts(layer):
+            self.feed_forward = MoE(c, key=feed_forward)
+        else:
+            self.feed_forward = MLP(c.hidden_size, c.intermediate_size_mlp, key=feed_forward)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | moe.Routing | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + y
+        y, feed_forward = self.post_attention_layernorm(x), self.feed_forward
+        y, routing = feed_forward(y, segments) if isinstance(feed_forward, MoE) else (feed_forward(y), None)
+        return x + y, routing if cache is None else cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+        a = self.self_attn
+        heads = a.k_proj.shape[-2] // a.head_dim
+        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.chunk)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        kinds = [(c.no_rope_layers[n], c.window(n), c.has_experts(n)) for n in range(c.num_hidden_layers)]
+        self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.embed_tokens(tokens)
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+# What config.json may say beside its text_config: of images, or without effect on the text.
+BESIDE = {
+    "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "model_type", "tie_word_embeddings",
+    "vision_config",
+}  # fmt: skip
+
+
+def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as `Config` reads it: the text part alone, and a key of Maverick's under transformers' name."""
+    hub = text_config(hub, BESIDE) if "text_config" in hub else dict(hub)
+    if "nope_layer_interval" in hub:
+        hub["no_rope_layer_interval"] = hub.pop("nope_layer_interval")
+    return hub
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("llama4", "llama4_text"),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.router.weight": P(),
+        "layers.*.experts.gate_up_proj": P("expert", "tensor", "fsdp"),
+        "layers.*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "layers.*.gate_proj": P("tensor", "fsdp"),
+        "layers.*.up_proj": P("tensor", "fsdp"),
+        "layers.*.down_proj": P("fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={
+        "lm_head.*": "lm_head.{}",
+        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",
+        "*": "model.{}",
+    },
+    # In checkpoints with a vision model.
+    aliases={"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
+    redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_model.*": None, "multi_modal_projector.*": None},
+    implied={
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "hidden_act": OneOf(["silu", "swish"]),
+        "for_llm_compressor": False,
+    },
+    standard_form=standard_form,
+)

@@ -1,0 +1,251 @@
+"""Mixtral 8x7B and 8x22B (arXiv:2401.04088): Mistral's decoder, whose MLP is a mixture of eight experts.
+
+A router sends each token to two of them. Their outputs are weighted by the softmax over all the router's logits,
+rescaled so that the two weights sum to one. The configuration allows a sliding window; no released model uses it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from zoo.nn import moe
+from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131_072
+    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self):
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+
+    def window(self, layer: int) -> int | None:
+        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        return self.sliding_window
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+
+
+# fmt: off
+#                                    vocab  hidden    mlp  layers  heads  kv  positions
+CONFIGS = {
+    "mixtral-8x7b":           Config(32000,   4096, 14336,     32,    32,  8,     32768),
+    "mixtral-8x7b-instruct":  Config(32000,   4096, 14336,     32,    32,  8,     32768),
+    "mixtral-8x22b":          Config(32000,   6144, 16384,     56,    48,  8,     65536),
+    "mixtral-8x22b-instruct": Config(32768,   6144, 16384,     56,    48,  8,     65536),
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
+        self.window = c.sliding_window
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, key=o)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q = self.rotary(heads(self.q_proj(x)), positions)
+        k = self.rotary(heads(self.k_proj(x)), positions)
+        v, kv_positions = heads(self.v_proj(x)), positions
+        if cache is not None:
+            cache, k, v, kv_positions = cache.update(k, v, positions)
+        y = kernels.attention(
+            q, k, v, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window),
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class Router(eqx.Module):
+    """The logit of every expert. No `Linear`, so that what replaces linears leaves it alone."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        shape = (config.num_local_experts, config.hidden_size)
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
+
+
+class Experts(eqx.Module):
+    w1: AbstractExpertLinear  # the gate
+    w2: AbstractExpertLinear  # down
+    w3: AbstractExpertLinear  # up
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, down, up) = config, jax.random.split(key, 3)
+        self.w1 = ExpertLinear(c.num_local_experts, c.hidden_size, c.intermediate_size, key=gate)
+        self.w2 = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=down)
+        self.w3 = ExpertLinear(c.num_local_experts, c.hidden_size, c.intermediate_size, key=up)
+
+    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
+        return self.w2(jax.nn.silu(self.w1(x, sizes)) * self.w3(x, sizes), sizes)
+
+
+class MoE(eqx.Module):
+    gate: Router
+    experts: Experts
+    top_k: int = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        gate, experts = jax.random.split(key)
+        self.gate = Router(config, key=gate)
+        self.experts = Experts(config, key=experts)
+        self.top_k = config.num_experts_per_tok
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        logits = self.gate(x)
+        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        weights, chosen = moe.top_k(probability, self.top_k)
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        y = moe.mix(self.experts, x, chosen, weights.astype(x.dtype))
+        return y, moe.Routing.of(logits, probability, chosen, segments)
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    block_sparse_moe: MoE
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        attention, experts = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, key=attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_sparse_moe = MoE(config, key=experts)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | moe.Routing]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + y
+        y, routing = self.block_sparse_moe(self.post_attention_layernorm(x), segments)
+        return x + y, routing if cache is None else cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+        a = self.self_attn
+        heads = a.k_proj.shape[-2] // a.head_dim
+        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, key=key), ["moe"] * c.num_hidden_layers, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.embed_tokens(tokens)
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("mixtral",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.gate.weight": P(),
+        "layers.*.experts.w[13]": P("expert", "tensor", "fsdp"),
+        "layers.*.experts.w2": P("expert", "fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={
+        "lm_head.*": "lm_head.{}",
+        "layers.*.experts.*.weight": "model.layers.{}.experts.{expert}.{}.weight",
+        "*": "model.{}",
+    },
+    implied={
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_act": OneOf(["silu", "swish"]),
+    },
+)

@@ -1,0 +1,236 @@
+"""Qwen3, the dense models (arXiv:2505.09388): Llama's decoder, with an RMSNorm over each head's queries and keys.
+
+The head size is 128 whatever the width, so that heads x head size is not the width in some of them. The configuration
+allows a sliding window on the layers from `max_window_layers` on, or on those that `layer_types` names; none of the
+released models uses it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.stack import AbstractBlock, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    max_position_embeddings: int = 32_768
+    max_window_layers: int = 28
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096  # without effect, and then None, unless use_sliding_window
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): as max_window_layers says
+
+    def __post_init__(self):
+        # What says the same in other words becomes equal, as in transformers.
+        layers, window = range(self.num_hidden_layers), self.sliding_window if self.use_sliding_window else None
+        slides = lambda n: window is not None and n >= self.max_window_layers
+        kinds = self.layer_types or tuple("sliding_attention" if slides(n) else "full_attention" for n in layers)
+        object.__setattr__(self, "sliding_window", window)
+        object.__setattr__(self, "layer_types", kinds)
+        if len(kinds) != len(layers):
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+
+    def window(self, layer: int) -> int | None:
+        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+
+
+# fmt: off
+QWEN: dict[str, Any] = dict(rope_theta=1_000_000.0)
+TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
+LONG: dict[str, Any] = TIED | dict(rope_theta=5_000_000.0)
+#                                      vocab  hidden    mlp  layers  heads  kv  head  positions  (no window)
+CONFIGS = {
+    "qwen3-0.6b":             Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED),
+    "qwen3-0.6b-base":        Config(151936,   1024,  3072,     28,    16,  8,  128,     32768,    28, **TIED),
+    "qwen3-1.7b":             Config(151936,   2048,  6144,     28,    16,  8,  128,     40960,    28, **TIED),
+    "qwen3-1.7b-base":        Config(151936,   2048,  6144,     28,    16,  8,  128,     32768,    28, **TIED),
+    "qwen3-4b":               Config(151936,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED),
+    "qwen3-4b-base":          Config(151936,   2560,  9728,     36,    32,  8,  128,     32768,    36, **TIED),
+    "qwen3-4b-instruct-2507": Config(151936,   2560,  9728,     36,    32,  8,  128,    262144,    36, **LONG),
+    "qwen3-4b-thinking-2507": Config(151936,   2560,  9728,     36,    32,  8,  128,    262144,    36, **LONG),
+    "qwen3-8b":               Config(151936,   4096, 12288,     36,    32,  8,  128,     40960,    36, **QWEN),
+    "qwen3-8b-base":          Config(151936,   4096, 12288,     36,    32,  8,  128,     32768,    36, **QWEN),
+    "qwen3-14b":              Config(151936,   5120, 17408,     40,    40,  8,  128,     40960,    40, **QWEN),
+    "qwen3-14b-base":         Config(151936,   5120, 17408,     40,    40,  8,  128,     32768,    40, **QWEN),
+    "qwen3-32b":              Config(151936,   5120, 25600,     64,    64,  8,  128,     40960,    64, **QWEN),
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
+        self.window = c.window(layer)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q = self.rotary(self.q_norm(heads(self.q_proj(x))), positions)
+        k = self.rotary(self.k_norm(heads(self.k_proj(x))), positions)
+        v, kv_positions = heads(self.v_proj(x)), positions
+        if cache is not None:
+            cache, k, v, kv_positions = cache.update(k, v, positions)
+        y = kernels.attention(
+            q, k, v, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window),
+            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, up, down) = config, jax.random.split(key, 3)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, key=gate)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, key=up)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(AbstractBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, key=attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: KV | WindowKV | None,
+        *,
+        positions: Int[Array, "batch seq"] | None,
+        segments: Int[Array, "batch seq"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+        a = self.self_attn
+        heads = a.k_proj.shape[-2] // a.head_dim
+        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        windows = [c.window(n) for n in range(c.num_hidden_layers)]
+        self.layers = Stack(lambda n, *, key: Block(c, n, key=key), windows, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        x = self.embed_tokens(tokens)
+        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        return self.norm(x), cache
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, slots, dtype)
+
+
+FAMILY = Family(
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("qwen3",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.gate_proj": P("tensor", "fsdp"),
+        "layers.*.up_proj": P("tensor", "fsdp"),
+        "layers.*.down_proj": P("fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
+    redundant={"lm_head.weight": "model.embed_tokens.weight"},
+    implied={
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": OneOf(["silu", "swish"]),
+    },
+)

@@ -1,0 +1,185 @@
+"""The contract of a family: what its `Config`, its `Model` and its `FAMILY` must have. Read after zoo/models/qwen3.py.
+
+Classes are abstract or final, as everywhere in Equinox: a family defines what is abstract here and overrides nothing
+else (https://docs.kidger.site/equinox/pattern/). So whoever handles any model, such as a training loop, needs to ask
+none of them what it has.
+"""
+
+import abc
+import dataclasses
+import inspect
+import pathlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import equinox as eqx
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from zoo.nn.stack import Stack
+
+
+class _Sizes(abc.ABC):
+    """What others read of a config. No dataclass, so these are no fields: a family has them as fields or properties."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractConfig(_Sizes):
+    """The architecture of a model and nothing else; fields are named as in the checkpoint's config.json.
+
+    `source` is the folder it was read from. `zoo.save` copies the tokenizer and the rest of config.json from there.
+    """
+
+    source: pathlib.Path | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @abc.abstractmethod
+    def attention_products(self, layer: int, seq: int) -> float:
+        """Multiplications, each with its addition, of one token in this layer's attention, weights aside.
+
+        That is the scores of the keys that it sees and the sum of their values, on average over a causal sequence of
+        `seq` tokens, of which a token counts itself as half (`causal_keys`). A recurrent layer says what its state
+        takes.
+        """
+
+
+class AbstractMixtureConfig(AbstractConfig):
+    """Of a model with experts."""
+
+    num_experts_per_tok: int
+
+
+def causal_keys(seq: int, window: int | None = None) -> float:
+    """How many keys a token sees on average in a sequence of `seq`, at most `window` of them; itself counts as half."""
+    window = min(window or seq, seq)
+    return window * (1 - window / (2 * seq))
+
+
+class AbstractModel(eqx.Module):
+    """A family's `Model`: `logits = model(tokens)`.
+
+    `layers` are the decoder's, and `config` is static.
+    """
+
+    config: eqx.AbstractVar[Any]
+    layers: eqx.AbstractVar[Stack]
+
+    @abc.abstractmethod
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Any = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        remat: Callable[[Callable], Callable] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """Features that `unembed` turns into logits, and the new cache.
+
+        Args:
+            tokens: ids.
+            cache: what earlier calls left, from `init_cache`. None: these tokens are all there is, and the second
+                result is what the layers report of them, such as a router's `zoo.nn.moe.Routing`.
+            positions: None means 0, 1, 2, ...; negative ones are padding, which a cache does not keep.
+            segments: numbers of the documents packed into a row, which do not see each other; 0 is padding, which no
+                report counts.
+            remat: wraps the body of the scan over layers, such as `jax.checkpoint`.
+        """
+
+    @abc.abstractmethod
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Logits of the token that follows each, of features from `hidden`."""
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+        """An empty cache for positions 0 to `slots` - 1 of each row."""
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token that follows each."""
+        return self.unembed(self.hidden(tokens)[0])
+
+    def decode(
+        self, tokens: Int[Array, "batch seq"], cache: Any, *, positions: Int[Array, "batch seq"]
+    ) -> tuple[Float[Array, "batch seq vocab"], Any]:
+        """Logits for tokens at these positions, given what `cache` (from `init_cache`) remembers; and the new cache."""
+        x, cache = self.hidden(tokens, cache, positions=positions)
+        return self.unembed(x), cache
+
+    def __hash__(self) -> int:
+        """As of every module, which has no hash while it holds arrays: so `jax.jit(model)` ends here.
+
+        Raises:
+            TypeError: saying how a model is compiled.
+        """
+        try:
+            return super().__hash__()
+        except TypeError as error:
+            raise TypeError(
+                "A model's arrays are arguments of a compiled function, not part of it, so jax.jit(model) can't be: "
+                "use equinox.filter_jit(model)(tokens), or jax.jit(lambda model, tokens: model(tokens))(model, tokens)."
+            ) from error
+
+
+class OneOf(tuple):
+    """Values of a config.json's key that a family treats alike. The first is written where the source says none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """All that loading, saving, placing and training need to know of a family's file; its `FAMILY`."""
+
+    Config: type[AbstractConfig]
+    Model: Callable[..., AbstractModel]
+    """`Model(config, key=key)` has random weights, in float32."""
+
+    configs: Mapping[str, AbstractConfig]
+    """Zoo name -> config."""
+
+    partition_rules: Mapping[str, P]
+    """Pattern of a module's path -> spec of its matrix: (out, in) of a Linear, (experts, out, in) of an ExpertLinear.
+    The first match wins, and the leading axis of a stack is no part of it."""
+
+    checkpoint_names: Mapping[str, str]
+    """Pattern of a parameter's path -> tensor's name, in which each `{}` is what the next `*` stands for: see
+    `zoo.checkpoint`."""
+
+    implied: Mapping[str, Any]
+    """Key of config.json -> the one value of it that the family implements, or `OneOf` several."""
+
+    model_types: tuple[str, ...]
+    """What config.json calls the family."""
+
+    redundant: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """Pattern of the name of a tensor that checkpoints may hold and the model does not need -> the tensor that it
+    repeats, if any. `{config.x}` is the config's x."""
+
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other beginnings of tensors' names -> those that `checkpoint_names` gives."""
+
+    fp8_blocks: Collection[str] = ()
+    """Patterns of the paths of parameters that releases store in blocks of 8 bits."""
+
+    standard_form: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Brings a parsed config.json, of which there may be several forms, into the one that `Config` and `implied` speak
+    of. Raises ValueError for what it can't."""
+
+    rebalance: Callable[..., Any] | None = None
+    """`rebalance(model, reports, rate)` moves the biases of the routers towards an even load; None: they have none."""
+
+    def __post_init__(self) -> None:
+        wanted = {name for kind in self.Config.__mro__ for name in inspect.get_annotations(kind)}
+        fields = {field.name for field in dataclasses.fields(self.Config)}
+        if lacking := sorted(name for name in wanted if name not in fields and not hasattr(self.Config, name)):
+            raise TypeError(f"{self.Config.__module__}.Config has no {', '.join(lacking)}, which a family needs.")
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return self.Config.__module__.rpartition(".")[2]

@@ -1,0 +1,189 @@
+"""Layers run one after another, most of them under one `lax.scan`, so that a deep model compiles like a shallow one."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from kernels import mesh
+from zoo.nn.cache import Cache
+from zoo.nn.pipeline import STAGE, pipeline
+
+
+LAYER_INPUT = "layer_input"  # of a period of the scan, for the policies of `jax.checkpoint`
+
+
+def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """`x` with its sequences, and the tokens of each, split over the devices of the mesh in scope (`jax.set_mesh`).
+
+    Specs of weights alone leave the batch's placement to the compiler, which then silently replicates it.
+    """
+    return jax.lax.with_sharding_constraint(x, mesh.tokens_spec(x.shape)) if mesh.free() else x
+
+
+def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """`x` as it is kept between layers: split over the devices that work on the same tokens, too.
+
+    Each would otherwise keep the same (sequence parallelism, arXiv:2205.05198). It sends no more than without: adding
+    up the last layer's parts and gathering the tokens for the next one make up what was one all-reduce. Where sequences
+    are split already, XLA would gather them whole to split them both ways.
+    """
+    if mesh.split(mesh.FEATURES) == 1 or mesh.split(mesh.SEQUENCE) > 1:
+        return split_tokens(x)
+    batch, _ = mesh.tokens_spec(x.shape)
+    return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.FEATURES)))
+
+
+class AbstractBlock(eqx.Module):
+    """One layer: `x, cache = block(x, cache, **shared)`, with the same `shared` (positions, ...) for every layer.
+
+    Without a cache the second result is what the layer has to report about these tokens, such as a router's choices.
+    """
+
+    @abc.abstractmethod
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: Cache | None, **shared: Any
+    ) -> tuple[Float[Array, "batch seq embed"], Any]: ...
+
+    @abc.abstractmethod
+    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> Cache:
+        """An empty cache for so many layers like this one."""
+
+
+class Stack(eqx.Module):
+    """A model's layers.
+
+    Layers of one kind have one structure. The kinds, after the first few, repeat with some period p: all the same
+    (p = 1), five local ones then a global one (p = 6), ... `period[j]` holds layers h + j, h + j + p, ... with their
+    arrays stacked along a new first axis, and the scan's body runs one whole period. So each kind keeps its own class,
+    its own static fields (a window, a rope base) and its own size of cache. `head` and `tail` are the odd layers at
+    either end.
+    """
+
+    head: tuple[AbstractBlock, ...]
+    period: tuple[AbstractBlock, ...]
+    tail: tuple[AbstractBlock, ...]
+    num_layers: int = eqx.field(static=True)
+
+    def __init__(self, make: Callable[..., AbstractBlock], kinds: Sequence[Any], *, key: PRNGKeyArray):
+        """`make(n, key=key)` builds layer n, which is of the kind `kinds[n]`."""
+        self.num_layers = len(kinds)
+        start, period, end = self.plan(kinds)
+        keys = jax.random.split(key, len(kinds))
+        self.head = tuple(make(n, key=keys[n]) for n in range(start))
+        self.period = tuple(
+            eqx.filter_vmap(lambda k, n=n: make(n, key=k))(keys[n:end:period]) for n in range(start, start + period)
+        )
+        self.tail = tuple(make(n, key=keys[n]) for n in range(end, len(kinds)))
+
+    @staticmethod
+    def plan(kinds: Sequence[Any]) -> tuple[int, int, int]:
+        """The first periodic layer, the period, and the end of the periodic part that compile the fewest blocks."""
+        n, numbers = len(kinds), {}
+        kind = np.array([numbers.setdefault(k, len(numbers)) for k in kinds])
+        best, period = (n, n, 0, n), 0  # how many blocks, then the first layer, the period, the end
+        while (period := period + 1) <= best[0]:  # so the time grows with n times the number of blocks
+            ends = np.arange(n, max(n - period, period - 1), -1)  # the tail is shorter than a period
+            breaks = np.append(-1, np.flatnonzero(kind[:-period] != kind[period:]))
+            after = (
+                breaks[np.searchsorted(breaks, ends - period) - 1] + 1
+            )  # where the last break before each end is over
+            starts = after + (ends - after) % period
+            blocks = starts + period + n - ends
+            i = np.lexsort((starts, blocks))[0]
+            best = min(best, (int(blocks[i]), int(starts[i]), period, int(ends[i])))
+        return best[1:]
+
+    @property
+    def repeats(self) -> int:
+        """How often the period runs."""
+        return (self.num_layers - len(self.head) - len(self.tail)) // len(self.period)
+
+    def layer_numbers(self, part: str, j: int) -> range:
+        """The numbers of the layers held by `head[j]`, `period[j]` or `tail[j]`."""
+        start, end = len(self.head), self.num_layers - len(self.tail)
+        return {
+            "head": range(j, j + 1),
+            "period": range(start + j, end, len(self.period)),
+            "tail": range(end + j, end + j + 1),
+        }[part]
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: Any = None,
+        *,
+        remat: Callable[[Callable], Callable] | None = None,
+        **shared: Any,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """Runs every layer; returns `x` and the new cache, or without one the layers' reports, in the same order.
+
+        `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body. Where the mesh in scope
+        has stages, each has its part of the periods, and the sequences go through them as `zoo.nn.pipeline` says.
+
+        Raises:
+            ValueError: for a cache where there are stages.
+        """
+        # Outside of a compiled function the scan would be traced and compiled again at every call.
+        run = Stack._run if isinstance(x, Tracer) else _compiled
+        return run(self, x, cache, remat, shared)
+
+    def _run(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: Any,
+        remat: Callable[[Callable], Callable] | None,
+        shared: dict[str, Any],
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        arrays, static = eqx.partition(self.period, eqx.is_array)
+        none = lambda blocks: (None,) * len(blocks)
+        staged = mesh.split(STAGE) > 1
+        between = split_tokens if staged else spread_tokens  # in stages, XLA for TPUs (libtpu 0.0.51) aborts over that
+        head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
+
+        def run(
+            blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[Cache | None], shared: dict[str, Any]
+        ) -> tuple[Array, tuple]:
+            x, new = checkpoint_name(between(x), LAYER_INPUT), []
+            for block, layer_cache in zip(blocks, caches, strict=True):
+                x, layer_cache = block(split_tokens(x), layer_cache, **shared)
+                new.append(layer_cache)
+            return between(x), tuple(new)
+
+        def periods(arrays: Any, x: Array, shared: dict[str, Any]) -> tuple[Array, Any]:
+            one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), shared)
+            return jax.lax.scan(remat(one) if remat else one, x, arrays)
+
+        # The caches ride in the carry, where XLA writes them in place; as scanned inputs and outputs they would be
+        # copied whole at every step.
+        def cached_period(carry: Any, slices: Any) -> tuple[Any, None]:
+            (x, caches), (layer, arrays) = carry, slices
+            caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
+            return run(eqx.combine(arrays, static), x, caches, shared), None
+
+        x, head = run(self.head, x, head, shared)
+        if cache is None:
+            x, period = pipeline(periods, arrays, x, shared) if staged else periods(arrays, x, shared)
+        elif staged:
+            raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
+        else:
+            (x, period), _ = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), arrays))
+        x, tail = run(self.tail, x, tail, shared)
+        return split_tokens(x), (head, period, tail)
+
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[tuple[Cache, ...], ...]:
+        """The cache of every layer: one for each entry of `head`, `period` and `tail`."""
+        parts = ((self.head, 1), (self.period, self.repeats), (self.tail, 1))
+        return tuple(tuple(block.init_cache(n, batch, slots, dtype) for block in blocks) for blocks, n in parts)
+
+
+_compiled = eqx.filter_jit(Stack._run)
