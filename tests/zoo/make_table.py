@@ -10,35 +10,20 @@ import numpy as np
 
 import zoo
 from tests.zoo import tiny
+from zoo.models import FAMILIES
 
 
 ROOT = pathlib.Path(__file__).parents[2]
-TITLES = {
-    "llama": "Llama 2, 3, 3.1, 3.2, 3.3",
-    "llama4": "Llama 4 (text)",
-    "mistral": "Mistral 7B",
-    "mixtral": "Mixtral",
-    "gemma": "Gemma 1",
-    "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3 (text)",
-    "qwen2": "Qwen2.5",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE, Qwen3-Coder",
-    "deepseek2": "DeepSeek V2",
-    "deepseek3": "DeepSeek V3, R1; Kimi K2",
-    "gpt_oss": "gpt-oss",
-    "gpt3": "GPT-2, GPT-3",
-}
 
 
 def rows(errors: dict[str, float]) -> list[str]:
     """One for each family; `errors` has the largest error of each."""
     out = ["| family | file | lines | names | largest error |", "|---|---|---|---|---|"]
-    for name, title in TITLES.items():
-        family = getattr(zoo, name)
-        lines = len(pathlib.Path(family.__file__).read_text().splitlines())
-        names = ", ".join(f"`{variant}`" for variant in family.CONFIGS)
-        out.append(f"| {title} | [zoo/{name}.py](zoo/{name}.py) | {lines} | {names} | {errors[name]:.1e} |")
+    for name, family in FAMILIES.items():
+        file = f"zoo/models/{name}.py"
+        lines = len((ROOT / file).read_text().splitlines())
+        names = ", ".join(f"`{variant}`" for variant in family.configs)
+        out.append(f"| {family.title} | [{file}]({file}) | {lines} | {names} | {errors[name]:.1e} |")
     return out
 
 

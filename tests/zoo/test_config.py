@@ -78,7 +78,7 @@ def test_rope(changes, scaling):
     config = read("llama-rope3", "rope_scaling", **dict(max_position_embeddings=64) | changes)
     assert config.rope_scaling == scaling
     assert (
-        read("llama-rope3", **write_config(config, zoo.llama, tiny.tensors("llama")["lm_head.weight"].dtype)) == config
+        read("llama-rope3", **write_config(config, zoo.llama.FAMILY, tiny.tensors("llama")["lm_head.weight"].dtype)) == config
     )
 
 
@@ -122,12 +122,12 @@ def test_a_plan_in_linear_time():
         ("deepseek3", dict(num_experts_per_tok=7, topk_group=1), "experts cannot be chosen from topk_group 1"),
         ("gemma3-pattern", dict(sliding_window_pattern="2"), "sliding_window_pattern='2' is no number"),
         ("gemma3-pattern", dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 needs more than 0, and less"),
-        ("gemma3", dict(query_pre_attn_scalar=True), "query_pre_attn_scalar=True; zoo.gemma3 needs int"),
+        ("gemma3", dict(query_pre_attn_scalar=True), "query_pre_attn_scalar=True; gemma3 needs int"),
         ("gemma3", dict(rope_scaling=dict(type="linear", factor=2.0)), "needs a rope_type"),
         ("gpt_oss", dict(rope_scaling="yarn"), "rope_scaling='yarn'; it needs an object"),
-        ("llama", dict(num_attention_heads=2**40), "num_attention_heads=1099511627776; zoo.llama needs more than 0"),
+        ("llama", dict(num_attention_heads=2**40), "num_attention_heads=1099511627776; llama needs more than 0"),
         ("llama", dict(max_position_embeddings="64"), "max_position_embeddings='64'"),
-        ("llama", dict(rope_interleaved=True), "rope_interleaved=True, but zoo.llama implements only False"),
+        ("llama", dict(rope_interleaved=True), "rope_interleaved=True, but llama implements only False"),
     ],
 )
 def test_refused(name, changes, words):

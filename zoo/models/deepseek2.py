@@ -286,6 +286,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    title="DeepSeek V2",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

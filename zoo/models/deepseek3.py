@@ -347,6 +347,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    title="DeepSeek V3, R1; Kimi K2",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -190,6 +190,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="Gemma 1",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -222,6 +222,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="Gemma 2",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -267,13 +267,14 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
             hub |= dict(rope_theta=theta, rope_scaling=scaling, rope_local_base_freq=local)
         case parameters:
             raise ValueError(
-                f"config.json says rope_parameters={parameters!r}; zoo.gemma3 needs a rope_theta for full_attention "
+                f"config.json says rope_parameters={parameters!r}; gemma3 needs a rope_theta for full_attention "
                 "and one for sliding_attention, whose rope it does not scale."
             )
     return hub
 
 
 FAMILY = Family(
+    title="Gemma 3 (text)",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

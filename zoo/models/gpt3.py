@@ -225,6 +225,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="GPT-2, GPT-3",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

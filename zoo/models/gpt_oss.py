@@ -268,6 +268,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    title="gpt-oss",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

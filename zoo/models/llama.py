@@ -199,6 +199,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="Llama 2, 3, 3.1, 3.2, 3.3",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

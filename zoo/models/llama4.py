@@ -68,7 +68,7 @@ class Config(AbstractMixtureConfig):
         if min(len(self.no_rope_layers), len(self.layer_types)) < len(layers):
             raise ValueError(f"no_rope_layers or layer_types has fewer entries than the {len(layers)} layers.")
         if unknown := set(self.layer_types) - set(kinds):
-            raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; zoo.llama4 has {' and '.join(kinds)}.")
+            raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; llama4 has {' and '.join(kinds)}.")
 
     def window(self, layer: int) -> int | None:
         """How many positions, its own included, a token of this layer sees at most; None: all before it."""
@@ -330,6 +330,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    title="Llama 4 (text)",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

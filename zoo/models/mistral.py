@@ -186,6 +186,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="Mistral 7B",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -224,6 +224,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="Mixtral",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

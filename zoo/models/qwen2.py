@@ -201,6 +201,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="Qwen2.5",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -212,6 +212,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(
+    title="Qwen3",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -272,6 +272,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    title="Qwen3-MoE, Qwen3-Coder",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -135,6 +135,9 @@ class OneOf(tuple):
 class Family:
     """All that loading, saving, placing and training need to know of a family's file; its `FAMILY`."""
 
+    title: str
+    """What its models are called, for tables."""
+
     Config: type[AbstractConfig]
     Model: Callable[..., AbstractModel]
     """`Model(config, key=key)` has random weights, in float32."""
