@@ -222,7 +222,7 @@ def wide(text, devices):
         num_key_value_heads=8, head_dim=32, max_position_embeddings=256, max_window_layers=8,
     )  # fmt: skip
     mesh = make_mesh(text, devices)
-    program = training(config, qwen3, mesh, batch=16, seq=256, remat="full", microbatches=1)
+    program = training(config, qwen3.FAMILY, mesh, batch=16, seq=256, remat="full", microbatches=1)
     with pytest.MonkeyPatch.context() as patch:
         as_users = {name: True for name in ["xla_cpu_use_fusion_emitters"] if name in hurry.FLAGS}
         compile = jax.stages.Lowered.compile

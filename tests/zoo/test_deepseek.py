@@ -107,7 +107,7 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
 def test_yarn(name, frequencies, scale):
     """Against what transformers makes of the released configurations."""
     config = zoo.config(name)
-    attention = abstract(zoo.registry.family_of(config).Attention, config)
+    attention = abstract(getattr(zoo, zoo.registry.family_of(config).name).Attention, config)
     ours, magnitude = attention.rotary.frequencies()
     assert ours.shape == (32,) and magnitude == 1
     assert all(math.isclose(ours[i], value, rel_tol=1e-6) for i, value in frequencies.items())
