@@ -162,7 +162,7 @@ def test_stale_rotary_buffers_are_known(tmp_path):
             ["short_factor and long_factor need 8 numbers"],
         ),
         (dict(rope_scaling=dict(rope_type="linear", factor=2.0, twist=1)), ["'linear' has no 'twist'"]),
-        (dict(model_type="rwkv"), ["model_type 'rwkv'", "implemented are llama, llama4"]),
+        (dict(model_type="rwkv"), ["model_type 'rwkv'", "implemented are deepseek_v2"]),
         (dict(num_hidden_layers=4), ["lacks 11 tensors", "model.layers.3."]),
         (dict(num_hidden_layers=10_000), ["10000 layers", "35 tensors"]),
         (dict(num_hidden_layers=2), ["has 11 tensors", "no place"]),

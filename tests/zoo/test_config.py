@@ -77,9 +77,8 @@ def test_windows_of_qwen3_moe():
 def test_rope(changes, scaling):
     config = read("llama-rope3", "rope_scaling", **dict(max_position_embeddings=64) | changes)
     assert config.rope_scaling == scaling
-    assert (
-        read("llama-rope3", **write_config(config, zoo.llama.FAMILY, tiny.tensors("llama")["lm_head.weight"].dtype)) == config
-    )
+    written = write_config(config, zoo.llama.FAMILY, tiny.tensors("llama")["lm_head.weight"].dtype)
+    assert read("llama-rope3", **written) == config
 
 
 def test_what_is_left_behind_is_named_in_one_line(tmp_path, load, folders, caplog):
