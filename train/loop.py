@@ -19,7 +19,6 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import rich
 import tyro
 from jax.sharding import Mesh
@@ -32,7 +31,7 @@ from train.checkpoint import Checkpoints
 from train.data.packing import Example
 from train.mesh import check_mesh, put_batch, without_stages
 from train.metrics import MetricsFile, Progress, flops_per_token
-from train.optim import adamw, make_schedule, rewarmed
+from train.optim import make_optimizer
 from train.options import Options, changes, telling
 from train.plot import plot_losses
 from train.state import abstract_state, init_state
@@ -85,16 +84,6 @@ def count(data: grain.IterDataset) -> int:
     """How many batches there are, found by making them all."""
     with rich.get_console().status("Counting the batches of all epochs (--steps skips this)"):
         return sum(1 for _ in data)
-
-
-def make_optimizer(
-    o: Options, updates: int = 1, rewarm: Mapping[str, Any] | None = None
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW and its learning rate, for a run that makes so many updates in a step; `rewarm` is for `rewarmed`."""
-    steps, warmup, decay = (updates * n for n in (o.steps, o.warmup, o.decay))
-    schedule = make_schedule(o.schedule, peak=o.lr, steps=steps, warmup=warmup, decay=decay)
-    schedule = rewarmed(schedule, **rewarm) if rewarm else schedule
-    return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
 
 
 def identity(o: Any, config: Any, family: Family, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""AdamW and its learning rate schedules: optax, put together for language models."""
+"""The optimizer of a run and its learning rate schedules: optax, put together for language models."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -8,8 +9,19 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from train.options import Options
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.surgery import path_name
+
+
+def make_optimizer(
+    o: Options, updates: int = 1, rewarm: Mapping[str, Any] | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW and its learning rate, for a run that makes so many updates in a step; `rewarm` is for `rewarmed`."""
+    steps, warmup, decay = (updates * n for n in (o.steps, o.warmup, o.decay))
+    schedule = make_schedule(o.schedule, peak=o.lr, steps=steps, warmup=warmup, decay=decay)
+    schedule = rewarmed(schedule, **rewarm) if rewarm else schedule
+    return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
 
 
 def make_schedule(

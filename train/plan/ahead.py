@@ -17,6 +17,7 @@ from kernels.mesh import BATCH, FEATURES
 from train import loop
 from train.finetune import Lora
 from train.mesh import token_sharding
+from train.optim import make_optimizer
 from train.options import Options
 from train.plan.hlo import Collective, activations, collectives
 from train.state import abstract_state
@@ -78,7 +79,7 @@ def training(
     quantize: Literal["none"] | Format = "none",
 ) -> Program:
     """The step of `train.loop`: AdamW in float32, computing in bfloat16; with a rank, of adapters alone."""
-    optimizer, schedule = loop.make_optimizer(Options(lr=1e-4, steps=1000, warmup=30, decay=200))
+    optimizer, schedule = make_optimizer(Options(lr=1e-4, steps=1000, warmup=30, decay=200))
     if adapters.rank:
         model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)
     else:
