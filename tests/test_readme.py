@@ -25,7 +25,9 @@ def test_table():
     assert sorted(FAMILIES) == sorted(tiny.MODULES)
     written = [line for line in section.splitlines() if line.startswith("| ")]
     rows = [row for row in make_table.rows(dict.fromkeys(FAMILIES, 0.0)) if row.startswith("| ")]
-    assert list(map(without_numbers, rows)) == list(map(without_numbers, written))
+    assert list(map(without_numbers, rows)) == list(map(without_numbers, written)), (
+        "python -m tests.zoo.make_table writes it"
+    )
     assert all(float(row.split("|")[-2]) < 1e-4 for row in written[1:])
 
 

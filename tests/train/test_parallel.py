@@ -18,33 +18,35 @@ from train.mesh import balanced, check_mesh, put_batch
 from train.step import REMAT, routings_of
 from zoo import surgery
 from zoo.mesh import make_mesh
+from zoo.models import FAMILIES
+from zoo.nn.model import AbstractMixtureConfig
 from zoo.registry import family_of
 
 
 ROWS, SEQ = 24, 32
 WIDTH = 72  # of the widest activations: keys of all heads in DeepSeek's
 
-# Two or three meshes have every axis of a family: weights and tokens are split, then layers, by how often they repeat,
-# and what replicas do.
 SPLIT, EXPERTS = "fsdp=2,context=2,tensor=2", "expert=2,context=2,tensor=2"
-TWICE, THRICE, COPIES = "stage=2,replica=2,fsdp=2", "stage=3,replica=2", "replica=2,fsdp=4"
-WEIGHTS = "fsdp=2,tensor=4"
-MESHES = {
-    "gemma": (SPLIT, THRICE), "gemma2": (SPLIT, TWICE), "gemma3-pattern": (SPLIT, TWICE), "gpt3": (SPLIT, THRICE),
-    "llama": (SPLIT, THRICE), "mistral": (SPLIT, THRICE), "qwen2": (SPLIT, THRICE), "qwen3": (SPLIT, THRICE),
-    "qwen3-window-tail": (SPLIT, TWICE),
-    "deepseek2": (WEIGHTS, EXPERTS, TWICE), "deepseek3": (EXPERTS, TWICE), "gpt_oss": (WEIGHTS, EXPERTS, TWICE),
-    "llama4-alternating": (WEIGHTS, EXPERTS, TWICE), "mixtral": (EXPERTS, THRICE, COPIES),
-    "qwen3_moe": (WEIGHTS, EXPERTS, THRICE),
-}  # fmt: skip
+STAGES = {2: "stage=2,replica=2,fsdp=2", 3: "stage=3,replica=2"}  # by how often the layers repeat
+WEIGHTS, COPIES = "fsdp=2,tensor=4", "replica=2,fsdp=4"
+
+
+def axes(family):
+    """Two meshes that have every axis for a family: weights and tokens are split, or experts, and then layers."""
+    return EXPERTS if issubclass(FAMILIES[family].Config, AbstractMixtureConfig) else SPLIT, "stage"
+
+
+FIRST = {family: next(iter(module.CONFIGS)) for family, module in tiny.MODULES.items()}
+MESHES = [(name, text) for family, name in FIRST.items() for text in axes(family)]
+# What is split in yet another way: a mixture's weights along fsdp, layers of two kinds, and what replicas do.
+MESHES += [
+    *((name, WEIGHTS) for name in ("deepseek2", "gpt_oss", "llama4-alternating", "qwen3_moe")),
+    ("mixtral", COPIES), ("qwen3-window-tail", SPLIT), ("qwen3-window-tail", "stage"),
+]  # fmt: skip
 # By default every axis, and every kind of layer that is split in a way of its own: dense ones, learnt positions,
 # latents, experts. The others are slow.
-FAST = [("llama", SPLIT), ("llama", THRICE), ("gpt3", SPLIT), ("deepseek2", WEIGHTS), ("qwen3_moe", EXPERTS)]
-CASES = [
-    pytest.param(name, text, marks=[] if (name, text) in FAST else pytest.mark.slow)
-    for name, texts in MESHES.items()
-    for text in texts
-]
+FAST = [("llama", SPLIT), ("llama", "stage"), ("gpt3", SPLIT), ("deepseek2", WEIGHTS), ("qwen3_moe", EXPERTS)]
+CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in MESHES]
 
 
 def make_batch():
@@ -61,11 +63,7 @@ def make_batch():
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: tiny.write(root / name, name) for name in MESHES}
-
-
-def test_every_family_is_here():
-    assert {tiny.FAMILIES[name] for name in MESHES} == tiny.MODULES.keys()
+    return {name: tiny.write(root / name, name) for name in dict(MESHES)}
 
 
 def load(folder):
@@ -106,8 +104,9 @@ def distance(a, b) -> float:
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_split_equals_whole(folders, name, text):
     (loss, (logits, reports)), gradients = alone(folders[name])
-    mesh = make_mesh(text, jax.devices()[: math.prod(int(n) for n in re.findall("[0-9]+", text))])
     model, batch = load(folders[name]), make_batch()
+    text = STAGES[model.layers.repeats] if text == "stage" else text
+    mesh = make_mesh(text, jax.devices()[: math.prod(int(n) for n in re.findall("[0-9]+", text))])
     family = family_of(model.config)
     check_mesh(mesh, model, family, batch=ROWS, seq_len=SEQ)
     with jax.set_mesh(mesh):

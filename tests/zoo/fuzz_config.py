@@ -25,13 +25,14 @@ import transformers
 
 import zoo
 from tests.zoo import make_golden, tiny
+from zoo import registry
 from zoo.config import says_nothing
 
 
 TOKENS = tiny.TOKENS[:1]
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 WORDS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "greedy", "group_limited_greedy", "softmax")
-TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "deepseek_v2", "deepseek_v3", "kimi_k2")
+TYPES = tuple(registry.FAMILIES)
 ROPES: list[Any] = [
     {}, {"rope_type": "default"}, {"rope_theta": 500.0}, {"rope_type": "linear"}, {"type": "linear", "factor": 2},
     {"rope_type": "linear", "factor": 2.0, "rope_theta": 500}, {"type": "dynamic", "factor": 2.0}, {"factor": 2.0},

@@ -12,12 +12,7 @@ from zoo import surgery
 TOKENS = jnp.asarray(tiny.TOKENS)
 POSITIONS = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
 SEGMENTS = jnp.ones_like(POSITIONS)
-# A checkpoint of each family: together they have layers with every kind of cache, in heads, periods and tails. What the
-# other checkpoints add shows in their logits: forms of config.json, ropes, norms, tied embeddings.
-STACKS = [
-    "deepseek2", "deepseek3", "gemma", "gemma2", "gemma3-pattern", "gpt3", "gpt_oss", "llama", "llama4-lists-new",
-    "mistral", "mixtral", "qwen2-window-max", "qwen3-window-head", "qwen3_moe-dense-new",
-]  # fmt: skip
+STACKS = [module.STACK for module in tiny.MODULES.values()]
 
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))
 init_cache = eqx.filter_jit(lambda model, batch, slots: model.init_cache(batch, slots, jnp.float32))

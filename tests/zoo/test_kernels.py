@@ -13,16 +13,11 @@ import pytest
 
 import kernels
 from tests.zoo import tiny
-from tests.zoo.programs import TOKENS, error
+from tests.zoo.programs import STACKS, TOKENS, error
 from zoo.quantized import quantize
 
 
 GOLDEN = tiny.golden()
-# One of each family, with all that its attention and its experts have: windows, chunks, sinks, softcaps, latents.
-MODELS = [
-    "deepseek2", "deepseek3", "gemma", "gemma2", "gemma3", "gpt3", "gpt_oss", "llama", "llama4", "mistral", "mixtral",
-    "qwen2-window-max", "qwen3-window-tail", "qwen3_moe",
-]  # fmt: skip
 OURS = ["reference", "xla", "triton", "tpu"]
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
@@ -45,7 +40,7 @@ def by(implementation, function, *args):
         return compiled(*args), calls
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", STACKS)
 def test_every_implementation_serves(load, name):
     """A decode may refuse heads of 8 features and latents of 24, which no released model has; nothing else."""
     calls = kernels.explain(prefill_and_decode, load(name), TOKENS)

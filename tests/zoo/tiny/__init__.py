@@ -1,8 +1,15 @@
 """Tiny random checkpoints in the Hub's layout, one for each feature of a family; the same bits on every machine.
 
-Each module here is a family: `CONFIGS`, its checkpoints by name, and `shapes(config)`, their tensors, written out and
-not taken from the code under test. Norms are not ones and logits are of size 10, because defaults hide errors;
-sequences are longer than every window, chunk and original context.
+Each module here is a family, and has
+- `CONFIGS`, its checkpoints by name. The first is also split over meshes, so its layers repeat twice or three times;
+- `STACK`, the one that stands for the family where one is enough: its layers have every kind of cache that the family
+  knows, and lie in a head, a period and a tail, if they can. What the others add shows in their logits;
+- `PARAMETERS`, how many numbers the released models have, as the Hub shows them (duplicate and stale tensors left out);
+  those of a name count for its instruct and chat twins too;
+- `shapes(config)`, the tensors of a checkpoint, written out and not taken from the code under test.
+
+Norms are not ones and logits are of size 10, because defaults hide errors; sequences are longer than every window,
+chunk and original context.
 """
 
 import importlib

@@ -26,6 +26,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_hidden_layers=5,
     ),
 }  # fmt: skip
+STACK = "deepseek2"
+PARAMETERS = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

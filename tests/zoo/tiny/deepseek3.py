@@ -31,6 +31,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         n_shared_experts=2, routed_scaling_factor=1.0,
     ),
 }  # fmt: skip
+STACK = "deepseek3"
+PARAMETERS = {
+    "deepseek-v3": 671_026_419_200, "deepseek-v3-0324": 671_026_419_200, "deepseek-v3.1": 671_026_419_200,
+    "deepseek-r1": 671_026_419_200, "kimi-k2": 1_026_408_232_448, "kimi-k2-0905": 1_026_408_232_448,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_bidirectional_attention=None,
     ),
 }  # fmt: skip
+STACK = "gemma"
+PARAMETERS = {"gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

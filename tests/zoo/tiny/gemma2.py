@@ -24,6 +24,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_bias=True,
     ),
 }  # fmt: skip
+STACK = "gemma2"
+PARAMETERS = {"gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma2-27b": 27_227_128_320}
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 

@@ -15,9 +15,9 @@ GEMMA3 = {k: v for k, v in COMMON.items() if k not in ("tie_word_embeddings", "h
 SCALING = dict(rope_type="linear", factor=8.0)
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gemma3": GEMMA3 | dict(num_hidden_layers=7, rope_local_base_freq=100, rope_scaling=None),
     "gemma3-pattern": GEMMA3
     | dict(num_hidden_layers=5, sliding_window_pattern=2, rope_scaling=SCALING, rope_local_base_freq=100),
+    "gemma3": GEMMA3 | dict(num_hidden_layers=7, rope_local_base_freq=100, rope_scaling=None),
     "gemma3-new": {k: v for k, v in GEMMA3.items() if k != "rope_theta"}
     | dict(
         rope_parameters=dict(
@@ -28,6 +28,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_hidden_layers=5, _sliding_window_pattern=6, tie_word_embeddings=False, rms_norm_eps=0.01,
         use_bidirectional_attention=False, attention_bias=True,
     ),
+}  # fmt: skip
+STACK = "gemma3-pattern"
+PARAMETERS = {  # without the vision tower
+    "gemma3-270m": 268_098_176, "gemma3-1b": 999_885_952, "gemma3-4b": 3_880_263_168, "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
 }  # fmt: skip
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 

@@ -17,6 +17,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt3": GPT2,
     "gpt3-inner": GPT2 | dict(n_inner=48, n_positions=48, layer_norm_epsilon=1e-3, reorder_and_upcast_attn=True),
 }
+STACK = "gpt3"
+PARAMETERS = {
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "gpt3-52k": 52_464, "gpt3-6b": 5_588_736_000, "gpt3-22b": 22_049_107_968, "gpt3-175b": 174_780_997_632,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

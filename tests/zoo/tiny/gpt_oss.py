@@ -27,6 +27,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         swiglu_alpha=1.5, swiglu_limit=1.25, tie_word_embeddings=True,
     ),
 }  # fmt: skip
+STACK = "gpt_oss"
+PARAMETERS = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -26,6 +26,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | dict(rope_scaling=LONG, original_max_position_embeddings=16),
     "llama-tied-biases": LLAMA | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
 }  # fmt: skip
+STACK = "llama"
+PARAMETERS = {
+    "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496, "llama3.1-405b": 405_853_388_800, "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824, "llama3.3-70b": 70_553_706_496,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

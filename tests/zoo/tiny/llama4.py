@@ -22,10 +22,10 @@ ROPE = dict(
 CHUNKED, FULL = "chunked_attention", "full_attention"
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama4": LLAMA4
-    | dict(num_hidden_layers=5, no_rope_layers=[], no_rope_layer_interval=2, rope_scaling=ROPE, num_local_experts=6),
     "llama4-alternating": LLAMA4
     | dict(num_hidden_layers=8, interleave_moe_layer_step=2, nope_layer_interval=4, use_qk_norm=False),
+    "llama4": LLAMA4
+    | dict(num_hidden_layers=5, no_rope_layers=[], no_rope_layer_interval=2, rope_scaling=ROPE, num_local_experts=6),
     "llama4-lists-new": {k: v for k, v in LLAMA4.items() if k != "rope_theta"}
     | dict(
         rope_parameters=ROPE | dict(rope_theta=10000.0), num_hidden_layers=6, no_rope_layers=[0, 1, 0, 1, 0, 1],
@@ -33,6 +33,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attn_temperature_tuning=False, attention_bias=True, tie_word_embeddings=True,
     ),
 }  # fmt: skip
+STACK = "llama4-lists-new"
+PARAMETERS = {"llama4-scout": 107_769_861_120, "llama4-maverick": 400_711_848_960}  # without the vision tower
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -19,6 +19,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rms_norm_eps=0.01,
     ),
 }  # fmt: skip
+STACK = "mistral"
+PARAMETERS = {
+    "mistral-7b-v0.1": 7_241_732_096, "mistral-7b-v0.2": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

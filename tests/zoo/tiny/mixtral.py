@@ -18,6 +18,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=6, tie_word_embeddings=True, router_jitter_noise=0.0,
     ),
 }  # fmt: skip
+STACK = "mixtral"
+PARAMETERS = {
+    "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112, "mixtral-8x22b-instruct": 140_630_071_296,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "full", "sliding", "full")],
     ),
 }  # fmt: skip
+STACK = "qwen2-window-max"
+PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -26,6 +26,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-window-max": QWEN3
     | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1, attention_bias=True),
 }
+STACK = "qwen3-window-head"
+PARAMETERS = {
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

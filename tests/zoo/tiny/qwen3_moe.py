@@ -25,6 +25,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         max_window_layers=3, attention_bias=True,
     ),
 }  # fmt: skip
+STACK = "qwen3_moe-dense-new"
+PARAMETERS = {
+    "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-coder-480b-a35b": 480_154_875_392, "qwen3-coder-480b-a35b-fp8": 480_154_875_392,
+}  # fmt: skip
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
