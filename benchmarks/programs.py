@@ -92,7 +92,7 @@ class Attention(Program):
             if c.documents:
                 ids = jnp.broadcast_to(jnp.arange(c.seq)[None] // (c.seq // c.documents), q.shape[:2])
             return kernels.attention(
-                q, k, v, scale=c.dim**-0.5, mask=self.mask(), q_segments=ids, kv_segments=ids,
+                q, k, v, kernels.Tokens(segments=ids), scale=c.dim**-0.5, mask=self.mask(),
                 softcap=c.softcap or None, sinks=sinks, implementation=name,
             )  # fmt: skip
 
@@ -118,7 +118,7 @@ class Decode(Program):
     def function(self, name: str | None) -> Callable[..., Any]:
         scale = self.case.dim**-0.5
         return lambda q, k, v, last: kernels.decode_attention(
-            q, k, v, scale=scale, q_positions=last, implementation=name
+            q, k, v, kernels.Tokens(last), scale=scale, implementation=name
         )
 
     def part(self, arguments: Arrays) -> Arrays:

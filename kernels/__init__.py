@@ -27,6 +27,7 @@ __all__ = [
     "Full",
     "Mask",
     "Spans",
+    "Tokens",
     "Window",
     "attention",
     "cross_entropy",
@@ -44,15 +45,11 @@ def attention(
     q: Float[Array, "batch seq heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
     v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    at: Tokens = Tokens(),  # noqa: B008 (a value)
+    kv: Tokens | None = None,
     *,
     scale: float,
     mask: Mask = Causal(),  # noqa: B008 (a value)
-    q_positions: Int[Array, "batch seq"] | None = None,
-    kv_positions: Int[Array, "batch kv_seq"] | None = None,
-    q_segments: Int[Array, "batch seq"] | None = None,
-    kv_segments: Int[Array, "batch kv_seq"] | None = None,
-    q_spans: Int[Array, "batch seq"] | None = None,
-    kv_spans: Int[Array, "batch kv_seq"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
@@ -62,10 +59,8 @@ def attention(
     Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees the keys that `mask` lets
     it see, such as `Causal() & Window(1024)`, and, where there are segments, only those of its own segment.
 
-    A token's position is its index, unless given: in packed documents positions may restart, and in a decode
-    `q_positions` say how far it has come. Positions count from 0; negative ones are padding's. Spans are ids of tokens
-    that see each other both ways, for masks with `Spans()`. A query that sees nothing yields zeros and gets zero
-    gradients.
+    `at` says where the queries' tokens stand, and `kv` the keys' (None: they are the same tokens): see `Tokens`. A
+    query that sees nothing yields zeros and gets zero gradients.
 
     `softcap` turns each logit x into `softcap * tanh(x / softcap)` (Gemma 2, arXiv:2408.00118). `sinks` are one more
     logit per head, which takes its share of the softmax and has no value (gpt-oss, arXiv:2508.10925).
@@ -89,16 +84,10 @@ def attention(
         ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
     """
     if q.shape[1] == 1 and implementation is None:
-        one = lambda ids: None if ids is None else ids[:, 0]
-        out = decode_attention(
-            q[:, 0], k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
-            q_positions=one(q_positions), q_segments=one(q_segments), q_spans=one(q_spans),
-            kv_positions=kv_positions, kv_segments=kv_segments, kv_spans=kv_spans,
-        )  # fmt: skip
-        return out[:, None]
+        kv, at = at if kv is None else kv, jax.tree.map(lambda ids: ids[:, 0], at)
+        return decode_attention(q[:, 0], k, v, at, kv, scale=scale, mask=mask, softcap=softcap, sinks=sinks)[:, None]
     _check(q, k, v)
-    q_tokens = _tokens(q.shape[1], q_positions, q_segments, q_spans)
-    kv_tokens = _tokens(k.shape[1], kv_positions, kv_segments, kv_spans)
+    q_tokens, kv_tokens = _tokens(at, q.shape[1]), _tokens(at if kv is None else kv, k.shape[1])
     mask = _complete(mask, q_tokens, kv_tokens)
     first = "reference" if max(q.shape[1], k.shape[1]) <= 128 else None
     attend = functools.partial(
@@ -111,23 +100,19 @@ def decode_attention(
     q: Float[Array, "batch heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
     v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    at: Tokens = Tokens(),  # noqa: B008 (a value)
+    kv: Tokens | None = None,
     *,
     scale: float,
     mask: Mask = Causal(),  # noqa: B008 (a value)
-    q_positions: Int[Array, " batch"] | None = None,
-    kv_positions: Int[Array, "batch kv_seq"] | None = None,
-    q_segments: Int[Array, " batch"] | None = None,
-    kv_segments: Int[Array, "batch kv_seq"] | None = None,
-    q_spans: Int[Array, " batch"] | None = None,
-    kv_spans: Int[Array, "batch kv_seq"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch heads v_dim"]:
     """`attention` of one query in each row of the batch, over a cache that every row has filled to a length of its own.
 
-    That length is `q_positions` + 1 where the mask is causal: later slots may hold anything. Arguments, masks and what
-    becomes of a NaN are `attention`'s.
+    That length is `at.positions` + 1 where the mask is causal: later slots may hold anything. The arrays of `at` are
+    [batch], and `kv` None means that a slot's index is its position. All else is as in `attention`.
 
     `implementation` is "reference" (every slot of the cache is read, and every derivative exists), "tpu" or "triton"
     (only blocks with a key that is seen are read; no derivatives). None chooses as `attention` does.
@@ -137,9 +122,8 @@ def decode_attention(
     """
     q = q[:, None]
     _check(q, k, v)
-    column = lambda ids: None if ids is None else ids[:, None]
-    q_tokens = _tokens(1, column(q_positions), column(q_segments), column(q_spans))
-    kv_tokens = _tokens(k.shape[1], kv_positions, kv_segments, kv_spans)
+    q_tokens = _tokens(jax.tree.map(lambda ids: ids[:, None], at), 1)
+    kv_tokens = _tokens(Tokens() if kv is None else kv, k.shape[1])
     mask = _complete(mask, q_tokens, kv_tokens)
 
     def attend(q: Array, *args: Any, **kwargs: Any) -> Array:
@@ -235,27 +219,25 @@ def _check(
         raise ValueError(f"The query heads ({q.shape[2]}) must be a multiple of the key/value heads ({k.shape[2]}).")
 
 
-def _tokens(
-    length: int,
-    positions: Int[Array, "batch length"] | None,
-    segments: Int[Array, "batch length"] | None,
-    spans: Int[Array, "batch length"] | None,
-) -> Tokens:
-    ids = (None if ids is None else ids.astype(jnp.int32) for ids in (segments, spans))
-    if positions is None:
+def _tokens(at: Tokens, length: int) -> Tokens:
+    """As masks take them: int32, and with positions."""
+    segments, spans = (None if ids is None else ids.astype(jnp.int32) for ids in (at.segments, at.spans))
+    if at.positions is None:
         indices: Any = np.arange(length, dtype=np.int32)[None]  # no array of JAX: so one can tell that nobody gave them
-        return Tokens(indices, *ids)
+        return Tokens(indices, segments, spans)
     # Below -1 the distance to a slot that was never written, at the greatest int32, would wrap around.
-    return Tokens(jnp.maximum(positions.astype(jnp.int32), -1), *ids)
+    return Tokens(jnp.maximum(at.positions.astype(jnp.int32), -1), segments, spans)
 
 
 def _complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:
     """The mask with that of the segments, if there are any."""
     for name, ids, of_keys in (("segments", q.segments, kv.segments), ("spans", q.spans, kv.spans)):
         if (ids is None) != (of_keys is None):
-            raise ValueError(f"{name.title()} of one side alone mean nothing: give q_{name} and kv_{name}, or neither.")
+            raise ValueError(
+                f"{name.title()} of one side alone mean nothing: both `at` and `kv` have them, or neither."
+            )
     if (q.spans is not None) != (Spans in mask):
         raise ValueError("Spans go with a mask that has Spans(), such as Causal() | Spans(): give both, or neither.")
     if q.segments is None and Segments in mask:
-        raise ValueError("The mask has Segments(), and there are none: give q_segments and kv_segments.")
+        raise ValueError("The mask has Segments(), and there are none: give Tokens(segments=...).")
     return mask if q.segments is None or Segments in mask else mask & Segments()

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, Int8
 from kernels import blocks, flash
 from kernels.device import device, elsewhere
 from kernels.flash import Formula
-from kernels.masks import FULL, PARTIAL, SKIP, Mask, Tokens, block_classes
+from kernels.masks import FULL, PARTIAL, SKIP, Mask, Tokens, block_classes, given
 from kernels.reference import LOWEST
 
 
@@ -65,7 +65,7 @@ def refusal(
     group, width = q.shape[2] // k.shape[2], -(-max(q.shape[3], v.shape[3]) // LANES) * LANES
     if group * width > MOST_FEATURES:
         return f"{group} query heads of {width} features share a key/value head, and VMEM has room for {MOST_FEATURES}"
-    rows = max(len(q_tokens.positions), len(kv_tokens.positions))
+    rows = max(len(given(q_tokens.positions)), len(given(kv_tokens.positions)))
     for kernel in ("forward", "dq", "dkv"):
         cut = Cut.of(kernel, q, k)
         if 4 * rows * cut.q_blocks * cut.kv_blocks > SMEM:

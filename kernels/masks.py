@@ -16,19 +16,26 @@ from jaxtyping import Array, Bool, Int, Int8
 
 
 class Tokens(NamedTuple):
-    """What a mask looks at: for each query, or for each key, its position, its segment and its span.
+    """Where tokens stand: a model hands this from its first layer to the kernels, which hand it to the masks.
 
-    The arrays are of one shape, or broadcast to one. None: there are no segments (or spans). Positions that nobody gave
-    are the tokens' indices, as an array of numpy.
+    The arrays are [batch, seq], or broadcast to that.
+
+    - `positions`: the order of a row's tokens, which masks compare, and slots of a cache. They count from 0, and may
+      restart in packed documents; negative ones are padding's. None: the tokens' indices.
+    - `segments`: numbers of the documents packed into a row, which do not see each other. None: one document a row.
+    - `spans`: ids of tokens that see each other both ways, for masks with `Spans()`. None: there are none.
+    - `rotary`: the coordinates by which rotary embeddings turn, [batch, seq, axes], where they are not the
+      positions, as for the patches of an image. Kernels do not look at them.
     """
 
-    positions: Int[Array, "..."]
+    positions: Int[Array, "..."] | None = None
     segments: Int[Array, "..."] | None = None
     spans: Int[Array, "..."] | None = None
+    rotary: Int[Array, "..."] | None = None
 
     @property
     def in_order(self) -> bool:
-        """Whether nobody gave positions: then they are known before anything runs."""
+        """Whether positions are the indices, and as an array of numpy: then they are known before anything runs."""
         return isinstance(self.positions, np.ndarray)
 
 
@@ -40,6 +47,7 @@ class Extent(NamedTuple):
 
 
 Bound = Bool[Array, "..."]
+Ids = Int[Array, "..."] | Int[np.ndarray, "..."]
 
 
 class Mask(abc.ABC):
@@ -72,7 +80,7 @@ class Full(Mask):
     """Every query sees every key, as in an encoder."""
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
-        return jnp.ones(jnp.broadcast_shapes(q.positions.shape, kv.positions.shape), bool)
+        return jnp.ones(jnp.broadcast_shapes(given(q.positions).shape, given(kv.positions).shape), bool)
 
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
         every = self.visible(q.least, kv.least)
@@ -84,7 +92,7 @@ class Causal(Mask):
     """A query sees the keys whose position is not after its own."""
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
-        return kv.positions <= q.positions
+        return given(kv.positions) <= given(q.positions)
 
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
         return self.visible(q.most, kv.least), self.visible(q.least, kv.most)
@@ -101,7 +109,7 @@ class Window(Mask):
             raise ValueError(f"Window({self.size}) hides every key: give 1 or more, or no window at all.")
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
-        return q.positions - kv.positions < self.size
+        return given(q.positions) - given(kv.positions) < self.size
 
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
         return self.visible(q.least, kv.most), self.visible(q.most, kv.least)
@@ -118,10 +126,10 @@ class Chunk(Mask):
             raise ValueError(f"Chunk({self.size}) hides every key: give 1 or more, or no chunks at all.")
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
-        return q.positions // self.size == kv.positions // self.size
+        return given(q.positions) // self.size == given(kv.positions) // self.size
 
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
-        chunk = lambda tokens: tokens.positions // self.size
+        chunk = lambda tokens: given(tokens.positions) // self.size
         return _overlap(chunk(q.least), chunk(q.most), chunk(kv.least), chunk(kv.most))
 
 
@@ -130,10 +138,10 @@ class Segments(Mask):
     """A query sees the keys of its own segment: documents packed into one sequence."""
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
-        return _given(q.segments) == _given(kv.segments)
+        return given(q.segments) == given(kv.segments)
 
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
-        return _overlap(*(_given(x.segments) for x in (q.least, q.most, kv.least, kv.most)))
+        return _overlap(*(given(x.segments) for x in (q.least, q.most, kv.least, kv.most)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +152,10 @@ class Spans(Mask):
     """
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
-        return (_given(q.spans) == _given(kv.spans)) & (_given(q.spans) >= 0)
+        return (given(q.spans) == given(kv.spans)) & (given(q.spans) >= 0)
 
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
-        q_least, q_most, kv_least, kv_most = (_given(x.spans) for x in (q.least, q.most, kv.least, kv.most))
+        q_least, q_most, kv_least, kv_most = (given(x.spans) for x in (q.least, q.most, kv.least, kv.most))
         some, every = _overlap(q_least, q_most, kv_least, kv_most)
         return some & (q_most >= 0) & (kv_most >= 0), every & (q_least >= 0)
 
@@ -206,7 +214,7 @@ def block_classes(
     """
     q_extent, kv_extent = _extent(q, q_block, axis=2), _extent(kv, kv_block, axis=1)
     some, every = mask.bounds(q_extent, kv_extent)
-    kv_seq, blocks = kv.positions.shape[1], some.shape[2]
+    kv_seq, blocks = given(kv.positions).shape[1], some.shape[2]
     whole = jnp.arange(1, blocks + 1) * kv_block <= kv_seq
     every = every & jnp.broadcast_to(whole[None, None, :], every.shape)
     return jnp.where(some, jnp.where(every, FULL, PARTIAL), SKIP).astype(jnp.int8)
@@ -244,6 +252,7 @@ def _overlap(q_least: Array, q_most: Array, kv_least: Array, kv_most: Array) -> 
     return (kv_least <= q_most) & (q_least <= kv_most), one_id & (q_least == kv_least)
 
 
-def _given(ids: Int[Array, "..."] | None) -> Int[Array, "..."]:
-    assert ids is not None, "kernels.attention refuses a mask of segments or spans without their ids"
+def given(ids: Ids | None) -> Any:
+    """Ids that are there, which `kernels.attention` sees to."""
+    assert ids is not None, "kernels.attention fills in positions, and refuses a mask of segments or spans without ids"
     return ids

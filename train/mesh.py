@@ -27,13 +27,12 @@ def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: i
     c, size = model.config, mesh.shape
     shares = math.prod(size[axis] for axis in BATCH)
     experts = [m.shape[-3] for _, m in modules(model, AbstractExpertLinear)]
-    stack = next(m for _, m in modules(model, Stack))
     names = "*".join(axis for axis in BATCH if size[axis] > 1) or "1"
     for number, divisor, what, how in (
         (batch, shares, "sequences of a step", names),
         (seq_len, 2 * size[SEQUENCE] if size[SEQUENCE] > 1 else 1, "tokens of a row", "2*context"),
         (c.num_attention_heads, size[FEATURES], "heads", FEATURES),
-        (stack.repeats, size[STAGE], "repeated groups of layers", STAGE),
+        (model.layers.repeats, size[STAGE], "repeated groups of layers", STAGE),
         *((n, size["expert"], "experts", "expert") for n in experts),
     ):
         if number % divisor:
@@ -43,6 +42,13 @@ def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: i
             )
     if size["expert"] > 1 and not experts:
         raise ValueError(f"expert={size['expert']} in the mesh, but {family.name} has no experts: use fsdp instead.")
+    for path, stack in modules(model, Stack):
+        for numbers, block in stack.blocks():
+            if block.ordered and size[SEQUENCE] > 1:
+                raise ValueError(
+                    f"{SEQUENCE}={size[SEQUENCE]} in the mesh, but layer {numbers[0]} of {family.name} ({path}, a "
+                    f"{type(block).__name__}) needs the tokens of a row in order: use fsdp or tensor instead."
+                )
     shardings(model, family.partition_rules, mesh)
 
 

@@ -103,12 +103,16 @@ def run(implementation, q, k, v, d_out, *, sinks=None, **options):
 def _run(implementation, static, q, k, v, d_out, sinks, tokens):
     def attention(arguments):
         *qkv, sinks = arguments
-        return kernels.attention(
-            *qkv, scale=SCALE, sinks=sinks, **dict(static), **tokens, implementation=implementation
-        )
+        at, kv = (stands(tokens, side) for side in ("q", "kv"))
+        return kernels.attention(*qkv, at, kv, scale=SCALE, sinks=sinks, **dict(static), implementation=implementation)
 
     out, gradient = jax.vjp(attention, (q, k, v, sinks))
     return out, [g for g in gradient(d_out)[0] if g is not None]
+
+
+def stands(tokens, side):
+    """Of arrays such as q_positions and kv_segments, those of one side."""
+    return Tokens(*(tokens.get(f"{side}_{ids}") for ids in ("positions", "segments", "spans")))
 
 
 def errors(actual, expected):

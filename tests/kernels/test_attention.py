@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-from kernels import Causal, Chunk, Full, Spans, sliding
+from kernels import Causal, Chunk, Full, Spans, Tokens, sliding
 from kernels.masks import Segments
 from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run, tokens
 
@@ -167,8 +167,8 @@ def test_contradictions_are_refused():
         attention(q, k, v.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"query heads \(4\) must be a multiple of the key/value heads \(3\)"):
         attention(q, k[:, :, [0, 1, 1]], v[:, :, [0, 1, 1]])
-    with pytest.raises(ValueError, match="give q_segments and kv_segments, or neither"):
-        attention(q, k, v, q_segments=jnp.zeros((2, 4), jnp.int32))
+    with pytest.raises(ValueError, match="Segments of one side alone"):
+        attention(q, k, v, Tokens(segments=jnp.zeros((2, 4), jnp.int32)), Tokens())
     with pytest.raises(ValueError, match=r"Window\(0\) hides every key"):
         sliding(0)
     with pytest.raises(ValueError, match=r"Spans go with a mask that has Spans\(\)"):

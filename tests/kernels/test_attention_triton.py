@@ -54,8 +54,9 @@ def test_blocks_are_met_if_seen_and_first_those_seen_in_full(mask: Mask, full, m
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "softcap", "implementation"), compiler_options=QUICK)
-def decode(q, k, v, *, implementation="triton", **options):
-    return kernels.decode_attention(q, k, v, scale=SCALE, implementation=implementation, **options)
+def decode(q, k, v, *, q_positions=None, implementation="triton", **options):
+    at = Tokens(q_positions)
+    return kernels.decode_attention(q, k, v, at, scale=SCALE, implementation=implementation, **options)
 
 
 def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):

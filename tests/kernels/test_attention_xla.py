@@ -23,9 +23,9 @@ def test_memory_is_linear_in_the_sequence():
         ids = [jax.ShapeDtypeStruct((1, seq), jnp.int32)] * 4
 
         def loss(q, k, v, *ids):
-            where = dict(zip(("q_positions", "kv_positions", "q_segments", "kv_segments"), ids, strict=True))
+            at, kv = Tokens(ids[0], ids[2]), Tokens(ids[1], ids[3])
             return kernels.attention(
-                q, k, v, scale=SCALE, mask=sliding(99), implementation=implementation, **where
+                q, k, v, at, kv, scale=SCALE, mask=sliding(99), implementation=implementation
             ).sum()
 
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*x, *ids).compile(QUICK).memory_analysis().temp_size_in_bytes
@@ -43,9 +43,8 @@ def test_inside_a_sharded_scanned_rematerialised_model():
 
     def loss(q, k, v, segments, implementation):
         def layer(x, scale):
-            x = kernels.attention(
-                x, k * scale, v, scale=SCALE, q_segments=segments, kv_segments=segments, implementation=implementation
-            )
+            at = Tokens(segments=segments)
+            x = kernels.attention(x, k * scale, v, at, scale=SCALE, implementation=implementation)
             return x, None
 
         return jnp.square(jax.lax.scan(jax.checkpoint(layer), q, jnp.array([1.0, 2.0]))[0]).sum()

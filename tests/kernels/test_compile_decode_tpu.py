@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import Causal, decode_attention, decode_attention_tpu, sliding
+from kernels import Causal, Tokens, decode_attention, decode_attention_tpu, sliding
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
 def case(batch, heads, kv_heads, slots, dim, mask, v_dim=None, sinks=False):
     def function(q, k, v, positions, sinks):
         options = dict(scale=dim**-0.5, mask=mask, sinks=sinks, implementation="tpu")
-        return decode_attention(q, k, v, q_positions=positions, **options)
+        return decode_attention(q, k, v, Tokens(positions), **options)
 
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
     cache = lambda dim: shape(batch, slots, kv_heads, dim)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from kernels import Causal, Mask, Spans, sliding
+from kernels import Causal, Mask, Spans, Tokens, sliding
 from tests.kernels.gpu import Case, complaints, needs_compiler
 
 
@@ -43,9 +43,8 @@ def attention(
 
     def forward(q, k, v, sinks, positions, segments):
         more = dict(scale=dim**-0.5, mask=mask, softcap=softcap, implementation="triton")
-        more |= dict(q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments)
-        more |= dict(q_spans=segments, kv_spans=segments) if images else {}
-        return kernels.attention(q, k, v, sinks=sinks, **more)
+        at = Tokens(positions, segments, segments if images else None)
+        return kernels.attention(q, k, v, at, sinks=sinks, **more)
 
     def both(d_out, q, k, v, sinks, *ids):
         return jax.vjp(lambda *inputs: forward(*inputs, *ids), q, k, v, sinks)[1](d_out)
@@ -68,7 +67,7 @@ def decode(
 
     def function(q, k, v, positions, sinks):
         more = dict(scale=dim**-0.5, mask=mask, implementation="triton")
-        return kernels.decode_attention(q, k, v, q_positions=positions, sinks=sinks, **more)
+        return kernels.decode_attention(q, k, v, Tokens(positions), sinks=sinks, **more)
 
     cache, positions = array(batch, kv_seq, kv_heads, dim), array(batch, dtype=jnp.int32)
     sinks = array(heads, dtype=jnp.float32) if sinks else None

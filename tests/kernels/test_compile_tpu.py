@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import Causal, attention, sliding
+from kernels import Causal, Tokens, attention, sliding
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
@@ -27,11 +27,11 @@ def case(
     options = dict(scale=dim**-0.5, mask=mask or Causal(), softcap=softcap, implementation="tpu")
 
     def function(q, k, v, sinks, positions, segments, d_out):
-        ids = dict(q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments)
+        at = Tokens(positions, segments)
 
         def by_head(q, k, v, sinks):
             q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-            return attention(q, k, v, sinks=sinks, **ids, **options).swapaxes(1, 2)
+            return attention(q, k, v, at, sinks=sinks, **options).swapaxes(1, 2)
 
         out, gradient = jax.vjp(by_head, q, k, v, sinks)
         return (out, gradient(d_out)) if backward else out

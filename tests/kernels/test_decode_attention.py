@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kernels
-from kernels import Causal, Chunk, sliding
+from kernels import Causal, Chunk, Tokens, sliding
 from tests.kernels.oracle import QUICK, SCALE, arrays, oracle
 
 
@@ -38,8 +38,8 @@ def test_decode_of_a_ragged_cache(case, implementation):
     k[later], v[later] = np.nan, np.inf
     decode = functools.partial(kernels.decode_attention, scale=SCALE, implementation=implementation, **options)
     decode = jax.jit(decode, compiler_options=QUICK)
-    out = decode(q[:, 0], k, v, q_positions=positions[:, 0])
+    out = decode(q[:, 0], k, v, Tokens(positions[:, 0]))
     assert np.linalg.norm(out - expected[:, 0]) < 1e-5 * np.linalg.norm(expected)
     v[1, 67] = np.nan  # which is seen now
-    out = np.asarray(decode(q[:, 0], k, v, q_positions=positions[:, 0]))
+    out = np.asarray(decode(q[:, 0], k, v, Tokens(positions[:, 0])))
     assert np.isnan(out[1]).all() and np.isfinite(out[0]).all()

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
-from train import loop, plan
+from train import loop
 from train.finetune import Lora
+from train.plan import __main__ as plan
 from train.plan import ahead, hlo, planner
 from train.plan.ahead import Program, TooLarge, compile_ahead, training
 from train.plan.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
@@ -517,7 +518,7 @@ def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):
 
 def run(*options):
     """What the command prints, in a process of its own: libtpu can't leave one."""
-    root = pathlib.Path(plan.__file__).parents[1]
+    root = pathlib.Path(plan.__file__).parents[2]
     command = [sys.executable, "-m", "train.plan", *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "120"}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)

@@ -15,7 +15,7 @@ SEGMENTS = jnp.ones_like(POSITIONS)
 STACKS = [module.STACK for module in tiny.MODULES.values()]
 
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))
-init_cache = eqx.filter_jit(lambda model, batch, slots: model.init_cache(batch, slots, jnp.float32))
+init_cache = eqx.filter_jit(lambda model, batch, length: model.init_cache(batch, length, jnp.float32))
 decode = eqx.filter_jit(lambda model, tokens, cache, positions: model.decode(tokens, cache, positions=positions))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zoo
+from kernels import Tokens
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
@@ -46,7 +47,7 @@ CALLS = {
 
 WIDTHS = (1, 3, 7, 12)  # calls are padded to these, so that few programs compile; windows are of 4
 
-write = eqx.filter_jit(lambda cache, k, v, positions: cache.update(k, v, positions))
+write = eqx.filter_jit(lambda cache, k, v, positions: cache.update(k, v, Tokens(positions)))
 
 
 def update(cache, tokens, positions):
@@ -56,10 +57,10 @@ def update(cache, tokens, positions):
         tokens = np.pad(tokens, ((0, 0), (0, more)))
         positions = jnp.asarray(np.pad(positions, ((0, 0), (0, more)), constant_values=-1))
     vectors = tokens[..., None] if isinstance(cache, LatentKV) else tokens[..., None, None]
-    cache, k, v, *at = write(cache, jnp.asarray(vectors), jnp.asarray(-vectors), positions)
+    cache, k, v, at = write(cache, jnp.asarray(vectors), jnp.asarray(-vectors), positions)
     k, v = (np.asarray(x).reshape(len(tokens), -1) for x in (k, v))
     index = np.broadcast_to(np.arange(k.shape[1]), k.shape)
-    return cache, k, v, index if not at or at[0] is None else np.asarray(at[0])
+    return cache, k, v, index if at.positions is None else np.asarray(at.positions)
 
 
 @pytest.mark.parametrize("calls", CALLS)

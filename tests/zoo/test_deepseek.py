@@ -16,6 +16,7 @@ import safetensors.numpy
 import convert.tensors
 import kernels
 import zoo
+from kernels import Tokens
 from tests.train.conftest import command, devices
 from tests.zoo import test_tiktoken, tiny
 from tests.zoo.programs import TOKENS, error, noise, packed, same
@@ -80,9 +81,9 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
         attention = eqx.tree_at(lambda m: m.kv_b_proj.b, attention, jax.random.normal(KEY, (4 * 22, 3)))
     seen, run = [], kernels.attention
     monkeypatch.setattr(
-        kernels, "attention", lambda q, k, v, **kw: seen.append((k.shape, v.shape)) or run(q, k, v, **kw)
+        kernels, "attention", lambda q, k, v, *at, **kw: seen.append((k.shape, v.shape)) or run(q, k, v, *at, **kw)
     )
-    attend = eqx.filter_jit(lambda x, cache, positions: attention(x, cache, positions, None))
+    attend = eqx.filter_jit(lambda x, cache, positions: attention(x, cache, Tokens(positions)))
 
     x, padding = np.random.RandomState(0).standard_normal((2, 13, 32)).astype(np.float32), -np.ones((2, 11), int)
     before, at = np.array([[*range(12)], [*range(7), *[-1] * 5]]), np.array([[12], [7]])

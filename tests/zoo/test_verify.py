@@ -79,7 +79,7 @@ def test_without_transformers(folder, monkeypatch):
 
 def test_a_broken_decode_and_a_broken_export(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr("zoo.nn.cache.KV.update", lambda self, k, v, positions: (self, k, v, positions))
+    monkeypatch.setattr("zoo.nn.cache.KV.update", lambda self, k, v, at: (self, k, v, at))
     save = verify.zoo.save
 
     def altered(model, folder):

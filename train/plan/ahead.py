@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.mesh import BATCH, FEATURES
+from kernels.mesh import BATCH
 from train import loop
 from train.finetune import Lora
 from train.mesh import token_sharding
@@ -24,6 +24,7 @@ from train.state import abstract_state
 from train.step import REMAT, jit_train_step
 from zoo import lora, quantized
 from zoo.checkpoint import skeleton
+from zoo.nn.cache import partition_specs
 from zoo.nn.model import Family
 from zoo.quantized import Format
 from zoo.surgery import cast, shardings
@@ -124,14 +125,8 @@ def decoding(
     """One more token for each row, all in bfloat16, with a cache of `seq` positions that is written in place."""
     model = frozen(config, family, mesh, quantize=quantize)
     shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
-
-    def place(a: Any) -> Any:
-        """Rows over the axes of a batch; heads, where a cache has them, over "tensor"."""
-        heads = FEATURES if a.ndim == 5 and a.shape[3] % mesh.shape[FEATURES] == 0 else None
-        spec = P(None, BATCH, *((None, heads, None)[: a.ndim - 2])) if a.ndim > 2 else P()
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
-
-    cache = jax.tree.map(place, shapes)
+    place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+    cache = jax.tree.map(place, shapes, partition_specs(shapes, mesh.shape))
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, P(BATCH)))
     decode = lambda model, cache, tokens, positions: model.decode(tokens, cache, positions=positions)
     step = jax.jit(decode, donate_argnums=1)

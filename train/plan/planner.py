@@ -21,7 +21,6 @@ from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.pipeline import STAGE, rounds_of
-from zoo.nn.stack import Stack
 from zoo.registry import family_of
 from zoo.surgery import modules
 
@@ -148,9 +147,8 @@ def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
     """How much longer a step takes because stages wait for their first microbatch, and for others' last one."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
-    stack = next(m for _, m in modules(model, Stack))
     microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
-    busy = microbatches * rounds_of(stack.repeats // stages)
+    busy = microbatches * rounds_of(model.layers.repeats // stages)
     return (busy + stages - 1) / busy
 
 

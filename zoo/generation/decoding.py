@@ -14,8 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 import zoo.nn.cache
-from kernels.mesh import BATCH, FEATURES, fitting
+from kernels.mesh import BATCH
 from zoo.generation.sampling import Given, Settings
+from zoo.nn.cache import AbstractCache, partition_specs, split_over
+from zoo.nn.model import AbstractModel
 
 
 class State(eqx.Module):
@@ -67,6 +69,18 @@ def empty(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTyp
     return cache(model), None if draft is None else cache(draft)
 
 
+def check_rewinds(model: AbstractModel) -> None:
+    """Raises ValueError, naming a layer, unless tokens can be taken back, as those of a draft that are rejected."""
+    caches = eqx.filter_eval_shape(lambda model: model.init_cache(1, 2, jnp.float32), model)
+    leaves = jax.tree.leaves(caches, is_leaf=lambda node: isinstance(node, AbstractCache))
+    for (layers, block), cache in zip(model.layers.blocks(), leaves, strict=True):
+        if not cache.rewinds:
+            raise ValueError(
+                f"Layer {layers[0]} (a {type(block).__name__}) can't take back what it has read, as a draft's rejected "
+                "tokens need: generate without a draft."
+            )
+
+
 @eqx.filter_jit
 def prefill(
     model: Any,
@@ -94,14 +108,12 @@ def vacant(model: Any, draft: Any, slots: int, max_tokens: int, cache_dtype: DTy
     def placed(x: Array, *axes: Any) -> Array:
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
-    over = lambda size, names: fitting(size, {a: n for a, n in mesh.shape.items() if a in names}) if mesh else ()
-    rows = over(slots, BATCH)
-
-    def split(x: Array) -> Array:
-        heads = over(x.shape[3], (FEATURES,)) if x.ndim == 5 else ()
-        return placed(x, None, rows, None, heads) if x.ndim > 3 else placed(x)
-
-    caches = jax.tree.map(split, empty(model, draft, slots, max_tokens, cache_dtype))
+    caches = empty(model, draft, slots, max_tokens, cache_dtype)
+    rows: Any = ()
+    if mesh is not None:
+        specs = partition_specs(caches, mesh.shape)
+        caches = jax.tree.map(lambda x, spec: placed(x, *spec), caches, specs)
+        rows = split_over(slots, BATCH, mesh.shape)
     drafted = None if draft is None else draft.nothing(slots)
     tokens = jnp.zeros((slots, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((slots, model.config.vocab_size), jnp.float32)

@@ -21,7 +21,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from zoo.gather import gathered
 from zoo.generation import decoding, speculative
-from zoo.generation.decoding import Rows, State, insert, prefill, vacant
+from zoo.generation.decoding import Rows, State, check_rewinds, insert, prefill, vacant
 from zoo.generation.sampling import Sampler, settings
 from zoo.generation.speculative import AbstractDraft
 
@@ -101,13 +101,16 @@ class Engine:
             draft: what proposes tokens for the model to check (`zoo.generation.speculative`).
 
         Raises:
-            ValueError: for a draft of another vocabulary.
+            ValueError: for a draft of another vocabulary, or where tokens can't be taken back.
         """
         if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
             raise ValueError(
                 f"The draft has a vocabulary of {draft.model.config.vocab_size}, and the model's is "
                 f"{model.config.vocab_size}; they have to be the same, but for padding."
             )
+        if draft is not None:
+            check_rewinds(model)
+            check_rewinds(draft.model)
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
         self.draft = draft
         self._stops = np.array(stops, np.int32)

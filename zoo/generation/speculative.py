@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels import Tokens
 from zoo.generation.decoding import Drawn, Rows, State, logprob, write
 from zoo.generation.sampling import Given
 
@@ -59,7 +60,7 @@ class AbstractDraft(eqx.Module):
     ) -> tuple[Float[Array, "batch seq draft"], Any]: ...
 
     @abc.abstractmethod
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         """Of the draft's own, as a model's."""
 
     def __check_init__(self):
@@ -115,8 +116,8 @@ class ModelDraft(AbstractDraft):
         known = jnp.minimum(following, self.model.config.vocab_size - 1)
         return self.model.hidden(known, cache, positions=positions + 1)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        return self.model.init_cache(batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return self.model.init_cache(batch, length, dtype)
 
 
 class MTPDraft(AbstractDraft):
@@ -146,8 +147,8 @@ class MTPDraft(AbstractDraft):
         model = eqx.tree_at(lambda m: m.mtp.block, self.model, _Remembering(self.model.mtp.block, cache))
         return model.further(x, following, positions=positions)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        return self.model.mtp.block.init_cache(1, batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return self.model.mtp.block.init_cache(1, batch, length, dtype)
 
 
 class _Remembering(eqx.Module):
@@ -156,8 +157,8 @@ class _Remembering(eqx.Module):
     block: Any
     cache: Any
 
-    def __call__(self, x: Array, cache: None, **shared: Any) -> tuple[Array, Any]:
-        return self.block(x, self.cache, **shared)
+    def __call__(self, x: Array, cache: None, at: Tokens) -> tuple[Array, Any]:
+        return self.block(x, self.cache, at)
 
 
 @eqx.filter_jit(donate="all-except-first")

@@ -17,13 +17,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels import Tokens
 from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import InterleavedRotary, YarnScaling
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +124,7 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         cache: LatentKV | None,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
         c = self.config
         heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
@@ -133,10 +133,11 @@ class Attention(eqx.Module):
             q = q if step is None else step(q)
         q_nope, q_pe = heads(q)
         c_kv, k_pe = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
-        c_kv, q_pe = self.kv_a_layernorm(c_kv), self.rotary(q_pe, positions)
-        k_pe = self.rotary(k_pe[:, :, None], positions)[:, :, 0]
+        c_kv, q_pe = self.kv_a_layernorm(c_kv), self.rotary(q_pe, at)
+        k_pe = self.rotary(k_pe[:, :, None], at)[:, :, 0]
+        kv = at
         if cache is not None:
-            cache, c_kv, k_pe = cache.update(c_kv, k_pe, positions)
+            cache, c_kv, k_pe, kv = cache.update(c_kv, k_pe, at)
         if absorb := cache is not None and x.shape[1] == 1:
             # kv_b_proj, W, moves to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For one
             # token this is cheaper than making keys and values of all before it. The latents are those of one head.
@@ -147,10 +148,7 @@ class Attention(eqx.Module):
             k_nope, v = heads(self.kv_b_proj(c_kv))
         k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
         q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
-        y = kernels.attention(
-            q, k, v, scale=self.scale, q_positions=positions, kv_positions=positions if cache is None else None,
-            q_segments=segments, kv_segments=segments,
-        )  # fmt: skip
+        y = kernels.attention(q, k, v, at, kv, scale=self.scale)
         y = jnp.einsum("bshr,hvr->bshv", y, w_v) if absorb else y
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
@@ -211,7 +209,7 @@ class MoE(eqx.Module):
         return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)
 
 
-class Block(AbstractBlock):
+class Block(AbstractDecoderBlock):
     input_layernorm: RMSNorm
     self_attn: Attention
     post_attention_layernorm: RMSNorm
@@ -228,19 +226,17 @@ class Block(AbstractBlock):
         self,
         x: Float[Array, "batch seq embed"],
         cache: LatentKV | None,
-        *,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | moe.Routing | None]:
-        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
         y = self.post_attention_layernorm(x)
-        y, routing = self.mlp(y, segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
+        y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
         return x + y, routing if cache is None else cache
 
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> LatentKV:
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
         c = self.self_attn.config
-        return LatentKV.empty(layers, batch, slots, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+        return LatentKV.empty(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
 
 
 class Model(AbstractModel):
@@ -270,14 +266,14 @@ class Model(AbstractModel):
         remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.lm_head(x)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        return self.layers.init_cache(batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, length, dtype)
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:

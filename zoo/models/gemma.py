@@ -16,11 +16,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels import Tokens
 from zoo.nn.cache import KV
-from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +55,6 @@ CONFIGS = {
 # fmt: on
 
 
-class RMSNorm(eqx.Module):
-    """Root mean square norm (arXiv:1910.07467) as in Gemma: scaled by 1 + weight, in float32 to the end."""
-
-    weight: Float[Array, " dim"]
-    eps: float = eqx.field(static=True)
-
-    def __init__(self, dim: int, eps: float):
-        self.weight, self.eps = jnp.zeros(dim), eps
-
-    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return (y * jnp.broadcast_to(1 + self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
-
-
 class Attention(eqx.Module):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
@@ -91,19 +77,15 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | None,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(heads(self.q_proj(x)), positions)
-        k = self.rotary(heads(self.k_proj(x)), positions)
-        v, kv_positions = heads(self.v_proj(x)), positions
+        q = self.rotary(heads(self.q_proj(x)), at)
+        k = self.rotary(heads(self.k_proj(x)), at)
+        v, kv = heads(self.v_proj(x)), at
         if cache is not None:
-            cache, k, v, kv_positions = cache.update(k, v, positions)
-        y = kernels.attention(
-            q, k, v, scale=self.head_dim**-0.5,
-            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
-        )  # fmt: skip
+            cache, k, v, kv = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -122,40 +104,38 @@ class MLP(eqx.Module):
         return self.down_proj(jax.nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
 
 
-class Block(AbstractBlock):
-    input_layernorm: RMSNorm
+class Block(AbstractDecoderBlock):
+    input_layernorm: OffsetRMSNorm
     self_attn: Attention
-    post_attention_layernorm: RMSNorm
+    post_attention_layernorm: OffsetRMSNorm
     mlp: MLP
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         attention, mlp = jax.random.split(key)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, key=attention)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, key=mlp)
 
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | None,
-        *,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
-        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
         head_dim = self.self_attn.head_dim
-        return KV.empty(layers, batch, slots, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
+        return KV.empty(layers, batch, length, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
 
 
 class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
-    norm: RMSNorm
+    norm: OffsetRMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
     config: Config = eqx.field(static=True)
 
@@ -165,7 +145,7 @@ class Model(AbstractModel):
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, key=key), ["full"] * c.num_hidden_layers, key=layers)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
     def hidden(
@@ -179,14 +159,14 @@ class Model(AbstractModel):
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: in bfloat16 the root of 3072 is 55.5
-        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        return self.layers.init_cache(batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, length, dtype)
 
 
 FAMILY = Family(

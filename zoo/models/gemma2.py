@@ -16,11 +16,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, empty_kv
-from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +73,6 @@ CONFIGS = {
 # fmt: on
 
 
-class RMSNorm(eqx.Module):
-    """Root mean square norm (arXiv:1910.07467) as in Gemma: scaled by 1 + weight, in float32 to the end."""
-
-    weight: Float[Array, " dim"]
-    eps: float = eqx.field(static=True)
-
-    def __init__(self, dim: int, eps: float):
-        self.weight, self.eps = jnp.zeros(dim), eps
-
-    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return (y * jnp.broadcast_to(1 + self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
-
-
 class Attention(eqx.Module):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
@@ -115,19 +101,16 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | WindowKV | None,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(heads(self.q_proj(x)), positions)
-        k = self.rotary(heads(self.k_proj(x)), positions)
-        v, kv_positions = heads(self.v_proj(x)), positions
+        q = self.rotary(heads(self.q_proj(x)), at)
+        k = self.rotary(heads(self.k_proj(x)), at)
+        v, kv = heads(self.v_proj(x)), at
         if cache is not None:
-            cache, k, v, kv_positions = cache.update(k, v, positions)
-        y = kernels.attention(
-            q, k, v, scale=self.scale, softcap=self.softcap, mask=kernels.sliding(self.window),
-            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
-        )  # fmt: skip
+            cache, k, v, kv = cache.update(k, v, at)
+        mask = kernels.sliding(self.window)
+        y = kernels.attention(q, k, v, at, kv, scale=self.scale, mask=mask, softcap=self.softcap)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -146,46 +129,44 @@ class MLP(eqx.Module):
         return self.down_proj(jax.nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
 
 
-class Block(AbstractBlock):
-    input_layernorm: RMSNorm
+class Block(AbstractDecoderBlock):
+    input_layernorm: OffsetRMSNorm
     self_attn: Attention
-    post_attention_layernorm: RMSNorm
-    pre_feedforward_layernorm: RMSNorm
+    post_attention_layernorm: OffsetRMSNorm
+    pre_feedforward_layernorm: OffsetRMSNorm
     mlp: MLP
-    post_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: OffsetRMSNorm
 
     def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
         attention, mlp = jax.random.split(key)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, key=attention)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, key=mlp)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | WindowKV | None,
-        *,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
-        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + self.post_attention_layernorm(y)
         y = self.mlp(self.pre_feedforward_layernorm(x))
         return x + self.post_feedforward_layernorm(y), cache
 
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
         heads = a.k_proj.shape[-2] // a.head_dim
-        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.window)
+        return empty_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
 class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
-    norm: RMSNorm
+    norm: OffsetRMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
     config: Config = eqx.field(static=True)
 
@@ -195,7 +176,7 @@ class Model(AbstractModel):
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
     def hidden(
@@ -209,7 +190,7 @@ class Model(AbstractModel):
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: in bfloat16 the root of 3584 is 59.75
-        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -217,8 +198,8 @@ class Model(AbstractModel):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        return self.layers.init_cache(batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, length, dtype)
 
 
 FAMILY = Family(

@@ -18,11 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels import Tokens
 from kernels.mesh import split_lookup
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,18 +121,14 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | None,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], self.n_head, -1)
         q, k, v = (heads(y) for y in jnp.split(self.c_attn(x), 3, axis=-1))
-        kv_positions = positions
+        kv = at
         if cache is not None:
-            cache, k, v, kv_positions = cache.update(k, v, positions)
-        y = kernels.attention(
-            q, k, v, scale=q.shape[-1] ** -0.5,
-            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
-        )  # fmt: skip
+            cache, k, v, kv = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, kv, scale=q.shape[-1] ** -0.5)
         return self.c_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -148,7 +145,7 @@ class MLP(eqx.Module):
         return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
 
 
-class Block(AbstractBlock):
+class Block(AbstractDecoderBlock):
     ln_1: LayerNorm
     attn: Attention
     ln_2: LayerNorm
@@ -165,17 +162,15 @@ class Block(AbstractBlock):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | None,
-        *,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
-        y, cache = self.attn(self.ln_1(x), cache, positions, segments)
+        y, cache = self.attn(self.ln_1(x), cache, at)
         x = x + y
         return x + self.mlp(self.ln_2(x)), cache
 
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
         heads, embed = self.attn.n_head, self.attn.c_proj.shape[-1]
-        return KV.empty(layers, batch, slots, heads, embed // heads, dtype)
+        return KV.empty(layers, batch, length, heads, embed // heads, dtype)
 
 
 class Model(AbstractModel):
@@ -207,16 +202,16 @@ class Model(AbstractModel):
         if positions is None:
             self._check(x.shape[1])
         x += split_lookup(self.wpe.weight, jnp.arange(x.shape[1])[None] if positions is None else positions)
-        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.ln_f(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.wte.attend(x)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        """An empty cache for positions 0 to `slots` - 1, which must not be more than the model has."""
-        self._check(slots)
-        return self.layers.init_cache(batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        """An empty cache for positions 0 to `length` - 1, which must not be more than the model has."""
+        self._check(length)
+        return self.layers.init_cache(batch, length, dtype)
 
     def _check(self, length: int) -> None:
         """A position beyond the table would silently get the vector of the last one in it."""

@@ -15,11 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels import Tokens
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import Llama3Scaling, RopeScaling, Rotary
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,19 +102,15 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | None,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(heads(self.q_proj(x)), positions)
-        k = self.rotary(heads(self.k_proj(x)), positions)
-        v, kv_positions = heads(self.v_proj(x)), positions
+        q = self.rotary(heads(self.q_proj(x)), at)
+        k = self.rotary(heads(self.k_proj(x)), at)
+        v, kv = heads(self.v_proj(x)), at
         if cache is not None:
-            cache, k, v, kv_positions = cache.update(k, v, positions)
-        y = kernels.attention(
-            q, k, v, scale=self.head_dim**-0.5,
-            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
-        )  # fmt: skip
+            cache, k, v, kv = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -132,7 +129,7 @@ class MLP(eqx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(AbstractBlock):
+class Block(AbstractDecoderBlock):
     input_layernorm: RMSNorm
     self_attn: Attention
     post_attention_layernorm: RMSNorm
@@ -149,17 +146,15 @@ class Block(AbstractBlock):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | None,
-        *,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
-        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV:
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
         head_dim = self.self_attn.head_dim
-        return KV.empty(layers, batch, slots, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
+        return KV.empty(layers, batch, length, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
 
 
 class Model(AbstractModel):
@@ -188,14 +183,14 @@ class Model(AbstractModel):
         remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        return self.layers.init_cache(batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, length, dtype)
 
 
 FAMILY = Family(

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.config import text_config
 from zoo.nn import moe
@@ -25,7 +26,7 @@ from zoo.nn.cache import KV, WindowKV, empty_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +106,8 @@ class Temperature:
     scale: float
     floor: int
 
-    def __call__(
-        self, q: Float[Array, "batch seq heads dim"], positions: Int[Array, "batch seq"] | None
-    ) -> Float[Array, "batch seq heads dim"]:
-        """`positions` None means 0, 1, 2, ... in every row."""
-        positions = jnp.arange(q.shape[1])[None] if positions is None else jnp.maximum(positions, 0)
+    def __call__(self, q: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
+        positions = jnp.arange(q.shape[1])[None] if at.positions is None else jnp.maximum(at.positions, 0)
         factor = 1 + self.scale * jnp.log1p(((positions + 1) // self.floor).astype(jnp.float32))
         return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
 
@@ -150,24 +148,20 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | WindowKV | None,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         q, k, v = (y(x).reshape(*x.shape[:2], -1, self.head_dim) for y in (self.q_proj, self.k_proj, self.v_proj))
-        kv_positions = positions
+        kv = at
         if self.rotary is not None:
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            q, k = self.rotary(q, at), self.rotary(k, at)
         if self.norm_eps is not None:
             q, k = l2_norm(q, self.norm_eps), l2_norm(k, self.norm_eps)
         if self.temperature is not None:
-            q = self.temperature(q, positions)
+            q = self.temperature(q, at)
         if cache is not None:
-            cache, k, v, kv_positions = cache.update(k, v, positions)
+            cache, k, v, kv = cache.update(k, v, at)
         mask = kernels.Causal() if self.chunk is None else kernels.Causal() & kernels.Chunk(self.chunk)
-        y = kernels.attention(
-            q, k, v, scale=self.head_dim**-0.5, mask=mask,
-            q_positions=positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
-        )  # fmt: skip
+        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5, mask=mask)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -241,7 +235,7 @@ class MoE(eqx.Module):
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
 
-class Block(AbstractBlock):
+class Block(AbstractDecoderBlock):
     input_layernorm: RMSNorm
     self_attn: Attention
     post_attention_layernorm: RMSNorm
@@ -261,20 +255,18 @@ class Block(AbstractBlock):
         self,
         x: Float[Array, "batch seq embed"],
         cache: KV | WindowKV | None,
-        *,
-        positions: Int[Array, "batch seq"] | None,
-        segments: Int[Array, "batch seq"] | None,
+        at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | moe.Routing | None]:
-        y, cache = self.self_attn(self.input_layernorm(x), cache, positions, segments)
+        y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
         y, feed_forward = self.post_attention_layernorm(x), self.feed_forward
-        y, routing = feed_forward(y, segments) if isinstance(feed_forward, MoE) else (feed_forward(y), None)
+        y, routing = feed_forward(y, at.segments) if isinstance(feed_forward, MoE) else (feed_forward(y), None)
         return x + y, routing if cache is None else cache
 
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> KV | WindowKV:
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
         heads = a.k_proj.shape[-2] // a.head_dim
-        return empty_kv(layers, batch, slots, heads, a.head_dim, dtype, window=a.chunk)
+        return empty_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.chunk)
 
 
 class Model(AbstractModel):
@@ -304,14 +296,14 @@ class Model(AbstractModel):
         remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x, cache = self.layers(x, cache, remat=remat, positions=positions, segments=segments)
+        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        return self.layers.init_cache(batch, slots, dtype)
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return self.layers.init_cache(batch, length, dtype)
 
 
 # What config.json may say beside its text_config: of images, or without effect on the text.

@@ -1,24 +1,58 @@
-"""What a model remembers between calls of `decode`: arrays, passed in and handed back.
+"""Caches: what a model remembers between calls of `decode`, as arrays that are passed in and handed back.
 
-Each kind holds several alike layers and is seen at one of them. `update` takes what the tokens of a call add, and
+A cache holds several layers of one kind, and is seen at one of them. `update` takes what the tokens of a call add, and
 returns the new cache with all that the layer's queries may look at. Negative positions are padding, and not kept.
 
 The axes of every array are the layers, the sequences of the batch, and what is of one sequence; `layer` is a scalar.
 `empty` makes a model's caches, and can do two things to them that no model knows of.
 """
 
-from typing import Any
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+from kernels import Tokens
+from kernels.mesh import BATCH, FEATURES, fitting
 from kernels.quantize import Quantized, dequantize, quantize
 
 
+C = TypeVar("C", bound="AbstractCache")
+
 NEVER = jnp.iinfo(jnp.int32).max  # the position of a slot that holds nothing: causality hides it from every query
+
+
+class AbstractCache(eqx.Module):
+    """What layers of one kind remember. Only a cache itself knows how it may be split, rounded or taken back."""
+
+    layer: eqx.AbstractVar[Int[Array, ""]]
+
+    rewinds: eqx.AbstractClassVar[bool]
+    """Whether tokens can be taken back: whether a call at an earlier position than the last finds what it would have
+    found before. Drafts need that. Keys that lie at their positions are overwritten, a recurrent state is not."""
+
+    @abc.abstractmethod
+    def partition_specs(self, sizes: Mapping[str, int]) -> "AbstractCache":
+        """This with a `PartitionSpec` for each array, for a mesh whose axes have these sizes."""
+
+    @abc.abstractmethod
+    def in_int8(self) -> "AbstractCache":
+        """This with its vectors in 8 bits, if it may round them."""
+
+    @abc.abstractmethod
+    def widened(self, more: int) -> "AbstractCache":
+        """This, empty, with room for so many more positions than its layers see, if it forgets any."""
+
+
+def split_over(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Which of these axes of a mesh split an axis of an array of this size."""
+    return fitting(size, {axis: n for axis, n in sizes.items() if axis in axes})
 
 
 class Int8Vectors(eqx.Module):
@@ -32,165 +66,212 @@ class Int8Vectors(eqx.Module):
         return self.values.shape
 
 
-class KV(eqx.Module):
+class KV(AbstractCache):
     """Keys and values of every position so far.
 
     Slot i holds position i. So causality masks every slot that has not been reached, whatever lies in it, and the only
     state of a decode is these arrays and the caller's `positions`.
     """
 
-    k: Float[Array, "layers batch slots heads dim"] | Int8Vectors
-    v: Float[Array, "layers batch slots heads dim"] | Int8Vectors
+    k: Float[Array, "layers batch length heads dim"] | Int8Vectors
+    v: Float[Array, "layers batch length heads dim"] | Int8Vectors
     layer: Int[Array, ""]
+    rewinds: ClassVar[bool] = True
 
     @classmethod
-    def empty(cls, layers: int, batch: int, slots: int, heads: int, dim: int, dtype: DTypeLike) -> "KV":
-        zeros = jnp.zeros((layers, batch, slots, heads, dim), dtype)
+    def empty(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "KV":
+        zeros = jnp.zeros((layers, batch, length, heads, dim), dtype)
         return cls(zeros, zeros.copy(), jnp.array(0, jnp.int32))
 
     def update(
         self,
         k: Float[Array, "batch seq heads dim"],
         v: Float[Array, "batch seq heads dim"],
-        positions: Int[Array, "batch seq"] | None,
-    ) -> tuple["KV", Float[Array, "batch slots heads dim"], Float[Array, "batch slots heads dim"], None]:
-        """The cache with these written at their positions (None: from 0 on), and this layer's keys and values.
+        at: Tokens,
+    ) -> tuple["KV", Float[Array, "batch length heads dim"], Float[Array, "batch length heads dim"], Tokens]:
+        """The cache with these written, this layer's keys and values, and where those stand: at their index."""
+        where = (self.layer, jnp.arange(len(k))[:, None], _slots(at, k, self.k.shape[2]))
+        new = KV(_write(self.k, where, k), _write(self.v, where, v), self.layer)
+        return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), Tokens()
 
-        The last result, the positions of the keys, is None: the index is the position.
-        """
-        at = (self.layer, jnp.arange(len(k))[:, None], _slots(positions, k, self.k.shape[2]))
-        new = KV(_write(self.k, at, k), _write(self.v, at, v), self.layer)
-        return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), None
+    def partition_specs(self, sizes: Mapping[str, int]) -> "KV":
+        k, v = (_vector_specs(x, sizes) for x in (self.k, self.v))
+        return eqx.tree_at(lambda c: (c.k, c.v, c.layer), self, (k, v, P()))
+
+    def in_int8(self) -> "KV":
+        return eqx.tree_at(lambda c: (c.k, c.v), self, (_int8(self.k), _int8(self.v)))
+
+    def widened(self, more: int) -> "KV":
+        return self
 
 
-class WindowKV(eqx.Module):
+class WindowKV(AbstractCache):
     """Keys and values of the last `slots` positions only, in a ring: slot i holds a position p with p % slots == i.
 
     For layers that look no further back. The caller still masks by position, since what is in the ring may lie before
     the window of an early token.
     """
 
-    k: Float[Array, "layers batch slots heads dim"] | Int8Vectors
-    v: Float[Array, "layers batch slots heads dim"] | Int8Vectors
-    positions: Int[Array, "layers batch slots"]
+    k: Float[Array, "layers batch length heads dim"] | Int8Vectors
+    v: Float[Array, "layers batch length heads dim"] | Int8Vectors
+    positions: Int[Array, "layers batch length"]
     layer: Int[Array, ""]
+    rewinds: ClassVar[bool] = True  # by as many tokens as it was `widened`
 
     @classmethod
-    def empty(cls, layers: int, batch: int, slots: int, heads: int, dim: int, dtype: DTypeLike) -> "WindowKV":
-        zeros = jnp.zeros((layers, batch, slots, heads, dim), dtype)
-        return cls(zeros, zeros.copy(), jnp.full((layers, batch, slots), NEVER, jnp.int32), jnp.array(0, jnp.int32))
+    def empty(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "WindowKV":
+        zeros = jnp.zeros((layers, batch, length, heads, dim), dtype)
+        return cls(zeros, zeros.copy(), jnp.full((layers, batch, length), NEVER, jnp.int32), jnp.array(0, jnp.int32))
 
     def update(
         self,
         k: Float[Array, "batch seq heads dim"],
         v: Float[Array, "batch seq heads dim"],
-        positions: Int[Array, "batch seq"] | None,
-    ) -> tuple[
-        "WindowKV", Float[Array, "batch keys heads dim"], Float[Array, "batch keys heads dim"], Int[Array, "batch keys"]
-    ]:
-        """The cache with these written, and the keys and values that they may look at, with the keys' positions.
+        at: Tokens,
+    ) -> tuple["WindowKV", Float[Array, "batch keys heads dim"], Float[Array, "batch keys heads dim"], Tokens]:
+        """The cache with these written, the keys and values that they may look at, and where those stand.
 
         For one token these are the ring's. Several tokens may push out of the ring what the first of them still see, so
         they get the old ring and themselves.
         """
-        batch, seq, slots = *k.shape[:2], self.k.shape[2]
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
-        kept = (positions >= 0) & (positions > jnp.max(positions, axis=1, keepdims=True) - slots)
-        at = (self.layer, jnp.arange(batch)[:, None], jnp.where(kept, positions % slots, slots))
+        batch, seq, length = *k.shape[:2], self.k.shape[2]
+        positions = _positions(at, k)
+        kept = (positions >= 0) & (positions > jnp.max(positions, axis=1, keepdims=True) - length)
+        where = (self.layer, jnp.arange(batch)[:, None], jnp.where(kept, positions % length, length))
         new = WindowKV(
-            _write(self.k, at, k), _write(self.v, at, v), self.positions.at[at].set(positions), self.layer
-        )  # an index of `slots` is out of bounds, and so not written
+            _write(self.k, where, k), _write(self.v, where, v), self.positions.at[where].set(positions), self.layer
+        )  # an index of `length` is out of bounds, and so not written
         if seq == 1:
-            return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), new.positions[self.layer]
+            kv = Tokens(new.positions[self.layer])
+            return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), kv
         pairs = ((self.k, k), (self.v, v))
         keys, values = (jnp.concatenate([_read(old, self.layer, x.dtype), x], axis=1) for old, x in pairs)
         positions = jnp.where(positions < 0, NEVER, positions)
         old = self.positions[self.layer]
         old = jnp.where(old < jnp.min(positions, axis=1, keepdims=True), old, NEVER)  # what is written anew is stale
-        return new, keys, values, jnp.concatenate([old, positions], axis=1)
+        return new, keys, values, Tokens(jnp.concatenate([old, positions], axis=1))
+
+    def partition_specs(self, sizes: Mapping[str, int]) -> "WindowKV":
+        k, v = (_vector_specs(x, sizes) for x in (self.k, self.v))
+        positions = P(None, split_over(self.positions.shape[1], BATCH, sizes))
+        return eqx.tree_at(lambda c: (c.k, c.v, c.positions, c.layer), self, (k, v, positions, P()))
+
+    def in_int8(self) -> "WindowKV":
+        return eqx.tree_at(lambda c: (c.k, c.v), self, (_int8(self.k), _int8(self.v)))
+
+    def widened(self, more: int) -> "WindowKV":
+        assert isinstance(self.k, jax.Array)
+        layers, batch, length, heads, dim = self.k.shape
+        return WindowKV.empty(layers, batch, length + more, heads, dim, self.k.dtype)
 
 
-class LatentKV(eqx.Module):
+class LatentKV(AbstractCache):
     """What multi-head latent attention (arXiv:2405.04434, section 2.1) keeps: for all heads one latent vector, from
     which keys and values are made, and one rotary key. Slot i holds position i."""
 
-    c_kv: Float[Array, "layers batch slots rank"] | Int8Vectors
-    k_pe: Float[Array, "layers batch slots rope"] | Int8Vectors
+    c_kv: Float[Array, "layers batch length rank"] | Int8Vectors
+    k_pe: Float[Array, "layers batch length rope"] | Int8Vectors
     layer: Int[Array, ""]
+    rewinds: ClassVar[bool] = True
 
     @classmethod
-    def empty(cls, layers: int, batch: int, slots: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
-        zeros = lambda dim: jnp.zeros((layers, batch, slots, dim), dtype)
+    def empty(cls, layers: int, batch: int, length: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
+        zeros = lambda dim: jnp.zeros((layers, batch, length, dim), dtype)
         return cls(zeros(rank), zeros(rope), jnp.array(0, jnp.int32))
 
     def update(
         self,
         c_kv: Float[Array, "batch seq rank"],
         k_pe: Float[Array, "batch seq rope"],
-        positions: Int[Array, "batch seq"] | None,
-    ) -> tuple["LatentKV", Float[Array, "batch slots rank"], Float[Array, "batch slots rope"]]:
-        """The cache with these written at their positions (None: from 0 on), and this layer's."""
-        at = (self.layer, jnp.arange(len(c_kv))[:, None], _slots(positions, c_kv, self.c_kv.shape[2]))
-        new = LatentKV(_write(self.c_kv, at, c_kv), _write(self.k_pe, at, k_pe), self.layer)
-        return new, _read(new.c_kv, self.layer, c_kv.dtype), _read(new.k_pe, self.layer, k_pe.dtype)
+        at: Tokens,
+    ) -> tuple["LatentKV", Float[Array, "batch length rank"], Float[Array, "batch length rope"], Tokens]:
+        """The cache with these written, this layer's, and where those stand: at their index."""
+        where = (self.layer, jnp.arange(len(c_kv))[:, None], _slots(at, c_kv, self.c_kv.shape[2]))
+        new = LatentKV(_write(self.c_kv, where, c_kv), _write(self.k_pe, where, k_pe), self.layer)
+        return new, _read(new.c_kv, self.layer, c_kv.dtype), _read(new.k_pe, self.layer, k_pe.dtype), Tokens()
 
+    def partition_specs(self, sizes: Mapping[str, int]) -> "LatentKV":
+        c_kv, k_pe = (_vector_specs(x, sizes, heads=False) for x in (self.c_kv, self.k_pe))
+        return eqx.tree_at(lambda c: (c.c_kv, c.k_pe, c.layer), self, (c_kv, k_pe, P()))
 
-Cache = KV | WindowKV | LatentKV
+    def in_int8(self) -> "LatentKV":
+        return eqx.tree_at(lambda c: (c.c_kv, c.k_pe), self, (_int8(self.c_kv), _int8(self.k_pe)))
+
+    def widened(self, more: int) -> "LatentKV":
+        return self
 
 
 def empty_kv(
-    layers: int, batch: int, slots: int, heads: int, dim: int, dtype: DTypeLike, *, window: int | None
+    layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike, *, window: int | None
 ) -> KV | WindowKV:
-    """An empty cache for positions 0 to `slots` - 1, of layers that look back over `window` positions (None: all)."""
-    if window is None or window >= slots:
-        return KV.empty(layers, batch, slots, heads, dim, dtype)
+    """An empty cache for positions 0 to `length` - 1, of layers that look back over `window` positions (None: all)."""
+    if window is None or window >= length:
+        return KV.empty(layers, batch, length, heads, dim, dtype)
     return WindowKV.empty(layers, batch, window, heads, dim, dtype)
 
 
-def empty(model: Any, batch: int, slots: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
-    """`model.init_cache`: an empty cache for positions 0 to `slots` - 1.
+def empty(model: Any, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
+    """`model.init_cache`: an empty cache for positions 0 to `length` - 1.
 
     `dtype` None is the model's own. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
     attention's two vectors), which `update` rounds as it writes and turns back as it reads. Windows keep `widen` more
-    positions than they see: whoever takes back that many tokens needs what these pushed out of the ring.
+    positions than they see: a caller that takes so many tokens back still finds the keys that these overwrote.
     """
     int8 = dtype is not None and jnp.dtype(dtype) == jnp.int8
     own = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
-    floating = own if dtype is None or int8 else dtype
-
-    def wider(cache: Cache) -> Cache:
-        if not isinstance(cache, WindowKV):
-            return cache
-        layers, batch, slots, heads, dim = cache.k.shape
-        return WindowKV.empty(layers, batch, slots + widen, heads, dim, floating)
-
-    cache = model.init_cache(batch, slots, floating)
-    cache = jax.tree.map(wider, cache, is_leaf=lambda c: isinstance(c, Cache))
-    return jax.tree.map(_int8, cache) if int8 else cache
+    caches = model.init_cache(batch, length, own if dtype is None or int8 else dtype)
+    caches = each(lambda cache: cache.widened(widen), caches)
+    return each(lambda cache: cache.in_int8(), caches) if int8 else caches
 
 
-def _int8(x: Array) -> Array | Int8Vectors:
-    return Int8Vectors(*quantize(x, jnp.int8, "channel")) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def each(function: Callable[[AbstractCache], Any], caches: Any) -> Any:
+    """Maps each cache of a tree of them."""
+    is_cache = lambda node: isinstance(node, AbstractCache)
+    return jax.tree.map(lambda node: function(node) if is_cache(node) else node, caches, is_leaf=is_cache)
 
 
-def _write(store: Array | Int8Vectors, at: tuple[Array, ...], new: Float[Array, "batch seq ..."]) -> Any:
+def partition_specs(caches: Any, sizes: Mapping[str, int]) -> Any:
+    """The caches of a model with a `PartitionSpec` for each array, for a mesh whose axes have these sizes."""
+    return each(lambda cache: cache.partition_specs(sizes), caches)
+
+
+def _int8(x: Array | Int8Vectors) -> Int8Vectors:
+    return x if isinstance(x, Int8Vectors) else Int8Vectors(*quantize(x, jnp.int8, "channel"))
+
+
+def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True) -> Any:
+    """Of vectors [layers, batch, length, ...]: their sequences are split over the batch's axes, and their heads."""
+    rows = split_over(x.shape[1], BATCH, sizes)
+    spec = P(None, rows, None, split_over(x.shape[3], (FEATURES,), sizes)) if heads else P(None, rows)
+    of = lambda vectors: (vectors.values, vectors.scale)
+    return eqx.tree_at(of, x, (spec, P(None, rows))) if isinstance(x, Int8Vectors) else spec
+
+
+def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Array, "batch seq ..."]) -> Any:
     if isinstance(store, Int8Vectors):
         values, scale = quantize(new, jnp.int8, "channel")
-        return Int8Vectors(store.values.at[at].set(values), store.scale.at[at].set(scale))
-    return store.at[at].set(new)
+        return Int8Vectors(store.values.at[where].set(values), store.scale.at[where].set(scale))
+    return store.at[where].set(new)
 
 
-def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "batch slots ..."]:
+def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "batch length ..."]:
     if isinstance(store, Int8Vectors):
         return dequantize(Quantized(store.values[layer], store.scale[layer])).astype(dtype)
     return store[layer]
 
 
-def _slots(
-    positions: Int[Array, "batch seq"] | None, new: Float[Array, "batch seq ..."], slots: int
-) -> Int[Array, "batch seq"]:
+def _positions(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "batch seq"]:
+    """Of the tokens of a call, which are those of one document a row.
+
+    Raises:
+        ValueError: for segments: a cache would mix the documents.
+    """
+    if at.segments is not None:
+        raise ValueError("A cache holds one document a row: leave segments out where there is one, or the cache.")
+    return jnp.broadcast_to(jnp.arange(new.shape[1]), new.shape[:2]) if at.positions is None else at.positions
+
+
+def _slots(at: Tokens, new: Float[Array, "batch seq ..."], length: int) -> Int[Array, "batch seq"]:
     """Where to write each new token; padding gets an index out of bounds, which is not written."""
-    if positions is None:
-        return jnp.broadcast_to(jnp.arange(new.shape[1]), new.shape[:2])
-    return jnp.where(positions < 0, slots, positions)
+    positions = _positions(at, new)
+    return jnp.where(positions < 0, length, positions)

@@ -98,8 +98,8 @@ class AbstractModel(eqx.Module):
         """Logits of the token that follows each, of features from `hidden`."""
 
     @abc.abstractmethod
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> Any:
-        """An empty cache for positions 0 to `slots` - 1 of each row."""
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        """An empty cache for positions 0 to `length` - 1 of each row."""
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
         """Logits of the token that follows each."""

@@ -29,10 +29,10 @@ ROUNDS = 4  # at most: each one more sends every microbatch once more through th
 
 
 def pipeline(
-    run: Callable[[Any, Float[Array, "rows seq embed"], dict[str, Any]], tuple[Float[Array, "rows seq embed"], Any]],
+    run: Callable[[Any, Float[Array, "rows seq embed"], Any], tuple[Float[Array, "rows seq embed"], Any]],
     layers: Any,
     x: Float[Array, "batch seq embed"],
-    shared: dict[str, Any],
+    shared: Any,
 ) -> tuple[Float[Array, "batch seq embed"], Any]:
     """`run(layers, x, shared)`, with the layers spread over the stages of the mesh in scope.
 
@@ -40,7 +40,7 @@ def pipeline(
         run: maps some of the layers, and sequences, to the sequences after those layers, and what each layer reports:
             sums over the tokens, so that the reports of microbatches add up.
         layers: arrays with an axis of layers in front, a multiple of the number of stages.
-        shared: what `run` needs of each sequence besides: arrays with an axis of sequences in front, or None.
+        shared: what `run` needs of each sequence besides: a tree of arrays with an axis of sequences in front.
 
     Raises:
         ValueError: if the sequences can't be split evenly.
@@ -75,7 +75,7 @@ def rounds_of(layers: int) -> int:
     return max(n for n in range(1, ROUNDS + 1) if layers % n == 0)
 
 
-def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, shared: dict[str, Any]) -> Any:
+def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, shared: Any) -> Any:
     chunks = jax.tree.map(lambda a: a[:, 0], chunks)
     # By permutations: for what gathers and scatters, XLA would gather the rows of all devices of a stage.
     send = lambda a, source, to: _placed(jax.lax.ppermute(a, STAGE, [(source, to)]))

@@ -1,5 +1,6 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864), and the ways in which checkpoints stretch its frequencies."""
 
+import abc
 import dataclasses
 import math
 from typing import ClassVar
@@ -7,6 +8,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from kernels import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +150,8 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | Lon
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary:
-    """Turns the pair `(x[i], x[i + dim / 2])` by an angle of `position * theta ** (-2 i / dim)`.
-
-    This half-split pairing is that of Hugging Face checkpoints. Angles are computed in float32; cos and sin are cast to
-    the dtype of `x` before they are used.
-    """
+class AbstractRotary(abc.ABC):
+    """Turns pairs of a head's features by angles of `position * theta ** (-2 i / dim)`; subclasses say which pairs."""
 
     dim: int
     theta: float
@@ -194,25 +193,37 @@ class Rotary:
         angle = jnp.einsum(spec, positions.astype(jnp.float32), frequencies)[:, :, None]
         return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
 
-    def __call__(
-        self, x: Float[Array, "batch seq heads dim"], positions: Int[Array, "batch seq"] | None
-    ) -> Float[Array, "batch seq heads dim"]:
-        """`positions` None means 0, 1, 2, ... in every row."""
-        positions = jnp.arange(x.shape[1])[None] if positions is None else positions
-        cos, sin = (turn.astype(x.dtype) for turn in self.turns(positions))
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]: ...
+
+
+class Rotary(AbstractRotary):
+    """Turns the pair `(x[i], x[i + dim / 2])`: the half-split pairing of Hugging Face checkpoints.
+
+    Angles are computed in float32; cos and sin are cast to the dtype of `x` before they are used.
+    """
+
+    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
+        cos, sin = (turn.astype(x.dtype) for turn in self.turns(coordinates(at, x.shape[1])))
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class InterleavedRotary(Rotary):
-    """Turns the pair `(x[2 i], x[2 i + 1])` instead: the convention of Meta's and DeepSeek's own code, in float32."""
+class InterleavedRotary(AbstractRotary):
+    """Turns the pair `(x[2 i], x[2 i + 1])`, in float32: the convention of Meta's and DeepSeek's own code."""
 
-    def __call__(
-        self, x: Float[Array, "batch seq heads dim"], positions: Int[Array, "batch seq"] | None
-    ) -> Float[Array, "batch seq heads dim"]:
-        """`positions` None means 0, 1, 2, ... in every row."""
-        positions = jnp.arange(x.shape[1])[None] if positions is None else positions
-        cos, sin = self.turns(positions)
+    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
+        cos, sin = self.turns(coordinates(at, x.shape[1]))
         a, b = (x[..., start::2].astype(jnp.float32) for start in (0, 1))
         return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+def coordinates(at: Tokens, seq: int) -> Int[Array, "batch seq"]:
+    """By what tokens turn that lie along one axis: their positions.
+
+    Raises:
+        ValueError: if they have coordinates of their own.
+    """
+    if at.rotary is not None:
+        raise ValueError("These rotary embeddings turn by positions, not by coordinates of several axes.")
+    return jnp.arange(seq)[None] if at.positions is None else at.positions

@@ -1,8 +1,8 @@
 """Layers run one after another, most of them under one `lax.scan`, so that a deep model compiles like a shallow one."""
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from kernels import mesh
-from zoo.nn.cache import Cache
+from kernels import Tokens, mesh
+from zoo.nn.cache import AbstractCache
 from zoo.nn.pipeline import STAGE, pipeline
 
 
@@ -44,19 +44,28 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
 
 
 class AbstractBlock(eqx.Module):
-    """One layer: `x, cache = block(x, cache, **shared)`, with the same `shared` (positions, ...) for every layer.
+    """One layer: `x, _ = block(x, None, at)`. An encoder's has no cache."""
 
-    Without a cache the second result is what the layer has to report about these tokens, such as a router's choices.
-    """
+    ordered: ClassVar[bool] = False
+    """Whether the tokens of a row must come in their order, as a recurrence or a convolution needs them. Attention does
+    not: masks compare positions, so training may deal the tokens of a row to devices as it likes."""
 
     @abc.abstractmethod
     def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: Cache | None, **shared: Any
-    ) -> tuple[Float[Array, "batch seq embed"], Any]: ...
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """Returns the new features, and the new cache.
+
+        Without a cache the second result is what the layer reports about these tokens, such as a router's choices.
+        """
+
+
+class AbstractDecoderBlock(AbstractBlock):
+    """A layer that remembers: `x, cache = block(x, cache, at)`."""
 
     @abc.abstractmethod
-    def init_cache(self, layers: int, batch: int, slots: int, dtype: DTypeLike) -> Cache:
-        """An empty cache for so many layers like this one."""
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        """An empty cache for positions 0 to `length` - 1, of so many layers like this one."""
 
 
 class Stack(eqx.Module):
@@ -121,9 +130,9 @@ class Stack(eqx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         cache: Any = None,
+        at: Tokens = Tokens(),  # noqa: B008 (a value)
         *,
         remat: Callable[[Callable], Callable] | None = None,
-        **shared: Any,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """Runs every layer; returns `x` and the new cache, or without one the layers' reports, in the same order.
 
@@ -135,14 +144,14 @@ class Stack(eqx.Module):
         """
         # Outside of a compiled function the scan would be traced and compiled again at every call.
         run = Stack._run if isinstance(x, Tracer) else _compiled
-        return run(self, x, cache, remat, shared)
+        return run(self, x, cache, at, remat)
 
     def _run(
         self,
         x: Float[Array, "batch seq embed"],
         cache: Any,
+        at: Tokens,
         remat: Callable[[Callable], Callable] | None,
-        shared: dict[str, Any],
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
@@ -151,16 +160,16 @@ class Stack(eqx.Module):
         head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
 
         def run(
-            blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[Cache | None], shared: dict[str, Any]
+            blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[AbstractCache | None], at: Tokens
         ) -> tuple[Array, tuple]:
             x, new = checkpoint_name(between(x), LAYER_INPUT), []
             for block, layer_cache in zip(blocks, caches, strict=True):
-                x, layer_cache = block(split_tokens(x), layer_cache, **shared)
+                x, layer_cache = block(split_tokens(x), layer_cache, at)
                 new.append(layer_cache)
             return between(x), tuple(new)
 
-        def periods(arrays: Any, x: Array, shared: dict[str, Any]) -> tuple[Array, Any]:
-            one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), shared)
+        def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
+            one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), at)
             return jax.lax.scan(remat(one) if remat else one, x, arrays)
 
         # The caches ride in the carry, where XLA writes them in place; as scanned inputs and outputs they would be
@@ -168,22 +177,33 @@ class Stack(eqx.Module):
         def cached_period(carry: Any, slices: Any) -> tuple[Any, None]:
             (x, caches), (layer, arrays) = carry, slices
             caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
-            return run(eqx.combine(arrays, static), x, caches, shared), None
+            return run(eqx.combine(arrays, static), x, caches, at), None
 
-        x, head = run(self.head, x, head, shared)
+        x, head = run(self.head, x, head, at)
         if cache is None:
-            x, period = pipeline(periods, arrays, x, shared) if staged else periods(arrays, x, shared)
+            x, period = pipeline(periods, arrays, x, at) if staged else periods(arrays, x, at)
         elif staged:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
         else:
             (x, period), _ = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), arrays))
-        x, tail = run(self.tail, x, tail, shared)
+        x, tail = run(self.tail, x, tail, at)
         return split_tokens(x), (head, period, tail)
 
-    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[tuple[Cache, ...], ...]:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> tuple[tuple[AbstractCache, ...], ...]:
         """The cache of every layer: one for each entry of `head`, `period` and `tail`."""
+
+        def of(block: AbstractBlock, layers: int) -> AbstractCache:
+            assert isinstance(block, AbstractDecoderBlock), f"A {type(block).__name__} has no cache."
+            return block.init_cache(layers, batch, length, dtype)
+
         parts = ((self.head, 1), (self.period, self.repeats), (self.tail, 1))
-        return tuple(tuple(block.init_cache(n, batch, slots, dtype) for block in blocks) for blocks, n in parts)
+        return tuple(tuple(of(block, layers) for block in blocks) for blocks, layers in parts)
+
+    def blocks(self) -> Iterator[tuple[range, AbstractBlock]]:
+        """Each entry of `head`, `period` and `tail`, as `init_cache` orders caches, with the numbers of its layers."""
+        for part, blocks in (("head", self.head), ("period", self.period), ("tail", self.tail)):
+            for j, block in enumerate(blocks):
+                yield self.layer_numbers(part, j), block
 
 
 _compiled = eqx.filter_jit(Stack._run)
