@@ -193,7 +193,8 @@ class Stack(eqx.Module):
         """The cache of every layer: one for each entry of `head`, `period` and `tail`."""
 
         def of(block: AbstractBlock, layers: int) -> AbstractCache:
-            assert isinstance(block, AbstractDecoderBlock), f"A {type(block).__name__} has no cache."
+            if not isinstance(block, AbstractDecoderBlock):
+                raise TypeError(f"A {type(block).__name__} is no decoder's block, and so has no cache.")
             return block.init_cache(layers, batch, length, dtype)
 
         parts = ((self.head, 1), (self.period, self.repeats), (self.tail, 1))

@@ -1,0 +1,208 @@
+"""What no family of today needs and the contract promises: a recurrent layer, whose state is no list of keys.
+
+Its cache has five axes as keys have, but heads are the third of them; it may not be rounded, and it can't take tokens
+back. Its tokens must come in order, documents restart it, and padding does not touch it.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from kernels import Tokens
+from kernels.mesh import BATCH, FEATURES
+from train.mesh import check_mesh
+from train.metrics import products_per_token
+from zoo import registry
+from zoo.generation.decoding import vacant
+from zoo.nn import cache as caches
+from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
+from zoo.nn.stack import AbstractDecoderBlock, Stack
+
+
+HEADS, DIM = 4, 8
+
+
+class State(caches.AbstractCache):
+    """Of linear attention: the sum of k v^T, which fades."""
+
+    kv: jax.Array  # [layers, batch, heads, dim, dim], float32
+    layer: jax.Array
+    rewinds: ClassVar[bool] = False
+
+    def partition_specs(self, sizes):
+        spec = P(
+            None,
+            caches.split_over(self.kv.shape[1], BATCH, sizes),
+            caches.split_over(self.kv.shape[2], (FEATURES,), sizes),
+        )
+        return eqx.tree_at(lambda c: (c.kv, c.layer), self, (spec, P()))
+
+    def in_int8(self):
+        return self
+
+    def widened(self, more):
+        return self
+
+
+class Recurrence(AbstractDecoderBlock):
+    """S_t = S_{t-1} / 2 + k_t v_t^T, and y_t = q_t S_t, in float32."""
+
+    qkv: AbstractLinear
+    out: AbstractLinear
+    ordered: ClassVar[bool] = True
+
+    def __init__(self, config, *, key):
+        qkv, out = jax.random.split(key)
+        self.qkv = Linear(config.hidden_size, 3 * HEADS * DIM, std=0.3, key=qkv)
+        self.out = Linear(HEADS * DIM, config.hidden_size, std=0.3, key=out)
+
+    def __call__(self, x, cache, at):
+        batch, seq, _ = x.shape
+        q, k, v = (a.reshape(batch, seq, HEADS, DIM) for a in jnp.split(self.qkv(x), 3, axis=-1))
+        real = jnp.ones((batch, seq), bool) if at.positions is None else at.positions >= 0
+        new = jnp.zeros((batch, seq), bool)
+        if at.segments is not None:
+            new = new.at[:, 1:].set(at.segments[:, 1:] != at.segments[:, :-1])
+
+        def step(state, token):
+            q, k, v, real, new = token
+            wide = lambda a: a[:, None, None, None]
+            state = jnp.where(wide(new), 0, state)
+            state = jnp.where(wide(real), state / 2 + jnp.einsum("bhi,bhj->bhij", k, v), state)
+            return state, jnp.einsum("bhi,bhij->bhj", q, state)
+
+        start = jnp.zeros((batch, HEADS, DIM, DIM)) if cache is None else cache.kv[cache.layer]
+        tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (q, k, v, real, new))
+        state, y = jax.lax.scan(step, start, tokens)
+        if cache is not None:
+            cache = State(cache.kv.at[cache.layer].set(state), cache.layer)
+        return x + self.out(jnp.moveaxis(y, 0, 1).reshape(batch, seq, -1)), cache
+
+    def init_cache(self, layers, batch, length, dtype):
+        return State(jnp.zeros((layers, batch, HEADS, DIM, DIM)), jnp.array(0, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractConfig):
+    vocab_size: int = 64
+    hidden_size: int = 16
+    num_hidden_layers: int = 3
+    num_attention_heads: int = HEADS
+    num_key_value_heads: int = HEADS
+    max_position_embeddings: int = 64
+
+    def attention_products(self, layer, seq):
+        return HEADS * 2 * DIM * DIM  # whatever the length
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config, *, key):
+        embed, layers = jax.random.split(key)
+        self.config, self.embed_tokens = config, Embedding(config.vocab_size, config.hidden_size, std=1.0, key=embed)
+        self.layers = Stack(lambda n, *, key: Recurrence(config, key=key), ["recurrent"] * 3, key=layers)
+
+    def hidden(self, tokens, cache=None, *, positions=None, segments=None, remat=None):
+        return self.layers(self.embed_tokens(tokens), cache, Tokens(positions, segments), remat=remat)
+
+    def unembed(self, x):
+        return self.embed_tokens.attend(x)
+
+    def init_cache(self, batch, length, dtype):
+        return self.layers.init_cache(batch, length, dtype)
+
+
+FAMILY = Family(
+    title="A recurrence",
+    Config=Config,
+    Model=Model,
+    configs={},
+    model_types=("recurrence",),
+    partition_rules={"embed_tokens": P("tensor", "fsdp"), "*qkv": P("tensor", "fsdp"), "*out": P("fsdp", "tensor")},
+    checkpoint_names={"*": "{}"},
+    implied={},
+)
+TOKENS = np.random.RandomState(0).randint(0, 64, (2, 11))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return eqx.filter_jit(lambda: Model(Config(), key=jax.random.key(0)))()
+
+
+@pytest.fixture(scope="module")
+def forward():
+    @eqx.filter_jit
+    def forward(model, tokens, segments):
+        return model.unembed(model.hidden(tokens, segments=segments)[0])
+
+    return lambda model, tokens, segments=None: np.asarray(forward(model, tokens, segments))
+
+
+def test_it_is_placed_as_it_says(model):
+    """Over its heads, which are not the fourth axis; and it is not rounded where vectors are."""
+    mesh = zoo.make_mesh("fsdp=4,tensor=2")
+    ((), (state,), ()), _ = vacant(model, None, 4, 16, "int8", mesh).caches
+    assert state.kv.sharding.spec == P(None, ("fsdp",), ("tensor",)) and state.kv.dtype == jnp.float32
+
+
+def test_documents_restart_it(model, forward):
+    packed = forward(model, TOKENS, np.repeat([[1] * 4 + [2] * 7], 2, axis=0))
+    alone = forward(model, TOKENS[:, 4:])
+    np.testing.assert_allclose(packed[:, 4:], alone, atol=1e-5)
+    assert np.abs(forward(model, TOKENS)[:, 4:] - alone).max() > 0.1  # so this test can fail
+
+
+def test_padding_does_not_touch_it(model, forward):
+    """Right-padded prompts, then a token each; and rows that have ended."""
+    decode = eqx.filter_jit(lambda model, tokens, cache, at: model.decode(tokens, cache, positions=at))
+    lengths, index = np.array([[8], [5]]), np.arange(8)[None]
+    cache = caches.empty(model, 2, 16)
+    _, cache = decode(model, TOKENS[:, :8], cache, np.where(index < lengths, index, -1))
+    _, cache = decode(model, TOKENS[:, 8:9], cache, np.array([[8], [-1]]))
+    at = np.array([[9], [5]])
+    logits, _ = decode(model, np.take_along_axis(TOKENS, at, 1), cache, at)
+    whole = forward(model, TOKENS)
+    np.testing.assert_allclose(np.asarray(logits)[:, 0], np.stack([whole[0, 9], whole[1, 5]]), atol=1e-5)
+
+
+def test_its_tokens_are_not_taken_back(model):
+    with pytest.raises(ValueError, match=r"Layer 0 \(a Recurrence\) can't take back.*without a draft"):
+        zoo.Engine(model, slots=1, max_tokens=16, draft=zoo.ModelDraft(model))
+
+
+def test_its_tokens_stay_in_order(model):
+    shape = dict(batch=8, seq_len=16)
+    check_mesh(zoo.make_mesh("fsdp=4,tensor=2"), model, FAMILY, **shape)
+    with pytest.raises(ValueError, match=r"context=2 in the mesh, but layer 0 .*a Recurrence.* in order: use fsdp"):
+        check_mesh(zoo.make_mesh("fsdp=4,context=2"), model, FAMILY, **shape)
+
+
+def test_its_products_are_counted(monkeypatch):
+    """Not those of a full attention, which grow with the sequence."""
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
+    registry.register(FAMILY)
+    short, long = (products_per_token(Config(), seq) for seq in (16, 64))
+    assert short.attention == long.attention == 3 * HEADS * 2 * DIM * DIM
+    assert short.layers == 3 * (4 * HEADS * DIM * 16)
+
+
+def test_an_encoder_has_no_cache():
+    class Encoder(zoo.nn.stack.AbstractBlock):
+        def __call__(self, x, cache, at):
+            return x, None
+
+    stack = Stack(lambda n, *, key: Encoder(), ["encoder"], key=jax.random.key(0))
+    with pytest.raises(TypeError, match="A Encoder is no decoder's block"):
+        stack.init_cache(1, 8, jnp.float32)
