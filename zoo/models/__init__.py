@@ -1,4 +1,4 @@
-"""The families, one file each. A file with a `FAMILY` in this folder is one, and no list elsewhere names it."""
+"""The model families, one file each. A file here that defines `FAMILY` is found; no other list names it."""
 
 import importlib
 import pkgutil

@@ -1,7 +1,8 @@
 """DeepSeek V2 and V2-Lite (arXiv:2405.04434).
 
-Multi-head latent attention caches one vector a token for all heads, far less than their keys and values. All layers but
-the first are mixtures of many small experts (arXiv:2401.06066) and a few shared ones, which get every token.
+Multi-head latent attention caches one vector per token for all heads, which is far smaller than their keys and values.
+All layers but the first are mixtures of many small experts (arXiv:2401.06066), with shared experts that get every
+token.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ class Config(AbstractMixtureConfig):
     moe_intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int  # has no say: every head has keys and values of its own
+    num_key_value_heads: int  # unused: every head has its own keys and values
     n_routed_experts: int
     num_experts_per_tok: int
     max_position_embeddings: int
@@ -88,10 +89,13 @@ CONFIGS = {
 
 
 class Attention(eqx.Module):
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1): the keys and values of all heads are made of one
-    vector a token, `c_kv`. It is cached in their place, with a rotary key that the heads share."""
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1).
 
-    q_proj: AbstractLinear | None  # or the next three
+    The keys and values of all heads are projections of one vector per token, `c_kv`. The cache holds it in their place,
+    with one rotary key that all heads share.
+    """
+
+    q_proj: AbstractLinear | None  # without q_lora_rank; the next three with it
     q_a_proj: AbstractLinear | None
     q_a_layernorm: RMSNorm | None
     q_b_proj: AbstractLinear | None
@@ -110,7 +114,7 @@ class Attention(eqx.Module):
         self.rotary = InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn)
         grown = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0
         self.scale = head_dim**-0.5 * grown**2
-        rank, eps = c.q_lora_rank, 1e-6  # rms_norm_eps is not for latents
+        rank, eps = c.q_lora_rank, 1e-6  # latents do not use rms_norm_eps
         self.q_proj = None if rank else Linear(c.hidden_size, heads * head_dim, key=q_b)
         self.q_a_proj = Linear(c.hidden_size, rank, key=q_a) if rank else None
         self.q_a_layernorm = RMSNorm(rank, eps) if rank else None
@@ -139,8 +143,8 @@ class Attention(eqx.Module):
         if cache is not None:
             cache, c_kv, k_pe, kv = cache.update(c_kv, k_pe, at)
         if absorb := cache is not None and x.shape[1] == 1:
-            # kv_b_proj, W, moves to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For one
-            # token this is cheaper than making keys and values of all before it. The latents are those of one head.
+            # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For one
+            # token this is cheaper than projecting all cached latents, which now are keys and values of a single head.
             w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
             w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
             q_nope, k_nope, v = jnp.einsum("bshn,hnr->bshr", q_nope, w_k), c_kv[:, :, None], c_kv[:, :, None]
@@ -154,7 +158,7 @@ class Attention(eqx.Module):
 
 
 class Router(eqx.Module):
-    """The logit of every expert, in float32. No `Linear`, so that what replaces linears leaves it alone."""
+    """Logits of all experts, in float32. Not a `Linear`, so that LoRA and quantization leave it alone."""
 
     weight: Float[Array, "experts embed"]
 
@@ -165,7 +169,9 @@ class Router(eqx.Module):
         return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
 
 
-class MLP(eqx.Module):  # one for all rows, or one for each expert, which takes the next `sizes` rows
+class MLP(eqx.Module):
+    """One gated MLP for all rows; or one for each expert, where expert i takes the next `sizes[i]` rows."""
+
     gate_proj: AbstractLinear | AbstractExpertLinear
     up_proj: AbstractLinear | AbstractExpertLinear
     down_proj: AbstractLinear | AbstractExpertLinear
@@ -182,8 +188,8 @@ class MLP(eqx.Module):  # one for all rows, or one for each expert, which takes 
 
 class MoE(eqx.Module):
     gate: Router
-    experts: MLP  # one for each
-    shared_experts: MLP  # all of them as one
+    experts: MLP  # one MLP for each expert
+    shared_experts: MLP  # all of them as one wide MLP
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
@@ -201,7 +207,7 @@ class MoE(eqx.Module):
         scores = probability = jax.nn.softmax(logits, axis=-1)
         if c.topk_method == "group_limited_greedy":
             by_group = scores.reshape(*x.shape[:2], c.n_group, -1)
-            best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # groups
+            best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # the best groups
             kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
             scores = jnp.where(kept[..., None], by_group, 0).reshape(scores.shape)
         weights, chosen = moe.top_k(scores, c.num_experts_per_tok)
@@ -247,7 +253,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         kinds = ["dense" if n < c.first_k_dense_replace else "moe" for n in range(c.num_hidden_layers)]
         self.config = c
@@ -277,7 +283,7 @@ class Model(AbstractModel):
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Without two sizes that transformers 5 writes, but does not read: they follow from others."""
+    """Drop two sizes that transformers 5 writes and does not read: they follow from others."""
     return {key: value for key, value in hub.items() if key not in ("head_dim", "qk_head_dim")}
 
 

@@ -1,7 +1,8 @@
 """DeepSeek V3 (arXiv:2412.19437), R1 (arXiv:2501.12948) and Kimi K2 (arXiv:2507.20534).
 
-Latent attention and shared experts as in V2. The experts' scores are sigmoids, and a bias on their choice evens the
-load, where others need a loss. V3 and R1 have a module that predicts one more token. Weights are published in 8 bits.
+Latent attention and shared experts as in V2. The experts' scores are sigmoids. A bias that affects only which experts
+are chosen evens their load, where other families need a loss. V3 and R1 have a module that predicts one more token. The
+weights are published in fp8.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ class Config(AbstractMixtureConfig):
     moe_intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int  # has no say: every head has keys and values of its own
+    num_key_value_heads: int  # unused: every head has its own keys and values
     n_routed_experts: int
     max_position_embeddings: int
     q_lora_rank: int | None = 1536
@@ -93,10 +94,13 @@ CONFIGS = {
 
 
 class Attention(eqx.Module):
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1): the keys and values of all heads are made of one
-    vector a token, `c_kv`. It is cached in their place, with a rotary key that the heads share."""
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1).
 
-    q_proj: AbstractLinear | None  # or the next three
+    The keys and values of all heads are projections of one vector per token, `c_kv`. The cache holds it in their place,
+    with one rotary key that all heads share.
+    """
+
+    q_proj: AbstractLinear | None  # without q_lora_rank; the next three with it
     q_a_proj: AbstractLinear | None
     q_a_layernorm: RMSNorm | None
     q_b_proj: AbstractLinear | None
@@ -115,7 +119,7 @@ class Attention(eqx.Module):
         self.rotary = InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn)
         grown = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0
         self.scale = head_dim**-0.5 * grown**2
-        rank, eps = c.q_lora_rank, 1e-6  # rms_norm_eps is not for latents
+        rank, eps = c.q_lora_rank, 1e-6  # latents do not use rms_norm_eps
         self.q_proj = None if rank else Linear(c.hidden_size, heads * head_dim, key=q_b)
         self.q_a_proj = Linear(c.hidden_size, rank, key=q_a) if rank else None
         self.q_a_layernorm = RMSNorm(rank, eps) if rank else None
@@ -144,8 +148,8 @@ class Attention(eqx.Module):
         if cache is not None:
             cache, c_kv, k_pe, kv = cache.update(c_kv, k_pe, at)
         if absorb := cache is not None and x.shape[1] == 1:
-            # kv_b_proj, W, moves to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For one
-            # token this is cheaper than making keys and values of all before it. The latents are those of one head.
+            # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For one
+            # token this is cheaper than projecting all cached latents, which now are keys and values of a single head.
             w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
             w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
             q_nope, k_nope, v = jnp.einsum("bshn,hnr->bshr", q_nope, w_k), c_kv[:, :, None], c_kv[:, :, None]
@@ -159,10 +163,10 @@ class Attention(eqx.Module):
 
 
 class Router(eqx.Module):
-    """The logit of every expert, in float32. No `Linear`, so that what replaces linears leaves it alone."""
+    """Logits of all experts, in float32. Not a `Linear`, so that LoRA and quantization leave it alone."""
 
     weight: Float[Array, "experts embed"]
-    e_score_correction_bias: Float32  # on the choice, not on the weights; no gradient reaches it
+    e_score_correction_bias: Float32  # added for the choice, not in the weights; gets no gradient
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
@@ -172,7 +176,9 @@ class Router(eqx.Module):
         return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
 
 
-class MLP(eqx.Module):  # one for all rows, or one for each expert, which takes the next `sizes` rows
+class MLP(eqx.Module):
+    """One gated MLP for all rows; or one for each expert, where expert i takes the next `sizes[i]` rows."""
+
     gate_proj: AbstractLinear | AbstractExpertLinear
     up_proj: AbstractLinear | AbstractExpertLinear
     down_proj: AbstractLinear | AbstractExpertLinear
@@ -189,8 +195,8 @@ class MLP(eqx.Module):  # one for all rows, or one for each expert, which takes 
 
 class MoE(eqx.Module):
     gate: Router
-    experts: MLP  # one for each
-    shared_experts: MLP  # all of them as one
+    experts: MLP  # one MLP for each expert
+    shared_experts: MLP  # all of them as one wide MLP
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
@@ -208,7 +214,7 @@ class MoE(eqx.Module):
         scores = jax.nn.sigmoid(logits)
         bias = jnp.broadcast_to(self.gate.e_score_correction_bias.value, scores.shape)
         biased = (scores + bias).reshape(*x.shape[:2], c.n_group, -1)
-        best = moe.top_k(jnp.sum(moe.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # groups
+        best = moe.top_k(jnp.sum(moe.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # the best groups
         kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
         biased = jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape)
         chosen = moe.top_k(biased, c.num_experts_per_tok)[1]
@@ -321,7 +327,7 @@ class Model(AbstractModel):
 
 
 def rebalance(model: Model, reports: Any, rate: float) -> Model:
-    """`model` with the bias of each expert moved by `rate`: up if its load is below the mean (arXiv:2408.15664).
+    """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
 
     `reports` is what the routers did in a step: from `Model.hidden`, and with `mtp` the pair of that and `further`'s.
     """
@@ -333,7 +339,7 @@ def rebalance(model: Model, reports: Any, rate: float) -> Model:
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Without two sizes that transformers 5 writes, but does not read; and with what it takes null for."""
+    """Drop two sizes that transformers 5 writes and does not read, and replace null as it does."""
     null = dict(norm_topk_prob=False, rope_interleave=False)
     return {
         key: null[key] if key in null and value is None else value

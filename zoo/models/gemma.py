@@ -1,7 +1,8 @@
-"""Gemma (arXiv:2403.08295): Llama's decoder with a gated GELU, and heads wider than the width they share.
+"""Gemma (arXiv:2403.08295): Llama's decoder with GELU in place of SiLU in its gated MLP, and a head size of 256.
 
-Embeddings are multiplied by the square root of the width, norms are scaled by 1 + weight, and the output head is the
-embedding's matrix. The 2B model has one key/value head for all queries.
+Embeddings are multiplied by the square root of the width, norms scale by 1 + weight, and the output head is tied to the
+embedding. The 2B model has one key/value head for all queries. In the 7B model the heads together (16 x 256) are wider
+than the model (3,072).
 """
 
 import dataclasses
@@ -140,7 +141,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -158,7 +159,7 @@ class Model(AbstractModel):
         remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: in bfloat16 the root of 3072 is 55.5
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(3072) is 55.5 in bfloat16
         x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 
@@ -187,7 +188,7 @@ FAMILY = Family(
     },
     checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
     redundant={"lm_head.weight": "model.embed_tokens.weight"},
-    # The released files call the activation "gelu", but mean its tanh approximation: the models were trained with that.
+    # Released files say "gelu", but the models were trained with its tanh approximation: both names mean that here.
     implied={
         "architectures": ["GemmaForCausalLM"],
         "model_type": "gemma",

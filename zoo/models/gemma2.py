@@ -1,7 +1,8 @@
-"""Gemma 2 (arXiv:2408.00118): Gemma, with a norm on both sides of attention and of the MLP, and a cap on its logits.
+"""Gemma 2 (arXiv:2408.00118): Gemma with norms before and after attention and the MLP, and soft-capped logits.
 
-Every other layer, from the first on, slides a window over the keys. Attention's logits and the model's go through
-cap * tanh(logits / cap), and the scale of the queries is a number of its own, not that of the head size.
+Every other layer, starting with the first, has a sliding window. The logits of attention and of the model are capped by
+cap * tanh(logits / cap). Queries are scaled by 1 / sqrt(query_pre_attn_scalar), which in the 27B model is not the head
+size.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class Config(AbstractConfig):
     query_pre_attn_scalar: int = 256
     max_position_embeddings: int = 8192
     sliding_window: int | None = 4096
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): in turn, beginning with sliding
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): alternating, sliding first
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
     rope_theta: float = 10_000.0
@@ -53,7 +54,7 @@ class Config(AbstractConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -171,7 +172,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -189,7 +190,7 @@ class Model(AbstractModel):
         remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: in bfloat16 the root of 3584 is 59.75
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(3584) is 59.75 in bfloat16
         x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 

@@ -1,7 +1,7 @@
-"""Gemma 3, the text models (arXiv:2503.19786): Gemma 2 with a norm over each head's queries and keys, and no caps.
+"""Gemma 3, the text models (arXiv:2503.19786): Gemma 2 with an RMSNorm over each head's queries and keys, and no caps.
 
-Five of six layers slide a window over the keys, and have a rotary base of their own. From 4B on, checkpoints hold a
-vision tower too: only their text model is read, and it is saved as a text model.
+Five of six layers have a sliding window and their own rotary base. From 4B on, checkpoints also hold a vision tower:
+only their text model is read, and it is saved as a text model.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class Config(AbstractConfig):
     vocab_size: int = 262_208
     max_position_embeddings: int = 131_072
     sliding_window: int | None = 4096
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): each sixth full, others sliding
-    rope_theta: float = 1_000_000.0  # of full attention, as is rope_scaling
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): every sixth is full
+    rope_theta: float = 1_000_000.0  # of full attention, like rope_scaling
     rope_scaling: RopeScaling | None = None
     rope_local_base_freq: float = 10_000.0  # of sliding attention
     rms_norm_eps: float = 1e-6
@@ -53,7 +53,7 @@ class Config(AbstractConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -180,7 +180,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -198,7 +198,7 @@ class Model(AbstractModel):
         remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: in bfloat16 the root of 5376 is 73.5
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(5376) is 73.5 in bfloat16
         x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
         return self.norm(x), cache
 
@@ -209,7 +209,7 @@ class Model(AbstractModel):
         return self.layers.init_cache(batch, length, dtype)
 
 
-# What config.json may say beside its text_config: of images, or once more.
+# Keys that may stand beside text_config: they are about images, or repeat what text_config says.
 BESIDE = {
     "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "model_type",
     "tie_word_embeddings", "vision_config",
@@ -217,12 +217,12 @@ BESIDE = {
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as `Config` reads it: the text part alone, layers listed, and the two ropes side by side.
+    """Take the text part of config.json, list the layers' types, and put the two ropes side by side.
 
     Raises:
-        ValueError: if the rope of sliding attention is scaled, or one is missing.
+        ValueError: if the rope of sliding attention is scaled, or one of the two is missing.
     """
-    tied = hub.get("tie_word_embeddings", True)  # of a multimodal model, what is said beside its text_config
+    tied = hub.get("tie_word_embeddings", True)  # a multimodal file says it beside its text_config
     hub = text_config(hub, BESIDE) | dict(tie_word_embeddings=tied) if "text_config" in hub else dict(hub)
     scaling = hub.get("rope_scaling") or {}
     if ("rope_type" not in scaling and "type" in scaling) or (scaling and hub.get("rope_parameters")):
@@ -270,7 +270,7 @@ FAMILY = Family(
         "*norm.weight": P(),
     },
     checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
-    aliases={  # with a vision tower: the first release's, and transformers 4.52's
+    aliases={  # names in checkpoints with a vision tower: the first release's, and transformers 4.52's
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",

@@ -1,9 +1,10 @@
-"""GPT-3 (arXiv:2005.14165) and GPT-2 (Radford et al., 2019), which have one architecture.
+"""GPT-3 (arXiv:2005.14165) and GPT-2 (Radford et al., 2019), which share one architecture.
 
-Learned positions, a LayerNorm ahead of attention and of the MLP, biases everywhere, GELU without a gate, the head tied
-to the embedding. Only GPT-2's weights were published, so config.json and tensors are as in GPT-2's checkpoints. The
-sizes called gpt3-* are those that MaxText trains from scratch. As there, attention is dense in every layer, while the
-paper's models alternate it with locally banded sparse attention. Dropout, which GPT-2 was trained with, is left out.
+Learned position embeddings, a LayerNorm before attention and before the MLP, biases everywhere, GELU without a gate,
+and an output head tied to the embedding. Only GPT-2's weights were published, so config.json and the tensors' names are
+those of GPT-2's checkpoints. The gpt3-* sizes are those that MaxText trains from scratch. As in MaxText, attention is
+dense in every layer; the paper's models alternate dense with locally banded sparse attention. Dropout, which GPT-2 was
+trained with, is left out.
 """
 
 import dataclasses
@@ -33,14 +34,14 @@ class Config(AbstractConfig):
     n_layer: int = 12
     n_head: int = 12
     n_positions: int = 1024
-    n_inner: int | None = None  # of the MLP; None: 4 * n_embd
+    n_inner: int | None = None  # width of the MLP; None: 4 * n_embd
     layer_norm_epsilon: float = 1e-5
 
     def __post_init__(self):
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}.")
 
-    # As other families call them.
+    # The names that other families use.
     @property
     def hidden_size(self) -> int:
         return self.n_embd
@@ -89,7 +90,7 @@ CONFIGS = {
 
 
 class LayerNorm(eqx.Module):
-    """Layer norm (arXiv:1607.06450) as in PyTorch: in float32 from end to end, then cast back."""
+    """Layer norm (arXiv:1607.06450) as in PyTorch: computed in float32, and rounded once, at the end."""
 
     weight: Float[Array, " dim"]
     bias: Float[Array, " dim"]
@@ -107,7 +108,7 @@ class LayerNorm(eqx.Module):
 
 
 class Attention(eqx.Module):
-    c_attn: AbstractLinear  # queries, keys and values, one after another
+    c_attn: AbstractLinear  # queries, keys and values, concatenated
     c_proj: AbstractLinear
     n_head: int = eqx.field(static=True)
 
@@ -181,7 +182,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32; those that write to the residual stream are smaller in deeper models."""
+        """Initialise random weights, in float32; projections onto the residual stream are smaller in deeper models."""
         c, (tokens, positions, layers) = config, jax.random.split(key, 3)
         self.config = c
         self.wte = Embedding(c.vocab_size, c.n_embd, key=tokens)
@@ -209,12 +210,12 @@ class Model(AbstractModel):
         return self.wte.attend(x)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
-        """An empty cache for positions 0 to `length` - 1, which must not be more than the model has."""
+        """An empty cache for positions 0 to `length` - 1. Raises ValueError if the model has fewer positions."""
         self._check(length)
         return self.layers.init_cache(batch, length, dtype)
 
     def _check(self, length: int) -> None:
-        """A position beyond the table would silently get the vector of the last one in it."""
+        """Refuse positions beyond the table: looking them up would silently give the last one's vector."""
         if length > self.config.n_positions:
             raise ValueError(f"{length} positions are asked for, but the model has learned {self.config.n_positions}.")
 
@@ -237,12 +238,12 @@ FAMILY = Family(
         "layers.*": "transformer.h.{}",
         "*": "transformer.{}",
     },
-    # OpenAI's repositories have no prefix.
+    # Names in OpenAI's repositories have no "transformer." in front.
     aliases={f"{part}.": f"transformer.{part}." for part in ("wte", "wpe", "h", "ln_f")},
     redundant={
         "lm_head.weight": "transformer.wte.weight",
-        "transformer.h.*.attn.bias": None,  # the causal mask, and what it puts in place of a logit
-        "transformer.h.*.attn.masked_bias": None,
+        "transformer.h.*.attn.bias": None,  # a buffer: the causal mask
+        "transformer.h.*.attn.masked_bias": None,  # a buffer: the logit of masked keys
     },
     implied={
         "architectures": ["GPT2LMHeadModel"],
@@ -252,6 +253,6 @@ FAMILY = Family(
         "add_cross_attention": False,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": OneOf([False, True]),  # of how to round, where the softmax is not in float32 anyway
+        "reorder_and_upcast_attn": OneOf([False, True]),  # about rounding; the softmax is in float32 here
     },
 )

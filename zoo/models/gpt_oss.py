@@ -1,9 +1,10 @@
-"""gpt-oss 20B and 120B (arXiv:2508.10925): mixtures of experts with biases everywhere and sinks in the attention.
+"""gpt-oss 20B and 120B (arXiv:2508.10925): mixtures of experts with biases everywhere and attention sinks.
 
-Every second layer sees 128 positions back, the others all of them, by YaRN 32 times as far as they were first trained.
-Each head has a sink: a learned logit that takes part in the softmax and adds nothing. A router chooses four experts by
-its logits, and their weights are the softmax over those four. An expert's gate and up projections are one matrix, row
-by row in turn, and its SwiGLU is clamped. The released files store the experts in MXFP4.
+Layers alternate between a sliding window of 128 positions and full attention. YaRN extends the 4,096 positions of the
+first training 32-fold. Each head has a sink: a learned logit that takes part in the softmax and adds no value. The
+router chooses the four experts with the largest logits, weighted by the softmax over those four. Gate and up projection
+of an expert are one matrix with alternating rows, and its SwiGLU is clamped. The released files store the experts in
+MXFP4.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class Config(AbstractMixtureConfig):
     rope_theta: float = 150_000.0
     rope_scaling: YarnScaling = YARN
     rms_norm_eps: float = 1e-5
-    layer_types: tuple[str, ...] = ()  # of each layer one of KINDS; (): in turn
+    layer_types: tuple[str, ...] = ()  # one of KINDS for each layer; (): alternating
     sliding_window: int | None = 128
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
@@ -60,7 +61,7 @@ class Config(AbstractMixtureConfig):
             raise ValueError(f"layer_types needs one of {' and '.join(KINDS)} for each layer, not {list(types)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -77,7 +78,7 @@ CONFIGS = {
 
 
 class RMSNorm(eqx.Module):
-    """Root mean square norm (arXiv:1910.07467) with the product, too, in float32."""
+    """Root mean square norm (arXiv:1910.07467) that multiplies by its weight in float32 too, and rounds after that."""
 
     weight: Float[Array, " dim"]
     eps: float = eqx.field(static=True)
@@ -131,7 +132,7 @@ class Attention(eqx.Module):
 
 
 class Router(eqx.Module):
-    """The logit of every expert. No `Linear`, so that what replaces linears leaves it alone."""
+    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
 
     weight: Float[Array, "experts embed"]
     bias: Float[Array, " experts"]
@@ -147,7 +148,7 @@ class Router(eqx.Module):
 
 
 class Experts(eqx.Module):
-    gate_up_proj: AbstractExpertLinear  # gate, up, gate, up, ...
+    gate_up_proj: AbstractExpertLinear  # rows: gate, up, gate, up, ...
     down_proj: AbstractExpertLinear
     alpha: float = eqx.field(static=True)
     limit: float = eqx.field(static=True)
@@ -225,7 +226,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -254,13 +255,13 @@ class Model(AbstractModel):
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Released files say two things twice. Their second key goes here, unless it says otherwise: then it is refused."""
+    """Drop two keys of released files that repeat others. One that says otherwise stays, and is refused as unknown."""
     rope = hub.get("rope_parameters") or hub.get("rope_scaling") or {}
-    again = {
+    repeats = {
         "experts_per_token": hub.get("num_experts_per_tok"),
         "initial_context_length": rope.get("original_max_position_embeddings"),
     }
-    return {key: value for key, value in hub.items() if key not in again or value != again[key]}
+    return {key: value for key, value in hub.items() if key not in repeats or value != repeats[key]}
 
 
 FAMILY = Family(

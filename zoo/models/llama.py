@@ -1,7 +1,8 @@
 """Llama 2 (arXiv:2307.09288), 3, 3.1, 3.2 and 3.3 (arXiv:2407.21783).
 
-The decoder that the others vary: pre-norm, rotary positions, grouped-query attention, SwiGLU, no biases in the released
-sizes. From 3.1 on the rotary frequencies are stretched to 131,072 positions; 3.2's small models tie their embeddings.
+The decoder that the other families vary: pre-norm, rotary positions, grouped-query attention, SwiGLU, and no biases in
+the released sizes. From 3.1 on, rotary frequencies are scaled for 131,072 positions. 3.2's small models tie their
+embeddings.
 """
 
 import dataclasses
@@ -30,9 +31,9 @@ class Config(AbstractConfig):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int = 0  # 0, or null in the file: num_attention_heads
+    num_key_value_heads: int = 0  # 0, or null in config.json: num_attention_heads
     max_position_embeddings: int = 2048
-    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    head_dim: int = 0  # 0, or null in config.json: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
@@ -75,7 +76,7 @@ CONFIGS = {
     "llama3.2-1b-instruct":    Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
     "llama3.2-3b":             Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
     "llama3.2-3b-instruct":    Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
-    "llama3.3-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),  # there is no base
+    "llama3.3-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),  # has no base
 }
 # fmt: on
 
@@ -165,7 +166,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)

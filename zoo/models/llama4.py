@@ -1,9 +1,10 @@
-"""Llama 4 Scout and Maverick (Meta, 2025), their text model; what else is in the checkpoints sees images.
+"""Llama 4 Scout and Maverick (Meta, 2025): the text model; the vision part of their checkpoints is skipped.
 
-Three of four layers have rotary positions and see only the chunk of 8,192 positions that a token is in. Every fourth
-has no positions, sees everything, and sharpens its queries as the context grows (arXiv:2501.19399). A mixture's router
-picks one expert, beside a shared one, and its score multiplies what the expert takes in, not what it puts out. Scout
-has a mixture in every layer, and norms its rotated queries and keys; Maverick has one in every second layer, no norms.
+Three of four layers have rotary positions and attend within the token's chunk of 8,192 positions. Every fourth has no
+positional encoding, attends to all tokens before it, and scales its queries up as the context grows (arXiv:2501.19399).
+The router picks one expert, beside a shared one, and its score multiplies the expert's input, not its output. Scout has
+experts in every layer, and norms its rotated queries and keys. Maverick has experts in every second layer, and no such
+norms.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ from zoo.nn.stack import AbstractDecoderBlock, Stack
 class Config(AbstractMixtureConfig):
     vocab_size: int = 202_048
     hidden_size: int = 5120
-    intermediate_size: int = 8192  # of each expert, and of the shared one
-    intermediate_size_mlp: int = 16_384  # of layers without experts
+    intermediate_size: int = 8192  # width of each expert, and of the shared one
+    intermediate_size_mlp: int = 16_384  # width of the MLP in layers without experts
     num_hidden_layers: int = 48
     num_attention_heads: int = 40
     num_key_value_heads: int = 8
@@ -42,9 +43,9 @@ class Config(AbstractMixtureConfig):
     num_local_experts: int = 16
     max_position_embeddings: int = 131_072
     interleave_moe_layer_step: int = 1
-    moe_layers: tuple[int, ...] | None = None  # None: each interleave_moe_layer_step-th
+    moe_layers: tuple[int, ...] | None = None  # None: every interleave_moe_layer_step-th
     no_rope_layer_interval: int = 4
-    no_rope_layers: tuple[int, ...] = ()  # 0 for a layer without rotary positions; (): each no_rope_layer_interval-th
+    no_rope_layers: tuple[int, ...] = ()  # 0: no rotary positions; (): 0 every no_rope_layer_interval
     layer_types: tuple[str, ...] = ()  # (): "chunked_attention" with rotary positions, "full_attention" without
     attention_chunk_size: int | None = 8192
     num_experts_per_tok: int = 1
@@ -72,17 +73,17 @@ class Config(AbstractMixtureConfig):
             raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; llama4 has {' and '.join(kinds)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees at most; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to at most; None: all up to its own."""
         return self.attention_chunk_size if self.layer_types[layer] == "chunked_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
         chunk = min(self.window(layer) or seq, seq)
-        chunks, rest = divmod(seq, chunk)  # a token sees its chunk up to itself
+        chunks, rest = divmod(seq, chunk)  # a token attends to its chunk, up to itself
         keys = (chunks * chunk**2 + rest**2) / (2 * seq)
         return self.num_attention_heads * 2 * self.head_dim * keys
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has a mixture of experts, or one MLP."""
+        """Whether this layer has a mixture of experts; otherwise it has one MLP."""
         return layer in (self.moe_layers or ())
 
 
@@ -101,7 +102,7 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Temperature:
-    """Longer queries the more there is to see, so that a softmax over a very long context stays sharp."""
+    """Scale queries up with their position, so that the softmax over a very long context stays sharp."""
 
     scale: float
     floor: int
@@ -113,7 +114,7 @@ class Temperature:
 
 
 def l2_norm(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
-    """`RMSNorm` without a weight."""
+    """Normalise as `RMSNorm` does, without a weight."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -126,7 +127,7 @@ class Attention(eqx.Module):
     head_dim: int = eqx.field(static=True)
     chunk: int | None = eqx.field(static=True)
     rotary: InterleavedRotary | None = eqx.field(static=True)
-    norm_eps: float | None = eqx.field(static=True)  # None: queries and keys are not normed
+    norm_eps: float | None = eqx.field(static=True)  # None: no norms of queries and keys
     temperature: Temperature | None = eqx.field(static=True)
 
     def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
@@ -181,7 +182,7 @@ class MLP(eqx.Module):
 
 
 class Router(eqx.Module):
-    """The logit of every expert. No `Linear`, so that what replaces linears leaves it alone."""
+    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
 
     weight: Float[Array, "experts embed"]
 
@@ -194,7 +195,7 @@ class Router(eqx.Module):
 
 
 class Experts(eqx.Module):
-    gate_up_proj: AbstractExpertLinear  # the gates first, then as many ups
+    gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
     down_proj: AbstractExpertLinear
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
@@ -228,7 +229,7 @@ class MoE(eqx.Module):
         _, chosen = moe.top_k(logits, self.top_k)
         weights = pick(scores, chosen).astype(x.dtype)
         y = self.shared_expert(x)
-        for i in range(self.top_k):  # the weight is the expert's input's, so each choice has rows of its own
+        for i in range(self.top_k):  # weights scale the experts' inputs, so each choice has its own rows
             choice = chosen[..., i : i + 1]
             y = y + moe.mix(self.experts, scaled(x, weights[..., i : i + 1]), choice, jnp.ones_like(choice, x.dtype))
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
@@ -277,7 +278,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -306,7 +307,7 @@ class Model(AbstractModel):
         return self.layers.init_cache(batch, length, dtype)
 
 
-# What config.json may say beside its text_config: of images, or without effect on the text.
+# Keys that may stand beside text_config: they are about images, or have no effect on the text model.
 BESIDE = {
     "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "model_type", "tie_word_embeddings",
     "vision_config",
@@ -314,7 +315,7 @@ BESIDE = {
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as `Config` reads it: the text part alone, and a key of Maverick's under transformers' name."""
+    """Take the text part of config.json, and rename a key of Maverick's as transformers does."""
     hub = text_config(hub, BESIDE) if "text_config" in hub else dict(hub)
     if "nope_layer_interval" in hub:
         hub["no_rope_layer_interval"] = hub.pop("nope_layer_interval")
@@ -345,7 +346,7 @@ FAMILY = Family(
         "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",
         "*": "model.{}",
     },
-    # In checkpoints with a vision model.
+    # Names in checkpoints with a vision model.
     aliases={"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
     redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_model.*": None, "multi_modal_projector.*": None},
     implied={

@@ -1,6 +1,6 @@
-"""Mistral 7B (arXiv:2310.06825): Llama's decoder, with a sliding window over every layer in the first release.
+"""Mistral 7B (arXiv:2310.06825): Llama's decoder; in the first release every layer has a sliding window.
 
-From v0.2 on there is no window, and the rotary base is a million; v0.3 has a larger vocabulary.
+From v0.2 on there is no window and the rotary base is 1,000,000. v0.3 has a larger vocabulary.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Config(AbstractConfig):
     num_attention_heads: int
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131_072
-    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    head_dim: int = 0  # 0, or null in config.json: hidden_size / num_attention_heads
     sliding_window: int | None = 4096
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -43,7 +43,7 @@ class Config(AbstractConfig):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -57,7 +57,7 @@ V2: dict[str, Any] = V1 | dict(sliding_window=None, rope_theta=1_000_000.0)
 CONFIGS = {
     "mistral-7b-v0.1":          Config(32000,   4096, 14336,     32,    32,  8,  32768, **V1),
     "mistral-7b-v0.1-instruct": Config(32000,   4096, 14336,     32,    32,  8,  32768, **V1),
-    "mistral-7b-v0.2-instruct": Config(32000,   4096, 14336,     32,    32,  8,  32768, **V2),  # the Hub has no base
+    "mistral-7b-v0.2-instruct": Config(32000,   4096, 14336,     32,    32,  8,  32768, **V2),  # base not on the Hub
     "mistral-7b-v0.3":          Config(32768,   4096, 14336,     32,    32,  8,  32768, **V2),
     "mistral-7b-v0.3-instruct": Config(32768,   4096, 14336,     32,    32,  8,  32768, **V2),
 }
@@ -152,7 +152,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)

@@ -1,7 +1,7 @@
-"""Mixtral 8x7B and 8x22B (arXiv:2401.04088): Mistral's decoder, whose MLP is a mixture of eight experts.
+"""Mixtral 8x7B and 8x22B (arXiv:2401.04088): Mistral's decoder with a mixture of eight experts as its MLP.
 
-A router sends each token to two of them. Their outputs are weighted by the softmax over all the router's logits,
-rescaled so that the two weights sum to one. The configuration allows a sliding window; no released model uses it.
+The router sends each token to two experts. Their outputs are weighted by the softmax over all of the router's logits,
+rescaled so that the two weights sum to one. The configuration allows a sliding window; no released model uses one.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Config(AbstractMixtureConfig):
     num_attention_heads: int
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131_072
-    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    head_dim: int = 0  # 0, or null in config.json: hidden_size / num_attention_heads
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
     rope_theta: float = 1_000_000.0
@@ -48,7 +48,7 @@ class Config(AbstractMixtureConfig):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -103,7 +103,7 @@ class Attention(eqx.Module):
 
 
 class Router(eqx.Module):
-    """The logit of every expert. No `Linear`, so that what replaces linears leaves it alone."""
+    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
 
     weight: Float[Array, "experts embed"]
 
@@ -116,7 +116,7 @@ class Router(eqx.Module):
 
 
 class Experts(eqx.Module):
-    w1: AbstractExpertLinear  # the gate
+    w1: AbstractExpertLinear  # gate
     w2: AbstractExpertLinear  # down
     w3: AbstractExpertLinear  # up
 
@@ -190,7 +190,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)

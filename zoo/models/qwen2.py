@@ -1,7 +1,7 @@
-"""Qwen2.5, the dense models (arXiv:2412.15115): Llama's decoder, with biases on queries, keys and values.
+"""Qwen2.5, the dense models (arXiv:2412.15115): Llama's decoder with biases on the query, key and value projections.
 
-The small ones tie their embeddings. The configuration allows a sliding window on the layers from `max_window_layers`
-on, or on those that `layer_types` names; the released models say that they do not use it.
+Small models tie their embeddings. The configuration allows a sliding window on the layers from `max_window_layers` on,
+or on those named in `layer_types`; the released models set `use_sliding_window` to false.
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ class Config(AbstractConfig):
     num_key_value_heads: int = 32
     max_position_embeddings: int = 32_768
     max_window_layers: int = 28
-    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    head_dim: int = 0  # 0, or null in config.json: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096  # without effect, and then None, unless use_sliding_window
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): as max_window_layers says
+    sliding_window: int | None = 4096  # set to None unless use_sliding_window
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): by max_window_layers
 
     def __post_init__(self):
-        # What says the same in other words becomes equal, as in transformers.
+        # Normalise as transformers does, so that equivalent configs compare equal.
         layers, window = range(self.num_hidden_layers), self.sliding_window if self.use_sliding_window else None
         slides = lambda n: window is not None and n >= self.max_window_layers
         kinds = self.layer_types or tuple("sliding_attention" if slides(n) else "full_attention" for n in layers)
@@ -54,7 +54,7 @@ class Config(AbstractConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -65,7 +65,7 @@ class Config(AbstractConfig):
 QWEN: dict[str, Any] = dict(rope_theta=1_000_000.0)
 BASE_14B: dict[str, Any] = QWEN | dict(rms_norm_eps=1e-5)
 TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
-#                                  vocab  hidden    mlp  layers  heads  kv  positions  (no window)
+#                                  vocab  hidden    mlp  layers  heads  kv  positions  max_window_layers
 CONFIGS = {
     "qwen2.5-0.5b":          Config(151936,    896,  4864,     24,    14,  2,     32768,    24, **TIED),
     "qwen2.5-0.5b-instruct": Config(151936,    896,  4864,     24,    14,  2,     32768,    24, **TIED),
@@ -167,7 +167,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)

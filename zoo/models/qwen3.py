@@ -1,8 +1,8 @@
-"""Qwen3, the dense models (arXiv:2505.09388): Llama's decoder, with an RMSNorm over each head's queries and keys.
+"""Qwen3, the dense models (arXiv:2505.09388): Llama's decoder with an RMSNorm over each head's queries and keys.
 
-The head size is 128 whatever the width, so that heads x head size is not the width in some of them. The configuration
-allows a sliding window on the layers from `max_window_layers` on, or on those that `layer_types` names; none of the
-released models uses it.
+The head size is 128 in every model, so in some of them heads x head size differs from the width. The configuration
+allows a sliding window on the layers from `max_window_layers` on, or on those named in `layer_types`; no released model
+uses one.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ class Config(AbstractConfig):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096  # without effect, and then None, unless use_sliding_window
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): as max_window_layers says
+    sliding_window: int | None = 4096  # set to None unless use_sliding_window
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): by max_window_layers
 
     def __post_init__(self):
-        # What says the same in other words becomes equal, as in transformers.
+        # Normalise as transformers does, so that equivalent configs compare equal.
         layers, window = range(self.num_hidden_layers), self.sliding_window if self.use_sliding_window else None
         slides = lambda n: window is not None and n >= self.max_window_layers
         kinds = self.layer_types or tuple("sliding_attention" if slides(n) else "full_attention" for n in layers)
@@ -55,7 +55,7 @@ class Config(AbstractConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -66,7 +66,7 @@ class Config(AbstractConfig):
 QWEN: dict[str, Any] = dict(rope_theta=1_000_000.0)
 TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
 LONG: dict[str, Any] = TIED | dict(rope_theta=5_000_000.0)
-#                                      vocab  hidden    mlp  layers  heads  kv  head  positions  (no window)
+#                                      vocab  hidden    mlp  layers  heads  kv  head  positions  max_window_layers
 CONFIGS = {
     "qwen3-0.6b":             Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED),
     "qwen3-0.6b-base":        Config(151936,   1024,  3072,     28,    16,  8,  128,     32768,    28, **TIED),
@@ -177,7 +177,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)

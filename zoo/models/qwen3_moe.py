@@ -1,8 +1,8 @@
-"""Qwen3's mixtures of experts (arXiv:2505.09388), Qwen3-Coder among them: Qwen3's decoder, with a router in each layer.
+"""Qwen3's mixtures of experts (arXiv:2505.09388), Qwen3-Coder included: Qwen3's decoder with a router in every layer.
 
-A router sends each token to 8 of 128 or 160 narrow experts. Their weights are the softmax over all the router's logits,
-rescaled with `norm_topk_prob` so that the eight sum to one. The configuration allows for dense layers among the others,
-and for a sliding window in every layer; no released model uses either.
+The router sends each token to 8 of 128 or 160 narrow experts. Their weights are the softmax over all of the router's
+logits, rescaled under `norm_topk_prob` so that the eight sum to one. The configuration allows dense layers among the
+others, and a sliding window in every layer; no released model uses either.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ from zoo.nn.stack import AbstractDecoderBlock, Stack
 class Config(AbstractMixtureConfig):
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of dense layers
-    moe_intermediate_size: int  # of each expert
+    intermediate_size: int  # width of the MLP in dense layers
+    moe_intermediate_size: int  # width of each expert
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int = 4
     max_position_embeddings: int = 32_768
     rope_theta: float = 10_000.0
-    max_window_layers: int = 0  # has no say: every layer slides, as in transformers
-    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    max_window_layers: int = 0  # unused: a sliding window is in every layer, as in transformers
+    head_dim: int = 0  # 0, or null in config.json: hidden_size / num_attention_heads
     num_experts: int = 128
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
@@ -49,14 +49,14 @@ class Config(AbstractMixtureConfig):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096  # without effect, and then None, unless use_sliding_window
+    sliding_window: int | None = 4096  # set to None unless use_sliding_window
 
     def __post_init__(self):
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
         object.__setattr__(self, "sliding_window", self.sliding_window if self.use_sliding_window else None)
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer sees; None: all before it."""
+        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
         return self.sliding_window
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -70,7 +70,7 @@ class Config(AbstractMixtureConfig):
 # fmt: off
 QWEN3: dict[str, Any] = dict(head_dim=128, norm_topk_prob=True, sliding_window=None)
 CODER: dict[str, Any] = QWEN3 | dict(num_experts=160)
-#                                           vocab hidden   mlp expert layers heads kv positions  theta (no window)
+#                                           vocab hidden   mlp expert layers heads kv positions  theta max_window_layers
 CONFIGS = {
     "qwen3-30b-a3b":                 Config(151936,  2048,  6144,   768,    48,   32,  4,    40960,   1e6, 48, **QWEN3),
     "qwen3-30b-a3b-base":            Config(151936,  2048,  6144,   768,    48,   32,  4,    32768,   1e6, 48, **QWEN3),
@@ -141,7 +141,7 @@ class MLP(eqx.Module):
 
 
 class Router(eqx.Module):
-    """The logit of every expert. No `Linear`, so that what replaces linears leaves it alone."""
+    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
 
     weight: Float[Array, "experts embed"]
 
@@ -232,7 +232,7 @@ class Model(AbstractModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Random weights, in float32."""
+        """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -262,7 +262,7 @@ class Model(AbstractModel):
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `num_experts` as `num_local_experts`."""
+    """Rename `num_local_experts`, as transformers 5 writes it, to `num_experts`."""
     return {"num_experts" if key == "num_local_experts" else key: value for key, value in hub.items()}
 
 
