@@ -1,8 +1,8 @@
 """Fast operations on arrays: one signature each, several implementations, all tested against `kernels.reference`.
 
-Under a mesh (`jax.set_mesh`) whose axes have the names of `kernels.mesh` each device works on its share.
+Under a mesh (`jax.set_mesh`) whose axes have the names in `kernels.mesh`, each device computes its share.
 
-This package knows no model and imports jax and jaxtyping alone.
+This package knows no model, and imports only jax, numpy and jaxtyping.
 """
 
 import functools
@@ -54,28 +54,28 @@ def attention(
     sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """For each query, the mean of the values it sees, weighted by the softmax of `scale * q @ k`.
+    """Averages, for each query, the values of the keys it sees, weighted by the softmax of `scale * q @ k`.
 
     Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees the keys that `mask` lets
     it see, such as `Causal() & Window(1024)`, and, where there are segments, only those of its own segment.
 
-    `at` says where the queries' tokens stand, and `kv` the keys' (None: they are the same tokens): see `Tokens`. A
-    query that sees nothing yields zeros and gets zero gradients.
+    `at` has the positions, segments and spans of the queries' tokens, and `kv` those of the keys' (None: they are the
+    same tokens): see `Tokens`. A query that sees no key yields zeros and gets zero gradients.
 
     `softcap` turns each logit x into `softcap * tanh(x / softcap)` (Gemma 2, arXiv:2408.00118). `sinks` are one more
     logit per head, which takes its share of the softmax and has no value (gpt-oss, arXiv:2508.10925).
 
     The softmax is in float32, and products of narrower dtypes accumulate in float32. A NaN or an infinity in q, k or v
-    becomes NaN in every query that sees it, and touches no other: masked keys and padding may hold anything.
+    becomes NaN in every query that sees it, and affects no other: masked keys and padding may hold anything.
 
     `implementation` is one of
 
-    - "reference": all logits at once; every derivative, and float64 in float64.
-    - "xla": in blocks of 128 tokens, in plain JAX. This one and all below make no [seq, kv_seq] buffer, do no work for
-      blocks that no query sees, and have first derivatives only, in reverse mode.
-    - "tpu": the same as a Pallas kernel for TPUs. "triton": as one for NVIDIA GPUs. On a CPU they are interpreted.
-    - "cudnn": NVIDIA's own, for what it can express.
-    - "mosaic": for Hopper GPUs, compiled and never yet run on one: experimental.
+    - "reference": computes all logits at once. It has every derivative, and computes float64 in float64.
+    - "xla": works in blocks of 128 tokens, in plain JAX. It and all below make no [seq, kv_seq] buffer, skip blocks
+      that no query sees, and have first derivatives only, in reverse mode.
+    - "tpu": a Pallas kernel for TPUs. "triton": one for NVIDIA GPUs. On a CPU both are interpreted.
+    - "cudnn": NVIDIA's own kernel, for the calls that it can express.
+    - "mosaic": a kernel for Hopper GPUs. Experimental: compiled, and never yet run on one.
 
     None chooses by the tables of `kernels.dispatch`: "cudnn", "triton" or "tpu" on their devices if they can, else
     "xla", and "reference" for at most 128 tokens. A single query, as in a decode, goes to `decode_attention`.
@@ -109,13 +109,13 @@ def decode_attention(
     sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch heads v_dim"]:
-    """`attention` of one query in each row of the batch, over a cache that every row has filled to a length of its own.
+    """Computes `attention` of one query per row of the batch, over a cache that each row fills to its own length.
 
-    That length is `at.positions` + 1 where the mask is causal: later slots may hold anything. The arrays of `at` are
-    [batch], and `kv` None means that a slot's index is its position. All else is as in `attention`.
+    With a causal mask that length is `at.positions` + 1; later slots may hold anything. The arrays of `at` are [batch].
+    With `kv` None, the index of a slot is its position. All else is as in `attention`.
 
-    `implementation` is "reference" (every slot of the cache is read, and every derivative exists), "tpu" or "triton"
-    (only blocks with a key that is seen are read; no derivatives). None chooses as `attention` does.
+    `implementation` is "reference" (reads every slot of the cache, has every derivative), "tpu" or "triton" (read only
+    blocks with a key that is seen, have no derivatives). None chooses as `attention` does.
 
     Raises:
         ValueError: as `attention` does.
@@ -144,19 +144,23 @@ def cross_entropy(
     z_loss: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Cross-entropy in nats, summed over the targets whose `mask` is not 0. The others count for nothing, even if NaN.
+    """Sums the cross-entropy, in nats, of the targets whose `mask` is not 0. The others count for nothing, even if NaN.
 
     `unembed` maps features to logits: the product with a matrix, and whatever else a model does there, such as a
-    softcap. What it closes over gets its gradients.
+    softcap. Arrays that it closes over get their gradients.
 
     Returns the sum to minimise, to which every target also adds `z_loss * log(Z)**2` (Z: the sum of the exponentials
-    of its logits; PaLM, arXiv:2204.02311, section 5), and two sums to look at, with no gradient: `loss`, without that
+    of its logits; PaLM, arXiv:2204.02311, section 5), and two sums for metrics, without gradients: `loss`, without that
     term, and `correct`, the number of targets whose logit is the largest.
 
-    `implementation` is "xla" (`unembed` is called for about `chunk` tokens at a time on each device, the same positions
-    of every sequence; gradients are computed in the same pass, so no product is computed twice; first derivatives only,
-    in reverse mode) or "reference" (the logits of all tokens at once; every derivative, and float64 in float64). None
-    means "xla", and "reference" for what it refuses.
+    `implementation` is one of
+
+    - "xla": calls `unembed` for about `chunk` tokens at a time on each device, the same positions of every sequence.
+      It computes gradients in the same pass, so no product is computed twice. It has first derivatives only, in
+      reverse mode.
+    - "reference": computes the logits of all tokens at once. It has every derivative, and computes float64 in float64.
+
+    None means "xla", and "reference" for what that refuses.
 
     Raises:
         ValueError: where the implementation asked for cannot take these arguments.
@@ -175,23 +179,24 @@ def ragged_dot(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Each row of `x`, sorted by group, times the transposed matrix of its group, which is (out, in) as a Linear's.
+    """Multiplies each row of `x` by the transpose of its group's matrix, which is (out, in) like a Linear's.
 
-    The first `group_sizes[0]` rows belong to group 0, the next `group_sizes[1]` to group 1, and so on: the product of
-    dropless mixture-of-experts layers (MegaBlocks, arXiv:2211.15841). Groups may be empty. Rows beyond the last group
-    yield zeros, get zero gradients and may hold anything; groups end where the rows do.
+    Rows are sorted by group: the first `group_sizes[0]` belong to group 0, the next `group_sizes[1]` to group 1, and so
+    on. This is the product of dropless mixture-of-experts layers (MegaBlocks, arXiv:2211.15841). Groups may be empty.
+    Rows beyond the last group yield zeros, get zero gradients and may hold anything. Groups that would go beyond the
+    last row end there.
 
     Narrower dtypes accumulate in float32. A NaN in a row stays in the row, and in the gradient of its group's matrix;
-    a NaN in a group's matrix stays in the group's rows. `w` may be int8: then its tiles are brought to the dtype of `x`
+    a NaN in a group's matrix stays in the group's rows. `w` may be int8: then its tiles are cast to the dtype of `x`
     as they are multiplied, and there is no gradient of `w`.
 
     `implementation` is one of
 
-    - "reference": every row times every matrix; every derivative, and float64 in float64.
-    - "xla": in tiles of at most 128 rows, in plain JAX. Its work and memory, and those of all below, grow with tokens,
-      not with groups * tokens; they have first derivatives only, in reverse mode.
-    - "tpu": as Pallas kernels for TPUs. "triton": for NVIDIA GPUs. On a CPU they are interpreted.
-    - "mosaic": for Hopper GPUs, compiled and never yet run on one: experimental.
+    - "reference": multiplies every row by every matrix. It has every derivative, and computes float64 in float64.
+    - "xla": works in tiles of at most 128 rows, in plain JAX. Its work and memory, and those of all below, grow with
+      tokens, not with groups * tokens. All have first derivatives only, in reverse mode.
+    - "tpu": Pallas kernels for TPUs. "triton": for NVIDIA GPUs. On a CPU both are interpreted.
+    - "mosaic": kernels for Hopper GPUs. Experimental: compiled, and never yet run on one.
 
     None chooses by the tables of `kernels.dispatch`: "triton" or "tpu" on their devices, else "xla", and "reference"
     for what it refuses.
@@ -220,17 +225,17 @@ def _check(
 
 
 def _tokens(at: Tokens, length: int) -> Tokens:
-    """As masks take them: int32, and with positions."""
+    """Casts the ids to int32 and fills in positions, as masks expect them."""
     segments, spans = (None if ids is None else ids.astype(jnp.int32) for ids in (at.segments, at.spans))
     if at.positions is None:
-        indices: Any = np.arange(length, dtype=np.int32)[None]  # no array of JAX: so one can tell that nobody gave them
+        indices: Any = np.arange(length, dtype=np.int32)[None]  # numpy: that is how Tokens.in_order knows them
         return Tokens(indices, segments, spans)
-    # Below -1 the distance to a slot that was never written, at the greatest int32, would wrap around.
+    # A slot never written has the greatest int32 as its position: its distance to less than -1 would wrap around.
     return Tokens(jnp.maximum(at.positions.astype(jnp.int32), -1), segments, spans)
 
 
 def _complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:
-    """The mask with that of the segments, if there are any."""
+    """Adds `Segments()` to the mask where there are segments, and checks that mask and ids fit together."""
     for name, ids, of_keys in (("segments", q.segments, kv.segments), ("spans", q.spans, kv.spans)):
         if (ids is None) != (of_keys is None):
             raise ValueError(

@@ -1,8 +1,8 @@
 """Attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`: the fastest there is, for what it can express.
 
-That is plain sequences: every row full, positions that are indices, one head size. It knows no softcap. Sinks could be
-added to its output afterwards from the logarithm of each softmax's denominator, as `kernels.flash` does; but the public
-API rounds that to the dtype of q, 8 bits of it in bfloat16, and has no gradient for it. So sinks are refused.
+It takes plain sequences: every row full, positions that are indices, one head size. It has no softcap. Sinks could be
+added to its output afterwards from the log-sum-exp, as `kernels.flash` does; but JAX's public function rounds the
+log-sum-exp to the dtype of q (8 bits in bfloat16), and has no gradient for it. So sinks are refused.
 """
 
 import jax
@@ -27,7 +27,7 @@ def refusal(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> str | None:
-    """Why this implementation cannot take these arguments of `attention`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `attention`, or None if it can."""
     platform, kind = device()
     reasons = {
         f"it is for NVIDIA GPUs, and this is a {kind}": platform != "gpu",
@@ -55,21 +55,21 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`kernels.attention` by cuDNN."""
+    """Computes `kernels.attention` by cuDNN."""
     causal, window = _static(mask) or (False, None)
     out = _cudnn(finite(q), finite(k), finite(v), scale, causal, window)
     return out + poison(q) + _seen_poison(k, v, q.shape[1], causal, window, q.shape[2])
 
 
 def _cudnn(q: Array, k: Array, v: Array, scale: float, causal: bool, window: int | None) -> Array:
-    last = None if window is None else (window - 1, 0)  # how far it looks back, and ahead
+    last = None if window is None else (window - 1, 0)  # how many tokens it looks back, and ahead
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=causal, local_window_size=last, implementation="cudnn"
     )
 
 
 def _refusal_of_jax(q: Array, k: Array, v: Array, scale: float, mask: Mask) -> str | None:
-    """What JAX finds missing: cuDNN itself, or heads that this GPU can take."""
+    """Returns JAX's reason to refuse: cuDNN is missing, or cannot take such heads on this GPU."""
     try:
         jax.eval_shape(lambda q, k, v: _cudnn(q, k, v, scale, *(_static(mask) or (False, None))), q, k, v)
     except (RuntimeError, NotImplementedError) as error:
@@ -78,7 +78,7 @@ def _refusal_of_jax(q: Array, k: Array, v: Array, scale: float, mask: Mask) -> s
 
 
 def _static(mask: Mask) -> tuple[bool, int | None] | None:
-    """Whether it is causal, and its window: for the masks that cuDNN has."""
+    """Returns whether the mask is causal, and its window; None for masks that cuDNN does not have."""
     match mask:
         case Full():
             return False, None
@@ -98,10 +98,10 @@ def _seen_poison(
     window: int | None,
     heads: int,
 ) -> Float[Array, "batch seq heads 1"]:
-    """NaN for each query that sees a key or a value that is not finite, else zero.
+    """Returns NaN for each query that sees a key or a value that is not finite, else zero.
 
-    How many such keys lie before each index tells how many lie within a window. cuDNN itself is given finite arrays:
-    what it makes of a NaN that is masked is not written down.
+    The difference of two running counts of such keys says whether a window has any. cuDNN itself is given finite
+    arrays, since what it makes of a masked NaN is documented nowhere.
     """
     spoilt = jnp.isnan(poison(k) + poison(v))[..., 0]
     before = jnp.pad(jnp.cumsum(spoilt, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))

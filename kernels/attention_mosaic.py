@@ -1,18 +1,18 @@
 """EXPERIMENTAL: FlashAttention for Hopper GPUs (arXiv:2307.08691, arXiv:2407.08608), in Pallas Mosaic GPU.
 
-Compiled for an H200, and never yet run on one: no speed is known. Its numbers are known from JAX's interpreter of such
-kernels, on a CPU (tests/kernels/test_mosaic.py). There every product is done at once: so it is only by reasoning that
-no register and no shared memory is written again while a product still reads it.
+It compiles for an H200, and has never yet run on one: no speed is known. Its numbers are tested in JAX's interpreter of
+such kernels, on a CPU (tests/kernels/test_mosaic.py). There every product is done at once: that no register and no
+shared memory is overwritten while a product still reads it is known by reasoning only.
 
-Of a program's three warpgroups one copies blocks to shared memory, through rings of slots, and the other two multiply.
-Which blocks a program meets is listed beforehand, by XLA, from the mask: first those that are seen in full, then those
-where each position has to be looked at.
+Of a program's three warpgroups one copies blocks to shared memory, through ring buffers, and the other two multiply.
+XLA lists beforehand, from the mask, the blocks that a program has to visit: first those that are seen in full, then
+those that have to be masked position by position.
 
-Forward each of the two has 64 queries, and both go through the same blocks of keys. They take turns: one multiplies
-while the other one is at its softmax. Backward there are two kernels. That for dq has the same form, without turns. In
-that for dk and dv both have the same block of keys: one computes the weights, hands them over through shared memory and
-sums up dv, the other one dk. So each does two of the four products, and holds one of the two sums, which at 256
-features fills half of its registers.
+Forward, each of the two has 64 queries, and both go through the same blocks of keys. They take turns: one multiplies
+while the other computes its softmax. Backward there are two kernels. The one for dq has the same form, without turns.
+In the one for dk and dv, both warpgroups have the same block of keys: one computes the weights, hands them over through
+shared memory and sums up dv; the other sums up dk. So each does two of the four products, and holds one of the two
+sums, which at 256 features fills half of its registers.
 """
 
 import functools
@@ -35,8 +35,8 @@ from kernels.reference import LOWEST
 
 
 LOG2_E = math.log2(math.e)
-WIDEST = 256  # features of a head
-LENGTH = 128  # what every size of a block divides
+WIDEST = 256  # most features of a head
+LENGTH = 128  # every block size divides it
 
 
 def refusal(
@@ -50,7 +50,7 @@ def refusal(
     kv_tokens: Tokens,
     **_: object,
 ) -> str | None:
-    """Why this implementation cannot take these arguments of `attention`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `attention`, or None if it can."""
     seq, kv_seq, dim, v_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
     if Segments in mask or Spans in mask:
         return f"it has no segments and no spans, and the mask is {mask}"
@@ -67,7 +67,7 @@ def refusal(
     return mosaic.refusal(q.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # so that calls outside jit compile once, too
 def attention(
     q: Float[Array, "batch seq heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
@@ -80,7 +80,7 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`kernels.attention`, in Mosaic GPU."""
+    """Computes `kernels.attention` in Mosaic GPU."""
     formula = Formula(scale, mask, softcap)
     return flash.attention(flash.Flash(forward, backward), formula, q, k, v, sinks, q_tokens, kv_tokens)
 
@@ -139,9 +139,9 @@ def _forward_kernel(
         plgpu.copy_gmem_to_smem(q_ref.at[batch, queries, head], q_smem.at[me], q_ready.at[me])
         plgpu.barrier_wait(q_ready.at[me])
 
-        # Turns: I wait at turn[me] for mine, and pass it on by an arrival at the other one's. Warpgroup 1 grants the
-        # first, and 0 waits for the last. Both take as many steps, so each barrier has as many waits as arrivals; and
-        # they alternate, so there is never a second arrival before the wait for the first.
+        # Turns: a warpgroup waits at turn[me] for its turn, and passes it on by arriving at the other's barrier.
+        # Warpgroup 1 grants the first turn, and 0 waits for the last. Both take the same number of steps, so each
+        # barrier has as many waits as arrivals; and they alternate, so no second arrival comes before the first's wait.
         pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         plgpu.barrier_wait(turn.at[me])
         pass_on = lambda: plgpu.barrier_arrive(turn.at[1 - me])
@@ -150,8 +150,8 @@ def _forward_kernel(
             def step(n: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
                 top, total = state
                 (k,) = keys.take(n)
-                # My turn, since the end of the step before: its last product is still under way. It is done when this
-                # one is, as products end in their order. So only now are the values of that step released.
+                # This warpgroup has had its turn since the end of the step before, whose last product may still run.
+                # Products end in order, so it has ended when this one has: only then are that step's values released.
                 x = _capped(formula, _product(q_smem.at[me], k.T, meanwhile=pass_on))
                 values.release(n - 1)
                 keys.release(n)
@@ -208,7 +208,7 @@ def dkv(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> tuple[Array, Array]:
-    """The gradients of keys and values. Here and in `dq`, `lse` is in powers of two."""
+    """Computes the gradients of keys and values. Here and in `dq`, `lse` is in powers of two."""
     (batch, _, _, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     size = _sizes("dkv", q, v)
     classes = block_classes(formula.mask, q_tokens, kv_tokens, size["q"], size["kv"])[0]
@@ -254,14 +254,17 @@ def _dkv_kernel(
     weights_ready: Any,
     weights_free: Any,
 ) -> None:
-    """Its logits are [keys, queries]: so the weights are where Hopper wants a product's left side, in registers."""
+    """Sums up dk and dv. Logits are [keys, queries], so that weights are the left sides of products.
+
+    On Hopper only the left side of a product may be in registers.
+    """
     kv_head, j, batch = (lax.axis_index(name) for name in ("head", "block", "batch"))
     group, q_size, (kv_size, _) = q_ref.shape[2] // k_ref.shape[2], queries.buffers[0].shape[1], k_smem.shape
     full, steps = group * schedule.full[j], group * schedule.met[j]
     keys = (batch, pl.ds(j * kv_size, kv_size), kv_head)
 
     def block(n: Array) -> tuple[Array, Array]:
-        """The head and the first query of step n."""
+        """Returns the head and the first query of step n."""
         head = kv_head * group + lax.rem(n, jnp.int32(group))
         return head, schedule.order[j, lax.div(n, jnp.int32(group))] * q_size
 
@@ -270,7 +273,7 @@ def _dkv_kernel(
 
     @mosaic.copying
     def _() -> None:
-        # Two arrivals at kv_ready, one for each copy; both others wait for it once.
+        # Two arrivals at kv_ready, one for each copy; both other warpgroups wait for it once.
         plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem, kv_ready)
         plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem, kv_ready)
 
@@ -281,9 +284,9 @@ def _dkv_kernel(
             queries.fill(n, q_ref.at[batch, rows, head], lse_ref.at[batch, head, rows])
             gradients.fill(n, d_out_ref.at[batch, rows, head], delta_ref.at[batch, head, rows])
 
-    # The weights' one place in shared memory: warpgroup 0 arrives at weights_ready in each step, when it has written
-    # them, and 1 waits for that; 1 arrives at weights_free when it has read them, and 0 waits for that from its second
-    # step on, before it writes again. So neither is more than a step ahead.
+    # The weights have one place in shared memory. In each step warpgroup 0 writes them and arrives at weights_ready,
+    # for which 1 waits; 1 reads them and arrives at weights_free, for which 0 waits before it writes again, from its
+    # second step on. So neither is more than a step ahead.
 
     @functools.partial(mosaic.multiplying, only=0)
     def _() -> None:
@@ -349,7 +352,7 @@ def dq(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Array:
-    """The gradient of queries."""
+    """Computes the gradient of queries."""
     (batch, seq, heads, dim), v_dim = q.shape, v.shape[3]
     size = _sizes("dq", q, v)
     classes = block_classes(formula.mask, q_tokens, kv_tokens, 2 * ROWS, size["kv"])[0]
@@ -445,7 +448,7 @@ def _copy_keys_and_values(
 
 
 def _product(x: Any, y: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "rows columns"]:
-    """x @ y, both in shared memory. `meanwhile` is called while it is under way; then all products are waited for."""
+    """Computes x @ y, both in shared memory. Calls `meanwhile` while it runs, then waits for all products."""
 
     def product(result: Any) -> Array:
         plgpu.wgmma(result, x, y)
@@ -456,7 +459,7 @@ def _product(x: Any, y: Any, meanwhile: Callable[[], None] = lambda: None) -> Fl
 
 
 def _capped(formula: Formula, product: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    """The logits but for a positive factor, which `_to_log2` includes: q @ k, or with a softcap its tanh."""
+    """Returns q @ k, or with a softcap its tanh: the logits without their positive factor, which is in `_to_log2`."""
     if formula.softcap is None:
         return product
     # tanh(z) = 1 - 2 / (exp(2 z) + 1): two special instructions
@@ -464,7 +467,7 @@ def _capped(formula: Formula, product: Float[Array, "rows columns"]) -> Float[Ar
 
 
 def _to_log2(formula: Formula) -> float:
-    """What turns `_capped` into logits of a softmax in powers of two."""
+    """Returns the factor that turns `_capped` into logits of a softmax in powers of two."""
     return LOG2_E * (formula.scale if formula.softcap is None else formula.softcap)
 
 
@@ -477,7 +480,7 @@ def _masked(
     kv_start: Array,
     queries_along: int = 0,
 ) -> Float[Array, "rows columns"]:
-    """`x`, with `other` where a query does not see a key, unless the block is seen as a whole."""
+    """Replaces `x` by `other` where a query does not see a key. It does nothing if the `whole` block is seen."""
 
     def mask(x: Array) -> Array:
         index = lambda axis: plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
@@ -488,9 +491,9 @@ def _masked(
 
 
 def _anew(x: Int[Array, ""]) -> Int[Array, ""]:
-    """The same number, of which the compiler does not know that it is.
+    """Returns the same number, and hides from the compiler that it is the same.
 
-    Else it computes all that follows from it once, before a loop, and there are too few registers to keep that.
+    Otherwise the compiler would compute all that depends on it once, before a loop, and run out of registers.
     """
     return lax.optimization_barrier(x)
 
@@ -500,9 +503,9 @@ def _along(x: Float[Array, " length"], shape: tuple[int, ...], axis: int) -> Flo
 
 
 def _place() -> tuple[Array, Array, Array, Array]:
-    """The program's head, its block of queries and its row of the batch, and the warpgroup.
+    """Returns the program's head, its block of queries, its row of the batch, and the warpgroup.
 
-    The last queries come first: under a causal mask they take longest.
+    Blocks count from the last queries, which take longest under a causal mask, and so start first.
     """
     block = lax.axis_size("block") - 1 - lax.axis_index("block")
     return lax.axis_index("head"), block, lax.axis_index("batch"), lax.axis_index("warpgroup")
@@ -513,7 +516,7 @@ def _kv_head(head: Array, q_ref: Any, k_ref: Any) -> Array:
 
 
 def _store(ref: Any, value: Array) -> None:
-    """From registers to global memory: four neighbouring threads write a whole sector of 32 bytes."""
+    """Writes from registers to global memory: four neighbouring threads write a whole sector of 32 bytes."""
     plgpu.store(ref, value, optimized=False)
 
 
@@ -526,7 +529,7 @@ def _sizes(kernel: str, q: Array, v: Array) -> dict[str, int]:
 
 
 def _cost(q: Array, k: Array, v: Array, products: int) -> pl.CostEstimate:
-    """Of so many multiplications for each query and key, if all see all."""
+    """Estimates the cost of so many multiplications for each query and key, as if all saw all."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     return pl.CostEstimate(
         flops=2 * pairs * products,

@@ -1,20 +1,20 @@
 """FlashAttention-2 (arXiv:2307.08691) for TPUs, forward and backward, in Pallas.
 
-A step of a kernel takes a block of keys and a block of queries, with all the heads that share those keys. The mask says
-beforehand which pairs of blocks anybody sees; XLA lists these, the grid has as many steps as the list, and what nobody
-sees is neither loaded nor visited. Where all see all, the mask is not looked at.
+A step of a kernel takes a block of keys and a block of queries, with all the heads that share those keys. XLA lists
+beforehand, from the mask, the pairs of blocks in which any query sees any key. The grid has as many steps as the list,
+so all other pairs are neither loaded nor visited. Where all see all, no mask is applied.
 
-Within a step the queries come in strips, each of one head. Logits lie as [keys, queries]: whatever belongs to a query
-(its greatest logit, its position) is then a row, which a TPU spreads over a matrix for nothing; a column costs the
-scarce cross-lane unit. The output is [features, queries] until it is done. The values bring a row of ones with them, so
-that the sum of the weights is one more row of the output. The softmax is in powers of two.
+Within a step the queries come in strips, each of one head. Logits are [keys, queries]: a number for each query (its
+greatest logit, its position) is then a row, which a TPU broadcasts over a matrix for nothing; a column would need the
+scarce cross-lane unit. The output is [features, queries] until it is done. A row of ones is appended to the values, so
+the sum of the weights is one more row of the output. The softmax is in powers of two.
 
-The matrix units are a strip ahead: they multiply one strip's logits, which wait in VMEM, before the vector units are
-through with those of the strip before. It also keeps the compiler from holding the logits of a block in registers, of
-which there are 64, where it would take 128 for a strip.
+The matrix units are a strip ahead: they multiply one strip's logits, which wait in VMEM, while the vector units are
+still at those of the strip before. Besides, this keeps the compiler from holding the logits of a block in registers:
+there are 64, and one strip would take 128.
 
-The gradients have two kernels, one for dq and one for dk and dv. Each holds its sums in VMEM and writes them once; one
-kernel for all three would spare two products of seven, but have to add to one of the sums in HBM at every step.
+The gradients have two kernels, one for dq and one for dk and dv. Each holds its sums in VMEM and writes them once. One
+kernel for all three would save two products of seven, but have to add to one of the sums in HBM at every step.
 """
 
 import functools
@@ -38,12 +38,12 @@ from kernels.reference import LOWEST
 
 LOG2_E = math.log2(math.e)
 SUBLANES, LANES = 8, 128  # of a register
-FIRST, LAST = 4, 8  # steps of a block; beside SKIP, PARTIAL and FULL in a step's lowest bits
-MOST_BLOCKS = 1 << 13  # of one kind: a step has room for so many, above these bits
+FIRST, LAST = 4, 8  # flags of a block's first and last step; the two bits below hold SKIP, PARTIAL or FULL
+MOST_BLOCKS = 1 << 13  # blocks of queries, and of keys: the bits above have room for so many
 ONES = 16  # rows of ones below the values: one would do, but rows come by 16 in bfloat16
 VMEM = 48 << 20  # bytes that a kernel may take; every TPU has at least 64 MiB
-SMEM = 256 << 10  # bytes that the list of steps may take: compiled on every TPU, and enough for 128k tokens
-MOST_FEATURES = 8192  # of all query heads that share a key/value head: more would not fit VMEM
+SMEM = 256 << 10  # bytes that the list of steps may take: it compiles for every TPU, and is enough for 128k tokens
+MOST_FEATURES = 8192  # features of all query heads that share a key/value head: more would not fit VMEM
 
 
 def refusal(
@@ -55,7 +55,7 @@ def refusal(
     kv_tokens: Tokens,
     **_: object,
 ) -> str | None:
-    """Why this implementation cannot take these arguments of `attention`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `attention`, or None if it can."""
     if why := elsewhere("tpu"):
         return why
     if q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -73,7 +73,7 @@ def refusal(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # so that calls outside jit compile once, too
 def attention(
     q: Float[Array, "batch seq heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
@@ -86,15 +86,15 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`kernels.attention`, in Pallas for TPUs."""
+    """Computes `kernels.attention` in Pallas for TPUs."""
     formula = Formula(scale, mask, softcap)
     return flash.attention(flash.Flash(forward, backward), formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
 class Cut(NamedTuple):
-    """How a kernel cuts queries and keys, and brings what belongs to them into its order: by head, then by token.
+    """How a kernel cuts queries and keys into blocks, with methods that bring arrays into its order: head, then token.
 
-    A model that has its heads in that order in memory pays nothing for it. The tokens that fill the last block are 0.
+    For a model whose arrays have that order in memory it costs nothing. The last block is padded with zeros.
     """
 
     seq: int
@@ -102,7 +102,7 @@ class Cut(NamedTuple):
     group: int  # query heads that share a key/value head
     q: int  # tokens in a block of queries
     kv: int  # and in one of keys
-    strip: int  # queries at a time, of one head
+    strip: int  # queries of one head that are worked on at a time
 
     @classmethod
     def of(cls, kernel: str, q: Array, k: Array) -> "Cut":
@@ -123,12 +123,12 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Strips of one head in a block."""
+        """Returns the number of strips of one head in a block."""
         return self.q // self.strip
 
     @property
     def strips(self) -> int:
-        """Strips in a block."""
+        """Returns the number of strips in a block."""
         return self.group * self.parts
 
     def queries(self, x: Float[Array, "batch seq heads dim"]) -> Float[Array, "batch kv_heads group strips strip dim"]:
@@ -154,35 +154,35 @@ class Cut(NamedTuple):
         return x.reshape(*x.shape[:2], -1, x.shape[4]).swapaxes(1, 2)[:, : self.kv_seq]
 
     def q_tokens(self, x: Tokens) -> Tokens:
-        """Each array as (batch or 1, 1, 1, strips, 1, strip)."""
+        """Returns each array as (batch or 1, 1, 1, strips, 1, strip)."""
         return jax.tree.map(lambda x: _pad(x, 1, self.q_blocks * self.q).reshape(len(x), 1, 1, -1, 1, self.strip), x)
 
     def kv_tokens(self, x: Tokens) -> Tokens:
-        """Each array as (batch or 1, 1, blocks, pieces, 1, piece)."""
+        """Returns each array as (batch or 1, 1, blocks, pieces, 1, piece)."""
         shape = (1, self.kv_blocks, -1, 1, min(self.kv, LANES))
         return jax.tree.map(lambda x: _pad(x, 1, self.kv_blocks * self.kv).reshape(len(x), *shape), x)
 
 
 class Strip(NamedTuple):
-    """A strip of a block of queries, as an index: which head of the group, and which part of the tokens."""
+    """The index of a strip in a block of queries: which head of the group, and which part of the tokens."""
 
     head: Any
     part: Any
 
 
-# masked(x, i, fill) is `x`, with a value for each key and for each query of strip i, and `fill` where it is not seen.
+# masked(x, i, fill) returns `x`, [keys, queries of strip i], with `fill` where the query does not see the key.
 Masked = Callable[[Array, Strip, float], Array]
 
 
 class Step(NamedTuple):
     """One step of a kernel: a block of keys, and one of queries with all heads of the group."""
 
-    bits: Int[Array, ""]  # as `_steps` packs them
+    bits: Int[Array, ""]  # packed by `_steps`
     formula: Formula
     cut: Cut
     q_tokens: Any  # Refs (1, parts, 1, strip)
     kv_tokens: Any  # Refs (pieces, 1, piece)
-    seen: Any  # a Ref (parts, kv, strip), for 1 where the query sees the key
+    seen: Any  # a Ref (parts, kv, strip), with 1 where the query sees the key
 
     def when(self, flag: int) -> Callable:
         return pl.when(self.bits & flag != 0)
@@ -194,9 +194,9 @@ class Step(NamedTuple):
         return lambda: lax.fori_loop(0, self.cut.strips, lambda n, _: body(self.strip(n)), None)
 
     def work(self, multiply: Callable[[Strip, Masked], None], add: Callable[[Strip, Masked], None]) -> None:
-        """`multiply(i, masked)` for each strip i, and one strip later `add(i, masked)`, which uses up what that left.
+        """Calls `multiply(i, masked)` for each strip i, and one strip later `add(i, masked)`, which uses its results.
 
-        Nothing happens where no query sees any key.
+        It calls neither where no query sees any key.
         """
 
         def all_strips(masked: Masked) -> None:
@@ -219,7 +219,7 @@ class Step(NamedTuple):
             all_strips(lambda x, i, fill: jnp.where(self.seen[i.part] != 0, x, fill))
 
     def _look(self) -> None:
-        """Fills `seen`, for all heads at once."""
+        """Fills `seen` from the mask, once for all heads."""
         cut, pieces = self.cut, len(self.kv_tokens.positions)
         first = (self.bits >> 4 & MOST_BLOCKS - 1) * cut.kv
 
@@ -237,7 +237,7 @@ class Step(NamedTuple):
 
 
 def forward(formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens) -> tuple[Array, Array]:
-    """`flash.Flash.forward`, with the output in float32."""
+    """Implements `flash.Flash.forward`, with the output in float32."""
     cut, (dim, v_dim) = Cut.of("forward", q, k), (q.shape[3], v.shape[3])
     queries = cut.queries(q)
     v_and_ones = jnp.pad(cut.keys(v).swapaxes(3, 4), ((0, 0),) * 3 + ((0, ONES), (0, 0)), constant_values=1)
@@ -262,7 +262,7 @@ def forward(formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv
 def _forward_kernel(
     step: Step, q: Any, k: Any, v_and_ones: Any, out: Any, lse: Any, top: Any, total: Any, peak: Any, logits: Any
 ) -> None:
-    """`top` is each query's greatest logit so far; `peak` is that of the strip ahead, for every eighth key."""
+    """Sums up one block. `top`: each query's greatest logit so far. `peak`: the strip ahead's, for every eighth key."""
     v_dim = out.shape[3]
 
     @step.when(FIRST)
@@ -295,9 +295,9 @@ def backward(
     formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens,
     lse: Array, delta: Array, d_out: Array,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """`flash.Flash.backward`, with the gradients in q's dtype."""
+    """Implements `flash.Flash.backward`, with the gradients in q's dtype."""
     dim, v_dim = q.shape[3], v.shape[3]
-    lse = jnp.maximum(lse * LOG2_E, LOWEST)  # in powers of two, and finite, which LOWEST * LOG2_E is not
+    lse = jnp.maximum(lse * LOG2_E, LOWEST)  # in powers of two, and kept finite: LOWEST * LOG2_E would be -inf
 
     cut = Cut.of("dq", q, k)
     queries, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)
@@ -377,14 +377,14 @@ def _dkv_kernel(
 def _both(
     formula: Formula, q: Any, d_out: Any, lse: Any, delta: Any, k: Any, v: Any, logits: Any, d_weights: Any
 ) -> tuple[Callable[[Strip, Masked], None], Callable[[Strip, Masked], tuple[Array, Array]]]:
-    """What the kernels of dq and of dk and dv have in common."""
+    """Returns the functions that the kernel of dq and that of dk and dv share."""
 
     def multiply(i: Strip, _: Masked) -> None:
         logits[...] = _logits(formula, k[...], q[i])
         d_weights[...] = dot(v[...], d_out[i], 1, 1)
 
     def weigh(i: Strip, masked: Masked) -> tuple[Array, Array]:
-        """The weights, and the gradients of the logits, but for the scale."""
+        """Returns the weights, and the gradients of the logits without the factor `scale`."""
         weights = masked(jnp.exp2(logits[...] - lse[i]), i, 0.0)
         slopes = weights * (d_weights[...] - delta[i])
         if formula.softcap is not None:
@@ -397,7 +397,7 @@ def _both(
 def _logits(
     formula: Formula, k: Float[Array, "keys dim"], q: Float[Array, "queries dim"]
 ) -> Float[Array, "keys queries"]:
-    """In powers of two."""
+    """Returns the logits of a softmax in powers of two."""
     x = dot(k, q, 1, 1)
     if formula.softcap is None:
         return x * (formula.scale * LOG2_E)
@@ -405,7 +405,7 @@ def _logits(
 
 
 def dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-    """The product summed over those axes."""
+    """Multiplies, summing over those axes."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     axes = (((x_axis,), (y_axis,)), ((), ()))
     return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
@@ -423,8 +423,8 @@ def _launch(
 ) -> list[Array] | tuple[Array, ...]:
     """Runs `kernel(step, *q_side, *kv_side, *results, *scratch)` for each step, with Refs of one block of each array.
 
-    The arrays are as `Cut` brings them. `results` have shapes and dtypes, and are on the side of the keys for "dkv",
-    else of the queries. `scratch` is in float32. `depth` is how many features are multiplied for each logit.
+    The arrays are in the order that `Cut` gives them. `results` lists shapes and dtypes, of blocks of keys for "dkv",
+    else of queries. `scratch` is in float32. `depth` is how many features are multiplied for each logit.
     """
     formula, cut, q_tokens, kv_tokens = on
     by_key = name == "dkv"
@@ -432,7 +432,7 @@ def _launch(
     steps, count = _steps(classes, by_key)
     sides = (cut.q_tokens(q_tokens), *q_side), (cut.kv_tokens(kv_tokens), *kv_side)
     out_shape = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    step_of = lambda steps, b, s: steps[jnp.minimum(b, len(classes) - 1), s]  # tokens may be the same in all rows
+    step_of = lambda steps, b, s: steps[jnp.minimum(b, len(classes) - 1), s]  # there may be one list for all rows
 
     def of_queries(x: Any) -> pl.BlockSpec:
         def index(b: Any, h: Any, s: Any, steps: Any) -> tuple[Any, ...]:
@@ -483,11 +483,11 @@ def _launch(
 def _steps(
     classes: Int8[Array, "rows q_blocks kv_blocks"], by_key: bool
 ) -> tuple[Int[Array, "rows length"], Int[Array, ""]]:
-    """The pairs of blocks to visit, sorted by block of queries, or of keys, and how many these are in the longest row.
+    """Lists the pairs of blocks to visit, sorted by block of queries or of keys, and counts them in the longest row.
 
-    Each is packed into 32 bits: the block of queries, that of keys, whether it is the first or the last of its block of
-    the sorted side, and its class. A block that no other sees has one step of class SKIP, so that its result is
-    written. Shorter rows repeat their last pair, which loads nothing, as a step of class SKIP without flags.
+    A pair is packed into 32 bits: the block of queries, the block of keys, whether it is the first or the last pair of
+    its block on the sorted side, and its class. A block without any visible pair has one step of class SKIP, so that
+    its result is written. Shorter rows repeat their last pair as steps of class SKIP without flags, which load nothing.
     """
     rows = len(classes)
     q, kv = (jnp.arange(blocks, dtype=jnp.int32) for blocks in classes.shape[1:])

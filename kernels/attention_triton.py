@@ -1,15 +1,15 @@
 """FlashAttention-2 (arXiv:2307.08691) for NVIDIA GPUs, forward and backward, in Pallas-Triton.
 
-One program computes one block of queries of one head, and goes through the blocks of keys that it meets. Which these
-are is listed beforehand, by XLA, from the mask: first those that every query of the block sees in full, which need no
-mask, then those where each token has to be looked at. So a window, a chunk, a document or an image costs its visible
-blocks, whatever the mask. Backward, one kernel is for dk and dv, whose programs hold a block of keys and go through the
-queries of the group's heads, and one for dq; both compute the weights anew from `lse`.
+One program computes one block of queries of one head, and loops over the blocks of keys that it has to visit. XLA lists
+these beforehand, from the mask: first those that every query of the block sees in full, which need no mask, then those
+that have to be masked token by token. So a window, a chunk, a document or an image costs its visible blocks, whatever
+the mask. Backward there are two kernels. Programs of the one for dk and dv hold a block of keys and loop over the
+queries of the group's heads; the other is for dq. Both recompute the weights from `lse`.
 
-The softmax is in powers of two: exp(scale * s) is exp2(c * s) with c = scale * log2(e), one instruction once a multiply
-and add has brought it under the running maximum. Arrays are read as they lie, with no transposed or padded copy: a head
-of 192 features is a block of 128 and one of 64, and tokens beyond the end are masked, which costs nothing where blocks
-fill the length.
+The softmax is in powers of two: exp(scale * s) is exp2(c * s) with c = scale * log2(e), so after one multiply-add,
+which subtracts the running maximum, it is one instruction. Arrays are read as they are in memory, without a transposed
+or padded copy: a head of 192 features is a block of 128 and one of 64. Tokens beyond the end are masked, which costs
+nothing where blocks fill the length.
 """
 
 import functools
@@ -31,7 +31,7 @@ from kernels.reference import LOWEST
 from kernels.triton import SMALLEST, dot, exp2, inside, launch, load, pieces, store
 
 
-WIDTHS = (64, 128, 192, 256)  # of heads, for which there are sizes of blocks
+WIDTHS = (64, 128, 192, 256)  # features of a head for which there are block sizes
 
 
 def refusal(
@@ -42,7 +42,7 @@ def refusal(
     scale: float,
     **_: object,
 ) -> str | None:
-    """Why this implementation cannot take these arguments of `attention`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `attention`, or None if it can."""
     if q.dtype == jnp.float64:
         return "it computes in float32, and q is float64"
     dim, v_dim = q.shape[3], v.shape[3]
@@ -55,7 +55,7 @@ def refusal(
     return elsewhere("gpu")
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # so that calls outside jit compile once, too
 def attention(
     q: Float[Array, "batch seq heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
@@ -68,7 +68,7 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`kernels.attention`, in Triton."""
+    """Computes `kernels.attention` in Triton."""
     formula = Formula(scale, mask, softcap)
     return flash.attention(
         flash.Flash(forward, backward, features=SMALLEST), formula, q, k, v, sinks, q_tokens, kv_tokens
@@ -76,11 +76,11 @@ def attention(
 
 
 class Block(NamedTuple):
-    """Within a kernel, so many neighbouring tokens of one row of the batch."""
+    """A block of neighbouring tokens of one row of the batch, within a kernel."""
 
     batch: Array
     tokens: Any  # a slice
-    exist: Bool[Array, " size"] | None  # which of them are not beyond the end; None: all
+    exist: Bool[Array, " size"] | None  # which of them are not beyond the end; None: all are there
 
     @classmethod
     def of(cls, batch: Array, index: Array, size: int, length: int) -> "Block":
@@ -91,7 +91,7 @@ class Block(NamedTuple):
         return None if self.exist is None else self.exist[:, None]
 
     def vectors(self, ref: Any, head: ArrayLike) -> list[Array]:
-        """Their vectors, in pieces of [tokens, power of two]."""
+        """Loads the tokens' vectors, in pieces of [tokens, power of two]."""
         return [load(ref.at[self.batch, self.tokens, head, piece], self.rows) for piece in pieces(ref.shape[3])]
 
     def put_vectors(self, ref: Any, head: ArrayLike, values: list[Array]) -> None:
@@ -108,7 +108,7 @@ class Block(NamedTuple):
 def forward(
     formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens
 ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
-    """`flash.Flash.forward`, in float32."""
+    """Implements `flash.Flash.forward`, in float32."""
     (batch, seq, heads, dim), v_dim = q.shape, v.shape[3]
     size = _sizes("forward", q, v)
     schedule = Schedule.of(block_classes(formula.mask, q_tokens, kv_tokens, size["q"], size["kv"]))
@@ -184,12 +184,12 @@ def backward(
     delta: Float[Array, "batch heads seq"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
-    """`flash.Flash.backward`, in the dtype of q."""
+    """Implements `flash.Flash.backward`, in the dtype of q."""
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     operands = q, k, v, q_tokens, kv_tokens, lse, delta, d_out.astype(q.dtype)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    # Of the widest heads, the registers of a program hold one of these gradients, and not both.
+    # For the widest heads, a program's registers hold only one of these two gradients.
     apart = {"dk": (like(k), None), "dv": (None, like(v))}
     together = {"dkv": (like(k), like(v))}
     found = []
@@ -240,7 +240,7 @@ def _dkv_kernel(
     dk_ref: Any,
     dv_ref: Any,
 ) -> None:
-    """Either result may be None. Logits are [keys, queries], and so, in registers, the left sides of two products."""
+    """Sums up dk, dv or both (None: left out). Logits are [keys, queries]: left sides of two products, in registers."""
     kv_head, j, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     seq, heads, kv_seq, kv_heads = *q_ref.shape[1:3], *k_ref.shape[1:3]
     group = heads // kv_heads
@@ -254,10 +254,10 @@ def _dkv_kernel(
         head = kv_head * group + lax.rem(n, group)
         q_block = Block.of(batch, schedule.order[row, j, lax.div(n, group)], size["q"], seq)
         q, d_out = q_block.vectors(q_ref, head), q_block.vectors(d_out_ref, head)
-        # A query beyond the end has no weights, as if its softmax had an infinite sum.
+        # A query beyond the end gets weights of 0 from an infinite log-sum-exp.
         lse, delta = q_block.numbers(lse_ref, head, jnp.inf)[None, :], q_block.numbers(delta_ref, head)[None, :]
         x = capped(formula, product(k, q))
-        # Not before the product, here and in dq: the ids of a block take registers, and the compiler keeps the order.
+        # After the product, here and in dq: a block's ids take registers, and the compiler keeps the order.
         seen = formula.mask.visible(_line(q_block.ids(q_tokens_ref)), kv_tokens) if masked else None
         weights, slopes = _weights_and_slopes(formula, x, lse, seen)
         dv = [a + dot(weights.astype(p.dtype), p) for a, p in zip(dv, d_out, strict=False)]
@@ -316,16 +316,16 @@ def _dq_kernel(
 
 
 def capped(formula: Formula, products: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    """The logits, but for a positive factor that `to_log2` has: q @ k as it is, or with a softcap its tanh."""
+    """Returns q @ k, or with a softcap its tanh: the logits without their positive factor, which is in `to_log2`."""
     if formula.softcap is None:
         return products
-    # tanh(z) = 1 - 2 / (exp(2 z) + 1): two special instructions, where CUDA's own takes a branch and twenty others.
+    # tanh(z) = 1 - 2 / (exp(2 z) + 1): two special instructions, where CUDA's tanh takes a branch and twenty others.
     factor = 2 * math.log2(math.e) * formula.scale / formula.softcap
     return 1 - 2 / (exp2(products, factor, less=jnp.zeros_like(products)) + 1)
 
 
 def to_log2(formula: Formula) -> float:
-    """What turns `capped` into logits of a softmax in powers of two."""
+    """Returns the factor that turns `capped` into logits of a softmax in powers of two."""
     return math.log2(math.e) * (formula.scale if formula.softcap is None else formula.softcap)
 
 
@@ -335,7 +335,10 @@ def _weights_and_slopes(
     lse: Float[Array, "..."],
     seen: Bool[Array, "rows columns"] | None,
 ) -> tuple[Float[Array, "rows columns"], Float[Array, "rows columns"]]:
-    """The softmax of logits given as `capped`, and what turns its gradients, less delta, into `scale` * q @ k's."""
+    """Returns the softmax of logits given as `capped`, and the factor from its gradients, less delta, to the logits'.
+
+    Those are the gradients of `scale` * q @ k.
+    """
     weights = exp2(x, to_log2(formula), less=math.log2(math.e) * lse)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
@@ -343,12 +346,12 @@ def _weights_and_slopes(
 
 
 def _times(slopes: Float[Array, "rows columns"], d_weights: Float[Array, "rows columns"], masked: bool) -> Array:
-    """Their product. A slope of zero, as of a key that is not seen, is stronger than a NaN."""
+    """Multiplies the two. With `masked`, a slope of zero (a key that is not seen) gives zero even times a NaN."""
     return jnp.where(slopes == 0, 0, slopes * d_weights) if masked else slopes * d_weights
 
 
 def product(x: list[Array], y: list[Array], less: Float[Array, "..."] | None = None) -> Float[Array, "rows columns"]:
-    """Each vector of x with each of y, both in pieces. What it is to be less by, is where the sum begins."""
+    """Multiplies each vector of x with each of y, both in pieces. Sums start at -less, so subtracting costs nothing."""
     products = [dot(a, b, over=(1, 1)) for a, b in zip(x, y, strict=True)]
     return functools.reduce(
         jnp.add, products if less is None else [jnp.broadcast_to(-less, products[0].shape), *products]
@@ -369,12 +372,12 @@ def _line(tokens: Tokens) -> Tokens:
 
 
 def row_of(ref: Any, batch: Array) -> Array:
-    """Where a row of the batch is in an array that may have one for all."""
+    """Returns the index of a batch row in an array that may have one row for all."""
     return jnp.minimum(batch, ref.shape[0] - 1)
 
 
 def _last_first(axis: int) -> Array:
-    """The index along an axis of the grid, from its end: under a causal mask the last queries take longest."""
+    """Counts an axis of the grid from its end: under a causal mask the last queries take longest, and start first."""
     return pl.num_programs(axis) - 1 - pl.program_id(axis)
 
 
@@ -387,7 +390,7 @@ def _sizes(kernel: str, q: Array, v: Array) -> dict[str, int]:
 
 
 def _cost(q: Array, k: Array, v: Array, products: int) -> pl.CostEstimate:
-    """Of so many multiplications for each query and key, if all see all."""
+    """Estimates the cost of so many multiplications for each query and key, as if all saw all."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     return pl.CostEstimate(
         flops=2 * pairs * products,

@@ -1,11 +1,11 @@
-"""Attention in blocks (FlashAttention-2, arXiv:2307.08691) in plain JAX, for whatever XLA compiles for.
+"""Attention in blocks (FlashAttention-2, arXiv:2307.08691) in plain JAX, for every platform that XLA compiles for.
 
-For each block of queries there is a loop over the blocks of keys that it may see: once forward, and once backward from
-no more than the output and, per query and head, the logarithm of the softmax's denominator. All that grows with
-seq * kv_seq is one bool for each pair of blocks.
+Each block of queries loops over the blocks of keys that it may see, once forward and once backward. The backward pass
+needs only the output and the log-sum-exp of each query and head. Nothing grows with seq * kv_seq but one bool for each
+pair of blocks.
 
-The order of axes follows XLA's products on CPU. They are fastest on matrices that lie together, so blocks are sorted by
-head first; and half as fast where the left side is summed over its rows. Hence the backward pass has its logits as
+The order of axes suits XLA's products on CPU. They are fastest on contiguous matrices, so blocks are sorted by head
+first. They are half as fast where the left side is summed over its rows, so the backward pass has its logits as
 [keys, queries]: three of its products use them, and only for dq does anything (the keys) have to be transposed.
 """
 
@@ -22,11 +22,11 @@ from kernels.masks import Extent, Mask, Tokens
 from kernels.reference import LOWEST, by_head, by_token
 
 
-BLOCK = 128  # tokens at most; on CPU, blocks of 64 and of 256 both take longer
+BLOCK = 128  # most tokens of a block; on CPU, blocks of 64 and of 256 both take longer
 
 
 class Blocks(NamedTuple):
-    """A sequence in blocks of one size. The last begins early enough to fit, so that nothing needs to be padded."""
+    """A sequence cut into blocks of one size. The last overlaps the one before it, so that nothing needs padding."""
 
     length: int
     size: int
@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
         return jnp.minimum(i * self.size, self.length - self.size)
 
     def fresh(self, i: Int[Array, ""]) -> Bool[Array, " size"]:
-        """Which tokens of block `i` are in no earlier block."""
+        """Returns which tokens of block `i` are in no earlier block."""
         return self.start(i) + jnp.arange(self.size) >= i * self.size
 
     def take(self, x: Array, i: Int[Array, ""], axis: int = 1) -> Array:
@@ -58,7 +58,7 @@ class Blocks(NamedTuple):
         return self.put(x, i, self.take(x, i, axis) + block, axis)
 
     def extent(self, tokens: Tokens, axis: int) -> Extent:
-        """The extents of the blocks of (batch, length), as (batch, 1, count) or (batch, count, 1): 1 is at `axis`."""
+        """Returns the extents of blocks of (batch, length), as (batch, 1, count) or (batch, count, 1): 1 at `axis`."""
         of_block = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)[None, :]
         least = jax.tree.map(lambda x: jnp.expand_dims(x[:, of_block].min(axis=2), axis), tokens)
         most = jax.tree.map(lambda x: jnp.expand_dims(x[:, of_block].max(axis=2), axis), tokens)
@@ -66,11 +66,11 @@ class Blocks(NamedTuple):
 
 
 def refusal(q: Float[Array, "batch seq heads dim"], *_: object, **__: object) -> str | None:
-    """Why this implementation cannot take these arguments of `attention`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `attention`, or None if it can."""
     return "it computes in float32, and q is float64" if q.dtype == jnp.float64 else None
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # so that calls outside jit compile once, too
 def attention(
     q: Float[Array, "batch seq heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
@@ -83,7 +83,7 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`kernels.attention`, in blocks."""
+    """Computes `kernels.attention` in blocks."""
     formula = flash.Formula(scale, mask, softcap)
     return flash.attention(flash.Flash(forward, backward), formula, q, k, v, sinks, q_tokens, kv_tokens)
 
@@ -91,7 +91,7 @@ def attention(
 def forward(
     formula: flash.Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens
 ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
-    """`flash.Flash.forward`, in float32. Logits are [batch, kv_heads, queries of the group's heads, keys]."""
+    """Implements `flash.Flash.forward` in float32. Logits are [batch, kv_heads, queries of the group's heads, keys]."""
     (batch, seq, heads, _), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     q_blocks, kv_blocks, group = Blocks.of(seq), Blocks.of(kv_seq), heads // kv_heads
     rows = (batch, kv_heads, group * q_blocks.size)
@@ -116,7 +116,7 @@ def forward(
             out = out * fade + _product("bnqk,bnkd->bnqd", weights.astype(v.dtype), v_j)
             return new_top, total, out
 
-        # A logit of LOWEST, with a value of zero, weighs nothing as soon as anything is seen.
+        # Starts from a logit of LOWEST with a value of zero, whose weight becomes 0 as soon as a key is seen.
         state = jnp.full((*rows, 1), LOWEST), jnp.ones((*rows, 1), jnp.float32), _zeros(*rows, v_dim)
         top, total, out_i = lax.fori_loop(first[i], end[i], key_block, state)
         out, lse = results
@@ -140,12 +140,12 @@ def backward(
     delta: Float[Array, "batch heads seq"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
-    """`flash.Flash.backward`. Logits are [batch, kv_heads, keys, queries of the group's heads]."""
+    """Implements `flash.Flash.backward`. Logits are [batch, kv_heads, keys, queries of the group's heads]."""
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     q_blocks, kv_blocks, group = Blocks.of(seq), Blocks.of(kv_seq), heads // kv_heads
     first, end = visible_blocks(formula.mask, q_blocks, q_tokens, kv_blocks, kv_tokens)
     lse, delta = (x.swapaxes(1, 2)[..., None] for x in (lse, delta))
-    k_transposed = by_head(k, kv_heads).swapaxes(2, 3)  # not in the loop, where XLA would undo it
+    k_transposed = by_head(k, kv_heads).swapaxes(2, 3)  # before the loop, in which XLA would undo it
 
     def query_block(i: Array, gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         q_i, d_out_i = by_head(q_blocks.take(q, i), kv_heads), by_head(q_blocks.take(d_out, i), kv_heads)
@@ -184,9 +184,9 @@ def backward(
 def visible_blocks(
     mask: Mask, q_blocks: Blocks, q_tokens: Tokens, kv_blocks: Blocks, kv_tokens: Tokens
 ) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
-    """For each block of queries the first block of keys that it may see in some row of the batch, and the end of these.
+    """Returns for each block of queries the first block of keys that it may see in any row of the batch, and the end.
 
-    There may be blocks in between that nobody sees.
+    Blocks in between may be seen by nobody.
     """
     some, _ = mask.bounds(q_blocks.extent(q_tokens, axis=2), kv_blocks.extent(kv_tokens, axis=1))
     seen = some.any(axis=0)

@@ -1,7 +1,7 @@
-"""The sizes of blocks that kernels work in: read from block_sizes/, which `python -m benchmarks.tune` writes.
+"""Reads the sizes of the blocks that kernels work in from block_sizes/, which `python -m benchmarks.tune` writes.
 
-There is one file for each module of kernels, keyed by kernel, chip, dtype and class of shape. What was never measured
-on a chip has its platform's row ("gpu" or "tpu"), chosen so that nothing spills on the chips of the compile tests.
+There is one file for each module of kernels, keyed by kernel, chip, dtype and class of shape. A chip on which nothing
+was measured gets its platform's row ("gpu" or "tpu"), chosen so that no register spills in the compile tests.
 """
 
 import functools
@@ -16,15 +16,15 @@ from kernels.device import device
 
 @functools.cache
 def table(module: str) -> dict[str, dict]:
-    """All that is known for the kernels of a module: kernel -> chip -> dtype -> class of shape -> sizes."""
+    """Reads a module's file: kernel -> chip -> dtype -> class of shape -> sizes."""
     return json.loads(resources.files("kernels").joinpath(f"block_sizes/{module}.json").read_text())
 
 
 def sizes(module: str, kernel: str, dtype: DTypeLike, shape_class: str) -> dict[str, int]:
-    """The sizes for a kernel, such as `{"q": 128, "kv": 64, "warps": 4, "stages": 2}`.
+    """Returns the sizes for a kernel, such as `{"q": 128, "kv": 64, "warps": 4, "stages": 2}`.
 
-    Looked up under the kind of device in use ("NVIDIA H200"), then under its platform; on a CPU, where kernels are
-    interpreted, under "cpu". Within that by dtype ("bfloat16", or "*"), and then by class of shape ("d128", or "*").
+    Looks under the kind of device in use ("NVIDIA H200"), then under its platform ("cpu" where kernels are
+    interpreted). Within that it looks by dtype ("bfloat16", or "*"), and then by class of shape ("d128", or "*").
 
     Raises:
         KeyError: if no row fits.

@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of all tokens, and computes none of them twice."""
+"""Cross-entropy in chunks of tokens: it never holds the logits of all tokens, and computes none of them twice."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from kernels import mesh
 
 
 def refusal(_: Callable, x: Float[Array, "batch seq embed"], *__: object, **___: object) -> str | None:
-    """Why this implementation cannot take these arguments of `cross_entropy`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `cross_entropy`, or None if it can."""
     return "it computes in float32, and x is float64" if x.dtype == jnp.float64 else None
 
 
@@ -26,10 +26,10 @@ def cross_entropy(
     chunk: int,
     z_loss: float,
 ) -> Float[Array, "3"]:
-    """`kernels.cross_entropy`, in chunks of tokens.
+    """Computes `kernels.cross_entropy` in chunks of tokens.
 
-    Under differentiation the gradients of a chunk are computed right after its logits, so a scan over the chunks keeps
-    only their sum, and the backward pass has only to scale it.
+    Under differentiation the gradients of a chunk are computed right after its logits, which are then dropped. The
+    scan keeps the features' gradients and the sum of the weights', and the backward pass only scales them.
     """
     batch, seq, _ = x.shape
     axes, seq_axes = mesh.splitting(batch, *mesh.BATCH), mesh.splitting(seq, mesh.SEQUENCE)
@@ -46,17 +46,17 @@ def cross_entropy(
         return jnp.moveaxis(a, (3, 2), (0, 2)).reshape(count, shards, batch // rows, size, *a.shape[5:])
 
     def zero(shape: tuple[int, ...]) -> Float[Array, "shards ..."]:
-        """A running sum for every shard, so that the shards' gradients are added up once, and not for every chunk."""
+        """Makes one running sum per shard: so the shards are added up once at the end, and not for every chunk."""
         zeros = jnp.zeros((shards, *shape), jnp.float32)
         spec = P(axes + seq_axes, *[P.UNCONSTRAINED] * len(shape))
         return jax.lax.with_sharding_constraint(zeros, spec) if mesh.free() else zeros
 
     def whole(weight: Array) -> Array:
-        """The weight with all its features, which are gathered here once: in the scan they would be for every chunk."""
+        """Gathers all features of a weight once, before the scan, which would gather them for every chunk."""
         spec = P(*(P.UNCONSTRAINED,) * (weight.ndim - 1), None)
         return jax.lax.with_sharding_constraint(weight, spec) if mesh.free() and weight.ndim > 1 else weight
 
-    # What `unembed` uses becomes an argument, and nothing else of the model: the rest would get gradients of zeros.
+    # Only the arrays that `unembed` uses become arguments: other arrays of the model would get gradients of zeros.
     head, weights = jax.closure_convert(lambda x: unembed(x), split(x)[0, 0])
 
     @jax.custom_vjp
@@ -78,7 +78,7 @@ def cross_entropy(
                 rest = iter(trained_weights)
                 return head(x, *(next(rest) if t else w for t, w in zip(trained, values, strict=True)))
 
-            x = jnp.where(mask[..., None], x, 0)  # or a NaN where nothing counts would reach the weights' gradients
+            x = jnp.where(mask[..., None], x, 0)  # a NaN of a masked token would reach the weights' gradients
             logits, pull_back = jax.vjp(logits_of, x, [w for t, w in zip(trained, values, strict=True) if t])
             total, gradient = sums_and_gradient(logits, targets, mask, z_loss)
             dx, dw = pull_back(gradient)
@@ -108,9 +108,9 @@ def sums_and_gradient(
     mask: Bool[Array, "batch size"],
     z_loss: float,
 ) -> tuple[Float[Array, "3"], Float[Array, "batch size vocab"]]:
-    """The three sums of one chunk, and the gradient of the first by the logits."""
+    """Returns the three sums of one chunk, and the gradient of the first with respect to the logits."""
     dtype, logits = logits.dtype, logits.astype(jnp.float32)
-    # A comparison, not an index: it fuses with what is around it, and works on a vocabulary split over devices.
+    # By comparison, not by index: XLA fuses it with its neighbours, and it works on a vocabulary split over devices.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     target = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     log_z = jax.nn.logsumexp(logits, axis=-1)

@@ -1,13 +1,13 @@
 """Attention of one query for each row of the batch over a ragged cache, for TPUs, in Pallas. It has no gradient.
 
-All the time goes into reading the cache, so it is read once, and only where there is anything to see. From the mask XLA
-lists beforehand, for each row, the blocks of slots with a key that its query sees; the grid has as many steps as the
-longest list, and a shorter one repeats its last block, which loads nothing. Softmax and output build up from block to
-block (FlashAttention, arXiv:2205.14135); the sink is there first.
+All the time goes into reading the cache, so it is read once, and only where there is anything to see. XLA lists
+beforehand, from the mask, each row's blocks of slots with a key that its query sees. The grid has as many steps as the
+longest list; a shorter one repeats its last block, which loads nothing. Softmax and output are accumulated from block
+to block (FlashAttention, arXiv:2205.14135), starting with the sink.
 
-The heads of a slot lie below one another, and a TPU is slow at picking one of each. So every query head is multiplied
-with the keys of all heads, as one matrix of [slots * kv_heads, dim], and sees those of its own: the matrix unit has to
-take in each key anyway, and has time for more queries than there are.
+The heads of a slot are neighbouring rows in memory, and a TPU is slow at picking one head from each slot. So every
+query head is multiplied by the keys of all heads, as one matrix of [slots * kv_heads, dim], and a mask leaves it its
+own head's. The matrix unit has to take in each key anyway, and has time for more queries than there are.
 """
 
 import functools
@@ -28,7 +28,7 @@ from kernels.masks import Mask, Schedule, Tokens, block_classes
 from kernels.reference import LOWEST, poison
 
 
-STRIP = 32  # keys or values that are looked at at a time
+STRIP = 32  # keys or values that `_clean` takes at a time
 
 
 def refusal(
@@ -37,7 +37,7 @@ def refusal(
     v: Float[Array, "batch kv_seq kv_heads v_dim"],
     **_: object,
 ) -> str | None:
-    """Why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"it computes in float32 and bfloat16, and q is {q.dtype}"
     if not q.size or not v.size:
@@ -48,15 +48,15 @@ def refusal(
 
 
 def _lies_flat(kv_heads: int, dim: int, v_dim: int) -> bool:
-    """Whether [slots, kv_heads, dim] is [slots * kv_heads, dim] already, as a TPU stores them: in tiles of 8 x 128.
+    """Whether [slots, kv_heads, dim] is stored as [slots * kv_heads, dim] would be, in a TPU's tiles of 8 x 128.
 
-    So the compiler does it, which pads no tile for 1, 2 or 4 heads of 128 features.
+    The conditions are the compiler's behaviour: it pads no tile for 1, 2 or 4 heads of 128 features.
     """
     whole_rows = dim % LANES == 0 and v_dim % LANES == 0
     return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and dim == v_dim == LANES)))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # so that calls outside jit compile once, too
 def decode_attention(
     q: Float[Array, "batch heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
@@ -69,19 +69,19 @@ def decode_attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch heads v_dim"]:
-    """`kernels.decode_attention`, in Pallas for TPUs."""
+    """Computes `kernels.decode_attention` in Pallas for TPUs."""
     (batch, kv_seq, kv_heads, dim), (heads, v_dim) = k.shape, (q.shape[1], v.shape[3])
     size = _block_size(k, v)
     schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, 1, size)[:, 0])
-    row = lambda b, x: jnp.minimum(b, x.shape[0] - 1)  # of what may be one for all rows of the batch
+    row = lambda b, x: jnp.minimum(b, x.shape[0] - 1)  # an array may have one row for the whole batch
 
     def block(b: Any, j: Any, schedule: Any) -> Any:
-        """The j-th that row b looks at, or the last again."""
+        """Returns the j-th block that row b visits, or its last one again."""
         at = row(b, schedule.met)
         return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
 
-    columns = size * kv_heads  # of logits in a block: one for each key of each head
-    few = LANES if columns % LANES == 0 else columns  # of them at a time, so that their logits stay in registers
+    columns = size * kv_heads  # a block's columns of logits: one for each key of each head
+    few = LANES if columns % LANES == 0 else columns  # columns at a time, so that their logits stay in registers
     flat = lambda x: x.reshape(batch, kv_seq * kv_heads, -1)
     kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
     head_of_column = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), size)[None]
@@ -159,9 +159,11 @@ def _kernel(
     finite_v_ref: Any,
     changed_ref: Any,
 ) -> None:
-    """`top`, `total`: of each head's softmax so far, spread over a register's width. `sum`: of the weighted values.
+    """Visits one block of slots of one row.
 
-    What follows is of a few keys: keys and values with zeros for what is not finite, and how many these are by lane.
+    `top` and `total` are the maximum and the denominator of each head's softmax so far, repeated over a register's
+    width, and `sum` the weighted sum of values. The last three scratch arrays are for `few` keys: keys and values with
+    zeros for what is not finite, and by lane how many numbers these zeros replace.
     """
     b, j, columns, few = pl.program_id(0), pl.program_id(1), len(k_ref), len(changed_ref)
     row = lambda x: jnp.minimum(b, x.shape[0] - 1)
@@ -177,7 +179,7 @@ def _kernel(
         changed_ref[...] = jnp.zeros_like(changed_ref)
         _clean(k_ref, i * few, finite_k_ref, changed_ref)
         _clean(v_ref, i * few, finite_v_ref, changed_ref)
-        # Counted by a product, which makes a row of what would be a column.
+        # Summed by a product with ones, whose result is a row and not a column.
         spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
         x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
         if formula.softcap is not None:
@@ -208,9 +210,9 @@ def _kernel(
 
 
 def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:
-    """`kernels.reference.finite` of so many rows from `first` on, adding to `changed` what it changes.
+    """Replaces what is not finite by zeros, in rows from `first` on, and adds the number of changes to `changed`.
 
-    It takes a strip at a time, and of that a piece: whole, the widest keys would not fit the registers.
+    It takes a strip at a time, and a piece of that: whole rows of the widest keys would not fit the registers.
     """
     all_rows = len(finite_ref)
     rows = STRIP if all_rows % STRIP == 0 else all_rows
@@ -218,7 +220,7 @@ def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:
     def strip(n: Any, _: None) -> None:
         own = pl.ds(pl.multiple_of(n * rows, rows), rows)
         for piece in _pieces(ref):
-            # A TPU asks nothing but float32 whether it is finite.
+            # TPUs have isfinite for float32 only.
             x = ref[pl.ds(pl.multiple_of(first + n * rows, rows), rows), piece].astype(jnp.float32)
             is_finite = jnp.isfinite(x)
             finite_ref[own, piece] = jnp.where(is_finite, x, 0).astype(finite_ref.dtype)
@@ -228,13 +230,13 @@ def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:
 
 
 def _pieces(ref: Any) -> list[Any]:
-    """Slices that cut a row into registers."""
+    """Cuts a row into slices of a register's width."""
     width = ref.shape[1]
     return [pl.ds(at, min(LANES, width - at)) for at in range(0, width, LANES)]
 
 
 def _block_size(k: Array, v: Array) -> int:
-    """As many slots as have so many bytes of keys and values; all of them, if these are few."""
+    """Returns how many slots have the table's number of bytes of keys and values; all slots, if they are few."""
     sizes = blocks.sizes("decode_attention_tpu", "decode", k.dtype, "*")
     slot = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     whole = lambda slots: max(1, slots // sizes["unit"]) * sizes["unit"]

@@ -1,12 +1,12 @@
 """Attention of one query in each row of a batch, for NVIDIA GPUs, in Pallas-Triton (flash-decoding).
 
-It takes as long as the cache takes to read. So one program serves all query heads of a key/value head (they are the
-rows of one product), and the blocks of keys that are seen at all are dealt out to as many programs as fill the GPU:
-blocks beyond a row's length, or outside its window, are not read. Each program yields the mean of its values and the
-logarithm of its softmax's denominator; merging these is XLA's, and a sink is one more to be merged.
+It takes as long as reading the cache takes. So one program serves all query heads of a key/value head, as the rows of
+one product, and the blocks with visible keys are dealt out to as many programs as fill the GPU. Blocks beyond a row's
+length, or outside its window, are not read. Each program returns the mean of its values and the log-sum-exp of its
+logits. XLA merges these, and a sink is one more log-sum-exp to merge.
 
-There is no pass over the cache to clean it. What is not seen is not loaded: within a block too, it comes as zeros. What
-is seen and not finite makes a logit or a sum that is not finite, and that becomes NaN.
+No pass over the cache cleans it of NaN. Keys and values that are not seen are not loaded: within a block too, zeros
+take their place. One that is seen and not finite makes a logit or a sum that is not finite, which becomes NaN.
 """
 
 import functools
@@ -28,7 +28,7 @@ from kernels.reference import LOWEST, poison
 from kernels.triton import SMALLEST, dot, exp2, inside, launch, load, pieces, store
 
 
-WIDTHS = (64, 128, 256, 576)  # of heads, for which there are sizes of blocks; 576 is DeepSeek's latent cache
+WIDTHS = (64, 128, 256, 576)  # features of a head for which there are block sizes; 576 is DeepSeek's latent cache
 
 
 def refusal(
@@ -39,7 +39,7 @@ def refusal(
     scale: float,
     **_: object,
 ) -> str | None:
-    """Why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
     if q.dtype == jnp.float64:
         return "it computes in float32, and q is float64"
     dim, v_dim = q.shape[2], v.shape[3]
@@ -52,7 +52,7 @@ def refusal(
     return elsewhere("gpu")
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # so that calls outside jit compile once, too
 def decode_attention(
     q: Float[Array, "batch heads dim"],
     k: Float[Array, "batch kv_seq kv_heads dim"],
@@ -65,7 +65,7 @@ def decode_attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch heads v_dim"]:
-    """`kernels.decode_attention`, in Triton. It has no gradient."""
+    """Computes `kernels.decode_attention` in Triton. It has no gradient."""
     (batch, heads, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     width = next(width for width in WIDTHS if width >= max(dim, v_dim))
     size = blocks.sizes("decode_attention_triton", "decode", q.dtype, f"d{width}")
@@ -129,7 +129,7 @@ def _kernel(
             q_token = jax.tree.map(lambda ref: ref[row_of(ref, batch), 0], q_tokens_ref)
             seen = formula.mask.visible(q_token, kv_block.ids(kv_tokens_ref))
             seen = seen if kv_block.exist is None else seen & kv_block.exist
-            kv_block = kv_block._replace(exist=seen)  # as if the others were not there: they are not loaded
+            kv_block = kv_block._replace(exist=seen)  # so that keys that are not seen are not loaded
         x = product(q, kv_block.vectors(k_ref, kv_head))
         x = capped(formula, jnp.where(jnp.abs(x) == jnp.inf, jnp.nan, x))
         if seen is not None:
@@ -150,7 +150,7 @@ def _kernel(
     state = lax.fori_loop(begin, middle, functools.partial(step, False), state)
     top, total, out = lax.fori_loop(middle, end, functools.partial(step, True), state)
 
-    # A value that is not finite spoils one feature of the sum, and so all.
+    # A value that is not finite makes its feature of the sum not finite; this spreads NaN to all features.
     total += 0 * functools.reduce(jnp.add, [o.sum(axis=1) for o in out])
     nothing = total == 0
     total = jnp.where(nothing, 1, total)

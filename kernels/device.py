@@ -1,4 +1,4 @@
-"""Which device a computation is for: the one it will run on, or the one it is only compiled for."""
+"""Tells which device a computation is for: the one it will run on, or the one it is only compiled for."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ class Device(NamedTuple):
 
 
 def device() -> Device:
-    """The device that the mesh in scope (`jax.set_mesh`) consists of; without one, JAX's default device.
+    """Returns the kind of device of the mesh in scope (`jax.set_mesh`); without one, of JAX's default device.
 
-    A mesh of a topology (`jax.experimental.topologies`) has devices that nobody holds: what is traced under it is
-    compiled for them.
+    The devices of a topology (`jax.experimental.topologies`) need not be at hand: programs traced under a mesh of them
+    are only compiled for them.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
@@ -26,7 +26,7 @@ def device() -> Device:
 
 
 def elsewhere(platform: str) -> str | None:
-    """Why a kernel for "gpu" or "tpu" can't serve on this device, or None. On a CPU it is interpreted, slowly."""
+    """Returns why a kernel for "gpu" or "tpu" can't serve on this device, or None. CPUs interpret it, slowly."""
     here = device()
     return None if here.platform in (platform, "cpu") else f"it is for a {platform.upper()}, and this is a {here.kind}"
 

@@ -1,4 +1,4 @@
-"""Which implementation serves a call: decided by the tables below, and by what each says that it cannot take."""
+"""Chooses the implementation that serves a call, by the tables below and by each implementation's `refusal`."""
 
 import importlib
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from kernels.device import device
 from kernels.mesh import free
 
 
-# The module of each implementation. It has a function named as the operation, and `refusal`, of the same arguments: why
-# it cannot take them, or None if it can. One more implementation is a module, and its name in these tables.
+# The module of each implementation. It has a function with the operation's name, and `refusal` with the same arguments,
+# which returns why it cannot take them, or None. To add an implementation, write a module and list it in these tables.
 MODULES = {
     "attention": {
         "reference": "reference",
@@ -47,7 +47,8 @@ MODULES = {
     },
 }
 
-# Who is asked, in this order; the first that does not refuse serves. "mosaic" is experimental, and serves by name only.
+# The implementations to ask, in order, by platform: the first that does not refuse serves. "mosaic" is experimental,
+# and serves only where it is asked for by name.
 PREFERENCES = {
     "attention": {
         "cpu": ("xla", "reference"),
@@ -76,34 +77,34 @@ PREFERENCES = {
     },
 }
 
-# XLA cannot look into a kernel of ours: it would gather its arguments on every device. These it splits by itself.
+# Implementations that XLA itself splits over a mesh. It cannot split a Pallas kernel: it would gather its arguments.
 SPLIT_BY_XLA = ("reference", "xla", "cudnn")
 
 
 class Choice(NamedTuple):
-    """Who serves a call of an operation, and for every other implementation why it cannot, or None if it could."""
+    """The implementation that serves a call, and for each of the others why it cannot, or None if it could."""
 
     operation: str
     implementation: str
     others: dict[str, str | None]
 
 
-# Contexts that JAX knows of: what was traced in another one is not taken from its caches.
+# JAX's caches are keyed by these contexts, so a function is traced anew under another preference.
 _preferred = jax.make_user_context(())
 _explained = jax.make_user_context(None)
 
 
 class _Log:
-    """The choices of one `explain`. No list, since JAX tells contexts apart by hash."""
+    """Collects the choices of one `explain`. It is not a list, since JAX hashes the values of contexts."""
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
 
 
 def prefer(*implementations: str) -> AbstractContextManager[None]:
-    """Within `with prefer("triton"):` these are asked first, in their order, by all calls that ask for none.
+    """In `with prefer("triton"):`, asks these implementations first, in order, in all calls that name none.
 
-    They serve where they can, and elsewhere the tables decide as ever; `explain` tells which it was.
+    Where they cannot serve, the tables decide as usual; `explain` tells which one serves.
 
     Raises:
         ValueError: naming an implementation that no operation has.
@@ -116,9 +117,9 @@ def prefer(*implementations: str) -> AbstractContextManager[None]:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
-    """Who would serve each call of an operation that `function(*args, **kwargs)` makes, in their order.
+    """Lists which implementation would serve each operation that `function(*args, **kwargs)` calls, in order of calls.
 
-    `function` is an operation, or anything that calls some, such as a model. Nothing is computed: arrays may as well be
+    `function` is an operation, or anything that calls some, such as a model. Nothing is computed, so arrays may be
     `jax.ShapeDtypeStruct`s. Under `jax.set_mesh` the answer is for the devices of that mesh.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
@@ -137,14 +138,14 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
 
 def run(operation: str, implementation: str | None, *args: Any, first: str | None = None, **kwargs: Any) -> Array:
-    """The result of the implementation asked for; else of `first`, where it is given and able, or by `PREFERENCES`.
+    """Runs the implementation asked for; for None, the first that can of `prefer`'s, `first` and `PREFERENCES`.
 
     Raises:
         ValueError: if the implementation asked for cannot take these arguments, with its reason and who can.
     """
     refusal = lambda name: _refusal(operation, name, *args, **kwargs)
     refusals = lambda: {name: refusal(name) for name in MODULES[operation] if name != implementation}
-    if implementation is None:  # only those on the way to the answer are asked, and imported
+    if implementation is None:  # modules after the first that can serve are neither asked nor imported
         preference = (*_preferred.value, first, *PREFERENCES[operation][device().platform])
         implementation = next(name for name in preference if name in MODULES[operation] and refusal(name) is None)
     else:

@@ -1,11 +1,11 @@
-"""What every FlashAttention has in common around its two kernels: sinks, the gradients' bookkeeping, and NaN.
+"""Shared by every FlashAttention implementation: sinks, derivatives, and NaN, around two kernels.
 
-An implementation brings a forward kernel, which also yields for each query the logarithm of its softmax's denominator
-(`lse`), and a backward kernel, which needs no more than that and `delta`, the product of output and its gradient
-(FlashAttention-2, arXiv:2307.08691).
+An implementation brings a forward kernel, which also returns the log-sum-exp of each query's logits (`lse`), and a
+backward kernel, which recomputes the weights from `lse` and needs besides only `delta`, the dot product of each output
+with its gradient (FlashAttention-2, arXiv:2307.08691).
 
-Sinks never reach a kernel. A sink only adds to the denominator: lse' = log(exp(lse) + exp(sink)), the output shrinks by
-exp(lse - lse'), and the same backward kernel, given lse', yields the exact gradients; that of the sink is
+Sinks never reach a kernel. A sink only adds to the denominator: lse' = log(exp(lse) + exp(sink)), and the output
+shrinks by exp(lse - lse'). The same backward kernel, given lse', yields the exact gradients; that of the sink is
 -sum(exp(sink - lse') * delta).
 """
 
@@ -22,7 +22,7 @@ from kernels.reference import LOWEST, finite, poison
 
 
 class Formula(NamedTuple):
-    """The arguments of attention that are no arrays."""
+    """The arguments of attention that are not arrays."""
 
     scale: float
     mask: Mask
@@ -32,19 +32,19 @@ class Formula(NamedTuple):
 class Flash(NamedTuple):
     """The two kernels of an implementation; q is (batch, seq, heads, dim), lse and delta are (batch, heads, seq).
 
-    `forward(formula, q, k, v, q_tokens, kv_tokens)` returns the output, in q's dtype or (twice the bytes, half the
-    error of bfloat16's dq and dk) in float32, and lse, in float32: LOWEST and an output of zeros for a query that sees
-    nothing, and both NaN for one that sees NaN. A key that is not finite comes as NaN in all its features, with a
-    finite value; so the mask has to be applied to logits, before anything else.
+    `forward(formula, q, k, v, q_tokens, kv_tokens)` returns the output and lse. The output is in q's dtype or in
+    float32, which takes twice the bytes and halves the error of bfloat16's dq and dk. lse is in float32. A query that
+    sees nothing has zeros and LOWEST, one that sees a NaN has NaN in both. A key that is not finite, or whose value is
+    not, arrives with NaN in all its features and with a finite value: so kernels have to mask the logits before they do
+    anything else with them.
 
-    `backward(formula, q, k, v, q_tokens, kv_tokens, lse, delta, d_out)` returns the gradients of q, k and v. All of
-    these are finite, but for lse, delta and d_out: so the mask has to be applied to the weights and to the logits'
-    gradients.
+    `backward(formula, q, k, v, q_tokens, kv_tokens, lse, delta, d_out)` returns the gradients of q, k and v. Of its
+    arguments lse, delta and d_out may hold NaN: so kernels have to mask the weights and the logits' gradients.
     """
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
-    features: int = 1  # heads come with a multiple of so many: those of other sizes end with zeros
+    features: int = 1  # features of a head are padded with zeros to a multiple of this
 
 
 def attention(
@@ -57,7 +57,7 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`kernels.attention` by these kernels."""
+    """Computes `kernels.attention` by these kernels."""
     whole = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % flash.features)])
     out = _attention(flash, formula, whole(q), whole(k), whole(v), sinks, q_tokens, kv_tokens)
     return out[..., : v.shape[3]]

@@ -1,8 +1,8 @@
-"""What every `ragged_dot` has in common around its kernels: the tiles that sorted rows are cut into, and derivatives.
+"""Shared by every `ragged_dot` implementation: the tiles that sorted rows are cut into, and derivatives.
 
-An implementation brings two kernels. One multiplies rows by the matrix of their group, and serves for the output and,
-along the matrix's other axis, for the gradient of the rows. The other sums, over a group's rows, the products of each
-output's gradient with its input: the gradient of the matrices.
+An implementation brings two kernels. One multiplies rows by the matrix of their group: it computes the output and,
+along the matrix's other axis, the gradient of the rows. The other computes the gradient of the matrices: over a group's
+rows, it sums the outer products of each output's gradient and its input.
 """
 
 import functools
@@ -20,10 +20,11 @@ Matrices = Float[Array, "groups out in"] | Int8[Array, "groups out in"]
 class Kernels(NamedTuple):
     """The two kernels of an implementation.
 
-    `rows_times_matrices(x, w, group_sizes, axis)` sums each row of x, times its group's matrix, over that axis of w: 2
-    for the output, 1 for the gradient of the rows. Rows of no group give zeros.
+    `rows_times_matrices(x, w, group_sizes, axis)` multiplies each row of x by its group's matrix, and sums over that
+    axis of w: 2 for the output, 1 for the gradient of the rows. Rows without a group give zeros.
 
-    `sums_of_products(d_out, x, group_sizes)` are [groups, out, in], in their dtype, and zeros for a group without rows.
+    `sums_of_products(d_out, x, group_sizes)` returns [groups, out, in], in the dtype of x, with zeros for a group
+    without rows.
     """
 
     rows_times_matrices: Callable[..., Array]
@@ -34,7 +35,7 @@ class Kernels(NamedTuple):
 def ragged_dot(
     kernels: Kernels, x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
-    """`kernels.ragged_dot` by these kernels."""
+    """Computes `kernels.ragged_dot` by these kernels."""
     return kernels.rows_times_matrices(x, w, group_sizes, axis=2)
 
 
@@ -54,33 +55,33 @@ ragged_dot.defvjp(_forward, _backward)
 
 
 def refusal(x: Float[Array, "tokens in"], w: Matrices) -> str | None:
-    """Why no kernel can take these arguments of `ragged_dot`, or None."""
+    """Returns why no kernel can take these arguments of `ragged_dot`, or None."""
     if x.dtype == jnp.float64:
         return "it computes in float32, and x is float64"
     return None if x.size and w.size else "it needs a row, a group and a feature at least"
 
 
 def mean_rows(tokens: int, groups: int, *, least: int, most: int) -> int:
-    """The power of two, from `least` to `most`, that holds a group of mean size."""
+    """Returns the power of two, from `least` to `most`, that holds a group of mean size."""
     mean = -(-tokens // groups)
     return max(least, min(1 << (mean - 1).bit_length(), most))
 
 
 def spans(group_sizes: Int[Array, " groups"], tokens: int) -> tuple[Int[Array, " groups"], Int[Array, " groups"]]:
-    """Where each group's rows start and end. Groups end where the rows do."""
+    """Returns where each group's rows start and end. No group goes beyond the last row."""
     ends = jnp.minimum(jnp.cumsum(group_sizes), tokens)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
 def with_rest(group_sizes: Int[Array, " groups"], tokens: int) -> Int[Array, " groups+1"]:
-    """One more group, for the rows beyond the last one."""
-    return jnp.append(group_sizes, jnp.int32(tokens))  # more than there can be, but groups end where the rows do
+    """Appends a group for the rows that belong to none."""
+    return jnp.append(group_sizes, jnp.int32(tokens))  # as large as it can be: `spans` ends it at the last row
 
 
 class Tiles(NamedTuple):
-    """Sorted rows, cut where a group ends and after `size` rows at most.
+    """Tiles of sorted rows: each has rows of one group, at most `size` of them.
 
-    Only the first `count` are used. Those that follow belong to the last group, and have no rows.
+    Only the first `count` tiles are used. Those after them belong to the last group, and have no rows.
     """
 
     size: int
@@ -93,9 +94,10 @@ class Tiles(NamedTuple):
     def of(
         cls, group_sizes: Int[Array, " groups"], tokens: int, size: int, *, aligned: bool = False, empty: bool = False
     ) -> "Tiles":
-        """`aligned` tiles are also cut at the multiples of `size`, so that each lies within one block of rows.
+        """Cuts the rows into tiles.
 
-        With `empty`, a group without rows has a tile without rows.
+        `aligned` tiles are also cut at the multiples of `size`, so that each lies within one block of rows. With
+        `empty`, a group without rows has one tile, without rows.
         """
         starts, ends = spans(group_sizes, tokens)
         origins = starts // size * size if aligned else starts

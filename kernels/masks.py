@@ -1,8 +1,8 @@
-"""Who sees whom in attention: described in a few words, never held as a matrix.
+"""Attention masks as values such as `Causal() & Window(1024)`, never held as a [seq, kv_seq] matrix.
 
-A mask is a value such as `Causal() & Window(1024)`. It answers two questions, from which every implementation is made:
-whether one query sees one key (`visible`), and whether in a pair of blocks some query may see some key, and every query
-every key (`bounds`). So blocks that nobody sees cost nothing, and blocks that everybody sees need no mask.
+A mask answers two questions, and every implementation is made from these. `visible`: does this query see this key?
+`bounds`: in this pair of blocks, may any query see any key, and does every query see every key? So kernels skip blocks
+that nobody sees, and apply no mask within blocks that everybody sees.
 """
 
 import abc
@@ -20,12 +20,12 @@ class Tokens(NamedTuple):
 
     The arrays are [batch, seq], or broadcast to that.
 
-    - `positions`: the order of a row's tokens, which masks compare, and slots of a cache. They count from 0, and may
-      restart in packed documents; negative ones are padding's. None: the tokens' indices.
+    - `positions`: the order of a row's tokens. Masks compare them, and they choose the slots of a cache. They count
+      from 0, and may restart in packed documents; padding has negative ones. None: the tokens' indices.
     - `segments`: numbers of the documents packed into a row, which do not see each other. None: one document a row.
     - `spans`: ids of tokens that see each other both ways, for masks with `Spans()`. None: there are none.
     - `rotary`: the coordinates by which rotary embeddings turn, [batch, seq, axes], where they are not the
-      positions, as for the patches of an image. Kernels do not look at them.
+      positions, as for the patches of an image. Kernels do not read them.
     """
 
     positions: Int[Array, "..."] | None = None
@@ -35,12 +35,12 @@ class Tokens(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether positions are the indices, and as an array of numpy: then they are known before anything runs."""
+        """Whether positions are the indices, which `kernels.attention` keeps in numpy: they are known when tracing."""
         return isinstance(self.positions, np.ndarray)
 
 
 class Extent(NamedTuple):
-    """The least and the greatest of each of the `Tokens` of a block."""
+    """The least and the greatest position, segment and span among the tokens of a block."""
 
     least: Tokens
     most: Tokens
@@ -51,7 +51,7 @@ Ids = Int[Array, "..."] | Int[np.ndarray, "..."]
 
 
 class Mask(abc.ABC):
-    """Which queries see which keys. Masks combine: `a & b` is seen where both are, `a | b` where either is."""
+    """Says which queries see which keys. Masks combine: `a & b` shows what both show, `a | b` what either shows."""
 
     @abc.abstractmethod
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
@@ -59,9 +59,10 @@ class Mask(abc.ABC):
 
     @abc.abstractmethod
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
-        """For pairs of blocks whose arrays broadcast: False where no query sees a key, and True only where all see all.
+        """Returns (some, every) for pairs of blocks, whose arrays broadcast against each other.
 
-        Between the two lies what is not known without looking at each token.
+        `some` is False only where no query sees any key, `every` True only where every query sees every key. Where
+        `some` holds and `every` does not, `visible` has to be asked for each token.
         """
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -71,7 +72,7 @@ class Mask(abc.ABC):
         return Or(self, other)
 
     def __contains__(self, kind: type["Mask"]) -> bool:
-        """Whether this is a mask of that kind, or has one in it."""
+        """Whether this is a mask of that kind, or is combined from one."""
         return isinstance(self, kind)
 
 
@@ -100,7 +101,7 @@ class Causal(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """A query looks back over so many positions, its own among them; it says nothing of what comes after it."""
+    """A query sees its own position, the `size` - 1 before it, and all later ones: combine it with `Causal()`."""
 
     size: int
 
@@ -117,7 +118,7 @@ class Window(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk(Mask):
-    """A query sees the keys of its own chunk of so many positions (Llama 4's local layers)."""
+    """A query sees the keys of its own chunk of `size` positions (Llama 4's local layers)."""
 
     size: int
 
@@ -148,7 +149,8 @@ class Segments(Mask):
 class Spans(Mask):
     """A query in a span sees that span's keys: `Causal() | Spans()` sees both ways within an image (Gemma 3).
 
-    A span is an id of 0 or more; tokens with a negative one are in none, and see and show nothing.
+    A span is an id of 0 or more. Tokens with a negative id are in no span: this mask shows them nothing, and shows them
+    to nobody.
     """
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
@@ -162,7 +164,7 @@ class Spans(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class And(Mask):
-    """Seen where both masks are."""
+    """Shows what both masks show."""
 
     a: Mask
     b: Mask
@@ -180,7 +182,7 @@ class And(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Or(Mask):
-    """Seen where either mask is."""
+    """Shows what either mask shows."""
 
     a: Mask
     b: Mask
@@ -197,7 +199,7 @@ class Or(Mask):
 
 
 def sliding(window: int | None) -> Mask:
-    """Causal, over the last `window` positions; None: over all."""
+    """Returns a causal mask over the last `window` positions, or over all (None)."""
     return Causal() if window is None else Causal() & Window(window)
 
 
@@ -207,10 +209,10 @@ SKIP, PARTIAL, FULL = 0, 1, 2
 def block_classes(
     mask: Mask, q: Tokens, kv: Tokens, q_block: int, kv_block: int
 ) -> Int8[Array, "batch q_blocks kv_blocks"]:
-    """For each pair of blocks SKIP (no query sees any key), FULL (all see all) or PARTIAL (look at each token).
+    """Classifies each pair of blocks: SKIP (no query sees any key), FULL (all see all) or PARTIAL (mask each token).
 
-    `q` and `kv` are (batch or 1, tokens). A last block that is not whole is never FULL on the side of the keys, so that
-    a kernel which masks PARTIAL blocks has nothing else to mind.
+    The arrays of `q` and `kv` are (batch or 1, tokens). An incomplete last block of keys is never FULL, so kernels have
+    to mind keys beyond the end only where they mask anyway.
     """
     q_extent, kv_extent = _extent(q, q_block, axis=2), _extent(kv, kv_block, axis=1)
     some, every = mask.bounds(q_extent, kv_extent)
@@ -221,11 +223,11 @@ def block_classes(
 
 
 class Schedule(NamedTuple):
-    """For each block of one side, the blocks of the other that it meets: first those that all of it sees in full."""
+    """For each block of one side, the blocks of the other side to visit: FULL ones first, then PARTIAL ones."""
 
     order: Int[Array, "*batch blocks others"]
-    full: Int[Array, "*batch blocks"]  # how many these are
-    met: Int[Array, "*batch blocks"]  # and how many with those that have to be masked
+    full: Int[Array, "*batch blocks"]  # how many are FULL
+    met: Int[Array, "*batch blocks"]  # how many are FULL or PARTIAL; those after them in `order` are not visited
 
     @classmethod
     def of(cls, classes: Int8[Array, "*batch blocks others"]) -> "Schedule":
@@ -234,7 +236,7 @@ class Schedule(NamedTuple):
 
 
 def _extent(tokens: Tokens, block: int, axis: int) -> Extent:
-    """The extents of the blocks of (batch, tokens), as (batch, 1, blocks) or (batch, blocks, 1): 1 is at `axis`."""
+    """Returns the extents of blocks of (batch, tokens), as (batch, 1, blocks) or (batch, blocks, 1): 1 is at `axis`."""
 
     def each(reduce: str) -> Tokens:
         def one(x: Any) -> Int[Array, "batch ..."]:
@@ -247,12 +249,12 @@ def _extent(tokens: Tokens, block: int, axis: int) -> Extent:
 
 
 def _overlap(q_least: Array, q_most: Array, kv_least: Array, kv_most: Array) -> tuple[Bound, Bound]:
-    """The bounds of "both have the same id", from the least and greatest ids."""
+    """Returns the bounds of "both have the same id", from the least and greatest ids of each block."""
     one_id = (q_least == q_most) & (kv_least == kv_most)
     return (kv_least <= q_most) & (q_least <= kv_most), one_id & (q_least == kv_least)
 
 
 def given(ids: Ids | None) -> Any:
-    """Ids that are there, which `kernels.attention` sees to."""
+    """Returns the ids, which are not None here: `kernels.attention` fills in positions and checks the others."""
     assert ids is not None, "kernels.attention fills in positions, and refuses a mask of segments or spans without ids"
     return ids

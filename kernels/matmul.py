@@ -1,8 +1,8 @@
-"""Products with a matrix in int8 or float8: the two operations, and what every implementation of them has in common.
+"""Products with a matrix in int8 or float8: the two operations, and what all their implementations share.
 
-An implementation brings two products: of float rows with a quantised matrix, and of both sides quantised. What is
-quantised when, and the gradients, are here. Rounding has no derivative of use, so gradients pass straight through it
-(the straight-through estimator of arXiv:1308.3432).
+An implementation brings two products: float rows times a quantised matrix, and both sides quantised. This module
+decides what is quantised when, and has the derivatives. Rounding has no useful derivative, so gradients pass straight
+through it (the straight-through estimator, arXiv:1308.3432).
 """
 
 import functools
@@ -21,9 +21,9 @@ from kernels.quantize import BLOCK, LARGEST, Quantized, dequantize, exact_dtype,
 
 Granularity = Literal["tensor", "channel", "block"]
 Gradients = Literal["float", "quantized"]
-SAVED = "matmul"  # the name of the results, for policies of jax.checkpoint
-INT32_TERMS = 1 << 17  # so many products of two int8 cannot overflow an int32
-DECODE_ROWS = 64  # at most; then reading the matrix is most of the time
+SAVED = "matmul"  # names the results for policies of jax.checkpoint
+INT32_TERMS = 1 << 17  # the sum of this many products of two int8 fits an int32
+DECODE_ROWS = 64  # up to so many rows, reading the matrix takes most of the time
 
 
 def int8_matmul(
@@ -36,35 +36,35 @@ def int8_matmul(
     gradients: Gradients = "float",
     implementation: str | None = None,
 ) -> Float[Array, "*batch out"]:
-    """`x` times the transpose of `w`, where `w` is int8, and `x` too if `activations`.
+    """Multiplies `x` by the transpose of `w`, where `w` is int8, and with `activations` `x` is, too.
 
-    `w` is either int8 already, with its `scale`: () if all of it shares one, (out,) if each row has its own, or
-    (ceil(out / 128), ceil(in / 128)) for blocks of 128 x 128, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3); it has
-    no gradient then, nor has its scale, and `granularity` is that of the scale. Or it is a float array of the dtype of
-    `x`: then it is quantised here, with a scale for the whole "tensor", for each "channel" (row) or for each "block".
+    `w` may be int8 already, with its `scale`: () if all of it shares one, (out,) if each row has its own, or
+    (ceil(out / 128), ceil(in / 128)) for blocks of 128 x 128, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Then
+    neither it nor the scale has a gradient, and the shape of the scale decides, not `granularity`. Or `w` is a float
+    array of the dtype of `x`: then it is quantised here, with a scale for the whole "tensor", for each "channel" (row)
+    or for each "block".
 
     `activations` quantises `x` as well, at each call: with one scale ("tensor"), one for each row ("channel"), or one
-    for each 128 features of a row ("block"). How values are rounded, and what becomes of zeros, NaN and infinities, is
-    `kernels.quantize.quantize`'s: in short, to the nearest of -127...127 times the scale, and a group of values with
-    one that is not finite becomes NaN, and so does every output that it takes part in.
+    for each 128 features of a row ("block"). `kernels.quantize.quantize` says how: values are rounded to the nearest of
+    -127...127 times the scale. A group with a value that is not finite becomes NaN, and so does every output computed
+    from it.
 
     Products of two int8 sum up exactly in int32 and are then scaled, in float32; all others accumulate in float32. The
     output is rounded to the dtype of `x` at the end.
 
-    Gradients pass straight through the rounding (arXiv:1308.3432): with w' for what the quantised `w` stands for, that
-    of `x` is `d_out @ w'`, and that of a float `w` is `d_out.T @ x`. "float" computes them so, in the dtype of `x`.
-    "quantized" computes both as products of two int8: `d_out`, and for the gradient of `w` its transpose, are quantised
-    as `activations` are, and against them the transposes of `w` and `x` as `w` is. There are first derivatives only, in
-    reverse mode.
+    Gradients pass straight through the rounding (arXiv:1308.3432). With w' for the dequantised `w`, the gradient of `x`
+    is `d_out @ w'`, and that of a float `w` is `d_out.T @ x`. "float" computes these, in the dtype of `x`. "quantized"
+    computes both as products of two int8: `d_out` (transposed for the gradient of `w`) is quantised like
+    `activations`, and the transpose of `w` or `x` like `w`. There are first derivatives only, in reverse mode.
 
     `implementation` is one of
 
-    - "reference": what the quantised values stand for is multiplied in float32, or in float64 if `x` is.
-    - "xla": plain JAX, for the int8 products of cuBLASLt and of TPUs. Where it multiplies int8 by blocks it is a loop.
-    - "tpu": as Pallas kernels for TPUs. "triton": for NVIDIA GPUs, if products of two int8 are by blocks. On a CPU they
+    - "reference": multiplies dequantised values in float32, or in float64 if `x` is.
+    - "xla": plain JAX, with the int8 products of cuBLASLt and of TPUs. Products of two int8 by blocks are a loop.
+    - "tpu": Pallas kernels for TPUs. "triton": for NVIDIA GPUs; it multiplies two int8 only by blocks. On a CPU both
       are interpreted.
 
-    None is "triton" or "tpu" on their devices for blocks, and for 64 rows at most where `x` stays as it is; else "xla",
+    None chooses "triton" or "tpu" on their devices for blocks, and for up to 64 rows where `x` stays float; else "xla",
     and "reference" for what that refuses.
 
     Raises:
@@ -83,17 +83,17 @@ def fp8_matmul(
     gradients: Gradients = "float",
     implementation: str | None = None,
 ) -> Float[Array, "*batch out"]:
-    """`int8_matmul` in float8_e4m3fn (arXiv:2209.05433): a `w` of that dtype is quantised already.
+    """Multiplies like `int8_matmul`, in float8_e4m3fn (arXiv:2209.05433): a `w` of that dtype is quantised already.
 
-    Values are rounded to the nearest of float8, whose largest is 448, times the scale; all products accumulate in
-    float32. With "quantized" gradients `d_out` is float8_e5m2 (largest 57,344), which has a wider range in place of a
-    bit of precision; but float8_e4m3fn, like all else, where scales are of blocks, as in DeepSeek-V3.
+    Values are rounded to the nearest float8, whose largest is 448, times the scale; all products accumulate in float32.
+    With "quantized" gradients `d_out` becomes float8_e5m2 (largest 57,344), which trades a bit of precision for a wider
+    range; but where scales are by blocks it is float8_e4m3fn like all else, as in DeepSeek-V3.
     """
     return _matmul(jnp.float8_e4m3fn, x, w, scale, granularity, activations, gradients, implementation)
 
 
 class Formula(NamedTuple):
-    """The arguments that are no arrays."""
+    """The arguments that are not arrays."""
 
     dtype: DTypeLike  # int8 or float8_e4m3fn
     granularity: Granularity
@@ -115,8 +115,9 @@ class Formula(NamedTuple):
 class Kernels(NamedTuple):
     """The two products of an implementation. Both sum over the last axes and return the dtype asked for.
 
-    `weight_only(x, w, dtype)` multiplies float rows (*batch, in) by a `Quantized` matrix (out, in), `both(x, w, dtype)`
-    two `Quantized`, whose scales are of one granularity: those of rows by pieces where the matrix's are by blocks.
+    `weight_only(x, w, dtype)` multiplies float rows (*batch, in) by a `Quantized` matrix (out, in).
+    `both(x, w, dtype)` multiplies two `Quantized`, whose scales have one granularity; where the matrix has it by
+    blocks, the rows have it by pieces.
     """
 
     weight_only: Callable[[Array, Quantized, DTypeLike], Array]
@@ -127,7 +128,7 @@ class Kernels(NamedTuple):
 def quantized_matmul(
     kernels: Kernels, formula: Formula, x: Array, w: Array, scale: Array | None
 ) -> Float[Array, "*batch out"]:
-    """`int8_matmul` or `fp8_matmul` by these kernels."""
+    """Computes `int8_matmul` or `fp8_matmul` by these kernels."""
     matrix = _matrix(formula, w, scale)
     if formula.activations:
         return kernels.both(formula.quantize_rows(x, formula.dtype), matrix, x.dtype)
@@ -156,7 +157,7 @@ def _backward(
         dw = jnp.einsum("to,ti->oi", rows(d_out), rows(x), preferred_element_type=exact)
         return dx, dw.astype(w.dtype), None
 
-    if formula.granularity == "channel":  # now a row is what was a column
+    if formula.granularity == "channel":  # scales are by row, and the transpose has other rows
         transposed = formula.quantize_matrix((w if scale is None else dequantize(matrix)).T)
     else:
         transposed = Quantized(matrix.values.T, matrix.scale.T)
@@ -171,7 +172,7 @@ quantized_matmul.defvjp(_forward, _backward)
 
 
 def refusal(x: Float[Array, "*batch in"], w: Array) -> str | None:
-    """Why no implementation but the reference can take these arguments, or None."""
+    """Returns why no implementation but the reference can take these arguments, or None."""
     if x.dtype == jnp.float64:
         return "it computes in float32, and x is float64"
     return None if x.size and w.size else "it needs a row, a feature and an output at least"
@@ -217,4 +218,4 @@ def _matmul(
         "quantized_matmul", implementation, x, w, scale, first=None if granularity == "block" or few_rows else "xla",
         formula=Formula(dtype, granularity, activations, gradients),
     )  # fmt: skip
-    return checkpoint_name(out, SAVED)  # policies of jax.checkpoint do not see the product in it
+    return checkpoint_name(out, SAVED)  # policies of jax.checkpoint do not see the product inside

@@ -1,4 +1,4 @@
-"""Products with a quantised matrix, as they are defined: what the values stand for is multiplied, in float32."""
+"""Products with a quantised matrix, as they are defined: dequantised values are multiplied, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from kernels.quantize import Quantized, dequantize
 def quantized_matmul(
     x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
-    """`kernels.int8_matmul` or `kernels.fp8_matmul`. In float32, or in float64 if x has it."""
+    """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` in float32, or in float64 if x is."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
 
 

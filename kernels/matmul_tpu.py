@@ -1,9 +1,9 @@
 """Products with a quantised matrix for TPUs: one Pallas kernel, for float rows and for quantised ones.
 
-One program multiplies a block of rows by a block of columns, over some of the features that are summed over; the sum
-stays in the core's memory until all have been, and is then scaled and stored. Scales of blocks cannot wait so long:
-with them 128 features are multiplied at a time, and scaled before they are added up. Within a block the work goes on in
-strips of columns, so that what is under way fits the core's registers.
+One program multiplies a block of rows by a block of columns, over a part of the features. The sum stays in VMEM until
+all parts are added, and is then scaled and stored. Scales by blocks have to be applied earlier: with them 128 features
+are multiplied at a time, and scaled before they are added up. Within a block, one strip of columns follows another, so
+that intermediate results fit the registers.
 """
 
 import functools
@@ -24,12 +24,12 @@ from kernels.matmul import INT32_TERMS, Formula, Kernels
 from kernels.quantize import BLOCK, Quantized, whole_pieces
 
 
-STRIP = 256  # columns of a strip, and features that are multiplied at a time if their scale is the same
-HAS_FLOAT8 = "TPU7x"  # the kind of device whose matrix unit multiplies float8; others are given bfloat16
+STRIP = 256  # columns of a strip, and features that are multiplied at a time if they share a scale
+HAS_FLOAT8 = "TPU7x"  # the kind of device whose matrix unit multiplies float8; others get bfloat16
 
 
 def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
-    """Why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     refusal = elsewhere("tpu") or matmul.refusal(x, w)
     both = formula.activations or formula.gradients == "quantized"
     if refusal is None and formula.dtype == jnp.int8 and both and formula.granularity != "block":
@@ -38,11 +38,11 @@ def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula:
     return refusal
 
 
-@functools.partial(jax.jit, static_argnames="formula")  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too
 def quantized_matmul(
     x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
-    """`kernels.int8_matmul` or `kernels.fp8_matmul`, on a TPU's matrix unit."""
+    """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` on a TPU's matrix unit."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
 
 
@@ -64,8 +64,8 @@ def _product(name: str, x: Array, x_scale: Array | None, w: Quantized, dtype: DT
     strip = STRIP if column_block % STRIP == 0 else column_block
     steps, pieces = features // depth, depth // BLOCK
 
-    # What a step reads has to lie together: scales are [step, pieces of it, columns], and those of x [step, rows,
-    # pieces of it]. If they do not change along a row, there is one piece, and all steps read it.
+    # What a step reads has to be contiguous: scales of w are [step, pieces of the step, columns], and those of x
+    # [step, rows, pieces of the step]. Scales that do not change along a row are one piece, which all steps read.
     if w.by_pieces:
         at = lambda step: step
         w_scale = jnp.repeat(w.scale.T, BLOCK, axis=1)[:, :columns].reshape(steps, pieces, columns)
@@ -113,7 +113,7 @@ def _kernel(by_pieces: bool, strip: int, x_ref: Any, w_ref: Any, w_scale_ref: An
     part = STRIP if depth % STRIP == 0 and not by_pieces else BLOCK
 
     def set_scale(i: int | Array) -> None:
-        """Spreads the scale of each row for piece `i` over a strip: from memory it takes no registers."""
+        """Writes the scale of each row for piece `i`, broadcast over a strip, to VMEM: there it takes no registers."""
         for ref in x_scale_ref:
             this = lax.broadcasted_iota(jnp.int32, ref.shape, 1) == i
             scale = jnp.sum(jnp.where(this, ref[...], 0), axis=1, keepdims=True)
@@ -149,7 +149,7 @@ def _kernel(by_pieces: bool, strip: int, x_ref: Any, w_ref: Any, w_scale_ref: An
 
 
 def _for_each(size: int, *, of: int) -> Callable[[Callable[[Array, Any], None]], None]:
-    """Calls what it decorates with the number and the slice of each part of that size."""
+    """Decorates a function, and calls it with the number and the slice of each part of that size."""
 
     def loop(body: Callable[[Array, Any], None]) -> None:
         pl.loop(0, of // size)(lambda i: body(i, pl.ds(pl.multiple_of(i * size, size), size)))
@@ -158,7 +158,7 @@ def _for_each(size: int, *, of: int) -> Callable[[Callable[[Array, Any], None]],
 
 
 def _dot(x: Array, w: Array) -> Array:
-    """The sum over the last axes. Bfloat16 has every int8 and float8, so nothing is lost where they become that."""
+    """Multiplies, summing over the last axes. Casts to bfloat16 lose nothing: it has every int8 and float8."""
     float8 = x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
     if float8 and device().kind != HAS_FLOAT8:
         x = x.astype(jnp.bfloat16)

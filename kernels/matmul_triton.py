@@ -1,13 +1,13 @@
-"""Products with a quantised matrix for NVIDIA GPUs, in Pallas-Triton: by blocks of both sides, and of float rows.
+"""Products with a quantised matrix for NVIDIA GPUs, in Pallas-Triton: both sides quantised by blocks, or float rows.
 
-Where both sides are quantised, one program makes one block of the output. It multiplies 128 features at a time, scales
-what comes out by the scales of that piece of the rows and that block of the matrix, and adds it to a sum in float32.
-That is also what makes float8 exact enough: the tensor cores alone would sum it up in fewer bits (DeepSeek-V3,
+Where both sides are quantised, one program computes one block of the output. It multiplies 128 features at a time,
+scales the product by the scales of that piece of the rows and that block of the matrix, and adds it to a sum in
+float32. This also makes float8 exact enough: the tensor cores alone would accumulate in fewer bits (DeepSeek-V3,
 arXiv:2412.19437, section 3.3.2).
 
-Float rows are multiplied by a matrix that stays 8 bits wide until it is in registers: so a few rows take half the time
-to read it that they would for bfloat16. As Hopper's tensor cores take no side of a product but the left one from
-registers, the matrix is that side, and what a program makes is a block of the transposed output.
+Float rows are multiplied by a matrix that stays 8 bits wide until it is in registers: so for a few rows, reading it
+takes half the time of bfloat16. Hopper's tensor cores take only the left side of a product from registers. So the
+matrix is the left side, and a program computes a block of the transposed output.
 """
 
 import functools
@@ -33,22 +33,22 @@ from kernels.quantize import BLOCK, Quantized
 from kernels.triton import Side, load_block, store_block
 
 
-BAND = 8  # blocks of rows
+BAND = 8  # blocks of rows that take the same columns at about the same time
 
 
 def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
-    """Why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     both = formula.activations or formula.gradients == "quantized"
     if both and formula.granularity != "block":
         return f"it multiplies two quantised sides only by blocks, not by {formula.granularity}"
     return elsewhere("gpu") or matmul.refusal(x, w)
 
 
-@functools.partial(jax.jit, static_argnames="formula")  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too
 def quantized_matmul(
     x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
-    """`kernels.int8_matmul` or `kernels.fp8_matmul`, in Triton."""
+    """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` in Triton."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
 
 
@@ -56,7 +56,7 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     rows = x.scale.size // x.scale.shape[-1]
     sizes = blocks.sizes("matmul_triton", "both", w.values.dtype, "rows64" if rows <= 64 else "rows128")
     x_values, x_scale = (side.reshape(-1, side.shape[-1]) for side in x)
-    # Transposed, so that the scales that a program reads at a time lie together.
+    # x_scale is transposed, so that the scales that a program reads at a time are contiguous.
     out = _launch("matmul_both", _both_kernel, sizes, dtype, x_values, x_scale.T, *w)
     return out.reshape(*x.values.shape[:-1], len(w.values))
 
@@ -109,10 +109,10 @@ def _weight_only_kernel(sizes: dict[str, int], x_ref: Any, w_ref: Any, w_scale_r
 def _launch(
     name: str, kernel: Callable[..., None], sizes: dict[str, int], dtype: DTypeLike, x: Array, *others: Array
 ) -> Array:
-    """The output in blocks, a program for each; `others` end with the matrix and its scale."""
+    """Runs one program for each block of the output; `others` end with the matrix and its scale."""
     (rows, depth), columns = x.shape, len(others[-2])
-    # Programs start in the order of the grid's first axis, then of the second. Bands of rows meet block after block of
-    # columns, so that both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
+    # Programs start along the grid's first axis, then along its second. So a band of rows takes one block of columns
+    # after another: both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
     row_blocks = pl.cdiv(rows, sizes["rows"])
     band = min(BAND, row_blocks)
     return triton.launch(
@@ -133,14 +133,14 @@ def _launch(
 
 
 def _output_block(sizes: dict[str, int], out_ref: Any) -> tuple[Side, Side]:
-    """The rows and columns that a program makes. Rows beyond the last, in the last band, are masked altogether."""
+    """Returns the rows and columns that a program computes. In the last band, all rows beyond the end are masked."""
     i = pl.program_id(2) * pl.num_programs(0) + pl.program_id(0)
     rows, columns = out_ref.shape
     return Side.of(i, sizes["rows"], rows), Side.of(pl.program_id(1), sizes["columns"], columns)
 
 
 def _dot8(x: Array, w: Array) -> Array:
-    """The sum over the last axes, in int32 of int8, and in float32 of float8."""
+    """Multiplies, summing over the last axes: int8 in int32, and float8 in float32."""
     return _dot8_primitive.bind(x, w)
 
 
@@ -158,8 +158,8 @@ def _dot8_in_triton(context: Any, x: Any, w: Any) -> Any:
     return tt.dot(x, tt.trans(w, (1, 0)), zeros, max_num_imprecise_acc=BLOCK)
 
 
-# Triton multiplies float8 by Hopper's own instructions only if it may sum up so many products before it adds them to a
-# float32: JAX's own lowering of products has no way to say so, and gets them converted to float16, at half the speed.
+# Triton uses Hopper's float8 instructions only if it may accumulate `max_num_imprecise_acc` products before it adds
+# them to a float32. JAX's own lowering cannot say so: its products are converted to float16, at half the speed.
 _dot8_primitive = jax.extend.core.Primitive("dot8")
 _dot8_primitive.def_abstract_eval(_dot8_type)
 mlir.register_lowering(_dot8_primitive, mlir.lower_fun(_dot8_in_jax, multiple_results=False))

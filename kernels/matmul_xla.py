@@ -1,8 +1,8 @@
-"""Products with a quantised matrix in plain JAX, for whatever XLA compiles for.
+"""Products with a quantised matrix in plain JAX, for every platform that XLA compiles for.
 
-XLA knows products of two int8 or two float8 as such: on NVIDIA GPUs they become cuBLASLt's, and on TPUs the matrix
-unit's. As a scale for a whole row of either side can wait until the row's sum is there, one product is all it takes.
-Scales that change along a row cannot: then there is a loop over pieces of 128 features, which adds up their products.
+XLA has products of two int8 or two float8: on NVIDIA GPUs they become cuBLASLt's, on TPUs the matrix unit's. A scale
+that is the same along a whole row can be applied to the sum, so one product is enough. Scales that change along a row
+cannot: then a loop adds up the scaled products of pieces of 128 features.
 """
 
 import functools
@@ -19,22 +19,22 @@ from kernels.quantize import BLOCK, Quantized, dequantize, spread, whole_pieces
 
 
 def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
-    """Why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     return matmul.refusal(x, w)
 
 
-@functools.partial(jax.jit, static_argnames="formula")  # outside jit too, compile once
+@functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too
 def quantized_matmul(
     x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
-    """`kernels.int8_matmul` or `kernels.fp8_matmul`, by XLA."""
+    """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` by XLA."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
 
 
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
     if w.by_pieces:
         return _product(x, dequantize(w).astype(x.dtype)).astype(dtype)
-    out = _product(x, w.values.astype(x.dtype))  # exact: bfloat16 has every int8 and float8
+    out = _product(x, w.values.astype(x.dtype))  # the cast is exact: bfloat16 has every int8 and float8
     return (out * _per_column(w.scale, out.ndim)).astype(dtype)
 
 
@@ -57,7 +57,7 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
 
 
 def _product(x: Array, w: Array) -> Float[Array, "*batch out"]:
-    """The sum over the last axes. Of float8 too it is exact to float32, which cuBLASLt has to be asked for."""
+    """Multiplies, summing over the last axes; float8 in full float32, too, which cuBLASLt has to be asked for."""
     integers = x.dtype == jnp.int8
     precision = lax.Precision.HIGHEST if x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2) else None
     out = lax.dot_general(
@@ -68,5 +68,5 @@ def _product(x: Array, w: Array) -> Float[Array, "*batch out"]:
 
 
 def _per_column(scale: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
-    """The scale of each column of an array with so many axes, or of all."""
+    """Broadcasts the scale of each column, or of all, to an array with so many axes."""
     return scale.reshape((1,) * (ndim - scale.ndim) + scale.shape)

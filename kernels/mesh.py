@@ -1,7 +1,7 @@
-"""The axes of a mesh by what they split: the names that operations know, and their share on each device.
+"""Names the axes of device meshes, and splits operations over them.
 
-Operations that XLA cannot look into are split by `jax.shard_map`. Over which axes of the mesh in scope
-(`jax.set_mesh`) an axis of an array is split is decided here, by their names.
+XLA cannot split a Pallas kernel, so operations run within `jax.shard_map`. This module decides, by the names of the
+axes of the mesh in scope (`jax.set_mesh`), over which of them each axis of an array is split.
 """
 
 import math
@@ -21,13 +21,14 @@ from kernels.sums import lookup
 BATCH = ("stage", "replica", "fsdp", "expert")  # sequences are split over these
 SEQUENCE = "context"  # the tokens of a sequence
 FEATURES = "tensor"  # heads, the features of hidden layers, the words of a vocabulary
-PARAMETERS = ("fsdp", "expert", "context", "stage")  # parameters, on devices that have tokens of their own
+PARAMETERS = ("fsdp", "expert", "context", "stage")  # parameters are split over these, whose devices differ in tokens
 
 
 def free() -> dict[str, int]:
-    """The size of each axis that no `shard_map` around has taken, of the mesh in scope if that has several devices.
+    """Returns the axes of the mesh in scope, with their sizes, that no enclosing `shard_map` has made manual.
 
-    Those of size 1 among them: a kernel can be called where there are none left.
+    Axes of size 1 are among them. On one device, or where all axes are manual, there are none: there a kernel can be
+    called directly.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -35,17 +36,17 @@ def free() -> dict[str, int]:
 
 
 def split(axis: str) -> int:
-    """How many devices of the mesh in scope that axis has for what is within it: 1 where it is not free."""
+    """Returns over how many devices a free axis splits, or 1 for an axis that is not free."""
     return free().get(axis, 1)
 
 
 def splitting(size: int, *axes: str) -> tuple[str, ...]:
-    """Of these axes, in their order, those that are free and split `size` evenly together."""
+    """Returns those of these axes, in order, that are free and together split `size` evenly."""
     return fitting(size, {axis: split(axis) for axis in axes if split(axis) > 1})
 
 
 def fitting(size: int, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Of axes of these sizes, in their order, each that still divides what those before it leave of `size`."""
+    """Chooses axes in order: each whose size divides what is left of `size` after division by those chosen before."""
     chosen: tuple[str, ...] = ()
     for axis, devices in axes.items():
         if size % devices == 0:
@@ -54,7 +55,7 @@ def fitting(size: int, axes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def tokens_spec(shape: tuple[int, ...]) -> P:
-    """How an array [batch, seq, ...] is split by its sequences, and by the tokens of each."""
+    """Returns the spec of an array [batch, seq, ...]: sequences over `BATCH`, their tokens over `SEQUENCE`."""
     return P(splitting(shape[0], *BATCH), splitting(shape[1], SEQUENCE))
 
 
@@ -68,13 +69,13 @@ def split_attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`attend` of these arguments, each device with its sequences, its heads, and its tokens' queries.
+    """Runs `attend` on each device, with the device's share of the sequences, the heads and the queries.
 
-    Where sequences are split, every device gathers the keys and values of all their tokens, which grouped heads make
-    few (Llama 3, arXiv:2407.21783, section 3.3.2); the masks look at positions, so the tokens' order is free. Query
-    heads are split, and key/value heads that the devices do not divide are repeated until they do: 2 over 3 devices,
-    three times each, so that a device has the 2 that its query heads need. An axis of the mesh that does not divide an
-    axis of the arrays leaves it whole.
+    Where the tokens of a sequence are split, each device all-gathers the sequence's keys and values, which are small
+    with grouped heads (Llama 3, arXiv:2407.21783, section 3.3.2). Masks compare positions, so tokens may be in any
+    order. Query heads are split. Key/value heads that the devices do not divide are repeated until they do: 2 heads
+    over 3 devices are repeated three times each, and a device gets the 2 that its query heads need. An axis of the mesh
+    that does not divide an axis of the arrays leaves it whole.
     """
     if not (axes := free()):
         return attend(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
@@ -86,7 +87,7 @@ def split_attention(
         k, v = (jnp.repeat(a, times, axis=2) for a in (k, v))
 
     def given(tokens: Tokens) -> Tokens:
-        """Indices stand for positions only as long as the sequence is whole."""
+        """Makes positions an array where sequences are split: an index on a device is then no position."""
         return tokens._replace(positions=jnp.asarray(tokens.positions)) if seq and tokens.in_order else tokens
 
     def spec(ids: Any) -> P:
@@ -97,7 +98,7 @@ def split_attention(
         k, v, kv_ids = jax.tree.map(gather, (k, v, kv_ids))
         return attend(q, k, v, sinks=sinks, q_tokens=merge(q_tokens, q_ids), kv_tokens=merge(kv_tokens, kv_ids))
 
-    # Positions that are known before anything runs stay out of what is split.
+    # Positions in numpy, known when tracing, are not split.
     arrays = lambda tokens: tuple(ids for ids in tokens if isinstance(ids, jax.Array))
 
     def merge(tokens: Tokens, ids: tuple[Array, ...]) -> Tokens:
@@ -119,10 +120,10 @@ def split_attention(
 def split_lookup(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq embed"]:
-    """`table[tokens]`, where each device has some words' rows (`FEATURES`) and some of their features (`PARAMETERS`).
+    """Looks up `table[tokens]` in a table whose rows are split over `FEATURES` and their features over `PARAMETERS`.
 
-    Tokens travel to the features, and features back to the tokens. Neither the table nor all devices' features are ever
-    in one place, which XLA does not always find out by itself.
+    An all-gather brings tokens to the devices that have the features, and an all-to-all brings features back. So no
+    device ever holds the whole table, or all features of all devices' tokens, as XLA by itself sometimes would.
     """
     if not (axes := free()):
         return lookup(table, tokens)

@@ -1,6 +1,6 @@
-"""What the Mosaic GPU kernels share: where they can run, how they are launched, and how blocks come to shared memory.
+"""Shared by the Mosaic GPU kernels: where they can run, how they are launched, and how shared memory is filled.
 
-Every block of threads has three warpgroups, of 128 threads each. Two multiply; the third one only copies.
+Every thread block has three warpgroups, of 128 threads each. Two multiply; the third only copies.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from jaxtyping import Array, Int
 from kernels.device import device
 
 
-ROWS = 64  # of the left side of a warpgroup's product
+ROWS = 64  # rows of the left side of a warpgroup's product
 COPIER = 2  # the warpgroup after the two that multiply
 HOPPER = ("H100", "H200", "GH200")
 
 
 def refusal(dtype: DTypeLike) -> str | None:
-    """Why no kernel can run on this device, with this JAX, and multiply this dtype; or None."""
+    """Returns why no kernel can multiply this dtype on this device with this JAX, or None."""
     platform, kind = device()
     if platform == "cpu":
         return "it cannot be interpreted: JAX's interpreter takes no product whose left side is in registers"
@@ -37,12 +37,12 @@ def refusal(dtype: DTypeLike) -> str | None:
 
 
 class Ring(NamedTuple):
-    """Slots in shared memory that the copier fills and both others read: step n uses slot n % slots of each buffer.
+    """A ring buffer in shared memory: the copier fills it, both other warpgroups read it. Step n uses slot n % slots.
 
-    There are two barriers for each slot. `ready` completes when all copies into it have arrived: each buffer's counts
-    as one arrival. `free` completes when both readers have arrived, each once for every step, after its last use of the
-    slot; the copier waits for it before it fills the slot again, so from the second round on. Nobody skips a step, so
-    step n's wait is for the n // slots-th completion, and nobody can be a whole round ahead of it.
+    Each slot has two barriers. `ready` completes when the copies into it have arrived, one arrival for each buffer.
+    `free` completes when both readers have arrived, each once per step, after its last use of the slot. The copier
+    waits for `free` before it fills a slot again, so from the second round on. Nobody skips a step: so step n waits for
+    the n // slots-th completion, and nobody can get a whole round ahead of it.
     """
 
     buffers: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Ring(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, *blocks: tuple[tuple[int, ...], DTypeLike]) -> "Ring":
-        """What to allocate, for blocks of these shapes and dtypes."""
+        """Returns what to allocate for blocks of these shapes and dtypes."""
         return cls(
             tuple(plgpu.SMEM((slots, *shape), dtype) for shape, dtype in blocks),
             plgpu.Barrier(num_arrivals=len(blocks), num_barriers=slots),
@@ -59,20 +59,20 @@ class Ring(NamedTuple):
         )
 
     def fill(self, n: Int[Array, ""], *sources: Any) -> None:
-        """Starts the copies of step n's blocks, once there is room."""
+        """Starts the copies of step n's blocks, after waiting for their slot to be free."""
         slot = self._slot(n)
         pl.when(n >= self.buffers[0].shape[0])(lambda: plgpu.barrier_wait(self.free.at[slot]))
         for source, buffer in zip(sources, self.buffers, strict=True):
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.ready.at[slot])
 
     def take(self, n: Int[Array, ""]) -> list[Any]:
-        """Step n's blocks, once they are there."""
+        """Waits for step n's blocks, and returns them."""
         slot = self._slot(n)
         plgpu.barrier_wait(self.ready.at[slot])
         return [buffer.at[slot] for buffer in self.buffers]
 
     def release(self, n: Int[Array, ""]) -> None:
-        """Ends this reader's use of step n's blocks. There is no step before 0."""
+        """Ends this reader's use of step n's blocks. It does nothing for n below 0."""
         plgpu.barrier_arrive(self.free.at[self._slot(n)], predicate=n >= 0)
 
     def _slot(self, n: Int[Array, ""]) -> Int[Array, ""]:
@@ -90,7 +90,7 @@ def launch(
 ) -> Any:
     """Runs `kernel(*operands, *results, **scratch)`, which gets Refs, in three warpgroups for each index of the grid.
 
-    The grid's first axis runs fastest. Powers of two are computed by the GPU's own instruction, to 22 bits.
+    The grid's first axis runs fastest. exp2 is the GPU's own instruction, exact to 22 bits.
     """
     return plgpu.kernel(
         kernel,
@@ -107,12 +107,12 @@ def launch(
 
 
 def copying(function: Callable[[], None]) -> None:
-    """Runs the function in the copier, which needs few registers and leaves the others to those that multiply."""
+    """Runs the function in the copier, which keeps few registers and leaves the others to those that multiply."""
     _warpgroup(lax.axis_index("warpgroup") == COPIER, 24, "decrease", function)
 
 
 def multiplying(function: Callable[[], None], only: int | None = None) -> None:
-    """Runs the function in both warpgroups that multiply, or in one of them."""
+    """Runs the function in both warpgroups that multiply, or in only one of them."""
     me = lax.axis_index("warpgroup")
     _warpgroup(me != COPIER if only is None else me == only, 240, "increase", function)
 

@@ -1,6 +1,6 @@
-"""Numbers of eight bits, int8 or float8, with a scale for each group of them: how a float array becomes them, and back.
+"""Quantises float arrays to int8 or float8, with a scale for each group of values, and dequantises them.
 
-The formula is here once, for weights and activations, in every implementation of the quantised matrix product.
+The formula is written once, here, for weights and activations in all implementations of the quantised matrix product.
 """
 
 from typing import Literal, NamedTuple
@@ -23,8 +23,9 @@ Values = Int8[Array, "*shape"] | Float8e4m3fn[Array, "*shape"] | Float8e5m2[Arra
 class Quantized(NamedTuple):
     """`values` times `scale`. The shape of the scale says which values share one.
 
-    For values (*rows, in) it is () if all share one, (*rows,) if those of a row do, and (*rows, ceil(in / 128)) if 128
-    neighbours in a row do; for (out, in) also (ceil(out / 128), ceil(in / 128)), for blocks of 128 x 128.
+    For values (*rows, in) the scale is () if all share one, (*rows,) if the values of a row do, and
+    (*rows, ceil(in / 128)) if 128 neighbours in a row do. For (out, in) it may also be (ceil(out / 128),
+    ceil(in / 128)), for blocks of 128 x 128.
     """
 
     values: Values
@@ -37,19 +38,19 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, granularity: Granularity) -> Quantized:
-    """`x` in int8, float8_e4m3fn or float8_e5m2.
+    """Quantises `x` to int8, float8_e4m3fn or float8_e5m2.
 
-    Groups that share a scale are, by `granularity`, the whole "tensor", each "channel" (a row: what lies along the last
-    axis), each "block" of 128 x 128 in the last two axes, or each "piece" of 128 neighbours in a row. Blocks and pieces
-    at the edges may be smaller.
+    `granularity` says which values share a scale: the whole "tensor", each "channel" (a row, along the last axis), each
+    "block" of 128 x 128 in the last two axes, or each "piece" of 128 neighbours in a row. Blocks and pieces at the
+    edges may be smaller.
 
     The scale of a group is its largest magnitude / the dtype's largest magnitude (127, 448 or 57344), in float32, or in
-    float64 if x has it; values are x * (1 / scale), rounded to the nearest, halfway to the even one. Where the scale
-    would be 0, or below the smallest normal number, it is 1, and all values of the group are 0. A NaN or an infinity
-    makes the scale NaN, and with it the whole group: nothing ever saturates.
+    float64 if x is. Values are x * (1 / scale), rounded to the nearest, ties to even. Where the scale would be 0, or
+    below the smallest normal number, it is 1, and all values of the group are 0. A NaN or an infinity makes the scale
+    NaN, and with it the whole group: nothing ever saturates.
     """
     exact, limit = exact_dtype(x), LARGEST[jnp.dtype(dtype)]
-    # Written as XLA would rewrite divisions; `zoo.quantized.rounded` computes the same bits in numpy.
+    # Multiplies by reciprocals, as XLA would rewrite divisions; zoo/quantized.py computes the same bits in numpy.
     scale = _largest_magnitudes(x, granularity).astype(exact) * (1 / limit)
     scale = jnp.where(jnp.isinf(scale), jnp.nan, jnp.where(scale < jnp.finfo(exact).tiny, 1, scale))
     values = x.astype(exact) * spread(1 / scale, x.shape)
@@ -57,17 +58,17 @@ def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, granularity: Granulari
 
 
 def exact_dtype(x: Float[Array, "*shape"]) -> DTypeLike:
-    """Of scales, and of sums: float32, or float64 if x has it."""
+    """Returns the dtype of scales and sums: float32, or float64 if x is."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
 def dequantize(x: Quantized) -> Float[Array, "*shape"]:
-    """The numbers that it stands for, in the dtype of the scale."""
+    """Returns values times scale, in the dtype of the scale."""
     return x.values.astype(x.scale.dtype) * spread(x.scale, x.values.shape)
 
 
 def spread(scale: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """The scale of each value of an array of that shape. Axes along which all share one may have length 1."""
+    """Broadcasts a scale to values of that shape. Axes along which all values share it may stay of length 1."""
     if scale.ndim < len(shape):
         return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
     for axis, length in enumerate(shape):
@@ -77,12 +78,12 @@ def spread(scale: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "
 
 
 def whole_pieces(values: Num[Array, "*rows in"]) -> Num[Array, "*rows padded"]:
-    """The values with as many zeros after each row, which add nothing to a product, as its last piece lacks."""
+    """Pads rows with zeros to a multiple of 128: the last piece becomes whole, and products stay what they are."""
     return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % BLOCK)])
 
 
 def _largest_magnitudes(x: Float[Array, "*shape"], granularity: Granularity) -> Float[Array, "..."]:
-    """In the dtype of x, and infinite where one is NaN, which a maximum may overlook (XLA's does on CPUs)."""
+    """Returns each group's largest magnitude: infinity for a NaN, which a maximum may miss (XLA's does on CPUs)."""
     magnitudes = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
     if granularity == "tensor":
         return magnitudes.max(initial=0)

@@ -1,17 +1,17 @@
-"""EXPERIMENTAL: groups of rows times a matrix each, for Hopper GPUs, in Pallas Mosaic GPU.
+"""EXPERIMENTAL: grouped matrix products (each group of rows times its matrix), for Hopper GPUs, in Pallas Mosaic GPU.
 
-Compiled for an H200, and never yet run on one: no speed is known. What is known of its numbers comes from JAX's
-interpreter of such kernels, on a CPU, where products are done at once (tests/kernels/test_mosaic.py).
+It compiles for an H200, and has never yet run on one: no speed is known. Its numbers are tested in JAX's interpreter of
+such kernels, on a CPU, where products are done at once (tests/kernels/test_mosaic.py).
 
-As many programs as the GPU has multiprocessors share the blocks of the result, 128 rows by 256 columns each, between
-them. Of a program's three warpgroups one copies blocks of both sides to shared memory, through a ring of slots, and
-runs ahead into the program's next block; the other two multiply 64 rows each, and store them while they go on. A side
-that has to be transposed is read so by the product itself.
+There are as many programs as the GPU has multiprocessors. They share out the blocks of the result, 128 rows by 256
+columns each. Of a program's three warpgroups one copies blocks of both sides to shared memory, through a ring buffer,
+and runs ahead into the program's next block; the other two multiply 64 rows each, and store them while they go on. The
+product itself transposes a side that has to be.
 
-For the output and the gradient of the rows, the rows are cut into tiles of one group each by a schedule that XLA
-computes beforehand. The rows that belong to no group are one more group at the end, whose tiles sum nothing. In the
-gradient of the matrices a block of one group's sums over the group's rows; what shares their first or their last slot
-is overwritten by zeros.
+For the output and the gradient of the rows, XLA cuts the rows beforehand into tiles of one group each. The rows without
+a group are one more group at the end, whose tiles sum nothing. For the gradient of the matrices, a block belongs to one
+group and sums over its rows. Rows of neighbouring groups that come with the first or the last copy are overwritten by
+zeros.
 """
 
 import functools
@@ -30,12 +30,12 @@ from kernels.grouped import Matrices, Tiles
 from kernels.mosaic import ROWS, Ring
 
 
-BAND = 8  # tiles that meet block after block of columns, so that both sides of what runs at a time stay in the L2 cache
-WIDTH = 64  # columns of what is stored at a time
+BAND = 8  # tiles that visit the same block of columns one after another, so that both sides stay in the L2 cache
+WIDTH = 64  # columns that are stored at a time
 
 
 def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
-    """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     if w.dtype != x.dtype:
         return f"it multiplies matrices of one dtype, not {x.dtype} by {w.dtype}"
     if w.shape[1] % WIDTH or w.shape[2] % WIDTH:
@@ -43,16 +43,16 @@ def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"])
     return mosaic.refusal(x.dtype) or grouped.refusal(x, w)
 
 
-@jax.jit  # outside jit too, compile once
+@jax.jit  # so that calls outside jit compile once, too
 def ragged_dot(
     x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
-    """`kernels.ragged_dot`, in Mosaic GPU."""
+    """Computes `kernels.ragged_dot` in Mosaic GPU."""
     return grouped.ragged_dot(grouped.Kernels(rows_times_matrices, sums_of_products), x, w, group_sizes)
 
 
 def rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
-    """`grouped.Kernels.rows_times_matrices`."""
+    """Implements `grouped.Kernels.rows_times_matrices`."""
     (tokens, depth), columns = x.shape, w.shape[3 - axis]
     size = blocks.sizes("ragged_dot_mosaic", "matrices", x.dtype, "*")
     tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, 2 * ROWS, aligned=True)
@@ -91,12 +91,12 @@ def _rows_times_matrices_kernel(
     total = pl.cdiv(count_ref[0], BAND) * BAND * column_blocks
 
     def block(item: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """Its group, its first row and its end, its first column, and how many steps it takes."""
+        """Returns an item's group, first row, end of rows, first column, and number of steps."""
         band, item = _divide(item, BAND * column_blocks)
         column, row = _divide(item, BAND)
         tile = band * BAND + row
         used, tile = tile < count_ref[0], jnp.minimum(tile, group_ref.shape[0] - 1)
-        # What the last band is short of are tiles without rows.
+        # The last band is filled up with tiles without rows.
         group, first, end = group_ref[tile], first_ref[tile], jnp.where(used, end_ref[tile], 0)
         steps = jnp.where((first < end) & (group < w_ref.shape[0]), x_ref.shape[1] // depth_size, 0)
         return group, first, end, column * column_size, steps
@@ -151,7 +151,7 @@ def _rows_times_matrices_kernel(
 
 
 def sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
-    """`grouped.Kernels.sums_of_products`."""
+    """Implements `grouped.Kernels.sums_of_products`."""
     (tokens, outs), (_, ins), groups = d_out.shape, x.shape, len(group_sizes)
     size = blocks.sizes("ragged_dot_mosaic", "sums", x.dtype, "*")
     return mosaic.launch(
@@ -189,7 +189,7 @@ def _sums_of_products_kernel(
     total = groups * row_blocks * column_blocks
 
     def block(item: Array) -> tuple[Array, Array, Array, Array]:
-        """Its group, its first row and its first column, and how many steps it takes."""
+        """Returns an item's group, first row, first column, and number of steps."""
         group, item = _divide(item, row_blocks * column_blocks)
         row, column = _divide(item, column_blocks)
         start, end = start_ref[group], end_ref[group]
@@ -228,9 +228,9 @@ def _sums_of_products_kernel(
 
                     @pl.when((base < start) | (base + rows > end))
                     def _() -> None:
-                        # Both sides: zero times a neighbour's NaN would be NaN. Each warpgroup clears its own rows of
-                        # the product and half of the columns, and waits for the other one's half: both come here for
-                        # the same steps, and `cleared` completes once for each of them.
+                        # Both sides are cleared: zero times a neighbour's NaN would be NaN. Each warpgroup clears its
+                        # own rows of the product and half of the columns, and waits for the other's half. Both come
+                        # here in the same steps, and `cleared` completes once for each of these.
                         half = column_size // 2
                         for side in (d_out, x.at[:, pl.ds(me * half, half)]):
                             _clear(side, start - base, end - base)
@@ -254,7 +254,7 @@ def _sums_of_products_kernel(
 
 
 def _share(total: Array | int, body: Callable[[Array, Array], Array]) -> None:
-    """Calls `body(item, done)` for every so many-th item. It returns how many steps of the ring are done after it."""
+    """Calls `body(item, done)` for this program's share of the items. `done`: steps of the ring so far, as returned."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     lax.fori_loop(
         0,
@@ -265,13 +265,13 @@ def _share(total: Array | int, body: Callable[[Array, Array], Array]) -> None:
 
 
 def _clear(ref: Any, first: Array, end: Array) -> None:
-    """Overwrites all rows but those from `first` to `end` by zeros."""
+    """Overwrites all rows with zeros but those from `first` up to `end`."""
     row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA)
     ref[...] = jnp.where((row >= first) & (row < end), ref[...], jnp.zeros((), ref.dtype))
 
 
 def _store(slots: Any, block: Array, ref: Any, row: Array, column: Array) -> None:
-    """Copies the block by way of shared memory, which the copies of the block before have to be done with."""
+    """Copies the block through shared memory, after waiting until the copies of the block before have read it."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i in range(slots.shape[0]):
         slots[i] = block[:, i * WIDTH : (i + 1) * WIDTH]
@@ -284,15 +284,15 @@ def _store(slots: Any, block: Array, ref: Any, row: Array, column: Array) -> Non
 
 
 def _store_part(slot: Any, block: Array, ref: Any, row: Array, column: Array, first: Array, end: Array) -> None:
-    """Copies only the block's rows from `first` to `end`, fewer than there are.
+    """Copies only the block's rows from `first` up to `end`, which are not all.
 
-    A copy's size is part of the program: so there is one for each power of two, of those that add up to the rows.
+    The size of a copy is fixed in the program. So the rows are copied in powers of two that add up to their number.
     """
     count = end - first
     for i in range(block.shape[1] // WIDTH):
         columns, start = pl.ds(column + i * WIDTH, WIDTH), first
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.store(slot, block[:, i * WIDTH : (i + 1) * WIDTH], optimized=False)  # not tiled: it is cut anywhere
+        plgpu.store(slot, block[:, i * WIDTH : (i + 1) * WIDTH], optimized=False)  # untiled: it may be cut at any row
         plgpu.commit_smem()
         for size in (32, 16, 8, 4, 2, 1):
 
@@ -304,7 +304,7 @@ def _store_part(slot: Any, block: Array, ref: Any, row: Array, column: Array, fi
 
 
 def _down(x: Array, multiple: int) -> Array:
-    """The greatest multiple that is not greater. Copies to shared memory start at one of 8."""
+    """Rounds down to a multiple. Copies to shared memory have to start at a multiple of 8."""
     return lax.div(x, jnp.int32(multiple)) * multiple
 
 

@@ -1,13 +1,13 @@
-"""Groups of rows times a matrix each, for TPUs: grouped matrix products in Pallas.
+"""Grouped matrix products (each group of rows times its matrix), for TPUs, in Pallas.
 
-Rows come and go in whole blocks, since a TPU moves nothing else, and a block may hold rows of several groups. So the
-rows are cut into tiles where a group ends and where a block does; a block is visited once for each of its tiles, in a
-row, and each visit keeps what is its own. A schedule that XLA computes beforehand says which tile is when, and the grid
-has as many steps as there are tiles at run time. The rows that belong to no group are one more group at the end: its
-tiles load and multiply nothing, and store zeros.
+A TPU loads and stores whole blocks of rows only, and a block may hold rows of several groups. So the rows are cut into
+tiles where a group ends and where a block ends. A block is visited once for each of its tiles, one right after another,
+and each visit changes only its tile's rows. XLA computes the order of tiles beforehand, and the grid has as many steps
+as there are tiles at run time. The rows without a group are one more group at the end, whose tiles load and multiply
+nothing, and store zeros.
 
-In the gradient of the matrices the sum over a group's tiles is kept, and stored after the last. A group without rows
-has one tile, so that its zeros are stored.
+The gradient of the matrices keeps the sum over a group's tiles, and stores it after the last. A group without rows has
+one tile, which stores its zeros.
 """
 
 import functools
@@ -31,7 +31,7 @@ LANES = 128  # the width of a TPU's registers
 
 
 def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
-    """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     why = elsewhere("tpu") or grouped.refusal(x, w)
     if why is not None:
         return why
@@ -43,11 +43,11 @@ def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"])
     return None
 
 
-@jax.jit  # outside jit too, compile once
+@jax.jit  # so that calls outside jit compile once, too
 def ragged_dot(
     x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
-    """`kernels.ragged_dot`, in Pallas for TPUs."""
+    """Computes `kernels.ragged_dot` in Pallas for TPUs."""
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
 
@@ -62,7 +62,7 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
     tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, rows, aligned=True)
     _, ends = grouped.spans(group_sizes, tokens)
 
-    # What has no group to be multiplied by, names again what is there already. So it is not loaded anew.
+    # Tiles of rows without a group name the blocks that are in memory already, so nothing is loaded for them.
     source = jnp.minimum(tiles.first, jnp.maximum(ends[-1] - 1, 0)) // rows
     step = lambda k, group: jnp.where(group < groups, k, last)
     x_block = lambda j, i, k, group, first, end, source: (source[i], step(k, group[i]))
@@ -111,7 +111,7 @@ def _rows_times_matrices_kernel(
     out_ref: Any,
     sum_ref: Any,
 ) -> None:
-    del source_ref  # it says where x_ref comes from
+    del source_ref  # only the block specs use it
     i, k, piece = pl.program_id(1), pl.program_id(2), sizes["piece"]
 
     def multiply(start: Array, own: Callable[..., Array]) -> None:
@@ -214,7 +214,7 @@ def _sums_of_products_kernel(
 
         @pl.when(jnp.logical_not(whole))
         def add_own() -> None:
-            # Both sides are masked: zero times a neighbour's NaN would be NaN. A few rows at a time fit the registers.
+            # Both sides are masked: zero times a neighbour's NaN would be NaN. So few rows at a time fit the registers.
             few = min(piece, 32)
 
             def mask(j: Array, _: None) -> None:
@@ -233,35 +233,36 @@ def _sums_of_products_kernel(
 
 
 def _lies_transposed(outs: int, ins: int) -> bool:
-    """Whether XLA lays out such matrices with `outs` innermost, for that fills registers and `ins` does not.
+    """Whether XLA lays out such matrices with `outs` innermost, because that fills whole registers and `ins` does not.
 
-    A kernel takes them as they lie: else XLA would copy all of them, to and fro.
+    A kernel takes them in that layout: otherwise XLA would copy all of them, there and back.
     """
     return ins % LANES > 0 and outs % LANES == 0
 
 
 def _sizes(kernel: str, x: Array, groups: int) -> dict[str, int]:
-    """The table's, but for pieces of no more rows than a group of mean size has."""
+    """Returns the table's sizes, with pieces cut to the rows of a group of mean size."""
     sizes = blocks.sizes("ragged_dot_tpu", kernel, x.dtype, "*")
     return {**sizes, "piece": grouped.mean_rows(len(x), groups, least=16, most=sizes["piece"])}
 
 
 def _whole(length: int, part: int, most: int) -> int:
-    """The size of a block of whole parts: `most`, or less if the axis is shorter."""
+    """Returns the size of a block of whole parts: `most`, or less if the axis is shorter."""
     return min(pl.cdiv(length, part) * part, most)
 
 
 def _depth_block(sizes: dict[str, int], length: int) -> int:
-    """How many features to sum over at once. All blocks are full, since what lies beyond an axis may be NaN."""
+    """Returns how many features to sum over at once. It divides the axis, since there may be NaN beyond its end."""
     if length <= sizes["depth"]:
         return length
     return max(size for size in range(LANES, sizes["depth"] + 1, LANES) if length % size == 0)
 
 
 def _for_pieces(do: Callable[..., None], piece: int, block: int, first: Array, end: Array) -> None:
-    """Calls `do(start, own)` with the start of each piece of a block that has rows of the tile from `first` to `end`.
+    """Calls `do(start, own)` for each piece of a block that has rows of the tile; `start` is the piece's first row.
 
-    `own(start, size)` says which of that many rows of the block, from that one on, are the tile's.
+    The tile has the rows from `first` up to `end`. `own(start, size)` says which of `size` rows from `start` on are
+    the tile's; `start` counts within the block.
     """
     block_start = first // block * block
 
@@ -280,7 +281,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
-    """The product summed over those axes."""
+    """Multiplies, summing over those axes."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,11 +1,11 @@
-"""Groups of rows times a matrix each, for NVIDIA GPUs: grouped matrix products in Pallas-Triton.
+"""Grouped matrix products (each group of rows times its matrix), for NVIDIA GPUs, in Pallas-Triton.
 
-The rows are cut into tiles of one group each, at most `rows` long, by a schedule that XLA computes beforehand. One
-program multiplies one tile by one block of its group's matrix, block by block along the features that are summed over.
-The rows that belong to no group are one more group at the end: its tiles sum nothing, and store zeros. There is room
-for as many tiles as there can ever be, and those left over have no rows to store.
+XLA cuts the rows beforehand into tiles of one group each, of at most `rows` rows. One program multiplies one tile by
+one block of its group's matrix, block by block along the features that are summed over. The rows without a group are
+one more group at the end: its tiles sum nothing, and store zeros. The grid has room for the most tiles there can be;
+tiles left over have no rows to store.
 
-In the gradient of the matrices one program makes one block of one group's, and goes through the group's rows.
+For the gradient of the matrices, one program computes one block of one group's matrix, and loops over the group's rows.
 """
 
 import functools
@@ -23,22 +23,22 @@ from kernels.grouped import Matrices, Tiles
 from kernels.triton import Side, load_block, store_block
 
 
-BAND = 8  # tiles of rows that meet the same columns at about the same time
-SHALLOW = 1024  # terms in a sum. With so few, small programs are better: while one starts or stores, another multiplies
+BAND = 8  # tiles of rows that are multiplied by the same columns at about the same time
+SHALLOW = 1024  # up to so many terms of a sum, small programs are better: one multiplies while another stores
 
 
 def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
-    """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     if w.dtype == jnp.int8 and 2**31 < w.size <= 2**32:
         return "Pallas-Triton would address int8 w of 2 to 4 GB by too few bits"
     return elsewhere("gpu") or grouped.refusal(x, w)
 
 
-@jax.jit  # outside jit too, compile once
+@jax.jit  # so that calls outside jit compile once, too
 def ragged_dot(
     x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
-    """`kernels.ragged_dot`, in Triton."""
+    """Computes `kernels.ragged_dot` in Triton."""
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
 
@@ -49,8 +49,8 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
     sizes = blocks.sizes("ragged_dot_triton", "int8" if w.dtype == jnp.int8 else "matrices", x.dtype, shape_class)
     tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, sizes["rows"])
 
-    # Programs start in the order of the grid's first axis, then of the second. Bands of rows meet block after block of
-    # columns, so that both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
+    # Programs start along the grid's first axis, then along its second. So a band of rows takes one block of columns
+    # after another: both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
     band = min(BAND, len(tiles.group))
     return triton.launch(
         functools.partial(_rows_times_matrices_kernel, sizes, axis),
@@ -76,7 +76,7 @@ def _rows_times_matrices_kernel(
     sizes: dict[str, int], axis: int, group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any
 ) -> None:
     (_, depth), (_, columns), groups = x_ref.shape, out_ref.shape, w_ref.shape[0]
-    # The last band may be short of tiles: then the last tile, which has rows only in the worst case, is done again.
+    # The last band may have too few tiles: then the last tile, which hardly ever has rows, is done again.
     tile = jnp.minimum(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0), group_ref.shape[0] - 1)
     group = group_ref[tile]
     row = _span(first_ref[tile], sizes["rows"], end_ref[tile])
@@ -134,5 +134,5 @@ def _sums_of_products_kernel(
 
 
 def _span(start: Array, size: int, end: Array) -> Side:
-    """The rows from `start` on, of which those before `end` are the group's."""
+    """Returns `size` rows from `start` on, of which those before `end` are valid."""
     return Side(pl.ds(start, size), start + jnp.arange(size, dtype=jnp.int32) < end)

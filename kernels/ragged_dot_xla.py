@@ -1,7 +1,7 @@
-"""Groups of rows times a matrix each, in plain JAX, for whatever XLA compiles for.
+"""Grouped matrix products (each group of rows times its matrix), in plain JAX, for every platform that XLA supports.
 
-The rows are cut into tiles of one group each, and a loop multiplies one tile after the other with its group's matrix.
-It has as many rounds as there are tiles at run time: at most tokens / size + groups, and none for an empty group. No
+The rows are cut into tiles of one group each, and a loop multiplies one tile after another by its group's matrix. It
+has as many rounds as there are tiles at run time: at most tokens / size + groups, and none for an empty group. No
 buffer grows with the groups, except the gradient of `w`.
 """
 
@@ -15,22 +15,22 @@ from kernels.grouped import Matrices, Tiles
 
 
 def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
-    """Why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
+    """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     return grouped.refusal(x, w)
 
 
-@jax.jit  # outside jit too, compile once
+@jax.jit  # so that calls outside jit compile once, too
 def ragged_dot(
     x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
-    """`kernels.ragged_dot`, in tiles."""
+    """Computes `kernels.ragged_dot` in tiles."""
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
 
 def tile_size(tokens: int, groups: int) -> int:
-    """The power of two that holds a group of mean size, from 8 to 128.
+    """Returns the power of two that holds a group of mean size, from 8 to 128.
 
-    More rows would often be in vain, as they are another group's; fewer read each matrix more often.
+    With more rows, work is wasted on rows of other groups; with fewer, each matrix is read more often.
     """
     return min(tokens, grouped.mean_rows(tokens, groups, least=8, most=128))
 
@@ -39,13 +39,13 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
     tiles = Tiles.of(group_sizes, len(x), tile_size(len(x), len(w)))
 
     def put_tile(i: Array, out: Array) -> Array:
-        # The barrier makes w depend on i. Else jax 0.10 on CPU converts all of a bfloat16 w to float32 before the loop.
+        # Makes w depend on i: otherwise jax 0.10 on CPU converts all of a bfloat16 w to float32 before the loop.
         w_i, group = lax.optimization_barrier((w, tiles.group[i]))
         product = _product(_take(x, tiles, i), w_i[group].astype(x.dtype), axes=(1, axis - 1))
         product = jnp.where(_own(tiles, i, len(x)), product, _take(out, tiles, i))
         return lax.dynamic_update_slice_in_dim(out, product, _start(tiles, i, len(x)), axis=0)
 
-    # In float32, since jax 0.10 on CPU updates a slice of a bfloat16 array by way of all of it.
+    # In float32: to update a slice of a bfloat16 array, jax 0.10 on CPU copies the whole array.
     out = jnp.zeros((len(x), w.shape[3 - axis]), jnp.float32)
     return lax.fori_loop(0, tiles.count, put_tile, out).astype(x.dtype)
 
@@ -65,12 +65,12 @@ def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
 
 
 def _start(tiles: Tiles, i: Int[Array, ""], tokens: int) -> Int[Array, ""]:
-    """Where to read and write tile `i`: early enough that `size` rows fit, so that nothing needs to be padded."""
+    """Returns the first row to read and write for tile `i`: early enough that `size` rows fit, without padding."""
     return jnp.minimum(tiles.first[i], tokens - tiles.size)
 
 
 def _own(tiles: Tiles, i: Int[Array, ""], tokens: int) -> Bool[Array, "size 1"]:
-    """Which of the `size` rows from there on are the tile's."""
+    """Returns which of the `size` rows from `_start` on are the tile's."""
     rows = _start(tiles, i, tokens) + jnp.arange(tiles.size, dtype=jnp.int32)
     return ((rows >= tiles.first[i]) & (rows < tiles.end[i]))[:, None]
 
@@ -80,5 +80,5 @@ def _take(x: Float[Array, "tokens dim"], tiles: Tiles, i: Int[Array, ""]) -> Flo
 
 
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
-    """The product summed over those axes, without a transposed copy."""
+    """Multiplies, summing over those axes, without a transposed copy."""
     return lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)

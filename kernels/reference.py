@@ -1,6 +1,6 @@
-"""What each operation means, in plain jax.numpy: the formula in one piece, against which everything else is tested.
+"""Defines each operation in plain jax.numpy: the formula in one piece, against which everything else is tested.
 
-Below it stand the definitions that all implementations share: the order of heads, and what a NaN becomes.
+Below are the definitions that all implementations share: the order of heads, and what a NaN becomes.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """`kernels.attention`, with all the logits at once. In float32, or in float64 if q has it."""
+    """Computes `kernels.attention` with all the logits at once, in float32, or in float64 if q is."""
     (_, seq, heads, _), kv_heads = q.shape, k.shape[2]
     dtype, exact = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     not_finite = by_head(poison(q), kv_heads) + by_head(poison(k) + poison(v), kv_heads).swapaxes(2, 3)
@@ -42,7 +42,7 @@ def attention(
     seen = mask.visible(jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
     logits = jnp.where(seen, logits + not_finite.astype(exact), -jnp.inf)
 
-    # No sink is a sink of LOWEST: it weighs nothing, except for a query that sees nothing else.
+    # Without sinks, a sink of LOWEST stands in: its weight is 0, except for a query that sees no key.
     sinks = jnp.full(heads, LOWEST, exact) if sinks is None else jnp.maximum(sinks.astype(exact), LOWEST)
     sinks = jnp.repeat(sinks, seq).reshape(1, kv_heads, -1, 1)
     top = jax.lax.stop_gradient(jnp.maximum(logits.max(axis=-1, keepdims=True), sinks))
@@ -64,7 +64,7 @@ def decode_attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch heads v_dim"]:
-    """`kernels.decode_attention`: `attention` of one query."""
+    """Computes `kernels.decode_attention` as `attention` of one query."""
     out = attention(
         q[:, None], k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens
     )
@@ -76,11 +76,11 @@ def ragged_dot(
     w: Float[Array, "groups out in"] | Int8[Array, "groups out in"],
     group_sizes: Int[Array, " groups"],
 ) -> Float[Array, "tokens out"]:
-    """`kernels.ragged_dot`, with every row times every matrix. In float32, or in float64 if x has it."""
+    """Computes `kernels.ragged_dot` as every row times every matrix, in float32, or in float64 if x is."""
     exact = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     rows, ends = jnp.arange(x.shape[0], dtype=jnp.int32)[None, :], jnp.cumsum(group_sizes)[:, None]
     member = ((rows >= ends - group_sizes[:, None]) & (rows < ends))[:, :, None]
-    # Masked before the product and after it: else a NaN would pass, in one of them or in the other one's gradient.
+    # Masked both before and after the product, so that no NaN passes, forward or in the gradients.
     out = jnp.einsum("gti,goi->gto", jnp.where(member, x[None], 0), w.astype(x.dtype), preferred_element_type=exact)
     return jnp.where(member, out, 0).sum(axis=0).astype(x.dtype)
 
@@ -94,8 +94,8 @@ def cross_entropy(
     chunk: int,
     z_loss: float,
 ) -> Float[Array, "3"]:
-    """`kernels.cross_entropy`, with the logits of all tokens. In float32, or in float64 if x has it."""
-    del chunk  # what others split
+    """Computes `kernels.cross_entropy` with the logits of all tokens at once, in float32, or in float64 if x is."""
+    del chunk  # here all tokens are one chunk
     logits = unembed(jnp.where(mask[..., None], x, 0))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     targets = jnp.where(mask, targets, 0)
@@ -107,24 +107,24 @@ def cross_entropy(
 
 
 def by_head(x: Float[Array, "batch seq heads dim"], kv_heads: int) -> Float[Array, "batch kv_heads rows dim"]:
-    """Sorted by key/value head, each with the rows of all its query heads: one matrix product serves a whole group."""
+    """Sorts by key/value head, each with the rows of all its query heads: one matrix product serves a whole group."""
     batch, seq, _, dim = x.shape
     return x.reshape(batch, seq, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
 
 
 def by_token(x: Float[Array, "batch kv_heads rows dim"], heads: int) -> Float[Array, "batch seq heads dim"]:
-    """The inverse of `by_head`."""
+    """Inverts `by_head`."""
     batch, kv_heads, rows, dim = x.shape
     seq = rows * kv_heads // heads
     return x.reshape(batch, kv_heads, -1, seq, dim).transpose(0, 3, 1, 2, 4).reshape(batch, seq, heads, dim)
 
 
 def finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x` with zeros for whatever is not finite: a masked NaN would survive a product with its weight of zero."""
+    """Replaces what is not finite by zeros: a masked NaN would survive the product with its weight of zero."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def poison(x: Float[Array, "*shape dim"]) -> Float[Array, "*shape 1"]:
-    """NaN for each vector that `finite` changes, else zero. Added to its logits before the mask, it stays visible."""
-    total = x.sum(axis=-1, keepdims=True, dtype=jnp.float32)  # as finite as its terms, and the fastest to compute
+    """Returns NaN for each vector that `finite` changes, else 0, to be added to its logits before they are masked."""
+    total = x.sum(axis=-1, keepdims=True, dtype=jnp.float32)  # not finite if a term is not; the fastest way to tell
     return jnp.where(jnp.isfinite(total), 0, jnp.nan).astype(x.dtype)

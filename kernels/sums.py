@@ -1,9 +1,9 @@
 """Look-ups, permutations, biases and scales whose gradients are summed in float32 and rounded once.
 
 Many tokens share a row of a table, a bias or a norm's weight, and its gradient is the sum of theirs. XLA sums in the
-dtype of the arrays, and in bfloat16 a sum stops growing at 256 times what is added. The results of these functions
-are what indexing, `+` and `*` give, bit for bit; only how their gradients are summed differs. None of them scatters:
-on GPUs a scatter of floats is a loop of atomic operations, in no fixed order.
+dtype of the arrays, and in bfloat16 a sum stops growing at 256 times what is added. Forward, these functions give what
+indexing, `+` and `*` give, bit for bit; only their gradients are summed differently. None of them scatters: on GPUs a
+scatter of floats is a loop of atomic operations, in no fixed order.
 """
 
 import functools
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-BLOCK = 128  # sorted rows that one product sums: more cost arithmetic, fewer another level of blocks
+BLOCK = 128  # sorted rows that one product sums: more cost more arithmetic, fewer add a level of blocks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def spread(a: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """`jnp.broadcast_to(a, shape)`."""
+    """Computes `jnp.broadcast_to(a, shape)`."""
     return jnp.broadcast_to(a, shape)
 
 
@@ -31,7 +31,7 @@ spread.defvjp(
 
 @jax.custom_vjp
 def scaled(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x * scale`, with the scale broadcast to the shape of `x`. Its gradient's products are in float32, too."""
+    """Computes `x * scale`, the scale broadcast to the shape of `x`. Its gradient's products are in float32, too."""
     return x * jnp.broadcast_to(scale, x.shape)
 
 
@@ -46,7 +46,7 @@ scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_backward)
 
 @jax.custom_vjp
 def lookup(table: Float[Array, " rows ..."], index: Int[Array, "..."]) -> Float[Array, "..."]:
-    """`table[index]`. Rows may be looked up any number of times."""
+    """Computes `table[index]`. Rows may be looked up any number of times."""
     return table[index]
 
 
@@ -66,9 +66,9 @@ lookup.defvjp(
 def permuted(
     x: Float[Array, " rows ..."], index: Int[Array, " results"], back: Int[Array, "rows uses"]
 ) -> Float[Array, " results ..."]:
-    """`x[index]`, or 0 where the index is beyond the last row.
+    """Computes `x[index]`, or 0 where the index is beyond the last row.
 
-    `back` says which results each row has become, beyond the last result where there are no more.
+    `back` lists for each row the results that it became, filled up with indices beyond the last result.
     """
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
@@ -83,7 +83,7 @@ permuted.defvjp(lambda x, index, back: (permuted(x, index, back), back), _permut
 
 @jax.custom_vjp
 def pick(values: Float[Array, "*rows options"], index: Int[Array, "*rows picked"]) -> Float[Array, "*rows picked"]:
-    """`jnp.take_along_axis(values, index, axis=-1)`."""
+    """Computes `jnp.take_along_axis(values, index, axis=-1)`."""
     return jnp.take_along_axis(values, index, axis=-1)
 
 
@@ -103,7 +103,7 @@ pick.defvjp(_picked, _pick_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def largest(values: Float[Array, "*rows options"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """`jax.lax.top_k(values, k)`: the largest, and where they are."""
+    """Computes `jax.lax.top_k(values, k)`: the largest values, and their indices."""
     best, index = jax.lax.top_k(values, k)
     return best, index
 
@@ -119,10 +119,10 @@ largest.defvjp(_largest, lambda _, residuals, gradients: (_pick_backward(residua
 def sums_of_rows(
     rows: Float[Array, "rows features"], index: Int[Array, " rows"], count: int
 ) -> Float[Array, "count features"]:
-    """For each of `count` indices the sum of the rows that have it, in float32 (float64 for such rows).
+    """Sums, for each of `count` indices, the rows that have it, in float32 (float64 for float64 rows).
 
-    Many indices are sorted, so that the rows of one are a run, and the runs are summed block by block. Both ways the
-    sums are matrix products with zeros and ones, so a row that is not finite spoils others.
+    For more than `BLOCK` indices the rows are sorted by index, and the runs of equal indices are summed block by block.
+    Either way sums are matrix products with zeros and ones, so a row that is not finite spoils the sums of others.
     """
     if count <= BLOCK:
         return _product("rc,rf->cf", jax.nn.one_hot(index, count, dtype=bool), rows)
@@ -133,7 +133,7 @@ def sums_of_rows(
 
 
 def _sums_of_runs(rows: Array, index: Array, first: Array) -> Array:
-    """The sums of the runs of rows with an equal index that begin at the rows `first`."""
+    """Sums the runs of rows with equal index; each run begins at its row in `first`."""
     size = min(BLOCK, len(rows))
     rest = -len(rows) % size
     index = jnp.pad(index, (0, rest), mode="edge").reshape(-1, size)
@@ -142,7 +142,7 @@ def _sums_of_runs(rows: Array, index: Array, first: Array) -> Array:
     sums = parts.reshape(-1, rows.shape[-1])[first]
     if len(index) == 1:
         return sums
-    # What follows in later blocks: of these, the rows at their beginnings make runs again.
+    # A run that goes on in later blocks has its further parts in their first rows, which make runs again.
     begins, ends = index[:, 0], index[:, -1]
     goes_on = jnp.pad(begins[1:] == ends[:-1], (1, 0))
     after = jnp.minimum(
@@ -155,17 +155,17 @@ def _sums_of_runs(rows: Array, index: Array, first: Array) -> Array:
 
 
 def _product(formula: str, which: Array, rows: Array) -> Array:
-    """Sums of rows by a matrix of booleans. Highest precision: a float32 must not be rounded to multiply by 1."""
+    """Sums rows by a product with booleans, in highest precision: a float32 must not be rounded to multiply it by 1."""
     highest = jax.lax.Precision.HIGHEST
     return jnp.einsum(formula, which.astype(rows.dtype), rows, precision=highest, preferred_element_type=_wide(rows))
 
 
 def _unspread(a: Array, shape: tuple[int, ...]) -> Array:
-    """The sum over what `jnp.broadcast_to` would repeat to make `a` of an array of this shape."""
+    """Sums `a` to this shape, over the axes along which `jnp.broadcast_to` would have repeated it."""
     a = jnp.sum(a.astype(_wide(a)), axis=tuple(range(a.ndim - len(shape))))
     return jnp.sum(a, axis=tuple(n for n, size in enumerate(shape) if size != a.shape[n]), keepdims=True)
 
 
 def _wide(a: Array) -> Any:
-    """What sums are computed in."""
+    """Returns the dtype of sums: float32, or float64 for float64."""
     return jnp.float64 if a.dtype == jnp.float64 else jnp.float32

@@ -1,8 +1,8 @@
-"""What the Pallas-Triton kernels share: how they are launched, how they load blocks, and how they multiply them.
+"""Shared by the Pallas-Triton kernels: launching, and loading, storing and multiplying blocks.
 
-JAX has deprecated Pallas-Triton since 0.11, so only the modules named *_triton and this one know of it. Triton computes
-on blocks whose sides are powers of two, and multiplies such as have at least 16 rows and columns. Kernels take whole
-arrays, and cut their blocks themselves; what reaches over an array's end is masked.
+JAX has deprecated Pallas-Triton since 0.11, so only the modules named *_triton and this one use it. Triton computes on
+blocks whose sides are powers of two, and multiplies blocks of at least 16 rows and columns. Kernels get whole arrays
+and cut blocks from them; elements of a block beyond the array's end are masked.
 """
 
 import struct
@@ -23,7 +23,7 @@ from kernels.device import device
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
-SMALLEST = 16  # the shortest side of a product
+SMALLEST = 16  # the shortest side of a block that Triton multiplies
 
 
 def launch(
@@ -39,7 +39,8 @@ def launch(
     """Runs `kernel(*operands, *results)`, which gets Refs of whole arrays, once for each index of the grid.
 
     `operands` are arrays in any pytrees, `results` a pytree of `jax.ShapeDtypeStruct`. The grid's first axis runs
-    fastest. `stages` is how many steps of a loop have their loads under way at once. On a CPU it is interpreted.
+    fastest. `stages` is how many steps of a loop have their loads in flight at once. On a CPU the kernel is
+    interpreted.
     """
     return pl.pallas_call(
         kernel,
@@ -53,18 +54,18 @@ def launch(
 
 
 def pieces(width: int) -> list[Any]:
-    """Slices of powers of two that make up the width, a multiple of 16: 192 is 128 and 64, where a padding took 256."""
+    """Cuts a width, a multiple of 16, into powers of two: 192 becomes 128 and 64, where padding would take 256."""
     sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
     return [pl.ds(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def inside(start: Array, size: int, length: int) -> Bool[Array, " size"] | None:
-    """Which indices of a block from `start` on are below `length`. None: all, since such blocks fill the length."""
+    """Returns which indices of a block from `start` on are below `length`, or None if blocks of that size fill it."""
     return None if length % size == 0 else start + jnp.arange(size, dtype=jnp.int32) < length
 
 
 def load(ref: Any, mask: Bool[Array, "..."] | None = None, other: ArrayLike = 0) -> Array:
-    """The block, with `other` where the mask, which broadcasts to it, is False."""
+    """Loads a block, with `other` where the mask, which broadcasts to it, is False."""
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=other)
 
 
@@ -73,20 +74,20 @@ def store(ref: Any, value: Array, mask: Bool[Array, "..."] | None = None) -> Non
 
 
 class Side(NamedTuple):
-    """One side of a block of a matrix: its indices, and which of them are the block's. None: all of them."""
+    """The rows or the columns of a block of a matrix: their indices, and which of them are valid (None: all)."""
 
     indices: pl.Slice
     own: Bool[Array, " size"] | None
 
     @classmethod
     def of(cls, i: Array, size: int, length: int) -> "Side":
-        """Block `i` of a whole axis."""
+        """Returns block `i` of an axis of that length."""
         return cls(pl.ds(i * size, size), inside(i * size, size, length))
 
 
 def load_block(ref: Any, rows: Side, columns: Side, *matrix: Array) -> Array:
-    """That block of a matrix, or of one of several, with zeros for what is not its own."""
-    zero = jnp.zeros((), ref.dtype)  # a plain 0 is no float8
+    """Loads a block of a matrix, or of one of several matrices, with zeros where it is not valid."""
+    zero = jnp.zeros((), ref.dtype)  # a plain 0 does not become float8
     return load(ref.at[*matrix, rows.indices, columns.indices], _own(rows, columns), zero)
 
 
@@ -101,14 +102,14 @@ def _own(rows: Side, columns: Side) -> Bool[Array, "..."] | None:
 
 
 def dot(x: Float[Array, "..."], y: Float[Array, "..."], over: tuple[int, int] = (1, 0)) -> Float[Array, "rows columns"]:
-    """The product of two matrices, summed in float32 over these axes of theirs. It never falls to TF32."""
+    """Multiplies two matrices, summing over these axes in float32, and never in TF32."""
     return lax.dot_general(
         x, y, (((over[0],), (over[1],)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
 
 
 def exp2(x: Float[Array, "*shape"], factor: float, less: Float[Array, "..."]) -> Float[Array, "*shape"]:
-    """2 ** (factor * x - less), in two of the GPU's instructions. What jnp.exp2 makes of it takes six."""
+    """Computes 2 ** (factor * x - less) in two instructions of the GPU; with jnp.exp2 it would be six."""
     less = jnp.broadcast_to(less, x.shape)
     if device().platform == "cpu":
         return jnp.exp2(factor * x - less)
