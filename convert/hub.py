@@ -183,18 +183,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if (size := regular(path)) > LARGEST:
         raise ValueError(f"{path} has {size:,} bytes, where a few kB of JSON belong.")
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(out := dict(pairs)) < len(pairs):
-            twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise ValueError(f"the key {twice!r} appears twice")
-        return out
-
-    def refuse(literal: str) -> NoReturn:
-        raise ValueError(f"{literal} is not JSON")
-
     try:
         value = json.loads(
-            pathlib.Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse
+            pathlib.Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_constant=_refuse
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: {error.msg}.") from error
@@ -203,6 +194,17 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object belongs.")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(out := dict(pairs)) < len(pairs):
+        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} appears twice")
+    return out
+
+
+def _refuse(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is not JSON")
 
 
 def regular(path: str | os.PathLike[str]) -> int:

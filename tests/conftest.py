@@ -5,6 +5,8 @@ What was compiled is kept in one cache, which all workers share and the next run
 it.
 """
 
+import collections
+import gc
 import importlib.util
 import os
 import pathlib
@@ -15,6 +17,10 @@ import pytest
 from tests import hurry
 
 
+# What JAX and the tests bring with them is most of what there is, and stays: with Python's own thresholds a tenth of a
+# run would be looking through it for garbage.
+gc.set_threshold(10_000, 10, 10)
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {hurry.FLAGS}"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,7 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin othe
 import jax
 import jaxtyping
 
-from tests.seconds import Seconds
+from tests.seconds import README, Seconds, read, tier
 from tests.zoo import tiny
 
 
@@ -52,15 +58,31 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if config.getoption("dist", "no") == "load":
         config.option.dist = "loadgroup"  # what shares programs and fixtures goes to one worker
+        config.option.loadscopereorder = False  # but in the order below
 
 
-def pytest_collection_modifyitems(items):
-    """Tests of a family run on one worker, whatever file they are in, and those of a file: they share programs."""
+@pytest.hookimpl(trylast=True)  # when those of other tiers are gone
+def pytest_collection_modifyitems(config, items):
+    """Tests of a family run on one worker, whatever file they are in, and those of a file: they share programs.
+
+    What takes longest comes first, so that no worker is left with it when the others have ended.
+    """
+    groups = collections.defaultdict(list)
     for item in items:
         if not item.get_closest_marker("xdist_group"):
             names = item.callspec.params.values() if hasattr(item, "callspec") else ()
             families = [tiny.FAMILIES[name] for name in names if isinstance(name, str) and name in tiny.FAMILIES]
             item.add_marker(pytest.mark.xdist_group(families[0] if families else item.location[0]))
+        groups[item.get_closest_marker("xdist_group").args[0]].append(item)
+    if hasattr(config, "workerinput"):
+        counted = read(README.read_text())
+        seconds = lambda group: max(counted.get((group, tier(item)), 0) for item in groups[group])
+        order = sorted(groups, key=lambda group: (-seconds(group), -len(groups[group])))
+        items[:] = [item for group in order for item in groups[group]]
+
+
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.fixture

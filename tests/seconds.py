@@ -41,7 +41,7 @@ class Seconds:
         now = _cpu()
         # What is set on a report travels with it from a worker to the process that adds up.
         report.cpu_seconds, self.before = now - self.before, now
-        report.tier = next((tier for tier in ("slow", "live") if item.get_closest_marker(tier)), "default")
+        report.tier = tier(item)
         group = item.get_closest_marker("xdist_group")
         report.group = group.args[0] if group else item.location[0]
         return report
@@ -61,6 +61,10 @@ class Seconds:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if path := session.config.getoption("--seconds", None):
             pathlib.Path(path).write_text("".join(f"{s:.1f} {t} {w}\n" for (w, t), s in self.counted.items()))
+
+
+def tier(item: pytest.Item) -> str:
+    return next((name for name in ("slow", "live") if item.get_closest_marker(name)), "default")
 
 
 def _cpu() -> float:

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -92,15 +93,8 @@ class Scan:
 
 def once(part: Part) -> Part:
     """`part`, which reads each index only once, however many of the devices hold it."""
-    held: dict[tuple, Any] = {}
-
-    def get(index: Index) -> Any:
-        key = tuple((s.start, s.stop) for s in index)
-        if key not in held:
-            held[key] = part(index)
-        return held[key]
-
-    return get
+    held = functools.cache(lambda *bounds: part(tuple(slice(*b) for b in bounds)))
+    return lambda index: held(*((s.start, s.stop) for s in index))
 
 
 def read(

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.usefixtures("quick")
 # NEFTune.
 # ======================================================================================================================
 
-SEGMENTS = jnp.repeat(jnp.asarray([[1, 2, 0], [1, 1, 2]]), jnp.asarray([4, 9, 3]), axis=1)
+SEGMENTS = jnp.asarray(np.repeat([[1, 2, 0], [1, 1, 2]], [4, 9, 3], axis=1))
 LENGTHS = np.repeat([[4, 9, 3], [13, 13, 3]], [4, 9, 3], axis=1)  # of each token's document
-WHERE = jnp.zeros(SEGMENTS.shape, int)
+WHERE = jnp.asarray(np.zeros(SEGMENTS.shape, int))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt3"])

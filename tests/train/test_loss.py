@@ -27,9 +27,17 @@ def completions(logits: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(MASK[:, 1:] != 0, found, 0), axis=1)
 
 
-LENGTHS = jnp.sum(MASK[:, 1:], axis=1).astype(jnp.float32)
-LOGPS = completions(GIVEN["logits"])
-RATIOS = LOGPS - completions(GIVEN["ref_logits"])
+LENGTHS = np.asarray(MASK)[:, 1:].sum(axis=1).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def logps():
+    return jax.jit(completions)(GIVEN["logits"])
+
+
+@pytest.fixture(scope="module")
+def ratios(logps):
+    return logps - jax.jit(completions)(GIVEN["ref_logits"])
 
 
 # ======================================================================================================================
@@ -37,41 +45,52 @@ RATIOS = LOGPS - completions(GIVEN["ref_logits"])
 # ======================================================================================================================
 
 
-def test_dpo_and_ipo_equal_trl():
-    chosen, rejected = jnp.split(RATIOS, 2)
-    close(jnp.mean(loss.dpo(chosen, rejected, beta=trl.BETA)), GOLDEN["dpo"][0])
-    close(loss.dpo(chosen, rejected, beta=trl.BETA, label_smoothing=0.2), GOLDEN["dpo_smoothed"])
-    close(jnp.mean(loss.ipo(*jnp.split(RATIOS / LENGTHS, 2), beta=trl.BETA)), GOLDEN["ipo"][0])
+def test_dpo_and_ipo_equal_trl(ratios):
+    @jax.jit
+    def losses(ratios, lengths):
+        pair = jnp.split(ratios, 2)
+        smoothed = loss.dpo(*pair, beta=trl.BETA, label_smoothing=0.2)
+        return loss.dpo(*pair, beta=trl.BETA), smoothed, loss.ipo(*jnp.split(ratios / lengths, 2), beta=trl.BETA)
+
+    dpo, smoothed, ipo = losses(ratios, LENGTHS)
+    close(np.mean(dpo), GOLDEN["dpo"][0])
+    close(smoothed, GOLDEN["dpo_smoothed"])
+    close(np.mean(ipo), GOLDEN["ipo"][0])
 
 
-def test_orpo_equals_trl():
-    chosen, rejected = jnp.split(LOGPS / LENGTHS, 2)
+def test_orpo_equals_trl(logps):
+    chosen, rejected = np.split(np.asarray(logps) / LENGTHS, 2)
     close(chosen, GOLDEN["orpo_chosen_logps"])
-    close(loss.orpo(chosen, rejected, beta=trl.BETA), -chosen - np.array(GOLDEN["orpo_odds_ratio"], np.float32))
+    losses = jax.jit(functools.partial(loss.orpo, beta=trl.BETA))(chosen, rejected)
+    close(losses, -chosen - np.array(GOLDEN["orpo_odds_ratio"], np.float32))
 
 
 @pytest.mark.parametrize("name, weights", [("kto", (1.0, 1.0)), ("kto_weighted", (0.7, 1.3))])
-def test_kto_equals_trl(name, weights):
-    baseline = loss.kto_baseline(GIVEN["kl_logps"] - GIVEN["ref_kl_logps"], jnp.full(2 * trl.PAIRS, True))
-    losses = loss.kto(
-        RATIOS, GIVEN["label"], baseline, beta=trl.BETA, desirable_weight=weights[0], undesirable_weight=weights[1]
-    )
-    close([jnp.mean(losses), baseline], GOLDEN[name])
+def test_kto_equals_trl(name, weights, ratios):
+    @jax.jit
+    def losses(ratios, kl):
+        baseline = loss.kto_baseline(kl, jnp.full(2 * trl.PAIRS, True))
+        weighted = dict(desirable_weight=weights[0], undesirable_weight=weights[1])
+        return loss.kto(ratios, GIVEN["label"], baseline, beta=trl.BETA, **weighted), baseline
+
+    found, baseline = losses(ratios, GIVEN["kl_logps"] - GIVEN["ref_kl_logps"])
+    close([np.mean(found), baseline], GOLDEN[name])
 
 
 def test_the_baseline_of_kto_is_not_negative_and_has_no_gradient():
-    present = jnp.array([True, True, False])
-    ratios = jnp.array([1.0, 2.0, jnp.nan])
-    value, gradient = jax.value_and_grad(loss.kto_baseline)(ratios, present)
-    assert value == 1.5 and not gradient.any()
-    assert loss.kto_baseline(-ratios, present) == 0
-    assert loss.kto_baseline(ratios, ~present & False) == 0
+    present = np.array([True, True, False])
+    ratios = np.array([1.0, 2.0, np.nan], np.float32)
+    baseline = jax.jit(jax.value_and_grad(loss.kto_baseline))
+    value, gradient = baseline(ratios, present)
+    assert value == 1.5 and not np.any(gradient)
+    assert baseline(-ratios, present)[0] == 0
+    assert baseline(ratios, np.zeros_like(present))[0] == 0
 
 
 @pytest.mark.parametrize("name, scale", [("advantages", True), ("advantages_unscaled", False)])
 def test_advantages_equal_trl(name, scale):
-    advantages = loss.group_advantages(GIVEN["rewards"].reshape(-1, trl.GROUP), scale=scale)
-    close(advantages.reshape(-1), GOLDEN[name], atol=1e-6)
+    advantages = jax.jit(functools.partial(loss.group_advantages, scale=scale))
+    close(np.ravel(advantages(np.reshape(GIVEN["rewards"], (-1, trl.GROUP)))), GOLDEN[name], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +105,8 @@ def test_advantages_equal_trl(name, scale):
 )
 def test_policy_losses_equal_trl(name, how, level, beta):
     """The loss, the norm of its gradient, the fraction that is clipped, and the mean KL."""
-    advantages = jnp.array(GOLDEN["advantages"])
-    poison = lambda a: jnp.where(MASK != 0, a, jnp.nan)
+    advantages = jnp.asarray(np.array(GOLDEN["advantages"], np.float32))
+    poison = lambda a: jnp.asarray(np.where(np.asarray(MASK) != 0, a, np.float32(np.nan)))
     old, reference = poison(GIVEN["old"]), poison(GIVEN["ref"])
 
     def mean(values, how):
@@ -102,13 +121,15 @@ def test_policy_losses_equal_trl(name, how, level, beta):
         looks = [mean(clipped.astype(jnp.float32), "dapo" if level == "token" else "grpo"), mean(kl, "dapo")]
         return mean(losses + beta * kl, how), looks
 
-    (value, looks), gradient = jax.value_and_grad(total, has_aux=True)(GIVEN["logps"])
-    close([value, jnp.linalg.norm(jnp.where(MASK != 0, gradient, 0)), *looks][: len(GOLDEN[name])], GOLDEN[name])
+    (value, looks), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(GIVEN["logps"])
+    norm = np.linalg.norm(np.asarray(gradient)[np.asarray(MASK) != 0])
+    close([value, norm, *looks][: len(GOLDEN[name])], GOLDEN[name])
 
 
 @pytest.mark.parametrize("name, beta", [("forward_kl", 0.0), ("jsd", 0.3), ("reverse_kl", 1.0)])
 def test_divergences_equal_trl(name, beta):
-    close(loss.divergence(GIVEN["logits"], GIVEN["ref_logits"], beta=beta, temperature=1.7)[0], GOLDEN[name])
+    divergence = jax.jit(functools.partial(loss.divergence, beta=beta, temperature=1.7))
+    close(divergence(GIVEN["logits"], GIVEN["ref_logits"])[0], GOLDEN[name])
 
 
 @pytest.mark.live
@@ -134,6 +155,9 @@ def unembed(head, x):
     return 5 * jnp.tanh(jnp.einsum("bse,ve->bsv", x, head) / 5)
 
 
+LOGITS, TEACHERS = (5 * np.tanh(np.asarray(x) @ np.asarray(HEAD).T / 5) for x in (X, Y))
+
+
 def score(function, x, head):
     """A number that depends on every log-probability and every entropy."""
     logps, entropies = function(functools.partial(unembed, head), x, TARGETS)
@@ -145,18 +169,20 @@ def naive(unembed, x, targets):
     return jnp.take_along_axis(logps, targets[..., None], 2)[..., 0], -jnp.sum(jnp.exp(logps) * logps, axis=2)
 
 
-EXPECTED = jax.value_and_grad(functools.partial(score, naive), (0, 1), has_aux=True)(X, HEAD)
+@pytest.fixture(scope="module")
+def expected():
+    return jax.jit(jax.value_and_grad(functools.partial(score, naive), (0, 1), has_aux=True))(X, HEAD)
 
 
 @pytest.mark.parametrize("chunk", [8, 40, 1000])
-def test_logprobs_are_those_of_whole_logits(chunk):
+def test_logprobs_are_those_of_whole_logits(chunk, expected):
     function = functools.partial(score, functools.partial(loss.logprobs, chunk=chunk))
     found = jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(X, HEAD)
-    jax.tree.map(functools.partial(close, atol=1e-5), found, EXPECTED)
+    jax.tree.map(functools.partial(close, atol=1e-5), found, expected)
 
 
 @pytest.mark.parametrize("axes", ["fsdp=8", "fsdp=2,context=2,tensor=2"])
-def test_logprobs_on_a_mesh(axes):
+def test_logprobs_on_a_mesh(axes, expected):
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh):
         place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
@@ -165,7 +191,7 @@ def test_logprobs_on_a_mesh(axes):
         step = jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))
         found = step(x, head)
         assert found[0][1][0].sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "context")), 2)
-    jax.tree.map(functools.partial(close, atol=1e-5), found, EXPECTED)
+    jax.tree.map(functools.partial(close, atol=1e-5), found, expected)
 
 
 def test_logits_of_all_tokens_are_never_there():
@@ -179,19 +205,24 @@ def test_words_that_cannot_be_have_no_part_in_the_entropy():
     head = lambda x: jnp.where(jnp.arange(VOCAB)[None, None] < 20, unembed(HEAD, x), -jnp.inf)
     small = lambda x: unembed(HEAD[:20], x)
     both = [
-        jax.value_and_grad(lambda x, f=f: jnp.sum(jnp.stack(loss.logprobs(f, x, TARGETS % 20))))(X)
+        jax.jit(jax.value_and_grad(lambda x, f=f: jnp.sum(jnp.stack(loss.logprobs(f, x, TARGETS % 20)))))(X)
         for f in (head, small)
     ]
     jax.tree.map(functools.partial(close, atol=1e-5), *both)
 
 
 def test_documents_are_summed_apart():
-    segments = jnp.array([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3]])
-    mask = jnp.array([[0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 1, 1]])
-    values = jnp.where(mask != 0, jnp.arange(12.0).reshape(2, 6), jnp.nan)
-    sums = functools.partial(loss.per_document, segments=segments, mask=mask, documents=4)
-    assert sums(values).tolist() == [[3, 3, 0, 0], [6, 7, 30, 0]]
-    gradient = jax.grad(lambda v: jnp.sum(jnp.square(sums(v))))(values)
+    segments = jnp.asarray(np.array([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3]], np.int32))
+    mask = jnp.asarray(np.array([[0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 1, 1]], np.int32))
+    values = np.where(np.asarray(mask) != 0, np.arange(12, dtype=np.float32).reshape(2, 6), np.float32(np.nan))
+
+    @functools.partial(jax.grad, has_aux=True)
+    def square(values):
+        sums = loss.per_document(values, segments=segments, mask=mask, documents=4)
+        return jnp.sum(jnp.square(sums)), sums
+
+    gradient, sums = jax.jit(square)(values)
+    assert sums.tolist() == [[3, 3, 0, 0], [6, 7, 30, 0]]
     assert gradient.tolist() == [[0, 6, 6, 6, 0, 0], [12, 14, 0, 60, 60, 60]]
 
 
@@ -200,39 +231,44 @@ def test_divergences_by_chunks():
     divergence = functools.partial(loss.divergence, beta=0.0, temperature=2.0)
     chunked = lambda x: loss.by_chunks(lambda x, y: divergence(student(x), teacher(y)), x, Y, chunk=24)
     whole = lambda x: divergence(student(x), teacher(Y))
-    gradient = lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(X)
-    close(chunked(X), whole(X), atol=1e-6)
-    close(gradient(chunked), gradient(whole), atol=1e-6)
+    summed = lambda f: lambda x: (jnp.sum(jnp.sin(f(x))), f(x))
+    (there, values), (by_chunks, chunk_values) = (
+        jax.jit(jax.grad(summed(f), has_aux=True))(X) for f in (whole, chunked)
+    )
+    close(chunk_values, values, atol=1e-6)
+    close(by_chunks, there, atol=1e-6)
 
 
 def test_all_logits_are_as_good_as_the_teacher():
-    student, teacher = unembed(HEAD, X), unembed(HEAD, Y)
-    values, indices = jax.lax.top_k(teacher, VOCAB)
-    close(
-        loss.divergence_top_k(student, values, indices, temperature=1.5),
-        loss.divergence(student, teacher, beta=0.0, temperature=1.5),
-        atol=1e-6,
-    )
+    @jax.jit
+    def both(student, teacher):
+        top = loss.divergence_top_k(student, *jax.lax.top_k(teacher, VOCAB), temperature=1.5)
+        return top, loss.divergence(student, teacher, beta=0.0, temperature=1.5)
+
+    close(*both(LOGITS, TEACHERS), atol=1e-6)
 
 
 def test_few_logits_share_out_the_rest_of_the_mass():
-    student, teacher = unembed(HEAD, X), unembed(HEAD, Y)
-    values, indices = jax.lax.top_k(teacher, 3)
-    kept = teacher >= values[..., -1:]
-    close(
-        loss.divergence_top_k(student, values, indices),
-        loss.divergence(student, jnp.where(kept, teacher, -jnp.inf), beta=0.0),
-        atol=1e-6,
-    )
-    gradient = jax.grad(lambda s: jnp.sum(loss.divergence_top_k(s, values, indices)))(student)
-    assert jnp.all(jnp.where(kept, True, gradient > 0))  # the others are pushed down
+    least = np.sort(TEACHERS)[..., -3:-2]
+    kept = TEACHERS >= least
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def top(student):
+        found = loss.divergence_top_k(student, *jax.lax.top_k(TEACHERS, 3))
+        return jnp.sum(found), (found, loss.divergence(student, jnp.where(kept, TEACHERS, -jnp.inf), beta=0.0))
+
+    gradient, values = top(LOGITS)
+    close(*values, atol=1e-6)
+    assert np.all(np.asarray(gradient)[~kept] > 0)  # the others are pushed down
 
 
 def test_equal_distributions_do_not_diverge():
-    logits = jnp.where(jnp.arange(VOCAB)[None, None] < 5, unembed(HEAD, X), -jnp.inf)
+    logits = jnp.asarray(np.where(np.arange(VOCAB) < 5, LOGITS, np.float32(-np.inf)))
     for beta in (0.0, 0.4, 1.0):
-        value, gradient = jax.value_and_grad(lambda s, b=beta: jnp.sum(loss.divergence(s, logits, beta=b)))(logits)
-        assert abs(value) < 1e-5 and jnp.all(jnp.abs(gradient) < 1e-6)
+        divergence = lambda s, beta=beta: jnp.sum(loss.divergence(s, logits, beta=beta))
+        value, gradient = jax.jit(jax.value_and_grad(divergence))(logits)
+        assert abs(value) < 1e-5 and np.all(np.abs(gradient) < 1e-6)
 
 
 def test_the_heads_gradient_is_added_up_over_chunks_in_float32():
