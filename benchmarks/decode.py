@@ -18,14 +18,14 @@ Work = Sequence[tuple[list[int], int]]  # prompts, and how many tokens to write 
 Generate = Callable[[], list[list[int]]]
 
 
-def zoo_engine(folder: str, work: Work, slots: int) -> Generate:
+def zoo_engine(folder: str, work: Work, batch: int) -> Generate:
     import zoo
 
     model = zoo.load(folder)
     room = max(len(prompt) for prompt, _ in work) + max(new for _, new in work)
 
     def generate() -> list[list[int]]:
-        engine = zoo.Engine(model, slots=slots, max_tokens=room)
+        engine = zoo.Engine(model, batch=batch, max_tokens=room)
         completions = [engine.submit(prompt, max_new_tokens=new)[0] for prompt, new in work]
         while not engine.idle:
             engine.step()
@@ -34,14 +34,14 @@ def zoo_engine(folder: str, work: Work, slots: int) -> Generate:
     return generate
 
 
-def zoo_batches(folder: str, work: Work, slots: int) -> Generate:
+def zoo_batches(folder: str, work: Work, batch: int) -> Generate:
     import zoo
 
     model = zoo.load(folder)
 
     def generate() -> list[list[int]]:
         texts = []
-        for part in batches(work, slots):
+        for part in batches(work, batch):
             new = max(new for _, new in part)
             groups = zoo.complete(model, [prompt for prompt, _ in part], max_new_tokens=new)
             texts += [group[0].tokens[:new] for group, (_, new) in zip(groups, part, strict=True)]
@@ -50,14 +50,14 @@ def zoo_batches(folder: str, work: Work, slots: int) -> Generate:
     return generate
 
 
-def transformers_batches(folder: str, work: Work, slots: int) -> Generate:
+def transformers_batches(folder: str, work: Work, batch: int) -> Generate:
     import torch
 
     model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder).eval()
 
     def generate() -> list[list[int]]:
         texts = []
-        for part in batches(work, slots):
+        for part in batches(work, batch):
             longest = max(len(prompt) for prompt, _ in part)
             ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in part])
             mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
@@ -69,14 +69,14 @@ def transformers_batches(folder: str, work: Work, slots: int) -> Generate:
     return generate
 
 
-def batches(work: Work, slots: int) -> list[Work]:
-    return [work[at : at + slots] for at in range(0, len(work), slots)]
+def batches(work: Work, batch: int) -> list[Work]:
+    return [work[at : at + batch] for at in range(0, len(work), batch)]
 
 
 def main(
     equal: tuple[int, ...] = (1, 8),
     ragged: int = 48,
-    slots: int = 8,
+    batch: int = 8,
     prompt: int = 64,
     new: int = 128,
     layers: int = 8,
@@ -88,7 +88,7 @@ def main(
         equal: numbers of sequences of one length that are continued at once; each is measured by itself.
         ragged: sequences in the last case, whose prompts have 8 to `prompt` tokens, and their continuations `new` / 32
             to `new` with the logarithm spread evenly: most are short, some long.
-        slots: of these sequences that are decoded at once.
+        batch: of these sequences, how many are decoded at once.
         prompt: tokens of a prompt.
         new: tokens to write.
         layers: of the model.
@@ -98,7 +98,7 @@ def main(
     some = lambda tokens: random.integers(config["vocab_size"], size=tokens).tolist()
     length = lambda: round(new / 32 ** random.random())
     cases = {f"batch {n}": ([(some(prompt), new) for _ in range(n)], n) for n in equal}
-    cases["ragged"] = ([(some(random.integers(8, prompt + 1)), length()) for _ in range(ragged)], slots)
+    cases["ragged"] = ([(some(random.integers(8, prompt + 1)), length()) for _ in range(ragged)], batch)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, config)
@@ -126,7 +126,7 @@ def main(
                     "peak memory, MB": [turns[-1]["peak"] / 1e6],
                 }
     settings = dict(
-        config=config, equal=equal, ragged=ragged, slots=slots, prompt=prompt, new=new, rounds=rounds,
+        config=config, equal=equal, ragged=ragged, batch=batch, prompt=prompt, new=new, rounds=rounds,
     )  # fmt: skip
     report("decode", "cpu", settings, results)
 

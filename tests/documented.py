@@ -37,9 +37,10 @@ SMALL = {
     "train.pretrain": f"{SHORT} --batch 4 --eval-batches 1",
     "train.dpo": f"{SHORT} --batch 4 --eval-batches 1",
     "train.distill": f"{SHORT} --batch 4 --eval-batches 1",
-    "train.grpo": "--seq-len 128 --sample-tokens 1 --steps 1 --prompts 2 --group 2 --slots 4 --max-new-tokens 4",
+    "train.grpo": "--seq-len 128 --sample-tokens 1 --steps 1 --prompts 2 --group 2 --rollout-batch 4 "
+    "--max-new-tokens 4",
     "zoo chat": "--max-new-tokens 2",
-    "zoo serve": "--slots 1 --max-tokens 64 --port 0",
+    "zoo serve": "--batch 1 --max-tokens 64 --port 0",
     "zoo verify": "--tokens 4",
     "zoo merge": "",
 }

@@ -68,7 +68,7 @@ class Options(finetune.Options):
     """Times that the completions of a step are learnt from; all but the first are off-policy."""
     minibatches: int = 1
     """Updates that each of these times is divided into."""
-    slots: int = 64
+    rollout_batch: int = 64
     """Completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = "auto"
     """Of keys and values while sampling; auto: --compute-dtype."""

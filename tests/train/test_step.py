@@ -188,7 +188,7 @@ class Block(AbstractBlock):
     def __call__(self, x, cache, **_):
         return x + self.down(jnp.sin(jnp.sin(self.up(x)))), cache
 
-    def init_cache(self, layers, batch, slots, dtype):
+    def init_cache(self, layers, batch, length, dtype):
         raise NotImplementedError
 
 

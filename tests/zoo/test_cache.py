@@ -17,11 +17,11 @@ from zoo.nn.cache import KV, LatentKV, WindowKV
 
 
 GOLDEN = tiny.golden()
-SLOTS, WINDOW = 16, 4
+LENGTH, WINDOW = 16, 4
 CACHES = {  # each with the window of its layers
-    "KV": (KV.empty(2, 2, SLOTS, 1, 1, jnp.float32), SLOTS),
+    "KV": (KV.empty(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
     "WindowKV": (WindowKV.empty(2, 2, WINDOW, 1, 1, jnp.float32), WINDOW),
-    "LatentKV": (LatentKV.empty(2, 2, SLOTS, 1, 1, jnp.float32), SLOTS),
+    "LatentKV": (LatentKV.empty(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
 }
 # Positions of two rows, call by call.
 CALLS = {
@@ -41,7 +41,7 @@ CALLS = {
     "the last token again": [[[0, 1, 2, 3, 4], [0, 1, 2, -1, -1]], [[4], [2]], [[4, 5, 6], [2, 3, 4]], [[6], [4]]],
     "chunks from an earlier token on": [[[0, 1, 2], [0, 1, 2]], [[1, 2, 3], [0, 1, 2]], [[2, 3, 4, 5], [2, 3, 4, 5]]],
     "tokens in any order": [[[5, 2, 0, 3, 4, 1], [1, 0, -1, 2, -1, -1]], [[7, 6], [4, 3]], [[8], [5]]],
-    "to the last slot": [[[*range(12)], [*range(12)]], [[12, 13, 14, 15, -1], [12, 13, -1, -1, -1]]],
+    "to the last index": [[[*range(12)], [*range(12)]], [[12, 13, 14, 15, -1], [12, 13, -1, -1, -1]]],
     "no positions, then decode": [None, [[3], [3]], [[4], [4]]],
 }
 
@@ -127,13 +127,13 @@ def test_local_layers_keep_their_window_alone(name):
     windows = [config.window(n) for n in range(config.num_hidden_layers)]
     model = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
     caches = eqx.filter_eval_shape(lambda model: model.init_cache(1, 64, jnp.bfloat16), model)
-    slots = {
+    lengths = {
         n: jax.tree.leaves(cache)[0].shape[2]
         for part, entries in zip(("head", "period", "tail"), caches, strict=True)
         for j, cache in enumerate(entries)
         for n in model.layers.layer_numbers(part, j)
     }
-    assert [slots[n] for n in range(len(windows))] == [window or 64 for window in windows]
+    assert [lengths[n] for n in range(len(windows))] == [window or 64 for window in windows]
 
 
 @pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3"])  # keys and values, in windows too; and latents

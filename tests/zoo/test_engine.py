@@ -62,7 +62,7 @@ def texts(groups):
 def test_greedy_is_the_forward_pass(load, name):
     """Past windows, and in rows that others had before; stop tokens end some early."""
     model, stops = load(name), range(0, 64, 8)
-    groups = complete(model, PROMPTS, max_new_tokens=14, stops=stops, slots=2)
+    groups = complete(model, PROMPTS, max_new_tokens=14, stops=stops, batch=2)
     for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
         logits = logits_after(model, prompt, completion)
         assert np.array_equal(completion.tokens, np.argmax(logits, axis=-1))
@@ -85,7 +85,7 @@ def test_greedy_is_the_forward_pass(load, name):
 def test_each_sample_has_its_key(model, sampler):
     """As the sampler draws from the forward pass's logits, whatever else there is; log-probabilities are plain."""
     options = dict(samples=3, max_new_tokens=14, stops=NEVER, sampler=sampler, seed=4)
-    groups = complete(model, PROMPTS[:3], slots=4, **options)
+    groups = complete(model, PROMPTS[:3], batch=4, **options)
     for m, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False)):
         for n, completion in enumerate(group):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(4), m), n)
@@ -97,7 +97,7 @@ def test_each_sample_has_its_key(model, sampler):
             expected = np.take_along_axis(logs, np.array(completion.tokens)[:, None], 1)[:, 0]
             assert np.allclose(completion.logprobs, expected, atol=1e-4)
         assert len({tuple(completion.tokens) for completion in group}) == 3
-    again = complete(model, PROMPTS[:3], slots=2, **options)
+    again = complete(model, PROMPTS[:3], batch=2, **options)
     assert texts(again) == texts(groups)
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_is_read_once(model, monkeypatch):
     """With more samples than rows; and prompts of one bucket are read together."""
     read, calls = zoo.generation.engine.prefill, []
     monkeypatch.setattr(zoo.generation.engine, "prefill", lambda *args: calls.append(args[2].shape) or read(*args))
-    complete(model, PROMPTS[:1], samples=5, max_new_tokens=14, stops=NEVER, slots=2)
+    complete(model, PROMPTS[:1], samples=5, max_new_tokens=14, stops=NEVER, batch=2)
     assert calls == [(1, 16)]
     calls.clear()
     prompts = [*PROMPTS[:2], tiny.TOKENS[0, :17].tolist(), *PROMPTS[2:4]]
@@ -115,7 +115,7 @@ def test_a_prompt_is_read_once(model, monkeypatch):
 
 def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
     """And each gets what it gets alone."""
-    shape = dict(slots=4, max_tokens=30, stride=4, stops=NEVER)
+    shape = dict(batch=4, max_tokens=30, stride=4, stops=NEVER)
     kinds = [Sampler(), Sampler(1.0), Sampler(0.5, top_k=3), Sampler(2.0, top_p=0.9), Sampler(1.0, min_p=0.1)]
     options = [dict(max_new_tokens=5 + n, sampler=s, key=jax.random.key(n)) for n, s in enumerate(kinds)]
     submit = lambda engine, n: engine.submit(PROMPTS[0], **options[n])[0]
@@ -142,7 +142,7 @@ def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
 
 def test_cancel(model):
     """Of one that runs, and of one that waits; the others take their rows."""
-    engine = Engine(model, slots=1, max_tokens=30, stride=2)
+    engine = Engine(model, batch=1, max_tokens=30, stride=2)
     first, second, third = (engine.submit(prompt, max_new_tokens=6)[0] for prompt in PROMPTS[:3])
     engine.step()
     engine.cancel(first)
@@ -189,7 +189,7 @@ def test_refusals(model):
         with pytest.raises(ValueError, match=message):
             complete(model, prompts, **options)
     with pytest.raises(ValueError, match=r"5 tokens.*max_new_tokens=8.*max_tokens=12"):
-        Engine(model, slots=1, max_tokens=12).submit(PROMPTS[0], max_new_tokens=8)
+        Engine(model, batch=1, max_tokens=12).submit(PROMPTS[0], max_new_tokens=8)
     assert complete(model, [], max_new_tokens=4) == []
 
 

@@ -53,7 +53,7 @@ class Running:
     """A server that listens, on a port of its own."""
 
     def __init__(self, model, tokenizer, grace=30.0, **options):
-        self.server = Server("tiny", model, tokenizer, slots=4, max_tokens=512, **options)
+        self.server = Server("tiny", model, tokenizer, batch=4, max_tokens=512, **options)
         self.uvicorn = Listener(self.server, host="127.0.0.1", port=0, grace=grace, log_level="critical")
         self.thread = threading.Thread(target=self.uvicorn.run)
 
@@ -100,7 +100,7 @@ def running(model, tokenizer):
 def greedy(model, tokenizer, prompt, new=NEW):
     """What `zoo.generate` writes; in as many and as long rows as the server's, so that these share programs."""
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    engine = Engine(model, slots=4, max_tokens=512, stops=tokenizer.eos, stride=STRIDE)
+    engine = Engine(model, batch=4, max_tokens=512, stops=tokenizer.eos, stride=STRIDE)
     (completion,) = engine.submit(ids, max_new_tokens=new)
     while not engine.idle:
         engine.step()
@@ -421,7 +421,7 @@ def test_who_may_ask(model, tokenizer, running):
                 status, answer = closed.request(path, sent, **key)
                 assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
         assert closed.request("/v1/models", Authorization="Bearer sesame", Host="my.example")[0] == 200
-    assert Server("tiny", model, tokenizer, slots=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
+    assert Server("tiny", model, tokenizer, batch=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
 
 
 def test_requests_must_arrive(running, monkeypatch):
@@ -514,8 +514,8 @@ def test_on_a_mesh(model, tokenizer):
 
 
 def test_no_slots(model, tokenizer):
-    with pytest.raises(ValueError, match="slots=0 leaves no room"):
-        Server("tiny", model, tokenizer, slots=0, max_tokens=512)
+    with pytest.raises(ValueError, match="batch=0 leaves no room"):
+        Server("tiny", model, tokenizer, batch=0, max_tokens=512)
 
 
 def test_without_starlette(monkeypatch):
@@ -529,7 +529,7 @@ def test_without_starlette(monkeypatch):
 def test_the_command():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "zoo", "serve", "tiny", "--port", str(port), "--slots", "2", "--max-tokens", "100"]
+    command = [sys.executable, "-m", "zoo", "serve", "tiny", "--port", str(port), "--batch", "2", "--max-tokens", "100"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

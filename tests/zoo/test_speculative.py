@@ -54,7 +54,7 @@ def per_call(got):
 def test_greedy_is_the_models(load, name, size):
     """Rows advance by different numbers of tokens, and go back within windows; others take the rows that end."""
     model = load(name)
-    options = dict(max_new_tokens=20, stops=STOPS, slots=2)
+    options = dict(max_new_tokens=20, stops=STOPS, batch=2)
     got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, size), 3), **options)
     assert_same(got, zoo.complete(model, PROMPTS, **options))
     assert 1.1 < per_call(got) < 3
@@ -125,7 +125,7 @@ def test_distribution(sampler, vocab):
     p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.generation.sampling.settings([sampler] * 125)))
     p = np.prod(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0], axis=1)
     (got,) = zoo.complete(
-        model, [prompt], samples=rows, max_new_tokens=3, sampler=sampler, draft=zoo.ModelDraft(draft, 2), slots=rows
+        model, [prompt], samples=rows, max_new_tokens=3, sampler=sampler, draft=zoo.ModelDraft(draft, 2), batch=rows
     )
     counts = np.zeros((5, 5, 5))
     np.add.at(counts, tuple(np.array([c.tokens for c in got]).T), 1)
@@ -141,11 +141,11 @@ def test_draws_do_not_depend_on_others(load):
     model = load("qwen3")
     draft, alone = zoo.ModelDraft(noisy(model, 0.1), 2), []
     for prompt in PROMPTS:
-        engine = zoo.Engine(model, slots=1, max_tokens=40, stride=1, draft=draft)
+        engine = zoo.Engine(model, batch=1, max_tokens=40, stride=1, draft=draft)
         alone += engine.submit(prompt, max_new_tokens=10, sampler=Sampler(1.0), key=jax.random.key(3))
         while not engine.idle:
             assert 1 <= len(engine.step()[alone[-1]]) <= 3
-    engine = zoo.Engine(model, slots=2, max_tokens=40, stride=9, draft=draft)
+    engine = zoo.Engine(model, batch=2, max_tokens=40, stride=9, draft=draft)
     together = [
         engine.submit(prompt, max_new_tokens=10, sampler=Sampler(1.0), key=jax.random.key(3))[0] for prompt in PROMPTS
     ]
@@ -163,7 +163,7 @@ def test_on_a_mesh(folders, load):
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     with jax.set_mesh(mesh):
         model = zoo.load(folder, mesh=mesh)
-        got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), slots=4, **options)
+        got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), batch=4, **options)
     assert [[c.tokens for c in group] for group in got] == [[c.tokens for c in group] for group in want]
 
 

@@ -74,7 +74,7 @@ def experience(
     with loop.generating(model, mesh, o.compute_dtype) as sampling:
         groups = complete(
             sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
-            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, slots=o.slots,
+            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, batch=o.rollout_batch,
             cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
         )  # fmt: skip
     seconds = time.monotonic() - started

@@ -36,25 +36,25 @@ class State(eqx.Module):
 class Rows(eqx.Module):
     """The sequences in the batch, as the host knows them; those of free rows have nothing `left`."""
 
-    positions: Int[Given, " slots"]  # of the next token
-    drawn: Int[Given, " slots"]  # tokens so far
-    left: Int[Given, " slots"]  # tokens that may still be drawn
-    keys: UInt32[Given, "slots words"]
+    positions: Int[Given, " batch"]  # of the next token
+    drawn: Int[Given, " batch"]  # tokens so far
+    left: Int[Given, " batch"]  # tokens that may still be drawn
+    keys: UInt32[Given, "batch words"]
     settings: Settings
 
 
 class Drawn(eqx.Module):
     """The first `count` tokens of each row are new; the model was called `calls` times for them."""
 
-    tokens: Int[Array, "slots steps"]
-    logprobs: Float[Array, "slots steps"]
-    count: Int[Array, " slots"]
-    calls: Int[Array, " slots"]
+    tokens: Int[Array, "batch steps"]
+    logprobs: Float[Array, "batch steps"]
+    count: Int[Array, " batch"]
+    calls: Int[Array, " batch"]
 
     @classmethod
-    def nothing(cls, slots: int, steps: int) -> "Drawn":
+    def nothing(cls, batch: int, steps: int) -> "Drawn":
         integers = lambda *shape: jnp.zeros(shape, jnp.int32)
-        return cls(integers(slots, steps), jnp.zeros((slots, steps), jnp.float32), integers(slots), integers(slots))
+        return cls(integers(batch, steps), jnp.zeros((batch, steps), jnp.float32), integers(batch), integers(batch))
 
 
 def room(draft: Any, max_tokens: int) -> int:
@@ -102,27 +102,27 @@ def prefill(
 
 
 @eqx.filter_jit
-def vacant(model: Any, draft: Any, slots: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
+def vacant(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
     """The state of a batch of free rows; on a mesh (or None), its rows and heads are split as activations are."""
 
     def placed(x: Array, *axes: Any) -> Array:
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
-    caches = empty(model, draft, slots, max_tokens, cache_dtype)
+    caches = empty(model, draft, batch, max_tokens, cache_dtype)
     rows: Any = ()
     if mesh is not None:
         specs = partition_specs(caches, mesh.shape)
         caches = jax.tree.map(lambda x, spec: placed(x, *spec), caches, specs)
-        rows = split_over(slots, BATCH, mesh.shape)
-    drafted = None if draft is None else draft.nothing(slots)
-    tokens = jnp.zeros((slots, room(draft, max_tokens)), jnp.int32)
-    logits = jnp.zeros((slots, model.config.vocab_size), jnp.float32)
+        rows = split_over(batch, BATCH, mesh.shape)
+    drafted = None if draft is None else draft.nothing(batch)
+    tokens = jnp.zeros((batch, room(draft, max_tokens)), jnp.int32)
+    logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
     tokens, logits, drafted = jax.tree.map(lambda x: placed(x, rows), (tokens, logits, drafted))
     return State(tokens, caches, logits, drafted)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def insert(inputs: tuple[State, Int[Given, "slots 2"], Int[Given, ""]], state: State) -> State:
+def insert(inputs: tuple[State, Int[Given, "batch 2"], Int[Given, ""]], state: State) -> State:
     """Copies rows of one state into another. `inputs`: the former, pairs of rows from and to, and how many there are.
 
     What a row held before may stay where the new prompt has written nothing: its positions are later than all that the
@@ -147,7 +147,7 @@ def advance(
 ) -> tuple[State, Drawn]:
     """Decodes up to `steps` tokens a row, as long as more than `enough` rows go on."""
     model, stops, rows = inputs
-    slots, keys = len(rows.left), jax.random.wrap_key_data(jnp.asarray(rows.keys))
+    batch, keys = len(rows.left), jax.random.wrap_key_data(jnp.asarray(rows.keys))
 
     def unfinished(carry: Any) -> Array:
         n, left, _, _ = carry
@@ -171,7 +171,7 @@ def advance(
         logits, cache = model.decode(token[:, None], cache, positions=at[:, None])
         return n + 1, left, State(tokens, (cache, None), logits[:, 0].astype(jnp.float32), None), new
 
-    start = (jnp.array(0), rows.left, state, Drawn.nothing(slots, steps))
+    start = (jnp.array(0), rows.left, state, Drawn.nothing(batch, steps))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 

@@ -69,9 +69,9 @@ class _Group:
 
 
 class Engine:
-    """A batch of `slots` rows, each with room for `max_tokens` of a prompt with its completion.
+    """Decodes `batch` sequences at once, each with room for `max_tokens` of a prompt with its completion.
 
-        engine = Engine(model, slots=8, max_tokens=512, stops=tokenizer.eos)
+        engine = Engine(model, batch=8, max_tokens=512, stops=tokenizer.eos)
         (completion,) = engine.submit(ids, max_new_tokens=100)
         while not completion.finished:
             for each, tokens in engine.step().items(): ...
@@ -85,7 +85,7 @@ class Engine:
         self,
         model: Any,
         *,
-        slots: int,
+        batch: int,
         max_tokens: int,
         stops: Sequence[int] = (),
         stride: int = 16,
@@ -116,8 +116,8 @@ class Engine:
         self._stops = np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        self._state = vacant(model, draft, slots, max_tokens, cache_dtype, mesh)
-        self._rows: list[_Sequence | None] = [None] * slots
+        self._state = vacant(model, draft, batch, max_tokens, cache_dtype, mesh)
+        self._rows: list[_Sequence | None] = [None] * batch
         self._groups: collections.deque[_Group] = collections.deque()
 
     def submit(
@@ -246,11 +246,11 @@ def complete(
     sampler: Sampler = Sampler(),  # noqa: B008 (a value)
     stops: Sequence[int] = (),
     seed: int = 0,
-    slots: int = 64,
+    batch: int = 64,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
 ) -> list[list[Completion]]:
-    """`samples` completions of each prompt, in the prompts' order, decoded `slots` at a time.
+    """`samples` completions of each prompt, in the prompts' order, decoded `batch` at a time.
 
     Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else there is. Greedy ones
     (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits; `draft` makes it faster where
@@ -265,7 +265,7 @@ def complete(
         check(model, prompt, max_new_tokens, f"Prompt {n}")
     engine = Engine(
         model,
-        slots=min(slots, len(prompts) * samples),
+        batch=min(batch, len(prompts) * samples),
         max_tokens=bucket(max(map(len, prompts))) + max_new_tokens,
         stops=stops,
         cache_dtype=cache_dtype,

@@ -39,7 +39,7 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (the options are sa
     frequency_penalty: float = 0.0,
     seed: int = 0,
     stop: Sequence[str] = (),
-    slots: int = 64,
+    batch: int = 64,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
 ) -> str | list[str]:
@@ -51,7 +51,7 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (the options are sa
     A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
     tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
     transformers, generation_config.json's `repetition_penalty` holds unless another is given. The same `seed` gives the
-    same text. Up to `slots` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits, and a
+    same text. Up to `batch` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits, and a
     `draft` proposes tokens for the model to check (docs/generation.md). If several processes hold parts of the model,
     all call this, and all get the texts.
 
@@ -67,7 +67,7 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (the options are sa
         check(model, row, max_new_tokens, f"Prompt {n}")
     engine = Engine(
         model,
-        slots=min(slots, len(ids)),
+        batch=min(batch, len(ids)),
         max_tokens=bucket(max(map(len, ids))) + max_new_tokens,
         stops=tokenizer.eos,
         cache_dtype=cache_dtype,
@@ -122,7 +122,7 @@ def stream(
     check(model, ids, max_new_tokens)
     room = bucket(len(ids)) + max_new_tokens
     engine = Engine(
-        model, slots=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype, draft=draft
+        model, batch=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype, draft=draft
     )
     repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)

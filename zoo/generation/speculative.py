@@ -174,11 +174,11 @@ def advance(
     the model's logits alone, so fewer drafted tokens stay with them.
     """
     (model, draft), stops, rows = inputs
-    slots, k, settings = len(rows.left), draft.tokens, rows.settings
+    batch, k, settings = len(rows.left), draft.tokens, rows.settings
     vocab, drafted = state.logits.shape[1], draft.model.config.vocab_size
     rounds = max(1, steps // (k + 1))
     prompt = rows.positions - rows.drawn
-    row, index = jnp.arange(slots), jnp.broadcast_to(jnp.arange(k + 1), (slots, k + 1))
+    row, index = jnp.arange(batch), jnp.broadcast_to(jnp.arange(k + 1), (batch, k + 1))
     here = lambda x, at: x[row, at]
     fold = jax.vmap(jax.random.fold_in, (0, None))
     categorical = lambda keys, logits: jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
@@ -242,19 +242,19 @@ def advance(
         )
         return n + 1, left, State(written, (cache, draft_cache), here(logits, count), past), drawn
 
-    start = (jnp.array(0), rows.left, state, Drawn.nothing(slots, rounds * (k + 1)))
+    start = (jnp.array(0), rows.left, state, Drawn.nothing(batch, rounds * (k + 1)))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 
 
 def _add(
     drawn: Drawn,
-    tokens: Int[Array, "slots seq"],
-    logprobs: Float[Array, "slots seq"],
-    count: Int[Array, " slots"],
-    left: Int[Given, " slots"],
+    tokens: Int[Array, "batch seq"],
+    logprobs: Float[Array, "batch seq"],
+    count: Int[Array, " batch"],
+    left: Int[Given, " batch"],
     stops: Int[Given, " stops"],
-) -> tuple[Int[Array, " slots"], Drawn]:
+) -> tuple[Int[Array, " batch"], Drawn]:
     """Appends the first `count` tokens of each row, up to a stop token and to what is `left`; also what then is."""
     index, row = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.arange(len(tokens))[:, None]
     stopped = jnp.any(tokens[..., None] == stops[None, None], axis=-1) & (index < count[:, None])

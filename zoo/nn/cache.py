@@ -25,7 +25,7 @@ from kernels.quantize import Quantized, dequantize, quantize
 
 C = TypeVar("C", bound="AbstractCache")
 
-NEVER = jnp.iinfo(jnp.int32).max  # the position of a slot that holds nothing: causality hides it from every query
+NEVER = jnp.iinfo(jnp.int32).max  # the position where nothing is stored: causality hides it from every query
 
 
 class AbstractCache(eqx.Module):
@@ -69,8 +69,8 @@ class Int8Vectors(eqx.Module):
 class KV(AbstractCache):
     """Keys and values of every position so far.
 
-    Slot i holds position i. So causality masks every slot that has not been reached, whatever lies in it, and the only
-    state of a decode is these arrays and the caller's `positions`.
+    Index i along `length` holds position i. So causality masks all that has not been reached, whatever lies there, and
+    the only state of a decode is these arrays and the caller's `positions`.
     """
 
     k: Float[Array, "layers batch length heads dim"] | Int8Vectors
@@ -90,7 +90,7 @@ class KV(AbstractCache):
         at: Tokens,
     ) -> tuple["KV", Float[Array, "batch length heads dim"], Float[Array, "batch length heads dim"], Tokens]:
         """The cache with these written, this layer's keys and values, and where those stand: at their index."""
-        where = (self.layer, jnp.arange(len(k))[:, None], _slots(at, k, self.k.shape[2]))
+        where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
         new = KV(_write(self.k, where, k), _write(self.v, where, v), self.layer)
         return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), Tokens()
 
@@ -106,7 +106,7 @@ class KV(AbstractCache):
 
 
 class WindowKV(AbstractCache):
-    """Keys and values of the last `slots` positions only, in a ring: slot i holds a position p with p % slots == i.
+    """Keys and values of the last `length` positions only, in a ring: index i holds a position p with p % length == i.
 
     For layers that look no further back. The caller still masks by position, since what is in the ring may lie before
     the window of an early token.
@@ -167,7 +167,7 @@ class WindowKV(AbstractCache):
 
 class LatentKV(AbstractCache):
     """What multi-head latent attention (arXiv:2405.04434, section 2.1) keeps: for all heads one latent vector, from
-    which keys and values are made, and one rotary key. Slot i holds position i."""
+    which keys and values are made, and one rotary key. Index i holds position i."""
 
     c_kv: Float[Array, "layers batch length rank"] | Int8Vectors
     k_pe: Float[Array, "layers batch length rope"] | Int8Vectors
@@ -186,7 +186,7 @@ class LatentKV(AbstractCache):
         at: Tokens,
     ) -> tuple["LatentKV", Float[Array, "batch length rank"], Float[Array, "batch length rope"], Tokens]:
         """The cache with these written, this layer's, and where those stand: at their index."""
-        where = (self.layer, jnp.arange(len(c_kv))[:, None], _slots(at, c_kv, self.c_kv.shape[2]))
+        where = (self.layer, jnp.arange(len(c_kv))[:, None], _indices(at, c_kv, self.c_kv.shape[2]))
         new = LatentKV(_write(self.c_kv, where, c_kv), _write(self.k_pe, where, k_pe), self.layer)
         return new, _read(new.c_kv, self.layer, c_kv.dtype), _read(new.k_pe, self.layer, k_pe.dtype), Tokens()
 
@@ -271,7 +271,7 @@ def _positions(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "ba
     return jnp.broadcast_to(jnp.arange(new.shape[1]), new.shape[:2]) if at.positions is None else at.positions
 
 
-def _slots(at: Tokens, new: Float[Array, "batch seq ..."], length: int) -> Int[Array, "batch seq"]:
+def _indices(at: Tokens, new: Float[Array, "batch seq ..."], length: int) -> Int[Array, "batch seq"]:
     """Where to write each new token; padding gets an index out of bounds, which is not written."""
     positions = _positions(at, new)
     return jnp.where(positions < 0, length, positions)

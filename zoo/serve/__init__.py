@@ -23,7 +23,7 @@ def serve(
     adapter: pathlib.Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
-    slots: int = 8,
+    batch: int = 8,
     max_tokens: int = 4096,
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     dtype: str | None = None,
@@ -44,8 +44,8 @@ def serve(
         adapter: a folder with an adapter of the model, in PEFT's layout.
         host: the address to listen on.
         port: the port to listen on.
-        slots: how many replies are written at the same time; others wait.
-        max_tokens: of a prompt and its reply together, at most; the cache has room for these in every slot.
+        batch: rows of the engine's batch: how many replies are written at the same time; others wait.
+        max_tokens: tokens of a prompt and its reply together, at most; the cache has room for so many in each row.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
         mesh: devices by what they split, such as tensor=4 or fsdp=2,tensor=2; None for one device.
@@ -66,7 +66,7 @@ def serve(
     model, drafting = load(source, adapter, draft, drafted, dtype=dtype, quantize=quantize, mesh=devices)
     tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     server = Server(
-        source, model, tokenizer, slots=slots, max_tokens=max_tokens, draft=drafting,
+        source, model, tokenizer, batch=batch, max_tokens=max_tokens, draft=drafting,
         api_key=api_key or os.environ.get("ZOO_API_KEY"), hosts=(host, *hosts),
     )  # fmt: skip
     listener = Listener(server, host=host, port=port, grace=grace)

@@ -44,13 +44,13 @@ class Server:
         model: Any,
         tokenizer: Tokenizer,
         *,
-        slots: int,
+        batch: int,
         max_tokens: int,
         draft: AbstractDraft | None = None,
         api_key: str | None = None,
         hosts: Sequence[str] = (),
     ):
-        for option, value in ("slots", slots), ("max_tokens", max_tokens):
+        for option, value in ("batch", batch), ("max_tokens", max_tokens):
             if value < 1:
                 raise ValueError(f"{option}={value} leaves no room for any reply; it must be at least 1.")
         self.name, self.tokenizer, self.vocab_size = name, tokenizer, model.config.vocab_size
@@ -60,7 +60,7 @@ class Server:
         )
         self.positions = min(max_tokens, model.config.max_position_embeddings)
         make = lambda: Engine(
-            model, slots=slots, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE, draft=draft
+            model, batch=batch, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE, draft=draft
         )
         self.worker = Worker(model, make)
 
