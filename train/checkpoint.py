@@ -254,6 +254,7 @@ class Checkpoints:
         if other := [name for name in changed if name not in files]:
             name, (old, new) = other[0], changed[other[0]]
             remedy = "Take the version of this project that began it" if name == "format" else "Set that back"
+            remedy = "Set --optimizer and --moments back" if name.startswith("state.opt_state.") else remedy
             return (
                 f"{path} is of another run: its {name} is {old}, and now it is {new}. {remedy} to go on with it, or "
                 "start anew in another folder (--out)."

@@ -12,6 +12,7 @@ import rich
 
 from train.checkpoint import DATA, differences
 from train.cluster import agree
+from train.options import with_new
 
 
 RUN = "run.json"  # in the folder of every run: what run it is
@@ -40,8 +41,8 @@ def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int
     for number in sorted(taken, reverse=True):
         path = ROOT / (name if number == 1 else f"{name}-{number}")
         try:
-            changed = differences(json.loads((path / RUN).read_text()), about)
-        except (OSError, ValueError):
+            changed = differences(_completed(json.loads((path / RUN).read_text())), _completed(about))
+        except (OSError, ValueError, KeyError):
             why = why or f"{path} has other files."
             continue
         others = [key for key in changed if not fnmatch.fnmatch(key, DATA)]
@@ -54,6 +55,10 @@ def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int
         old, new = changed[key]
         why = why or f"{path} has another run: {key.removeprefix('options.')} was {old} and is {new}."
     return next(number for number in range(1, len(taken) + 2) if number not in taken), why
+
+
+def _completed(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {**about, "options": with_new(about["options"])}
 
 
 def describe(folder: pathlib.Path, about: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
 """The optimizer of a run and its learning rate schedules: optax, put together for language models."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+import optax.contrib
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from train.options import Options
@@ -17,11 +18,24 @@ from zoo.surgery import path_name
 def make_optimizer(
     o: Options, updates: int = 1, rewarm: Mapping[str, Any] | None = None
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW and its learning rate, for a run that makes so many updates in a step; `rewarm` is for `rewarmed`."""
+    """Makes the optimizer that the options name, and its learning rate.
+
+    Args:
+        updates: how many updates one step of the run makes.
+        rewarm: arguments of `rewarmed`, for a run that resumes.
+
+    Raises:
+        ValueError: if warmup and decay do not fit, or the optimizer has no moments to round.
+    """
     steps, warmup, decay = (updates * n for n in (o.steps, o.warmup, o.decay))
     schedule = make_schedule(o.schedule, peak=o.lr, steps=steps, warmup=warmup, decay=decay)
     schedule = rewarmed(schedule, **rewarm) if rewarm else schedule
-    return adamw(schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
+    optimizer = OPTIMIZERS[o.optimizer](schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm)
+    if o.moments == "float32":
+        return optimizer, schedule
+    if o.optimizer == "adafactor":
+        raise ValueError("--moments bfloat16 is of no use to adafactor, which keeps no moments: leave it out.")
+    return rounded(optimizer, o.moments), schedule
 
 
 def make_schedule(
@@ -80,22 +94,98 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) on gradients scaled down to a global norm of at most `clip_norm` (inf: as they are).
+    """AdamW (arXiv:1711.05101). It keeps two moments, each of the size of the parameters.
 
-    `weight_decay`, times the learning rate, is taken off the matrices of linear maps only: not off norms and biases,
-    whose size is their meaning, nor off embeddings, where it would shrink the vectors of rare tokens, which get no
-    gradient to stand against it.
+    `weight_decay` and `clip_norm` are as in `_optimizer`, and so for all other optimizers.
+    """
+    return _optimizer(optax.scale_by_adam(b1, b2, eps), schedule, weight_decay, clip_norm)
+
+
+def muon(
+    schedule: optax.Schedule, *, weight_decay: float = 0.1, clip_norm: float = 1.0
+) -> optax.GradientTransformation:
+    """Muon (https://kellerjordan.github.io/posts/muon) for `matrices`, and AdamW for all other parameters.
+
+    Muon replaces each matrix's momentum by the nearest orthogonal matrix, about, and keeps one moment. Leading axes are
+    layers and experts, each of which has its own matrix. Its updates are scaled to the root mean square of AdamW's,
+    0.2 (arXiv:2502.16982), so both take the same learning rate and weight decay.
+    """
+    dimensions = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # (..., out, in)
+    orthogonal = optax.contrib.scale_by_muon(
+        weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: dimensions, updates)
+    )
+    # The entries of an orthogonal matrix have a root mean square of 1 / sqrt(max(out, in)).
+    scaled = optax.stateless(lambda updates, _: jax.tree.map(lambda m: 0.2 * max(m.shape[-2:]) ** 0.5 * m, updates))
+    parts: dict[Hashable, optax.GradientTransformation] = {
+        "muon": optax.chain(orthogonal, scaled),
+        "adamw": optax.scale_by_adam(b1=0.9, b2=0.95),
+    }
+    labels = lambda parameters: jax.tree.map(lambda told: "muon" if told else "adamw", matrices(parameters))
+    return _optimizer(optax.partition(parts, labels), schedule, weight_decay, clip_norm)
+
+
+def adafactor(
+    schedule: optax.Schedule, *, weight_decay: float = 0.1, clip_norm: float = 1.0
+) -> optax.GradientTransformation:
+    """Adafactor (arXiv:1804.04235) without momentum, and with the learning rate as it is: not times a weight's size.
+
+    Of a matrix it keeps the sums of rows and of columns alone. One whose smaller axis is below 128, and what is not a
+    matrix, has a second moment in full.
+    """
+    direction = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    return _optimizer(direction, schedule, weight_decay, clip_norm)
+
+
+def sgd(schedule: optax.Schedule, *, weight_decay: float = 0.1, clip_norm: float = 1.0) -> optax.GradientTransformation:
+    """Gradient descent with a momentum of 0.9, which is its one moment."""
+    return _optimizer(optax.trace(decay=0.9), schedule, weight_decay, clip_norm)
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon, "adafactor": adafactor, "sgd": sgd}
+
+
+def _optimizer(
+    direction: optax.GradientTransformation, schedule: optax.Schedule, weight_decay: float, clip_norm: float
+) -> optax.GradientTransformation:
+    """Subtracts from each parameter the learning rate times (`direction` + `weight_decay` times the parameter).
+
+    Args:
+        direction: gets gradients that are scaled down to a global norm of at most `clip_norm` (inf: as they are).
+        weight_decay: for the matrices of linear maps only. Norms and biases are not decayed, since their size is their
+            meaning; nor are embeddings, where decay would shrink the vectors of rare tokens, which get no gradient to
+            stand against it.
     """
     optimizer = optax.chain(
         optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=is_decayed),
+        optax.chain(
+            direction,
+            optax.add_decayed_weights(weight_decay, is_decayed),
+            optax.scale_by_learning_rate(schedule),
+        ),
     )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        with jax.numpy_dtype_promotion("standard"):  # and raises floats to integers
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
             return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
+
+
+def rounded(optimizer: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:
+    """`optimizer` with its moments kept in `dtype` between steps; an update computes them in float32.
+
+    They are rounded to the nearest number. In bfloat16 a moment then stops moving when it is within 8 % of where it
+    goes, since a step moves it by at least 5 % of the way (b2 of AdamW, Muon's momentum) and half a unit of bfloat16's
+    last place is at most 0.4 %. That changes an update by 4 % at most through AdamW's second moment, of which the root
+    is taken. A b2 of 0.999 would need stochastic rounding: its moments could not fall.
+    """
+    cast = lambda state, dtype: optax.tree_map_params(optimizer, lambda moment: moment.astype(dtype), state)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(optimizer.init(params), dtype), update)
 
 
 def is_decayed(parameters: Any) -> Any:
@@ -107,3 +197,12 @@ def is_decayed(parameters: Any) -> Any:
         return jax.tree_util.tree_map_with_path(matrix, module)
 
     return jax.tree.map(of, parameters, is_leaf=linear)
+
+
+def matrices(parameters: Any) -> Any:
+    """`parameters` with True for each array that holds matrices of the layers' linear maps, and False for the others.
+
+    Embeddings, the head, routers, norms and biases are among the others. Of an adapter both matrices are told.
+    """
+    of_layer = lambda path, decayed: decayed and path_name(path).startswith("layers.")
+    return jax.tree_util.tree_map_with_path(of_layer, is_decayed(parameters))

@@ -52,8 +52,15 @@ class Options:
     rewarm: int = 0
     """Steps in which the learning rate rises from that of the checkpoint that a run goes on from, where a new schedule,
     such as that of more --steps, would let it jump. 0: it jumps."""
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
+    """What makes updates of gradients. muon is Muon for the matrices of the layers' linear maps and AdamW for the rest;
+    its updates are of AdamW's size, so it takes the same --lr and --weight-decay. adafactor has no momentum; sgd has
+    one of 0.9, and wants a far larger --lr than the others. docs/optimizers.md compares them."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What the optimizer's moments are kept in between steps, at 4 or 2 bytes each; updates are computed in float32."""
     weight_decay: float = -1.0
-    """Taken off matrices at every step, times the learning rate. -1: 0.1, but 0 for adapters."""
+    """Part of each matrix of a linear map that is taken off at every step, times the learning rate, whatever the
+    optimizer. -1: 0.1, but 0 for adapters."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it."""
     router_balance: float = 0.0
@@ -137,9 +144,15 @@ def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The options that differ, in one line; empty if none does."""
+    """Names the options that differ, in one line; empty if none does."""
+    before = with_new(before)
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
+
+
+def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds to what an older version recorded of a run the options that it did not have, with their defaults."""
+    return telling(Options()) | dict(before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

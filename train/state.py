@@ -1,4 +1,4 @@
-"""What a training step takes and returns: float32 parameters, the optimizer's state, and how many steps made them."""
+"""The state of a training run: float32 parameters, the optimizer's arrays, the number of steps; and where each lies."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 
 class TrainState(eqx.Module):
-    """A pytree of arrays. With the position in the data beside it, it is all that a run goes on from."""
+    """A pytree of arrays. A checkpoint holds it and the position in the data, and a run resumes from these alone."""
 
     step: Int[Array, ""]  # updates made so far
     model: Any  # its floating point arrays in float32, whatever they are computed in
@@ -21,43 +21,67 @@ class TrainState(eqx.Module):
 
 
 def init_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step. It owns its buffers: those of `model` may be a memory-mapped file's."""
+    """Makes the state before the first step. It copies `model`, whose buffers may be a memory-mapped file's."""
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer))
     return jax.jit(lambda model: _new(model, optimizer), out_shardings=places)(model)
 
 
 def abstract_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The shapes, dtypes and shardings of `init_state(model, optimizer)`, for which a checkpoint is restored.
+    """Returns the shapes, dtypes and shardings of `init_state(model, optimizer)`, into which a checkpoint is restored.
 
-    Parameters stay where `model` has them. What the optimizer keeps for each lies beside it, and is split over the
-    replicas too, of which each updates its part (ZeRO-1, arXiv:1910.02054). `model` may itself be made of
-    `jax.ShapeDtypeStruct` with shardings.
+    Parameters stay where `model` has them. The optimizer's arrays for a parameter lie beside it, and are also split
+    over the replicas, each of which updates its part (ZeRO-1, arXiv:1910.02054). optax says which arrays these are. All
+    others, such as numbers of steps, are copied to every device.
+
+    Args:
+        model: arrays, or `jax.ShapeDtypeStruct` with shardings.
     """
     shapes = jax.eval_shape(lambda model: _new(model, optimizer), model)
-    places = jax.tree.map(lambda array: array.sharding, model)
-    moments = jax.tree.map(_over_replicas, eqx.filter(model, _is_trained), places)
-    first = jax.tree.leaves(places)[0]
+    first = jax.tree.leaves(model)[0].sharding
     everywhere = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
-
-    # What looks like the trained part of the model are moments of it.
-    are_moments = lambda part: jax.tree.structure(part) == jax.tree.structure(moments)
-    of_optimizer = jax.tree.map(
-        lambda part: moments if are_moments(part) else everywhere, shapes.opt_state, is_leaf=are_moments
+    at = lambda array, place: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # stands for a parameter of another optimizer
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda array, parameter: array if is_masked(array) else at(array, beside(parameter, array.shape)),
+        shapes.opt_state,
+        eqx.filter(model, _is_trained),
+        transform_non_params=lambda array: at(array, everywhere),
+        is_leaf=is_masked,
     )
+    parameters = jax.tree.map(lambda array, given: at(array, given.sharding), shapes.model, model)
     parts = lambda state: (state.step, state.model, state.opt_state)
-    places = eqx.tree_at(parts, shapes, (everywhere, places, of_optimizer))
-    return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+    return eqx.tree_at(parts, shapes, (at(shapes.step, everywhere), parameters, opt_state))
 
 
-def _over_replicas(array: Any, place: Sharding) -> Sharding:
-    """`place`, with the first axis that can be split over the replicas too."""
-    if isinstance(place, NamedSharding) and (replicas := place.mesh.shape.get("replica", 1)) > 1:
-        for i, size in enumerate(array.shape):
-            axes = place.spec[i] or ()
-            axes = (axes,) if isinstance(axes, str) else axes
-            if size % (replicas * math.prod(place.mesh.shape[axis] for axis in axes)) == 0:
-                return NamedSharding(place.mesh, P(*place.spec[:i], (*axes, "replica"), *place.spec[i + 1 :]))
-    return place
+def beside(parameter: Any, shape: tuple[int, ...]) -> Sharding:
+    """Where an optimizer keeps an array of this shape for a parameter: moments, or Adafactor's sums over one axis.
+
+    It is split as the parameter is. Mesh axes that are left, which are "replica" and those that split the axis summed
+    over, split the first of its own axes that they divide.
+    """
+    place, size = parameter.sharding, parameter.shape
+    if not isinstance(place, NamedSharding):
+        return place
+    # The axis that is summed over; all axes are there if it is one past the last. Where two fit, either will do.
+    missing = next((i for i in range(len(size) + 1) if shape == size[:i] + size[i + 1 :]), None)
+    if missing is None:  # optax's stand-in for an array that it does not need
+        return NamedSharding(place.mesh, P())
+    split = [*place.spec, *[None] * (len(size) - len(place.spec))]
+    over = _axes(split.pop(missing)) if missing < len(size) else ()
+    for axis in (*over, "replica"):
+        devices = place.mesh.shape.get(axis, 1)
+        for i, length in enumerate(shape):
+            parts = math.prod(place.mesh.shape[a] for a in _axes(split[i]))
+            if devices > 1 and length % (parts * devices) == 0:
+                split[i] = (*_axes(split[i]), axis)
+                break
+    return NamedSharding(place.mesh, P(*split))
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _is_trained(leaf: Any) -> bool:

@@ -79,7 +79,8 @@ def quick():
     """
 
     def rates(o, updates=1, rewarm=None):
-        return o.schedule, o.lr, o.steps, o.warmup, o.decay, o.weight_decay, o.clip_norm, updates, str(rewarm)
+        numbers = o.schedule, o.lr, o.steps, o.warmup, o.decay, o.weight_decay, o.clip_norm, updates, str(rewarm)
+        return o.optimizer, o.moments, *numbers
 
     def parts(value):
         return (value.func, *sorted(value.keywords.items())) if isinstance(value, functools.partial) else value

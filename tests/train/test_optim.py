@@ -1,4 +1,4 @@
-"""Schedules by their numbers; AdamW against its formula written out."""
+"""Schedules by their numbers; optimizers against their formulas written out."""
 
 import equinox as eqx
 import jax
@@ -7,9 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from train.optim import adamw, is_decayed, make_schedule, rewarmed
-from zoo.models import qwen3
-from zoo.nn.layers import Linear
+from train.optim import OPTIMIZERS, adamw, is_decayed, make_optimizer, make_schedule, matrices, rewarmed, rounded
+from train.options import Options
+from zoo.models import gpt_oss, qwen3
+from zoo.nn.layers import Embedding, ExpertLinear, Linear
 from zoo.surgery import path_name
 
 
@@ -79,3 +80,168 @@ def test_adamw():
         bias = bias - 0.1 / (step + 1) * change[6:]
         np.testing.assert_allclose(linear.weight, weight, rtol=1e-5)
         np.testing.assert_allclose(linear.bias, bias, rtol=1e-5)
+
+
+def test_muon_is_for_matrices_of_layers():
+    config = qwen3.Config(64, 32, 48, 3, 4, 2, 16, 64, 3)
+    model = eqx.filter_eval_shape(lambda: qwen3.Model(config, key=jax.random.key(0)))
+    told = {path_name(path): is_matrix for path, is_matrix in jax.tree_util.tree_leaves_with_path(matrices(model))}
+    assert {path.split(".")[-2] for path, is_matrix in told.items() if is_matrix} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    assert not told["lm_head.weight"] and not told["embed_tokens.weight"]
+    mlp = eqx.filter_eval_shape(lambda: gpt_oss.Model(next(iter(gpt_oss.CONFIGS.values())), key=jax.random.key(0)))
+    told = {path_name(path): is_matrix for path, is_matrix in jax.tree_util.tree_leaves_with_path(matrices(mlp))}
+    assert {path.split(".", 3)[3] for path, is_matrix in told.items() if is_matrix} == {
+        *(f"self_attn.{name}_proj.weight" for name in "qkvo"), "mlp.experts.gate_up_proj.weight",
+        "mlp.experts.down_proj.weight",
+    }  # fmt: skip
+
+
+class Tree(eqx.Module):
+    """What a model is to an optimizer: linear maps in stacks, an embedding, a head."""
+
+    layers: dict
+    embed_tokens: Embedding
+    lm_head: Linear
+
+
+@pytest.fixture(scope="module")
+def tree():
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    stack = lambda make: eqx.filter_vmap(lambda key: make(key))(jax.random.split(next(keys), 2))
+    layers = {
+        "wide": stack(lambda key: Linear(6, 4, bias=True, key=key)),
+        "tall": stack(lambda key: Linear(3, 5, key=key)),
+        "experts": stack(lambda key: ExpertLinear(3, 4, 5, bias=True, key=key)),
+    }
+    return Tree(layers, Embedding(7, 4, key=next(keys)), Linear(4, 7, key=next(keys)))
+
+
+def trained(tree, optimizer):
+    """Path -> the array after three steps with random gradients, of which the first is clipped to a norm of 3; the
+    gradients; and the state."""
+    state, gradients = optimizer.init(tree), []
+    update = jax.jit(lambda gradient, state, tree: optimizer.update(gradient, state, tree))
+    arrays, structure = jax.tree.flatten(tree)
+    for step, size in enumerate([10.0, 0.05, 0.1]):
+        random = np.random.RandomState(step)
+        drawn = [np.float32(size * random.randn(*a.shape)) for a in arrays]
+        scale = min(1, 3 / np.sqrt(sum(np.sum(np.float64(a) ** 2) for a in drawn)))
+        gradients.append(named(jax.tree.unflatten(structure, [scale * np.float64(a) for a in drawn])))
+        updates, state = update(jax.tree.unflatten(structure, list(map(jnp.asarray, drawn))), state, tree)
+        tree = optax.apply_updates(tree, updates)
+    return named(tree), gradients, state
+
+
+def named(tree):
+    return {path_name(path): np.float64(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def adam(gradients, keep=lambda moment: moment):
+    """AdamW's direction for one array at every step; its moments are kept as `keep` says."""
+    m = v = 0.0
+    for t, g in enumerate(gradients, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        yield m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+        m, v = keep(m), keep(v)
+
+
+def muon(gradients):
+    """Muon's direction for one matrix (out, in) at every step: Newton and Schulz's iteration of the momentum."""
+    m = 0.0
+    for t, g in enumerate(gradients, 1):
+        m = 0.95 * m + 0.05 * g
+        x = 0.95 * m / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)  # Nesterov's
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        yield 0.2 * np.sqrt(max(g.shape)) * x
+
+
+def expected(tree, gradients, direction):
+    """Path -> the array after steps of `direction(path, gradients)`, at a learning rate of 0.1, and 0.05 of decay."""
+    decayed = {path: decays for path, decays in named(is_decayed(tree)).items()}
+    arrays = {}
+    for path, array in named(tree).items():
+        for step in direction(path, [gradient[path] for gradient in gradients]):
+            array = array - 0.1 * (step + 0.5 * decayed[path] * array)
+        arrays[path] = array
+    return arrays
+
+
+def assert_near(got, want, rtol=2e-5):
+    for path, array in want.items():
+        np.testing.assert_allclose(got[path], array, rtol=rtol, atol=rtol * np.abs(array).max(), err_msg=path)
+
+
+SETTINGS = dict(weight_decay=0.5, clip_norm=3.0)
+
+
+def test_muon(tree):
+    """A stack's update is that of each layer's, and each expert's, matrix alone; other parameters get AdamW's."""
+
+    def direction(path, gradients):
+        if not path.startswith("layers.") or path.endswith("bias"):
+            return adam(gradients)
+        alone = [
+            list(muon(list(each))) for each in zip(*(g.reshape(-1, *g.shape[-2:]) for g in gradients), strict=True)
+        ]
+        return (np.stack(steps).reshape(gradients[0].shape) for steps in zip(*alone, strict=True))
+
+    got, gradients, _ = trained(tree, OPTIMIZERS["muon"](lambda step: 0.1, **SETTINGS))
+    assert_near(got, expected(tree, gradients, direction))
+
+
+def test_sgd(tree):
+    def direction(path, gradients):
+        trace = 0.0
+        for gradient in gradients:
+            trace = 0.9 * trace + gradient
+            yield trace
+
+    got, gradients, _ = trained(tree, OPTIMIZERS["sgd"](lambda step: 0.1, **SETTINGS))
+    assert_near(got, expected(tree, gradients, direction))
+
+
+def test_adafactor():
+    """A matrix has sums of its rows and columns; what is small has a second moment in full. No update is above 1."""
+    tree = {"layers": Linear(130, 128, bias=True, key=jax.random.key(0))}
+
+    def direction(path, gradients):
+        rows = columns = v = 0.0
+        for t, g in enumerate(gradients, 1):
+            square, decay = g * g + 1e-30, 1 - t**-0.8
+            if g.ndim > 1:
+                rows = decay * rows + (1 - decay) * square.mean(1)
+                columns = decay * columns + (1 - decay) * square.mean(0)
+                step = g / np.sqrt(np.outer(rows / rows.mean(), columns))
+            else:
+                v = decay * v + (1 - decay) * square
+                step = g / np.sqrt(v)
+            yield step / max(1, np.sqrt((step * step).mean()))
+
+    got, gradients, _ = trained(tree, OPTIMIZERS["adafactor"](lambda step: 0.1, **SETTINGS))
+    assert_near(got, expected(tree, gradients, direction))
+
+
+def test_moments_in_bfloat16(tree):
+    """Both are rounded after every step, and nothing else is."""
+    near = lambda moment: np.float64(np.asarray(moment, jnp.bfloat16))
+    got, gradients, state = trained(tree, rounded(adamw(lambda step: 0.1, **SETTINGS), "bfloat16"))
+    # Moments in float32 may round to the other side of a tie in float64: half a unit of bfloat16's last place.
+    assert_near(got, expected(tree, gradients, lambda _, gradients: adam(gradients, near)), rtol=2e-3)
+    dtypes = {path_name(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    assert {dtype for path, dtype in dtypes.items() if "count" not in path} == {jnp.dtype("bfloat16")}
+    assert {dtype for path, dtype in dtypes.items() if "count" in path} == {jnp.dtype("int32")}
+
+
+def test_options():
+    o = Options(steps=4, lr=1.0, warmup=0, decay=0, weight_decay=0.0, optimizer="muon", moments="bfloat16")
+    parameters = {"layers": Linear(3, 2, bias=True, key=jax.random.key(0))}
+    state = make_optimizer(o)[0].init(parameters)
+    muon = state[1][0].inner_states["muon"].inner_state[0]
+    assert muon.mu["layers"].weight.dtype == jnp.bfloat16 and isinstance(muon.mu["layers"].bias, optax.MaskedNode)
+    with pytest.raises(ValueError, match="--moments bfloat16 is of no use to adafactor"):
+        make_optimizer(Options(steps=4, lr=1.0, warmup=0, decay=0, optimizer="adafactor", moments="bfloat16"))

@@ -295,6 +295,10 @@ def test_adapters(config, monkeypatch):
     assert adapted.kinds["parameters"] - adapters == pytest.approx(whole.kinds["parameters"] / 2, rel=0.02)
     assert rounded.kinds["parameters"] < 0.8 * adapted.kinds["parameters"]
     assert rounded.kinds["optimizer"] == adapted.kinds["optimizer"]
+    muon, sgd = planned(optimizer="muon"), planned(optimizer="sgd", moments="bfloat16")
+    assert 0.5 < muon.kinds["optimizer"] / whole.kinds["optimizer"] < 1
+    assert sgd.kinds["optimizer"] == pytest.approx(whole.kinds["optimizer"] / 4, rel=0.01)
+    assert muon.gradients == whole.gradients == pytest.approx(whole.kinds["optimizer"] / 2, rel=0.01)
     assert 0.6 < adapted.flops / whole.flops < 0.8 and 0.6 < adapted.bounds["compute"] / whole.bounds["compute"] < 0.8
     assert planned(decode=True, quantize="int8").kinds["parameters"] < planned(decode=True).kinds["parameters"]
     with pytest.raises(ValueError, match=r"--quantize nf4 .* needs --lora\.rank or --decode"):
@@ -359,7 +363,9 @@ def test_suggestions_take_away_what_is_missing(config, monkeypatch):
     o = dataclasses.replace(TINY, remat="none", batch=32)
     made = refused(o, 2.0, 1.0)
     state = sum(made.kinds.values())
-    ours = lambda remat: planner.held(made.kinds, config, made.mesh, dataclasses.replace(o, remat=remat))
+    ours = lambda remat: planner.held(
+        made.kinds, made.gradients, config, made.mesh, dataclasses.replace(o, remat=remat)
+    )
     assert state < ours("offload") < ours("full") < ours("dots") < ours("none")
     for remat in ("dots", "full", "offload"):
         available = 1e9 * ours(remat) / ours("none") + 1

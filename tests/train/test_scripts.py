@@ -209,17 +209,20 @@ def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
 
 def test_the_folder_that_is_chosen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    about = lambda data="a", lr=1.0: {"identity": {"data": {"files": {"x": data}}}, "options": {"--lr": lr}}
+    about = lambda data="a", **new: {"identity": {"data": {"files": {"x": data}}}, "options": {"--lr": 1.0} | new}
     choose = lambda about, accept_data=False: str(folder.choose("sft", about, accept_data=accept_data))
     assert choose(about()) == "runs/sft"
     for name in ("sft", "sft-3", "sft-more", "sft-4"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     folder.describe(tmp_path / "runs" / "sft-3", about())
-    assert choose(about()) == "runs/sft-3" and choose(about(lr=2.0)) == "runs/sft"
+    assert choose(about()) == "runs/sft-3" and choose(about(**{"--lr": 2.0})) == "runs/sft"
+    # Options that there were not yet when a run began: it has their defaults.
+    assert choose(about(**{"--optimizer": "adamw", "--moments": "float32"})) == "runs/sft-3"
+    assert choose(about(**{"--optimizer": "muon"})) == "runs/sft"
     (tmp_path / "runs" / "sft" / "notes.txt").write_text("of somebody else")
-    assert choose(about(lr=2.0)) == choose(about(data="b")) == "runs/sft-2"
+    assert choose(about(**{"--lr": 2.0})) == choose(about(data="b")) == "runs/sft-2"
     assert choose(about(data="b"), accept_data=True) == "runs/sft-3"
-    assert choose(about(data="b", lr=2.0), accept_data=True) == "runs/sft-2"
+    assert choose(about(data="b", **{"--lr": 2.0}), accept_data=True) == "runs/sft-2"
 
 
 def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsys):

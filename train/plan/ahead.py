@@ -20,7 +20,7 @@ from train.mesh import token_sharding
 from train.optim import make_optimizer
 from train.options import Options
 from train.plan.hlo import Collective, activations, collectives
-from train.state import abstract_state
+from train.state import abstract_state, beside
 from train.step import REMAT, jit_train_step
 from zoo import lora, quantized
 from zoo.checkpoint import skeleton
@@ -39,6 +39,7 @@ class Program(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     kinds: dict[str, Any]  # "parameters", "optimizer", "batch", "cache": the arguments by what they are
+    gradients: Any = None  # shapes and places of a training step's gradients, about: XLA may choose others
 
 
 class Compiled(NamedTuple):
@@ -76,25 +77,29 @@ def training(
     seq: int,
     remat: str,
     microbatches: int,
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw",
+    moments: Literal["float32", "bfloat16"] = "float32",
     adapters: Lora = NONE,
     quantize: Literal["none"] | Format = "none",
 ) -> Program:
-    """The step of `train.loop`: AdamW in float32, computing in bfloat16; with a rank, of adapters alone."""
-    optimizer, schedule = make_optimizer(Options(lr=1e-4, steps=1000, warmup=30, decay=200))
+    """The step of `train.loop`: parameters in float32, computing in bfloat16; with a rank, of adapters alone."""
+    options = Options(optimizer=optimizer, moments=moments, lr=1e-4, steps=1000, warmup=30, decay=200)
+    transform, schedule = make_optimizer(options)
     if adapters.rank:
         model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)
     else:
         model = loop.abstract_model(config, family, mesh, mtp=False)
     trained, kept = lora.split(model)
-    state = abstract_state(trained, optimizer)
+    state = abstract_state(trained, transform)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
     data = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), rows)
     step = jit_train_step(
-        state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
+        state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
         microbatches=microbatches,
     )  # fmt: skip
     kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
-    return Program(step, (state, data, kept), kinds)
+    one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
+    return Program(step, (state, data, kept), kinds, jax.tree.map(one, trained))
 
 
 def frozen(

@@ -48,6 +48,10 @@ class Options:
     """What the backward pass computes again, as for training."""
     microbatches: int = 1
     """Parts in which a step works through its rows."""
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
+    """What makes updates of gradients, as for training."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What the optimizer's moments are kept in, as for training."""
     lora: Lora = NONE
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or rounded to eight or
@@ -72,6 +76,7 @@ class Plan:
     o: Options
     mesh: Mesh
     kinds: dict[str, int]  # of what lies there before a step
+    gradients: int
     compiled: Compiled | None  # None: it does not fit
     needed: float
     available: float
@@ -93,7 +98,7 @@ def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
     """
     mesh = make_mesh(o.mesh, devices)
     program = _program(o, config, mesh)
-    kinds = {kind: device_bytes(tree) for kind, tree in program.kinds.items()}
+    kinds, gradients = _bytes(program)
     whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments))
     if whole > chip.memory * len(devices):
         raise ValueError(
@@ -110,7 +115,13 @@ def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
     flops = flops_per_token(config, o.seq, frozen=bool(o.lora.rank)) / (3 if o.decode else 1)
     bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
-    return Plan(o, mesh, kinds, compiled if needed <= available else None, needed, available, bounds, flops, mfu)
+    compiled = compiled if needed <= available else None
+    return Plan(o, mesh, kinds, gradients, compiled, needed, available, bounds, flops, mfu)
+
+
+def _bytes(program: Program) -> tuple[dict[str, int], int]:
+    """Of one device: what lies there before a step, by kind; and gradients."""
+    return {kind: device_bytes(tree) for kind, tree in program.kinds.items()}, device_bytes(program.gradients)
 
 
 def _program(o: Options, config: Any, mesh: Mesh) -> Program:
@@ -124,7 +135,10 @@ def _program(o: Options, config: Any, mesh: Mesh) -> Program:
     check_mesh(mesh, skeleton(family, config), family, batch=o.batch // o.microbatches, seq_len=o.seq)
     if o.decode:
         return decoding(config, family, mesh, **shape)
-    return training(config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches, adapters=o.lora)
+    return training(
+        config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches, optimizer=o.optimizer,
+        moments=o.moments, adapters=o.lora,
+    )  # fmt: skip
 
 
 def _bounds(o: Options, model: Any, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
@@ -163,10 +177,10 @@ def kept(config: Any, mesh: Mesh, o: Options) -> float:
     return {"none": inputs + 2 * results, "dots": inputs + results, "full": inputs, "offload": 0.0}[o.remat]
 
 
-def held(kinds: Mapping[str, int], config: Any, mesh: Mesh, o: Options) -> float:
-    """Bytes of a device that a step needs, about: what lies there, gradients (half of AdamW's moments), activations."""
+def held(kinds: Mapping[str, int], gradients: int, config: Any, mesh: Mesh, o: Options) -> float:
+    """Bytes of a device that a step needs, about: what lies there before it, gradients, activations."""
     activations = 0.0 if o.decode else kept(config, mesh, o)
-    return sum(kinds.values()) + kinds.get("optimizer", 0) / 2 + activations
+    return sum(kinds.values()) + gradients + activations
 
 
 def suggestion(made: Plan, config: Any) -> str:
@@ -174,7 +188,7 @@ def suggestion(made: Plan, config: Any) -> str:
     o, mesh = made.o, made.mesh
     missing, state = made.needed - made.available, sum(made.kinds.values())
     # The compiler's figure, in the proportions of ours, which leave out much that is there only for a while.
-    ours = lambda o: held(made.kinds, config, mesh, o)
+    ours = lambda o: held(made.kinds, made.gradients, config, mesh, o)
     needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
     fixed = state - made.kinds.get("cache", 0)
     fits = fixed < made.available  # so that it is the batch that does not
@@ -204,14 +218,14 @@ def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[
         changed = dataclasses.replace(o, mesh=f"{text},fsdp=-1".lstrip(","), batch=batch)
         try:
             mesh = make_mesh(changed.mesh, devices)
-            kinds = _program(changed, config, mesh).kinds
-            sizes_of = {kind: device_bytes(tree) for kind, tree in kinds.items()}
+            program = _program(changed, config, mesh)
         except ValueError:  # it does not divide
             continue
+        kinds, gradients = _bytes(program)
         for remat in (o.remat,) if o.decode else REMATS:
             other = dataclasses.replace(changed, remat=remat)
-            if batch and held(sizes_of, config, mesh, other) < 0.9 * chip.memory:
-                seconds = _seconds(other, kinds["parameters"], chip, mesh)
+            if batch and held(kinds, gradients, config, mesh, other) < 0.9 * chip.memory:
+                seconds = _seconds(other, program.kinds["parameters"], chip, mesh)
                 found.append((seconds / batch, REMATS.index(remat), other))
     return [other for *_, other in sorted(found, key=lambda each: each[:2])]
 
