@@ -33,8 +33,8 @@ from zoo.gather import gathered
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.nn.model import Family
 from zoo.nn.stack import Stack
-from zoo.quantized import Format, QuantizedLinear, quantize
-from zoo.reading import Parameter, Part, Scan, Source, once, read, read_rounded
+from zoo.quantized import Format, LowPrecisionLinear, quantize
+from zoo.reading import Parameter, Part, Scan, Source, once, read, read_quantized
 from zoo.surgery import modules, path_name, shardings
 
 
@@ -164,7 +164,7 @@ def fill(
             path, stored = parameter.path, [tensors[n] for n in parameter.names.flat]
             kind = np.dtype(np.float32) if path.startswith(float32) else dtype or stored[0].dtype
             if format and (scale := f"{path.removesuffix('.weight')}.scale") in paths:
-                both = once(lambda i, p=parameter, kind=kind: read_rounded(p, tensors, i, kind, format, pool, scan))
+                both = once(lambda i, p=parameter, kind=kind: read_quantized(p, tensors, i, kind, format, pool, scan))
                 rows, scaled = parameter.array.ndim - 1, len(shapes[scale])
                 put(path, lambda i, both=both, n=rows: both(i[:n])[0][..., i[n]])
                 put(scale, lambda i, both=both, n=rows, m=scaled: both(i[:n])[1][(..., *i[n:m])])
@@ -263,7 +263,7 @@ def export(model: Any, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
     for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
-        if not isinstance(linear, Linear | QuantizedLinear | ExpertLinear):
+        if not isinstance(linear, Linear | LowPrecisionLinear | ExpertLinear):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):

@@ -1,8 +1,8 @@
-"""Adapters of low rank (LoRA, arXiv:2106.09685): put into any model, told apart from it, and merged.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): add them to any model, split them from it, and merge them.
 
     model = lora.add(model, rank=16, alpha=32, key=key)  # over a quantised model this is QLoRA (arXiv:2305.14314)
-    adapters, frozen = lora.split(model)                 # what is trained, and what is not
-    model = lora.merge(model)                            # the same without adapters
+    adapters, frozen = lora.split(model)                 # the parameters to train, and all others
+    model = lora.merge(model)                            # the updates added to the weights
 
 `zoo.peft` reads and writes them.
 """
@@ -23,7 +23,7 @@ from zoo.surgery import map_linears, modules, path_name
 
 
 T = TypeVar("T")
-LAYERS = "layers.*"  # every linear map of the layers; not the head
+LAYERS = "layers.*"  # every linear map of the layers, but not the output head
 
 
 class LoRALinear(AbstractLinear):
@@ -36,7 +36,7 @@ class LoRALinear(AbstractLinear):
 
     @classmethod
     def new(cls, base: AbstractLinear, key: PRNGKeyArray, *, rank: int, alpha: float) -> "LoRALinear":
-        """`a` random, with PEFT's deviation of 1 / sqrt(3 in), and `b` zero, so that nothing changes at first."""
+        """Starts with `b` zero, so that nothing changes, and `a` random with PEFT's deviation of 1 / sqrt(3 in)."""
         out_features, in_features = base.shape
         a = in_features**-0.5 * jax.random.uniform(key, (rank, in_features), minval=-1, maxval=1)
         return cls(base, a, jnp.zeros((out_features, rank)), alpha / rank)
@@ -59,7 +59,7 @@ class LoRALinear(AbstractLinear):
 
 
 class LoRAExpertLinear(AbstractExpertLinear):
-    """`LoRALinear`, once for each expert."""
+    """A `LoRALinear` for each expert."""
 
     base: AbstractExpertLinear
     a: Float[Array, "experts rank in"]
@@ -68,7 +68,7 @@ class LoRAExpertLinear(AbstractExpertLinear):
 
     @classmethod
     def new(cls, base: AbstractExpertLinear, key: PRNGKeyArray, *, rank: int, alpha: float) -> "LoRAExpertLinear":
-        """As `LoRALinear.new`."""
+        """Starts as `LoRALinear.new` does."""
         experts, out_features, in_features = base.shape
         a = in_features**-0.5 * jax.random.uniform(key, (experts, rank, in_features), minval=-1, maxval=1)
         return cls(base, a, jnp.zeros((experts, out_features, rank)), alpha / rank)
@@ -91,7 +91,7 @@ ADAPTERS = (LoRALinear, LoRAExpertLinear)
 
 
 def add(model: T, *, rank: int, alpha: float, where: str = LAYERS, key: PRNGKeyArray) -> T:
-    """`model` with an adapter over each linear map whose path matches `where`, experts' too.
+    """Puts an adapter over each linear map whose path matches `where`, experts' too.
 
     Raises:
         ValueError: if none matches, or the rank is not positive.
@@ -110,7 +110,10 @@ def add(model: T, *, rank: int, alpha: float, where: str = LAYERS, key: PRNGKeyA
 
 
 def split(model: T) -> tuple[T, T | None]:
-    """The adapters' arrays, and all others, each with None in place of the rest. Without adapters, all and None."""
+    """Splits a model into the adapters' arrays and all others; each result has None in place of the other's.
+
+    Without adapters the results are the model and None.
+    """
     if not any(modules(model, ADAPTERS)):
         return model, None
 
@@ -122,21 +125,21 @@ def split(model: T) -> tuple[T, T | None]:
 
 
 def joined(model: T, frozen: T | None) -> T:
-    """The inverse of `split`."""
+    """Puts together what `split` took apart."""
     return model if frozen is None else eqx.combine(model, frozen)
 
 
 def bare(model: T) -> T:
-    """`model` without its adapters: what it was before it had any. Its arrays are the same, not copies."""
+    """Takes the adapters off. The arrays of the result are the model's own, not copies."""
     strip = lambda m: m.base if isinstance(m, ADAPTERS) else m
     return jax.tree.map(strip, model, is_leaf=lambda m: isinstance(m, ADAPTERS))
 
 
 def merge(model: T) -> T:
-    """`model` with plain linear maps that do what those with adapters did, computed in float32 and rounded once.
+    """Adds each adapter's update to the weight under it, in float32 rounded once, and takes the adapter off.
 
     Raises:
-        ValueError: if an adapter lies over weights that are quantised, which the sum would not fit.
+        ValueError: if an adapter lies over quantised weights, which could not hold the sum.
     """
 
     def plain(path: Any, module: Any) -> Any:
@@ -144,7 +147,7 @@ def merge(model: T) -> T:
             return module
         if not isinstance(module.base, Linear | ExpertLinear):
             raise ValueError(
-                f"{path_name(path)} is a {type(module.base).__name__}, whose weights are rounded; load the model "
+                f"{path_name(path)} is a {type(module.base).__name__}, whose weights are quantised; load the model "
                 "without quantize= to merge the adapter."
             )
         weight = module.base.weight

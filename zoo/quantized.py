@@ -1,9 +1,9 @@
-"""Linear maps in fewer bits: weights stored rounded (int8, fp8, nf4), or floats that are rounded as they multiply.
+"""Quantised linear maps: weights stored in int8, fp8 or nf4, or floats that are quantised only to be multiplied.
 
     model = quantize(model, "nf4")           # what zoo.load(quantize="nf4") does, tensor by tensor
     model = quantize_training(model, "fp8")  # weights stay floats and are trained
 
-Both are done from outside, to the linear maps of a model's layers; routers, norms, embeddings and the head stay.
+Both replace the linear maps of a model's layers from outside. Routers, norms, embeddings and the head stay as they are.
 """
 
 import functools
@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import kernels
 from kernels.quantize import LARGEST
-from kernels.quantize import quantize as round_off
 from kernels.sums import spread
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
 from zoo.nn.stack import Stack
@@ -42,39 +41,40 @@ NF4 = np.array(
     ],
     np.float32,
 )  # fmt: skip
-NF4_BLOCK = 64  # weights that share a scale, at most
+NF4_BLOCK = 64  # at most so many weights share a scale
 
 
 def quantize(model: T, format: Format) -> T:
-    """`model` with the weights of its layers' linear maps, experts' too, stored in a format; see `rounded`."""
+    """Stores the weights of the layers' linear maps, experts' too, in a format: see `quantize_weight`."""
     for layers, stack in modules(model, Stack):
-        for kind, stored in ((AbstractLinear, StoredLinear), (AbstractExpertLinear, StoredExpertLinear)):
+        for kind, quantized in ((AbstractLinear, QuantizedLinear), (AbstractExpertLinear, QuantizedExpertLinear)):
             if any(modules(stack, kind)):
-                model = map_linears(model, lambda m, stored=stored: stored(m, format), f"{layers}.*", kind=kind)
+                model = map_linears(model, functools.partial(quantized, format=format), f"{layers}.*", kind=kind)
     return model
 
 
 def quantize_training(model: T, dtype: Literal["int8", "fp8"]) -> T:
-    """`model` with a `QuantizedLinear` for each `Linear` of its layers; all else, and every array, stays as it is."""
-    linear = lambda m: QuantizedLinear(m, dtype) if isinstance(m, Linear) else m
+    """Replaces each `Linear` of the layers by a `LowPrecisionLinear`. Every array stays as it is."""
+    linear = lambda m: LowPrecisionLinear(m, dtype) if isinstance(m, Linear) else m
     layers = lambda m: jax.tree.map(linear, m, is_leaf=lambda m: isinstance(m, Linear)) if isinstance(m, Stack) else m
     return jax.tree.map(layers, model, is_leaf=lambda m: isinstance(m, Stack))
 
 
-def rounded(weight: Float[Any, "*rows in"], format: Format, np: ModuleType = jnp) -> tuple[Any, Any]:
-    """What is stored of rows of weights: values, and scales in the weights' dtype.
+def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleType = jnp) -> tuple[Any, Any]:
+    """Quantises rows of weights: returns the values, and the scales in the weights' dtype.
 
-    "int8" and "fp8" (float8_e4m3fn) have a scale for each row: its largest magnitude / the format's. "nf4" has four
-    bits a weight, two weights in a byte, the first one in the upper half, and a scale for each 64 neighbours in a row
-    (or as many as divide both 64 and the row): their largest magnitude. `np` is jax.numpy, or numpy for a host to do
-    it as it reads.
+    - "int8" and "fp8" (float8_e4m3fn): each row has a scale, its largest magnitude / the format's.
+    - "nf4": a weight takes four bits, and a byte holds two, the first one in its upper half. Each block of 64
+      neighbours in a row (or as many as divide both 64 and the row) has a scale, its largest magnitude.
+
+    `np` is jax.numpy, or numpy where the host quantises as it reads.
 
     Raises:
         ValueError: for nf4 and rows of odd length.
     """
     dtype, weight = weight.dtype, weight.astype(np.float32)
     if format != "nf4" and np is jnp:
-        values, scale = round_off(weight, STORED[format], "channel")
+        values, scale = kernels.quantize.quantize(weight, STORED[format], "channel")
         return values, scale.astype(dtype)
     if format != "nf4":
         largest = np.max(np.abs(weight), axis=-1)
@@ -93,8 +93,10 @@ def rounded(weight: Float[Any, "*rows in"], format: Format, np: ModuleType = jnp
     return codes[..., ::2] << 4 | codes[..., 1::2], scale
 
 
-def unrounded(values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
-    """The weights that values and scales stand for, in the dtype of the scales."""
+def dequantize_weight(
+    values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format
+) -> Float[Array, "..."]:
+    """Computes the weights that values and scales stand for, in the dtype of the scales."""
     if format != "nf4":
         return values.astype(scale.dtype) * scale[..., None]
     codes = jnp.stack([values >> 4, values & 15], axis=-1).reshape(*scale.shape, -1)
@@ -102,8 +104,8 @@ def unrounded(values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."],
     return weight.reshape(*values.shape[:-1], -1).astype(scale.dtype)
 
 
-class StoredLinear(AbstractLinear):
-    """A `Linear` whose weight is stored in a `Format`, and not trained."""
+class QuantizedLinear(AbstractLinear):
+    """A `Linear` whose weight is stored quantised, in a `Format`, and not trained."""
 
     weight: Shaped[Array, "out stored"]
     scale: Float[Array, " out"] | Float[Array, "out blocks"]
@@ -111,7 +113,7 @@ class StoredLinear(AbstractLinear):
     format: Format = eqx.field(static=True)
 
     def __init__(self, linear: Linear, format: Format):
-        self.weight, self.scale = rounded(linear.weight, format)
+        self.weight, self.scale = quantize_weight(linear.weight, format)
         self.bias, self.format = linear.bias, format
 
     @property
@@ -127,14 +129,14 @@ class StoredLinear(AbstractLinear):
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
 
     def matrix(self) -> Float[Array, "out in"]:
-        return unrounded(self.weight, self.scale, self.format)
+        return dequantize_weight(self.weight, self.scale, self.format)
 
-    def partition_specs(self, spec: P) -> "StoredLinear":
+    def partition_specs(self, spec: P) -> "QuantizedLinear":
         return placed(self, spec)
 
 
-class StoredExpertLinear(AbstractExpertLinear):
-    """`StoredLinear`, once for each expert. But for int8, all experts of a layer are floats while they multiply."""
+class QuantizedExpertLinear(AbstractExpertLinear):
+    """A `QuantizedLinear` for each expert. Except in int8, a layer dequantises all its experts to multiply."""
 
     weight: Shaped[Array, "experts out stored"]
     scale: Float[Array, "experts out"] | Float[Array, "experts out blocks"]
@@ -142,7 +144,7 @@ class StoredExpertLinear(AbstractExpertLinear):
     format: Format = eqx.field(static=True)
 
     def __init__(self, linear: ExpertLinear, format: Format):
-        self.weight, self.scale = rounded(linear.weight, format)
+        self.weight, self.scale = quantize_weight(linear.weight, format)
         self.bias, self.format = linear.bias, format
 
     @property
@@ -154,32 +156,32 @@ class StoredExpertLinear(AbstractExpertLinear):
         if self.format == "int8":
             y = kernels.ragged_dot(x, self.weight, group_sizes) * each(self.scale)
         else:
-            weight = unrounded(self.weight, self.scale, self.format).astype(x.dtype)
+            weight = dequantize_weight(self.weight, self.scale, self.format).astype(x.dtype)
             y = kernels.ragged_dot(x, weight, group_sizes)
         return y if self.bias is None else y + each(self.bias)
 
-    def partition_specs(self, spec: P) -> "StoredExpertLinear":
+    def partition_specs(self, spec: P) -> "QuantizedExpertLinear":
         return placed(self, spec)
 
 
 def shape(weight: Shaped[Array, "..."], format: Format) -> tuple[int, ...]:
-    """Of the weight that is stored."""
+    """The shape of the weight that is stored as `weight` in a format."""
     return (*weight.shape[:-1], 2 * weight.shape[-1]) if format == "nf4" else weight.shape
 
 
 def placed(linear: Any, spec: P) -> Any:
-    """A stored linear, or one of experts, with each array replaced by its `PartitionSpec`; `spec` is the weight's."""
+    """Replaces each array of a quantised linear map, or of experts', by its `PartitionSpec`; `spec` is the weight's."""
     rows = P(*spec[:-1])
-    scale = P(*rows, None) if linear.format == "nf4" else rows  # there may be too few in a row to split it
+    scale = P(*rows, None) if linear.format == "nf4" else rows  # a row may have too few blocks to split them
     result = eqx.tree_at(lambda m: (m.weight, m.scale), linear, (spec, scale))
     return result if linear.bias is None else eqx.tree_at(lambda m: m.bias, result, rows)
 
 
-class QuantizedLinear(AbstractLinear):
-    """A `Linear` that trains in eight bits: its parameters are floats, and rounded only as they are multiplied.
+class LowPrecisionLinear(AbstractLinear):
+    """A `Linear` that trains in eight bits: its parameters are floats, which are quantised only to be multiplied.
 
-    Weight and activations are rounded row by row, in "fp8" for all three products of a training step, with gradients
-    rounded too; in "int8" the backward pass multiplies floats.
+    Weight and activations are quantised row by row. In "fp8" all three products of a training step are of quantised
+    factors, gradients too; in "int8" the backward pass multiplies floats.
     """
 
     weight: Float[Array, "out in"]
@@ -203,6 +205,6 @@ class QuantizedLinear(AbstractLinear):
     def matrix(self) -> Float[Array, "out in"]:
         return self.weight
 
-    def partition_specs(self, spec: P) -> "QuantizedLinear":
+    def partition_specs(self, spec: P) -> "LowPrecisionLinear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))

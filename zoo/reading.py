@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from convert.packed import Packed
 from convert.tensors import Tensor
-from zoo.quantized import STORED, Format, rounded
+from zoo.quantized import STORED, Format, quantize_weight
 
 
 Source = Tensor | Packed
@@ -21,7 +21,7 @@ Index = tuple[slice, ...]
 Part = Callable[[Any], Any]  # reads what an `Index` takes of an array
 
 PIECE = 2**25  # bytes that a thread reads at a time
-ROUNDED_PIECE = 2**18  # and where it quantises them: what fits into a core's cache
+QUANTIZED_PIECE = 2**18  # and where it quantises them: what fits into a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def read(
     return out
 
 
-def read_rounded(
+def read_quantized(
     parameter: Parameter,
     tensors: Mapping[str, Source],
     index: Index,
@@ -142,12 +142,12 @@ def read_rounded(
     pool: concurrent.futures.Executor,
     scan: Scan | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`zoo.quantized.rounded` of the rows `index` of a parameter in `dtype`, worked out piece by piece.
+    """`zoo.quantized.quantize_weight` of the rows `index` of a parameter in `dtype`, worked out piece by piece.
 
     The rows are read whole, since a row's scale depends on all of it.
     """
     names, inner, shape = locate(parameter, (*index, slice(None)))
-    values, scales = rounded(np.zeros((1, shape[-1]), dtype), format, np)
+    values, scales = quantize_weight(np.zeros((1, shape[-1]), dtype), format, np)
     values = aligned_empty((*names.shape, *shape[:-1], *values.shape[1:]), STORED[format])
     scales = aligned_empty((*names.shape, *shape[:-1], *scales.shape[1:]), dtype)
 
@@ -155,9 +155,9 @@ def read_rounded(
         weight = rows(tensor, inner, piece, dtype, parameter.transposed)
         if scan:
             scan.look(tensor, weight, parameter)
-        values[at][piece], scales[at][piece] = rounded(weight, format, np)
+        values[at][piece], scales[at][piece] = quantize_weight(weight, format, np)
 
-    for_each_piece(fetch, tensors, names, shape, ROUNDED_PIECE // dtype.itemsize, pool)
+    for_each_piece(fetch, tensors, names, shape, QUANTIZED_PIECE // dtype.itemsize, pool)
     return values, scales
 
 

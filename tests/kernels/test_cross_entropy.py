@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import cross_entropy
 from zoo.lora import LoRALinear
 from zoo.nn.layers import AbstractLinear, Embedding, Linear
-from zoo.quantized import StoredLinear
+from zoo.quantized import QuantizedLinear
 
 
 BATCH, SEQ, VOCAB, EMBED = 4, 13, 97, 16
@@ -42,7 +42,7 @@ def make(kind: str) -> Model:
     linear = Linear(EMBED, VOCAB, bias=True, std=1.0, key=head)
     heads = {
         "tied": None,
-        "int8": StoredLinear(linear, "int8"),
+        "int8": QuantizedLinear(linear, "int8"),
         "lora": LoRALinear.new(linear, lora, rank=2, alpha=4.0),
     }
     other = jnp.ones(3)

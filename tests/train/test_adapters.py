@@ -92,7 +92,7 @@ def rounded(base, tmp_path_factory):
 
 def assert_over_rounded_weights(out, metrics, trained, tuned):
     """A checkpoint of QLoRA is as large as one of LoRA, and the losses are nearly the same."""
-    assert any(modules(trained, zoo.quantized.StoredLinear))
+    assert any(modules(trained, zoo.quantized.QuantizedLinear))
     assert stored(out) == stored(tuned[0])
     assert np.mean(losses(metrics)[-2:]) < losses(metrics)[0] - 0.3
     assert 0 < np.abs(np.subtract(losses(metrics), losses(tuned[1]))).mean() < 0.2
@@ -111,14 +111,14 @@ def test_what_an_adapter_was_trained_over(base, tuned, rounded, tmp_path, monkey
     monkeypatch.setattr(zoo, "save", lambda *_: None)
     zoo.__main__.merge(str(base / "model"), rounded[0] / "adapter", tmp_path)
     said = capsys.readouterr().out
-    assert "trained over weights rounded to int8; these are unrounded" in said and "other weights" not in said
+    assert "trained over weights quantised to int8; these are not quantised" in said and "other weights" not in said
     tiny.write(tmp_path / "another", "qwen3", eos_token_id=63)
     tensors = convert.tensors.open_tensors(base / "model")
     changed = {name: np.array(tensor.view()) * 2 for name, tensor in tensors.items()}
     safetensors.numpy.save_file(changed, tmp_path / "another" / "model.safetensors", metadata={"format": "pt"})
     zoo.__main__.merge(str(tmp_path / "another"), tuned[0] / "adapter", tmp_path)
     said = capsys.readouterr().out
-    assert "was trained over other weights than these" in said and "rounded" not in said
+    assert "was trained over other weights than these" in said and "quantised" not in said
 
 
 def test_over_rounded_weights(rounded, tuned):

@@ -25,7 +25,7 @@ from zoo import surgery
 from zoo.config import read as read_config
 from zoo.lora import LoRALinear
 from zoo.models import deepseek2, deepseek3
-from zoo.quantized import StoredLinear
+from zoo.quantized import QuantizedLinear
 
 
 KEY, E4M3 = jax.random.key(0), ml_dtypes.float8_e4m3fn
@@ -74,7 +74,7 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
     config = read_config(family.FAMILY, tiny.CONFIGS[family.FAMILY.name])
     attention = noise(lambda: family.Attention(config, key=KEY), 0.2)
     if surgeon == "int8":
-        attention = surgery.map_linears(attention, lambda m: StoredLinear(m, "int8"))
+        attention = surgery.map_linears(attention, lambda m: QuantizedLinear(m, "int8"))
     if surgeon == "lora":
         adapt = functools.partial(LoRALinear.new, rank=3, alpha=3.0)
         attention = surgery.map_linears(attention, adapt, "kv_b_proj", key=KEY)

@@ -122,7 +122,7 @@ def test_over_rounded_weights(load, format, tmp_path):
     loss = lambda adapters, frozen: jnp.mean(lora.joined(adapters, frozen)(TOKENS) ** 2)
     gradients = jax.jit(jax.grad(loss))(*lora.split(adapted))
     assert all(np.any(g) for g in jax.tree.leaves(gradients))
-    with pytest.raises(ValueError, match=r"layers\.period.* is a Stored\w*Linear, whose weights are rounded"):
+    with pytest.raises(ValueError, match=r"layers\.period.* is a Quantized\w*Linear, whose weights are quantised"):
         lora.merge(adapted)
 
 

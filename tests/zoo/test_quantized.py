@@ -13,7 +13,15 @@ from tests.zoo.programs import forward, noise, same
 from zoo import surgery
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Linear
 from zoo.nn.stack import Stack
-from zoo.quantized import NF4, QuantizedLinear, StoredLinear, quantize, quantize_training, rounded, unrounded
+from zoo.quantized import (
+    NF4,
+    LowPrecisionLinear,
+    QuantizedLinear,
+    dequantize_weight,
+    quantize,
+    quantize_training,
+    quantize_weight,
+)
 
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(0, 64, (8, 12)))
@@ -29,7 +37,7 @@ def test_the_linears_of_layers_and_nothing_else(model):
     quantized = quantize_training(model, "fp8")
     in_layers = tuple(f"{path}." for path, _ in surgery.modules(model, Stack))
     for path, linear in surgery.modules(quantized, AbstractLinear):
-        assert type(linear) is (QuantizedLinear if path.startswith(in_layers) else Linear)
+        assert type(linear) is (LowPrecisionLinear if path.startswith(in_layers) else Linear)
     named = lambda m: {surgery.path_name(p): a for p, a in jax.tree_util.tree_leaves_with_path(m)}
     assert named(quantized).keys() == named(model).keys()
     assert all(array is named(model)[path] for path, array in named(quantized).items())
@@ -92,7 +100,9 @@ def test_stored(load, name, dtype, format):
     def store(model):
         stored = quantize(model, format)
         in_layers = {path: m for path, m in linears(stored) if path.startswith("layers.")}
-        meant = {path: unrounded(m.weight, m.scale.astype(jnp.float32), format) for path, m in in_layers.items()}
+        meant = {
+            path: dequantize_weight(m.weight, m.scale.astype(jnp.float32), format) for path, m in in_layers.items()
+        }
         return stored, meant
 
     stored, meant = store(model)
@@ -130,14 +140,14 @@ def test_stored_on_a_mesh(folders, load, format):
 def test_nf4_by_hand():
     """Codes and bytes of two blocks, one of them all zeros; ties go to the lower code."""
     weight = np.concatenate([2 * np.asarray(NF4, np.float32).repeat(4), np.zeros(64, np.float32)])[None]
-    values, scale = map(np.asarray, rounded(jnp.asarray(weight), "nf4"))
+    values, scale = map(np.asarray, quantize_weight(jnp.asarray(weight), "nf4"))
     assert values.shape == (1, 64) and values.dtype == np.uint8
     assert scale.tolist() == [[2.0, 1.0]]
     assert values[0, :8].tolist() == [0x00, 0x00, 0x11, 0x11, 0x22, 0x22, 0x33, 0x33]
     assert (values[0, 32:] == 0x77).all()
-    assert np.array_equal(unrounded(jnp.asarray(values), jnp.asarray(scale), "nf4"), weight)
+    assert np.array_equal(dequantize_weight(jnp.asarray(values), jnp.asarray(scale), "nf4"), weight)
     with pytest.raises(ValueError, match="Rows of 3 weights"):
-        rounded(jnp.ones((2, 3)), "nf4")
+        quantize_weight(jnp.ones((2, 3)), "nf4")
 
 
 @pytest.mark.live
@@ -146,17 +156,17 @@ def test_nf4_equals_bitsandbytes():
     torch = pytest.importorskip("torch")
     weight = np.random.RandomState(0).randn(8, 128).astype(np.float32)
     values, state = bitsandbytes.functional.quantize_4bit(torch.from_numpy(weight), quant_type="nf4")
-    ours, scale = rounded(jnp.asarray(weight), "nf4")
+    ours, scale = quantize_weight(jnp.asarray(weight), "nf4")
     assert (np.asarray(ours).ravel() == values.numpy().ravel()).all()
     np.testing.assert_array_equal(np.ravel(scale), state.absmax.numpy())
     meant = bitsandbytes.functional.dequantize_4bit(values, state).numpy()
-    np.testing.assert_allclose(unrounded(ours, scale, "nf4"), meant, rtol=1e-6)
+    np.testing.assert_allclose(dequantize_weight(ours, scale, "nf4"), meant, rtol=1e-6)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stored_weight_has_no_gradient(format):
     """What it multiplies has one, though, that of the weights it stands for."""
-    stored = StoredLinear(noise(lambda: Linear(64, 8, key=jax.random.key(0))), format)
+    stored = QuantizedLinear(noise(lambda: Linear(64, 8, key=jax.random.key(0))), format)
     x = np.random.RandomState(1).standard_normal((2, 64)).astype(np.float32)
     both = lambda x: (jnp.sum(jnp.sin(stored(x))), jnp.sum(jnp.sin(x @ stored.matrix().T)))
     np.testing.assert_allclose(*jax.jit(jax.jacrev(both))(x), atol=1e-5)

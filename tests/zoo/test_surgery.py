@@ -18,11 +18,11 @@ from tests.zoo.programs import forward, noise
 from zoo import surgery
 from zoo.lora import LoRALinear
 from zoo.nn.layers import AbstractLinear, Linear
-from zoo.quantized import StoredLinear
+from zoo.quantized import QuantizedLinear
 
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(0, 64, (8, 12)))
-int8 = functools.partial(StoredLinear, format="int8")
+int8 = functools.partial(QuantizedLinear, format="int8")
 
 
 @pytest.fixture(scope="module")
