@@ -32,7 +32,7 @@ def cross_entropy(
     scan keeps the features' gradients and the sum of the weights', and the backward pass only scales them.
     """
     batch, seq, _ = x.shape
-    axes, seq_axes = mesh.splitting(batch, *mesh.BATCH), mesh.splitting(seq, mesh.SEQUENCE)
+    axes, seq_axes = mesh.splitting(batch, *mesh.BATCH), mesh.splitting(seq, mesh.CONTEXT)
     rows, parts = (math.prod(map(mesh.split, names)) for names in (axes, seq_axes))
     shards, part = rows * parts, seq // parts
     size = min(part, -(-chunk * rows // batch))  # positions of one chunk

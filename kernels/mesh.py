@@ -18,10 +18,16 @@ from kernels.masks import Tokens
 from kernels.sums import lookup
 
 
-BATCH = ("stage", "replica", "fsdp", "expert")  # sequences are split over these
-SEQUENCE = "context"  # the tokens of a sequence
-FEATURES = "tensor"  # heads, the features of hidden layers, the words of a vocabulary
-PARAMETERS = ("fsdp", "expert", "context", "stage")  # parameters are split over these, whose devices differ in tokens
+# The axes of a mesh, and what each splits. zoo.mesh.make_mesh says it to users.
+REPLICA = "replica"  # sequences of the batch; each replica has all parameters and its share of the optimizer's state
+FSDP = "fsdp"  # sequences of the batch, parameters and optimizer state
+TENSOR = "tensor"  # heads, the features of hidden layers, the words of the vocabulary
+CONTEXT = "context"  # the tokens of a sequence; parameters as FSDP does
+EXPERT = "expert"  # the experts of a mixture; all else as FSDP does
+STAGE = "stage"  # layers, in a pipeline; all else as FSDP does
+
+BATCH = (STAGE, REPLICA, FSDP, EXPERT)  # sequences are split over these
+PARAMETERS = (FSDP, EXPERT, CONTEXT, STAGE)  # parameters are split over these, whose devices differ in tokens
 
 
 def free() -> dict[str, int]:
@@ -55,8 +61,8 @@ def fitting(size: int, axes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def tokens_spec(shape: tuple[int, ...]) -> P:
-    """Returns the spec of an array [batch, seq, ...]: sequences over `BATCH`, their tokens over `SEQUENCE`."""
-    return P(splitting(shape[0], *BATCH), splitting(shape[1], SEQUENCE))
+    """Returns the spec of an array [batch, seq, ...]: sequences over `BATCH`, their tokens over `CONTEXT`."""
+    return P(splitting(shape[0], *BATCH), splitting(shape[1], CONTEXT))
 
 
 def split_attention(
@@ -80,10 +86,10 @@ def split_attention(
     if not (axes := free()):
         return attend(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
     batch = splitting(len(q), *BATCH)
-    seq = splitting(math.gcd(q.shape[1], k.shape[1]), SEQUENCE)
-    heads = splitting(q.shape[2], FEATURES)
-    if heads and k.shape[2] % split(FEATURES):
-        times = math.lcm(k.shape[2], split(FEATURES)) // k.shape[2]  # both divide the query heads, so this does, too
+    seq = splitting(math.gcd(q.shape[1], k.shape[1]), CONTEXT)
+    heads = splitting(q.shape[2], TENSOR)
+    if heads and k.shape[2] % split(TENSOR):
+        times = math.lcm(k.shape[2], split(TENSOR)) // k.shape[2]  # both divide the query heads, so this does, too
         k, v = (jnp.repeat(a, times, axis=2) for a in (k, v))
 
     def given(tokens: Tokens) -> Tokens:
@@ -94,7 +100,7 @@ def split_attention(
         return P(batch if len(ids) == len(q) else None, seq)
 
     def local(q: Any, k: Any, v: Any, sinks: Any, q_ids: Any, kv_ids: Any) -> Any:
-        gather = lambda a: jax.lax.all_gather(a, SEQUENCE, axis=1, tiled=True) if seq else a
+        gather = lambda a: jax.lax.all_gather(a, CONTEXT, axis=1, tiled=True) if seq else a
         k, v, kv_ids = jax.tree.map(gather, (k, v, kv_ids))
         return attend(q, k, v, sinks=sinks, q_tokens=merge(q_tokens, q_ids), kv_tokens=merge(kv_tokens, kv_ids))
 
@@ -120,18 +126,18 @@ def split_attention(
 def split_lookup(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq embed"]:
-    """Looks up `table[tokens]` in a table whose rows are split over `FEATURES` and their features over `PARAMETERS`.
+    """Looks up `table[tokens]` in a table whose rows are split over `TENSOR` and their features over `PARAMETERS`.
 
     An all-gather brings tokens to the devices that have the features, and an all-to-all brings features back. So no
     device ever holds the whole table, or all features of all devices' tokens, as XLA by itself sometimes would.
     """
     if not (axes := free()):
         return lookup(table, tokens)
-    words, features = splitting(table.shape[0], FEATURES), splitting(table.shape[1], *PARAMETERS)
+    words, features = splitting(table.shape[0], TENSOR), splitting(table.shape[1], *PARAMETERS)
 
     def local(table: Array, tokens: Array) -> Array:
         tokens = jax.lax.all_gather(tokens, features) if features else tokens[None]
-        tokens -= jax.lax.axis_index(FEATURES) * len(table) if words else 0
+        tokens -= jax.lax.axis_index(TENSOR) * len(table) if words else 0
         here = (tokens >= 0) & (tokens < len(table))
         rows = jnp.where(here[..., None], lookup(table, jnp.where(here, tokens, 0)), 0)
         rows = jax.lax.psum(rows, words)

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 import kernels
 import train.tiny
 import zoo
+from kernels.mesh import CONTEXT
 from train import finetune, loop, loss, report
 from train.data import teacher
 from train.data.packing import batches, encode, file_hashes, fingerprint, padded, survey, tokenizer_hash
@@ -161,7 +162,7 @@ def main(o: Options) -> None:
 
 def store(o: Options, folder: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
     """Writes the teacher's largest logits of all batches."""
-    if jax.process_count() > 1 or mesh.shape["context"] > 1:
+    if jax.process_count() > 1 or mesh.shape[CONTEXT] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
     with jax.set_mesh(mesh):
         larger = zoo.load(source["teacher"], dtype=loop.compute_dtype(o), mesh=mesh)

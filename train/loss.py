@@ -34,7 +34,7 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
     """
     batch, seq = arrays[0].shape[:2]
     rows = math.prod(map(mesh.split, mesh.splitting(batch, *mesh.BATCH)))
-    parts = math.prod(map(mesh.split, mesh.splitting(seq, mesh.SEQUENCE)))  # each device cuts up its own positions
+    parts = math.prod(map(mesh.split, mesh.splitting(seq, mesh.CONTEXT)))  # each device cuts up its own positions
     part = seq // parts
     size = min(part, math.ceil(chunk * rows / batch))
     count = math.ceil(part / size)

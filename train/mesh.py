@@ -10,11 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Shaped
 
-from kernels.mesh import BATCH, FEATURES, SEQUENCE
+from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from zoo.mesh import AXES
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import Family
-from zoo.nn.pipeline import STAGE
 from zoo.nn.stack import Stack
 from zoo.surgery import modules, shardings
 
@@ -30,23 +29,23 @@ def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: i
     names = "*".join(axis for axis in BATCH if size[axis] > 1) or "1"
     for number, divisor, what, how in (
         (batch, shares, "sequences of a step", names),
-        (seq_len, 2 * size[SEQUENCE] if size[SEQUENCE] > 1 else 1, "tokens of a row", "2*context"),
-        (c.num_attention_heads, size[FEATURES], "heads", FEATURES),
+        (seq_len, 2 * size[CONTEXT] if size[CONTEXT] > 1 else 1, "tokens of a row", "2*context"),
+        (c.num_attention_heads, size[TENSOR], "heads", TENSOR),
         (model.layers.repeats, size[STAGE], "repeated groups of layers", STAGE),
-        *((n, size["expert"], "experts", "expert") for n in experts),
+        *((n, size[EXPERT], "experts", EXPERT) for n in experts),
     ):
         if number % divisor:
             fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
             raise ValueError(
                 f"{number} {what} can't be split by {how} = {divisor}: it must divide them, as {fitting} do."
             )
-    if size["expert"] > 1 and not experts:
+    if size[EXPERT] > 1 and not experts:
         raise ValueError(f"expert={size['expert']} in the mesh, but {family.name} has no experts: use fsdp instead.")
     for path, stack in modules(model, Stack):
         for numbers, block in stack.blocks():
-            if block.ordered and size[SEQUENCE] > 1:
+            if block.ordered and size[CONTEXT] > 1:
                 raise ValueError(
-                    f"{SEQUENCE}={size[SEQUENCE]} in the mesh, but layer {numbers[0]} of {family.name} ({path}, a "
+                    f"{CONTEXT}={size[CONTEXT]} in the mesh, but layer {numbers[0]} of {family.name} ({path}, a "
                     f"{type(block).__name__}) needs the tokens of a row in order: use fsdp or tensor instead."
                 )
     shardings(model, family.partition_rules, mesh)
@@ -64,10 +63,10 @@ def without_stages(mesh: Mesh, model: Any, family: Family) -> Mesh:
         return Mesh(devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
 
     try:
-        shardings(model, family.partition_rules, along("fsdp"))
+        shardings(model, family.partition_rules, along(FSDP))
     except ValueError:
-        return along("replica")
-    return along("fsdp")
+        return along(REPLICA)
+    return along(FSDP)
 
 
 def put_batch(
@@ -80,7 +79,7 @@ def put_batch(
     Raises:
         ValueError: if they can't be split evenly.
     """
-    shares, parts, place = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[SEQUENCE], token_sharding(mesh)
+    shares, parts, place = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[CONTEXT], token_sharding(mesh)
     put = {}
     for name, array in batch.items():
         if len(array) % shares:
@@ -92,7 +91,7 @@ def put_batch(
 
 def token_sharding(mesh: Mesh) -> NamedSharding:
     """Of arrays [batch, seq, ...]."""
-    return NamedSharding(mesh, P(BATCH, SEQUENCE))
+    return NamedSharding(mesh, P(BATCH, CONTEXT))
 
 
 def balanced(seq: int, parts: int) -> Int[np.ndarray, " seq"]:

@@ -90,7 +90,7 @@ def cross_entropy(
     sums = {"loss": sums["loss"], "accuracy": sums["correct"]}
     if mtp_weight:
         y, routing = model.further(x, targets, **where)
-        seq, parts = targets.shape[1], mesh.split(mesh.SEQUENCE)
+        seq, parts = targets.shape[1], mesh.split(mesh.CONTEXT)
         order = balanced(seq, parts) if parts > 1 else np.arange(seq)  # as put_batch has put the tokens
         after = lambda a: jnp.pad(a[:, np.argsort(order)][:, 1:], ((0, 0), (0, 1)))[:, order]
         both = mask & after(mask) & (segments == after(segments))

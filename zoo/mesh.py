@@ -9,13 +9,12 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from kernels.mesh import FEATURES, SEQUENCE
-from zoo.nn.pipeline import STAGE
+from kernels.mesh import CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 
 
 # From those that send least to those that send most. Stages come first since XLA wants nested `shard_map`s in order.
-AXES = (STAGE, "replica", "fsdp", "expert", SEQUENCE, FEATURES)
-ACROSS = ("replica", STAGE, "fsdp")  # those that may cross the slow network between slices of TPUs
+AXES = (STAGE, REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)
+ACROSS = (REPLICA, STAGE, FSDP)  # those that may cross the slow network between slices of TPUs
 
 
 def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Mesh:

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
-from kernels.mesh import FEATURES, PARAMETERS, fitting
+from kernels.mesh import FSDP, PARAMETERS, STAGE, TENSOR, fitting
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
-from zoo.nn.pipeline import STAGE
 
 
 T = TypeVar("T")
@@ -113,16 +112,16 @@ def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
     def place(path: Any, array: Any, spec: P) -> NamedSharding:
         axes = [axis if axis in mesh.shape else None for axis in spec]
         for i, (size, axis) in enumerate(zip(array.shape, axes, strict=True)):
-            if axis == FEATURES and size % mesh.shape[axis] and fnmatch.fnmatch(path_name(path), "*.[kv]_proj.*"):
+            if axis == TENSOR and size % mesh.shape[axis] and fnmatch.fnmatch(path_name(path), "*.[kv]_proj.*"):
                 axes[i] = None
             elif axis and size % mesh.shape[axis]:
                 raise ValueError(
                     f"{path_name(path)} of shape {array.shape} can't be split: {size} is not a multiple of the mesh "
                     f"axis {axis}={mesh.shape[axis]}. Choose a smaller {axis}."
                 )
-            if axis == "fsdp":
+            if axis == FSDP:
                 more = {a: mesh.shape[a] for a in PARAMETERS if a not in spec and mesh.shape.get(a, 1) > 1}
-                axes[i] = ("fsdp", *more_axes) if (more_axes := fitting(size // mesh.shape["fsdp"], more)) else "fsdp"
+                axes[i] = (FSDP, *more_axes) if (more_axes := fitting(size // mesh.shape[FSDP], more)) else FSDP
         return NamedSharding(mesh, P(*axes))
 
     return jax.tree_util.tree_map_with_path(place, model, partition_specs(model, rules))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from kernels import Tokens
-from kernels.mesh import BATCH, FEATURES
+from kernels.mesh import BATCH, TENSOR
 from train.mesh import check_mesh
 from train.metrics import products_per_token
 from zoo import registry
@@ -41,7 +41,7 @@ class State(caches.AbstractCache):
         spec = P(
             None,
             caches.split_over(self.kv.shape[1], BATCH, sizes),
-            caches.split_over(self.kv.shape[2], (FEATURES,), sizes),
+            caches.split_over(self.kv.shape[2], (TENSOR,), sizes),
         )
         return eqx.tree_at(lambda c: (c.kv, c.layer), self, (spec, P()))
 

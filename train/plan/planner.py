@@ -11,7 +11,7 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
-from kernels.mesh import BATCH, FEATURES, SEQUENCE
+from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.finetune import Lora
 from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
@@ -20,7 +20,7 @@ from train.plan.chips import Chip, slowest_link
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
-from zoo.nn.pipeline import STAGE, rounds_of
+from zoo.nn.pipeline import rounds_of
 from zoo.registry import family_of
 from zoo.surgery import modules
 
@@ -169,11 +169,11 @@ def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
 def kept(config: Any, mesh: Mesh, o: Options) -> float:
     """Bytes of a device that activations kept for the backward pass take, about: for choosing what to compile."""
     rows = o.batch / o.microbatches / math.prod(mesh.shape[axis] for axis in BATCH)
-    tokens = rows * o.seq / mesh.shape[SEQUENCE]
+    tokens = rows * o.seq / mesh.shape[CONTEXT]
     inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
-    inputs /= mesh.shape[FEATURES] if mesh.shape[SEQUENCE] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
+    inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
     # Each product's result has, on average, as many numbers as weights over the model's width.
-    results = 2 * tokens * products_per_token(config, o.seq).layers / config.hidden_size / mesh.shape[FEATURES]
+    results = 2 * tokens * products_per_token(config, o.seq).layers / config.hidden_size / mesh.shape[TENSOR]
     return {"none": inputs + 2 * results, "dots": inputs + results, "full": inputs, "offload": 0.0}[o.remat]
 
 
@@ -195,9 +195,9 @@ def suggestion(made: Plan, config: Any) -> str:
     for remat in REMATS[REMATS.index(o.remat) + 1 :] if fits and not o.decode else ():
         if needs(remat) <= made.available:
             return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
-    replicas = mesh.shape["replica"]
+    replicas = mesh.shape[REPLICA]
     if (less := made.kinds["parameters"] * (1 - 1 / replicas)) >= missing:
-        fsdp = mesh.shape["fsdp"] * replicas
+        fsdp = mesh.shape[FSDP] * replicas
         return f"fsdp={fsdp} instead of replica={replicas}, which takes {gb(less)} off each device."
     shards = math.prod(mesh.shape[axis] for axis in BATCH) * o.microbatches
     rows = int((made.available - fixed) / (made.needed - fixed) * o.batch) // shards * shards if fits else 0
@@ -210,8 +210,8 @@ def suggestion(made: Plan, config: Any) -> str:
 def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[Options]:
     """Other meshes, batches and remats that should fit, the fastest first, by a rough estimate of bytes and times."""
     found, sizes = [], (1, 2, 4, 8, 16)
-    pairs = [{"replica": n, FEATURES: m} for n, m in itertools.product(sizes, sizes)]
-    axes = ("expert", SEQUENCE) if o.decode else ("expert", SEQUENCE, STAGE)
+    pairs = [{REPLICA: n, TENSOR: m} for n, m in itertools.product(sizes, sizes)]
+    axes = (EXPERT, CONTEXT) if o.decode else (EXPERT, CONTEXT, STAGE)
     single = [{axis: n} for axis in axes for n in sizes[1:]]
     meshes = [",".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) for mesh in pairs + single]
     for text, batch in itertools.product(meshes, (o.batch // 2, o.batch, 2 * o.batch)):
@@ -234,14 +234,14 @@ def _seconds(o: Options, model: Any, chip: Chip, mesh: Mesh) -> float:
     """Of a step, about: to compute it, or to send weights and activations about, if that takes longer."""
     size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
     experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
-    weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size["expert"]
-    split = size["fsdp"] * size["expert"] * size[SEQUENCE]
-    tokens = o.tokens / (size["replica"] * split * size[STAGE])
+    weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size[EXPERT]
+    split = size[FSDP] * size[EXPERT] * size[CONTEXT]
+    tokens = o.tokens / (size[REPLICA] * split * size[STAGE])
     # Of each token in each layer: partial sums of both halves; a row to each of its experts and back; keys and values.
-    numbers = 4 * c.hidden_size * (size[FEATURES] > 1)
-    numbers += 2 * getattr(c, "num_experts_per_tok", 0) * c.hidden_size * (size["expert"] > 1)
-    numbers += 2 * c.num_key_value_heads * c.head_dim * (size[SEQUENCE] - 1)
-    sent = weights / size[FEATURES] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
+    numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
+    numbers += 2 * getattr(c, "num_experts_per_tok", 0) * c.hidden_size * (size[EXPERT] > 1)
+    numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
+    sent = weights / size[TENSOR] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
     return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
 
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from kernels import Tokens
-from kernels.mesh import BATCH, FEATURES, fitting
+from kernels.mesh import BATCH, TENSOR, fitting
 from kernels.quantize import Quantized, dequantize, quantize
 
 
@@ -242,7 +242,7 @@ def _int8(x: Array | Int8Vectors) -> Int8Vectors:
 def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True) -> Any:
     """Of vectors [layers, batch, length, ...]: their sequences are split over the batch's axes, and their heads."""
     rows = split_over(x.shape[1], BATCH, sizes)
-    spec = P(None, rows, None, split_over(x.shape[3], (FEATURES,), sizes)) if heads else P(None, rows)
+    spec = P(None, rows, None, split_over(x.shape[3], (TENSOR,), sizes)) if heads else P(None, rows)
     of = lambda vectors: (vectors.values, vectors.scale)
     return eqx.tree_at(of, x, (spec, P(None, rows))) if isinstance(x, Int8Vectors) else spec
 

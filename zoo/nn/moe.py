@@ -14,10 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from kernels import mesh
 from kernels.device import device
+from kernels.mesh import EXPERT
 from kernels.sums import largest, permuted, scaled
 
-
-EXPERT = "expert"  # the mesh axis that splits the experts
 
 # Experts as one map of rows that are sorted by expert, given how many rows each expert has.
 Experts = Callable[[Float[Array, "rows embed"], Int[Array, " experts"]], Float[Array, "rows embed"]]
@@ -38,13 +37,13 @@ def mix(
     go in as many parts as there are devices along that axis, and no part needs more room than the tokens of a device.
     XLA alone splits what is within an expert over "tensor".
     """
-    axes = {axis for axis, size in mesh.free().items() if axis != mesh.FEATURES or size == 1}
+    axes = {axis for axis, size in mesh.free().items() if axis != mesh.TENSOR or size == 1}
     if not axes:
         return _mix(experts, x, chosen, weights, devices=1)
     batch, devices = tuple(axis for axis in mesh.BATCH if axis in axes), mesh.split(EXPERT)
     shares = math.prod(map(mesh.split, batch))
     padding = lambda a: jnp.pad(a, ((0, -len(a) % shares), (0, 0), (0, 0)))  # a decode may have few sequences
-    tokens = P(batch, mesh.splitting(x.shape[1], mesh.SEQUENCE))
+    tokens = P(batch, mesh.splitting(x.shape[1], mesh.CONTEXT))
     arrays, static = eqx.partition(experts, eqx.is_array)
     y = jax.shard_map(
         lambda arrays, *tokens: _mix(eqx.combine(arrays, static), *tokens, devices=devices),

@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from kernels import mesh
+from kernels.mesh import STAGE
 
 
 T = TypeVar("T")
 
-STAGE = "stage"
 ROUNDS = 4  # at most: each one more sends every microbatch once more through the network
 
 
@@ -112,5 +112,5 @@ def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, 
 
 def _placed(a: Array, first: str | None = None) -> Array:
     """Microbatches [microbatches, rows, seq, ...], of which each device has its own rows and tokens."""
-    rows, tokens = mesh.splitting(a.shape[1], *mesh.BATCH[1:]), mesh.splitting(a.shape[2], mesh.SEQUENCE)
+    rows, tokens = mesh.splitting(a.shape[1], *mesh.BATCH[1:]), mesh.splitting(a.shape[2], mesh.CONTEXT)
     return jax.lax.with_sharding_constraint(a, P(first, rows, tokens)) if mesh.free() else a

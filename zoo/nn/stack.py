@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from kernels import Tokens, mesh
 from zoo.nn.cache import AbstractCache
-from zoo.nn.pipeline import STAGE, pipeline
+from zoo.nn.pipeline import pipeline
 
 
 LAYER_INPUT = "layer_input"  # of a period of the scan, for the policies of `jax.checkpoint`
@@ -37,10 +37,10 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
     up the last layer's parts and gathering the tokens for the next one make up what was one all-reduce. Where sequences
     are split already, XLA would gather them whole to split them both ways.
     """
-    if mesh.split(mesh.FEATURES) == 1 or mesh.split(mesh.SEQUENCE) > 1:
+    if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1:
         return split_tokens(x)
     batch, _ = mesh.tokens_spec(x.shape)
-    return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.FEATURES)))
+    return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.TENSOR)))
 
 
 class AbstractBlock(eqx.Module):
@@ -155,7 +155,7 @@ class Stack(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
-        staged = mesh.split(STAGE) > 1
+        staged = mesh.split(mesh.STAGE) > 1
         between = split_tokens if staged else spread_tokens  # in stages, XLA for TPUs (libtpu 0.0.51) aborts over that
         head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
 
