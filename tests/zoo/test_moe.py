@@ -63,9 +63,9 @@ def mixture():
 def test_mix_equals_all_experts_at_once(mixture, text):
     """Value and gradients, on meshes too, which have more devices than there are sequences."""
     arguments, chosen, want = mixture
-    mix = lambda experts, x, weights: jnp.sum(jnp.sin(moe.mix(experts, x, jnp.asarray(chosen), weights)))
+    summed = lambda experts, x, weights: jnp.sum(jnp.sin(moe.dispatch(experts, x, jnp.asarray(chosen), weights)))
     with jax.set_mesh(make_mesh(text)) if text else contextlib.nullcontext():
-        ours = jax.jit(jax.value_and_grad(mix, (0, 1, 2)))(*arguments)
+        ours = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(*arguments)
     for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 

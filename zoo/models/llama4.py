@@ -231,7 +231,9 @@ class MoE(eqx.Module):
         y = self.shared_expert(x)
         for i in range(self.top_k):  # weights scale the experts' inputs, so each choice has its own rows
             choice = chosen[..., i : i + 1]
-            y = y + moe.mix(self.experts, scaled(x, weights[..., i : i + 1]), choice, jnp.ones_like(choice, x.dtype))
+            y = y + moe.dispatch(
+                self.experts, scaled(x, weights[..., i : i + 1]), choice, jnp.ones_like(choice, x.dtype)
+            )
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

@@ -1,6 +1,6 @@
-"""Mixtures of experts: tokens to their experts and back, without dropping any, and what routers did, for the losses.
+"""Mixtures of experts: dispatches tokens to their experts, combines the outputs, and sums up what routers chose.
 
-Which experts a token goes to, and with what weight, is each family's own few lines.
+No token is dropped. Each family computes itself which experts a token goes to, and with what weights.
 """
 
 import math
@@ -18,35 +18,35 @@ from kernels.mesh import EXPERT
 from kernels.sums import largest, permuted, scaled
 
 
-# Experts as one map of rows that are sorted by expert, given how many rows each expert has.
+# `experts(rows, sizes)` maps rows that are sorted by expert, of which each expert has so many.
 Experts = Callable[[Float[Array, "rows embed"], Int[Array, " experts"]], Float[Array, "rows embed"]]
 
 
-def mix(
+def dispatch(
     experts: Experts,
     x: Float[Array, "batch seq embed"],
     chosen: Int[Array, "batch seq choices"],
     weights: Float[Array, "batch seq choices"],
 ) -> Float[Array, "batch seq embed"]:
-    """For each token the sum, in float32, over its choices: the weight times what that expert makes of the token.
+    """Dispatches tokens to their experts, and combines the outputs: for each token their weighted sum, in float32.
 
     `experts` is a module whose arrays have an axis of experts in front.
 
-    Under a mesh each device sorts its own tokens. Where the mesh splits the experts over the axis "expert", tokens
-    travel to the devices that have theirs, and back. All tokens may want the same device, and none is dropped: so they
-    go in as many parts as there are devices along that axis, and no part needs more room than the tokens of a device.
-    XLA alone splits what is within an expert over "tensor".
+    Under a mesh each device sorts its own tokens. Where the axis "expert" splits the experts, an all-to-all sends
+    tokens to the devices that have their experts, and another one sends the outputs back. No token is dropped, so one
+    device may be sent all of them. To bound its buffers they are sent in as many chunks as the axis has devices: a
+    chunk needs room for one device's tokens. Within an expert, XLA splits the work over "tensor" by itself.
     """
     axes = {axis for axis, size in mesh.free().items() if axis != mesh.TENSOR or size == 1}
     if not axes:
-        return _mix(experts, x, chosen, weights, devices=1)
+        return _dispatch(experts, x, chosen, weights, devices=1)
     batch, devices = tuple(axis for axis in mesh.BATCH if axis in axes), mesh.split(EXPERT)
     shares = math.prod(map(mesh.split, batch))
-    padding = lambda a: jnp.pad(a, ((0, -len(a) % shares), (0, 0), (0, 0)))  # a decode may have few sequences
+    padding = lambda a: jnp.pad(a, ((0, -len(a) % shares), (0, 0), (0, 0)))  # where decoding has few sequences
     tokens = P(batch, mesh.splitting(x.shape[1], mesh.CONTEXT))
     arrays, static = eqx.partition(experts, eqx.is_array)
     y = jax.shard_map(
-        lambda arrays, *tokens: _mix(eqx.combine(arrays, static), *tokens, devices=devices),
+        lambda arrays, *tokens: _dispatch(eqx.combine(arrays, static), *tokens, devices=devices),
         axis_names=axes,
         in_specs=(P(EXPERT if devices > 1 else None), tokens, tokens, tokens),
         out_specs=tokens,
@@ -58,7 +58,7 @@ def mix(
 def top_k(
     scores: Float[Array, "batch seq *groups options"], k: int
 ) -> tuple[Float[Array, "batch seq *groups k"], Int[Array, "batch seq *groups k"]]:
-    """`jax.lax.top_k`, by each device for its own tokens: XLA would gather all of them for it."""
+    """Runs `jax.lax.top_k` on each device for its own tokens: XLA would gather all tokens first."""
 
     def local(scores: Array) -> tuple[Array, Array]:
         return largest(scores, k)
@@ -69,22 +69,22 @@ def top_k(
     return jax.shard_map(local, axis_names=set(axes), in_specs=tokens, out_specs=tokens, check_vma=False)(scores)
 
 
-def _mix(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: int) -> Array:
-    """`mix` of one device's tokens, with `experts` its share of them along an axis of so many devices."""
+def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: int) -> Array:
+    """Does what `dispatch` does for one device's tokens; of the experts it has one share of `devices`."""
     flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
     held = jax.tree.leaves(eqx.filter(experts, eqx.is_array))[0].shape[0]
     if devices == 1:
-        return _sum_of_choices(experts, held, *flat).reshape(x.shape)
+        return _sort_and_combine(experts, held, *flat).reshape(x.shape)
     tokens = len(flat[0])
     parts = [jnp.pad(a, ((0, -tokens % devices), (0, 0))).reshape(devices, -1, a.shape[-1]) for a in flat]
-    away = lambda rows, sizes: _elsewhere(experts, rows, sizes, devices)
-    # Computed again in the backward pass, or the rooms of all parts would be kept for it.
-    part = jax.checkpoint(lambda part: _sum_of_choices(away, held * devices, *part), prevent_cse=False)
+    remote = lambda rows, sizes: _across_devices(experts, rows, sizes, devices)
+    # Recomputed in the backward pass, which would otherwise keep the buffers of all chunks.
+    part = jax.checkpoint(lambda part: _sort_and_combine(remote, held * devices, *part), prevent_cse=False)
     return jax.lax.map(part, parts).reshape(-1, x.shape[-1])[:tokens].reshape(x.shape)
 
 
-def _sum_of_choices(experts: Experts, count: int, x: Array, chosen: Array, weights: Array) -> Array:
-    """One row for each (token, choice), sorted by the expert that was chosen; and back, token by token."""
+def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, weights: Array) -> Array:
+    """Sorts (token, choice) pairs by expert, runs the experts, and sums the weighted outputs of each token."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     row = jnp.argsort(order)  # of each choice
     sizes = jnp.bincount(chosen.reshape(-1), length=count)
@@ -94,23 +94,23 @@ def _sum_of_choices(experts: Experts, count: int, x: Array, chosen: Array, weigh
     return jnp.sum(y.astype(jnp.float32), axis=1).astype(x.dtype)
 
 
-def _elsewhere(experts: Experts, rows: Array, sizes: Array, devices: int) -> Array:
-    """`experts(rows, sizes)`, where each device along the axis "expert" has a share of the experts."""
+def _across_devices(experts: Experts, rows: Array, sizes: Array, devices: int) -> Array:
+    """Computes `experts(rows, sizes)` where each device along the axis "expert" has a share of the experts."""
     room = len(rows)
     sent = sizes.reshape(devices, -1).astype(jnp.int32)  # rows of each expert, by the device that has it
     received = jax.lax.all_to_all(sent, EXPERT, 0, 0)  # rows of each expert of this device, by the device they are from
     arrived = _send(rows, sent, received)
-    # Each device's rows come sorted by expert, in a room of their own. Those of one expert go together.
+    # Rows arrive sorted by expert in a buffer for each sender. This brings all rows of an expert together.
     ends = jnp.cumsum(received, axis=1)
     of = jax.vmap(lambda ends: jnp.searchsorted(ends, jnp.arange(room), side="right"))(ends).reshape(-1)
-    order = jnp.argsort(of, stable=True)  # what is no row is of no expert, and comes last
+    order = jnp.argsort(of, stable=True)  # the unused ends of buffers are of no expert, and come last
     place = jnp.argsort(order)
     y = experts(permuted(arrived, order, place[:, None]), jnp.sum(received, axis=0))
     return _send_back(permuted(y, place, order[:, None]), sent, received)
 
 
 def _send(rows: Array, sent: Array, received: Array) -> Array:
-    """Each device's rows to where they are wanted, there in a room for each device they are from: [devices * room]."""
+    """Sends rows to the devices of their experts, which have a buffer of `room` rows for each sender."""
     counts, room = jnp.sum(sent, axis=1), len(rows)
     starts = jnp.cumsum(counts) - counts
     if _ragged():
@@ -123,7 +123,7 @@ def _send(rows: Array, sent: Array, received: Array) -> Array:
 
 
 def _send_back(y: Array, sent: Array, received: Array) -> Array:
-    """The inverse of `_send`."""
+    """Sends rows back: the inverse of `_send`."""
     counts, room = jnp.sum(sent, axis=1), len(y) // len(sent)
     starts = jnp.cumsum(counts) - counts
     if _ragged():
@@ -137,7 +137,8 @@ def _send_back(y: Array, sent: Array, received: Array) -> Array:
 
 
 def _in_rooms(counts: Array, room: int) -> tuple[Int[Array, " places"], Int[Array, " rows"]]:
-    """Where `counts` rows go to each device, a room each: each place's row (`room`: none), each row's place."""
+    """Lays out `counts` rows for each device in buffers of `room` rows: the row at each place (`room`: none), and the
+    place of each row."""
     starts, within = jnp.cumsum(counts) - counts, jnp.arange(room)
     row = jnp.where(within[None] < counts[:, None], starts[:, None] + within[None], room)
     device = jnp.searchsorted(jnp.cumsum(counts), within, side="right")
@@ -145,17 +146,17 @@ def _in_rooms(counts: Array, room: int) -> tuple[Int[Array, " places"], Int[Arra
 
 
 def _ragged() -> bool:
-    """Whether only rows need to travel. XLA has no such operation on a CPU, where the rooms do, full or not."""
+    """Whether XLA can send rows alone (`ragged_all_to_all`). On CPUs it cannot: whole buffers are sent, full or not."""
     return device().platform != "cpu"
 
 
 class Routing(eqx.Module):
-    """What one router did with the tokens that count, or those of a stack of layers: sums over the tokens."""
+    """What one router, or those of a stack of layers, chose: sums over the tokens that are not padding."""
 
     tokens: Float[Array, "*layers"]
-    load: Float[Array, "*layers experts"]  # tokens that chose each expert
-    probability: Float[Array, "*layers experts"]  # what each token gives to each expert, chosen or not; 1 in all
-    squared_log_z: Float[Array, "*layers"]  # log of the sum of the exponentials of a token's logits, squared
+    load: Float[Array, "*layers experts"]  # how many tokens chose each expert
+    probability: Float[Array, "*layers experts"]  # of each expert, chosen or not; a token's add up to 1
+    squared_log_z: Float[Array, "*layers"]  # the square of a token's logsumexp(logits)
 
     @classmethod
     def of(
@@ -165,9 +166,9 @@ class Routing(eqx.Module):
         chosen: Int[Array, "batch seq choices"],
         segments: Int[Array, "batch seq"] | None,
     ) -> "Routing":
-        """Tokens whose segment is 0 are padding, and do not count."""
+        """Sums over all tokens but padding, whose segment is 0."""
         counted = jnp.ones(logits.shape[:2]) if segments is None else (segments != 0).astype(jnp.float32)
-        # Sums of comparisons, not a scatter, for which tokens that are split over devices would be gathered.
+        # Sums of one-hot vectors: for a scatter XLA would gather tokens that are split over devices.
         load = jnp.sum(jax.nn.one_hot(chosen, logits.shape[-1]) * counted[..., None, None], axis=(0, 1, 2))
         squared_log_z = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
         return cls(
@@ -178,17 +179,17 @@ class Routing(eqx.Module):
         )
 
     def share_of(self, tokens: Int[Array, ""], load: Float[Array, "*layers experts"] | None) -> "Routing":
-        """These tokens as a part of so many, of whose choices each expert had such a `load` (None: of these alone).
+        """Makes this one part of a batch of `tokens` tokens; `load` is that of the whole batch, or None for its own.
 
-        The losses of all parts, each as its share of the whole, add up to those of the whole; so do their gradients.
+        So the losses of all parts add up to the loss of the whole batch, and so do their gradients.
         """
         tokens = jnp.broadcast_to(tokens.astype(self.tokens.dtype), self.tokens.shape)
         return Routing(tokens, self.load if load is None else load, self.probability, self.squared_log_z)
 
     def imbalance(self) -> Float[Array, "*layers"]:
-        """The number of experts times the sum, over them, of the share of the choices and of the mean probability.
+        """Computes experts * sum(share of the choices * mean probability), summed over the experts.
 
-        1 where all is even. Only the probability has a gradient.
+        It is 1 where both are even. Only the probability has a gradient.
         """
         share = self.load / jnp.maximum(jnp.sum(self.load, axis=-1, keepdims=True), 1)
         mean = self.probability / jnp.maximum(self.tokens, 1)[..., None]

@@ -1,13 +1,13 @@
-"""Pipeline parallelism: the layers of a stack lie on the stages of a mesh, and microbatches go round them.
+"""Pipeline parallelism: spreads the layers of a stack over the stages of a mesh, and sends microbatches round them.
 
 Every stage has several chunks of neighbouring layers: with S stages the first has chunks 0, S, 2 S, ... A microbatch
 goes through chunk 0 on the first stage, through chunk 1 on the second, and from the last stage back to the first for
-chunk S. S microbatches are on their way at once; when they are through, the next S start (the interleaved schedule of
-arXiv:2104.04473, section 2.2, which is also called circular). With M microbatches and R rounds a step takes M R + S - 1
-ticks instead of M R: the more rounds, the less a stage stands idle.
+chunk S. S microbatches are in flight at once; when they are through, the next S start. This is the interleaved
+schedule of arXiv:2104.04473, section 2.2, also called circular. With M microbatches and R rounds a step takes
+M R + S - 1 ticks instead of M R: the more rounds, the less a stage is idle.
 
-A microbatch has one sequence of each device that splits the batch, as long as there are enough of them. The backward
-pass is JAX's, which runs the same schedule from its end.
+A microbatch has one sequence of each device that splits the batch, if there are enough sequences. The backward pass is
+JAX's own, which runs the schedule in reverse.
 """
 
 import math
@@ -25,7 +25,7 @@ from kernels.mesh import STAGE
 
 T = TypeVar("T")
 
-ROUNDS = 4  # at most: each one more sends every microbatch once more through the network
+ROUNDS = 4  # at most: every further round sends each microbatch through the network once more
 
 
 def pipeline(
@@ -34,13 +34,13 @@ def pipeline(
     x: Float[Array, "batch seq embed"],
     shared: Any,
 ) -> tuple[Float[Array, "batch seq embed"], Any]:
-    """`run(layers, x, shared)`, with the layers spread over the stages of the mesh in scope.
+    """Computes `run(layers, x, shared)` with the layers spread over the stages of the mesh in scope.
 
     Args:
-        run: maps some of the layers, and sequences, to the sequences after those layers, and what each layer reports:
-            sums over the tokens, so that the reports of microbatches add up.
-        layers: arrays with an axis of layers in front, a multiple of the number of stages.
-        shared: what `run` needs of each sequence besides: a tree of arrays with an axis of sequences in front.
+        run: runs some of the layers on some sequences. Returns their features after these layers, and each layer's
+            reports: sums over tokens, so that those of microbatches can be added up.
+        layers: arrays with an axis of layers in front, whose size is a multiple of the number of stages.
+        shared: what else `run` needs of each sequence: a tree of arrays with an axis of sequences in front.
 
     Raises:
         ValueError: if the sequences can't be split evenly.
@@ -52,7 +52,7 @@ def pipeline(
     rounds = rounds_of(count)
 
     def microbatches(a: Array) -> Array:
-        """[batch, ...] -> [microbatches, others, ...], of which each stage holds what it had of the batch."""
+        """Reshapes [batch, ...] to [microbatches, others, ...]; each stage keeps the sequences that it had."""
         a = a.reshape(stages, others, -1, *a.shape[1:]).swapaxes(1, 2).reshape(-1, others, *a.shape[1:])
         return _placed(a, STAGE)
 
@@ -71,13 +71,13 @@ def pipeline(
 
 
 def rounds_of(layers: int) -> int:
-    """How often a microbatch comes round to a stage that has so many layers."""
+    """How many rounds a microbatch makes where a stage has so many layers."""
     return max(n for n in range(1, ROUNDS + 1) if layers % n == 0)
 
 
 def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, shared: Any) -> Any:
     chunks = jax.tree.map(lambda a: a[:, 0], chunks)
-    # By permutations: for what gathers and scatters, XLA would gather the rows of all devices of a stage.
+    # Sends by permutations: for gathers and scatters, XLA would gather the rows of all devices of a stage.
     send = lambda a, source, to: _placed(jax.lax.ppermute(a, STAGE, [(source, to)]))
     everywhere = lambda a: jax.lax.all_gather(a, STAGE, axis=0, tiled=True)
     x = jnp.concatenate([send(_placed(x), source, 0) for source in range(stages)])  # on the first stage
@@ -87,7 +87,7 @@ def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, 
 
     def tick(carry: Any, t: Array) -> tuple[Any, None]:
         arriving, out, reports = carry
-        work = t - stage  # which of this stage's pieces of work is due: by rounds of `stages` microbatches
+        work = t - stage  # the number of this stage's next piece of work, in groups of `stages` microbatches
         due = (work >= 0) & (work < count * rounds)
         work = jnp.clip(work, 0, count * rounds - 1)
         group, round_, member = work // (stages * rounds), work % (stages * rounds) // stages, work % stages
@@ -104,13 +104,13 @@ def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, 
     zeros = jax.tree.map(lambda a: jnp.zeros((rounds, *a.shape), a.dtype), new)
     start = (jnp.zeros_like(x[0]), _placed(jnp.zeros_like(x)), zeros)
     (_, out, reports), _ = jax.lax.scan(tick, start, jnp.arange(count * rounds + stages - 1))
-    # The last stage has the results; each gets its share of the batch back.
+    # The last stage has the results, and sends each stage its share of the batch.
     shares = jnp.split(out, stages)
     out = sum(send(share, stages - 1, to) for to, share in enumerate(shares))
     return out, jax.tree.map(lambda a: a[:, None], reports)
 
 
 def _placed(a: Array, first: str | None = None) -> Array:
-    """Microbatches [microbatches, rows, seq, ...], of which each device has its own rows and tokens."""
+    """Splits microbatches [microbatches, rows, seq, ...] so that each device keeps its own rows and tokens."""
     rows, tokens = mesh.splitting(a.shape[1], *mesh.BATCH[1:]), mesh.splitting(a.shape[2], mesh.CONTEXT)
     return jax.lax.with_sharding_constraint(a, P(first, rows, tokens)) if mesh.free() else a
