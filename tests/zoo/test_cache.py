@@ -19,9 +19,9 @@ from zoo.nn.cache import KV, LatentKV, WindowKV
 GOLDEN = tiny.golden()
 LENGTH, WINDOW = 16, 4
 CACHES = {  # each with the window of its layers
-    "KV": (KV.empty(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
-    "WindowKV": (WindowKV.empty(2, 2, WINDOW, 1, 1, jnp.float32), WINDOW),
-    "LatentKV": (LatentKV.empty(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
+    "KV": (KV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
+    "WindowKV": (WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32), WINDOW),
+    "LatentKV": (LatentKV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
 }
 # Positions of two rows, call by call.
 CALLS = {
@@ -145,13 +145,13 @@ def test_int8_is_close_and_small(load, name):
 
     @eqx.filter_jit
     def logits(model):
-        cache = zoo.nn.cache.empty(model, 2, 24, "int8")
+        cache = zoo.nn.cache.init_cache(model, 2, 24, "int8")
         prefill, cache = model.decode(tokens[:, :16], cache, positions=index[:, :16])
         step = lambda cache, now: model.decode(now[0][:, None], cache, positions=now[1][:, None])[::-1]
         cache, rest = jax.lax.scan(step, cache, (tokens[:, 16:].T, index[:, 16:].T))
         return jnp.concatenate([prefill, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1), cache
 
-    exact = eqx.filter_eval_shape(lambda model: zoo.nn.cache.empty(model, 2, 24), model)
+    exact = eqx.filter_eval_shape(lambda model: zoo.nn.cache.init_cache(model, 2, 24), model)
     size = lambda cache: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     (b, int8), a = logits(model), GOLDEN[name][:, :24]
     assert 1e-4 < np.linalg.norm(a - b) / np.linalg.norm(a) < 0.03
@@ -164,7 +164,7 @@ def test_int8_of_a_real_head():
     model = eqx.filter_eval_shape(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
     size = lambda dtype: sum(
         leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(eqx.filter_eval_shape(lambda m: zoo.nn.cache.empty(m, 4, 1024, dtype), model))
+        for leaf in jax.tree.leaves(eqx.filter_eval_shape(lambda m: zoo.nn.cache.init_cache(m, 4, 1024, dtype), model))
     )
     assert round(size("int8") / size("bfloat16"), 3) == round(132 / 256, 3)
 
@@ -178,6 +178,6 @@ def test_int8_writes_much_the_same():
 
 def test_wider_windows():
     model = eqx.filter_eval_shape(lambda: zoo.gemma3.Model(zoo.config("gemma3-270m"), key=jax.random.key(0)))
-    caches = eqx.filter_eval_shape(lambda m: zoo.nn.cache.empty(m, 1, 2048, widen=5), model)
+    caches = eqx.filter_eval_shape(lambda m: zoo.nn.cache.init_cache(m, 1, 2048, widen=5), model)
     rings = [c for c in jax.tree.leaves(caches, is_leaf=lambda c: isinstance(c, WindowKV)) if isinstance(c, WindowKV)]
     assert {ring.k.shape[2] for ring in rings} == {512 + 5}

@@ -20,7 +20,7 @@ from kernels.mesh import BATCH, TENSOR
 from train.mesh import check_mesh
 from train.metrics import products_per_token
 from zoo import registry
-from zoo.generation.decoding import vacant
+from zoo.generation.decoding import init_state
 from zoo.nn import cache as caches
 from zoo.nn.layers import AbstractLinear, Embedding, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
@@ -153,7 +153,7 @@ def forward():
 def test_it_is_placed_as_it_says(model):
     """Over its heads, which are not the fourth axis; and it is not rounded where vectors are."""
     mesh = zoo.make_mesh("fsdp=4,tensor=2")
-    ((), (state,), ()), _ = vacant(model, None, 4, 16, "int8", mesh).caches
+    ((), (state,), ()), _ = init_state(model, None, 4, 16, "int8", mesh).caches
     assert state.kv.sharding.spec == P(None, ("fsdp",), ("tensor",)) and state.kv.dtype == jnp.float32
 
 
@@ -168,7 +168,7 @@ def test_padding_does_not_touch_it(model, forward):
     """Right-padded prompts, then a token each; and rows that have ended."""
     decode = eqx.filter_jit(lambda model, tokens, cache, at: model.decode(tokens, cache, positions=at))
     lengths, index = np.array([[8], [5]]), np.arange(8)[None]
-    cache = caches.empty(model, 2, 16)
+    cache = caches.init_cache(model, 2, 16)
     _, cache = decode(model, TOKENS[:, :8], cache, np.where(index < lengths, index, -1))
     _, cache = decode(model, TOKENS[:, 8:9], cache, np.array([[8], [-1]]))
     at = np.array([[9], [5]])

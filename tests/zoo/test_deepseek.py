@@ -87,7 +87,7 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
 
     x, padding = np.random.RandomState(0).standard_normal((2, 13, 32)).astype(np.float32), -np.ones((2, 11), int)
     before, at = np.array([[*range(12)], [*range(7), *[-1] * 5]]), np.array([[12], [7]])
-    _, cache = attend(x[:, :12], zoo.nn.cache.LatentKV.empty(1, 2, 16, 24, 8, jnp.float32), before)
+    _, cache = attend(x[:, :12], zoo.nn.cache.LatentKV.init(1, 2, 16, 24, 8, jnp.float32), before)
     absorbed, one = attend(x[:, 12:], cache, at)
     expanded, other = attend(np.roll(x, 1, axis=1)[:, :12], cache, np.concatenate([at, padding], axis=1))
     assert seen == [((2, 16, 4, 18), (2, 16, 4, 12)), ((2, 16, 1, 32), (2, 16, 1, 24))]

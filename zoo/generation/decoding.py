@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 import zoo.nn.cache
 from kernels.mesh import BATCH
-from zoo.generation.sampling import Given, Settings
+from zoo.generation.sampling import HostArray, Settings
 from zoo.nn.cache import AbstractCache, partition_specs, split_over
 from zoo.nn.model import AbstractModel
 
@@ -36,10 +36,10 @@ class State(eqx.Module):
 class Rows(eqx.Module):
     """The sequences in the batch, as the host knows them; those of free rows have nothing `left`."""
 
-    positions: Int[Given, " batch"]  # of the next token
-    drawn: Int[Given, " batch"]  # tokens so far
-    left: Int[Given, " batch"]  # tokens that may still be drawn
-    keys: UInt32[Given, "batch words"]
+    positions: Int[HostArray, " batch"]  # of the next token
+    drawn: Int[HostArray, " batch"]  # tokens so far
+    left: Int[HostArray, " batch"]  # tokens that may still be drawn
+    keys: UInt32[HostArray, "batch words"]
     settings: Settings
 
 
@@ -52,7 +52,7 @@ class Drawn(eqx.Module):
     calls: Int[Array, " batch"]
 
     @classmethod
-    def nothing(cls, batch: int, steps: int) -> "Drawn":
+    def init(cls, batch: int, steps: int) -> "Drawn":
         integers = lambda *shape: jnp.zeros(shape, jnp.int32)
         return cls(integers(batch, steps), jnp.zeros((batch, steps), jnp.float32), integers(batch), integers(batch))
 
@@ -62,10 +62,10 @@ def room(draft: Any, max_tokens: int) -> int:
     return max_tokens + (0 if draft is None else draft.tokens + 1)
 
 
-def empty(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None) -> tuple[Any, Any]:
+def init_caches(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None) -> tuple[Any, Any]:
     """The caches of model and draft (or None)."""
     size = room(draft, max_tokens)
-    cache = lambda model: zoo.nn.cache.empty(model, batch, size, cache_dtype, widen=size - max_tokens)
+    cache = lambda model: zoo.nn.cache.init_cache(model, batch, size, cache_dtype, widen=size - max_tokens)
     return cache(model), None if draft is None else cache(draft)
 
 
@@ -85,13 +85,13 @@ def check_rewinds(model: AbstractModel) -> None:
 def prefill(
     model: Any,
     draft: Any,
-    prompts: Int[Given, "batch seq"],
-    lengths: Int[Given, " batch"],
+    prompts: Int[HostArray, "batch seq"],
+    lengths: Int[HostArray, " batch"],
     max_tokens: int,
     cache_dtype: DTypeLike | None,
 ) -> State:
     """Reads right-padded prompts. Padding has no position, so the cache does not keep it."""
-    cache, draft_cache = empty(model, draft, len(prompts), max_tokens, cache_dtype)
+    cache, draft_cache = init_caches(model, draft, len(prompts), max_tokens, cache_dtype)
     indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     x, cache = model.hidden(prompts, cache, positions=jnp.where(indices < lengths[:, None], indices, -1))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
@@ -102,19 +102,19 @@ def prefill(
 
 
 @eqx.filter_jit
-def vacant(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
+def init_state(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
     """The state of a batch of free rows; on a mesh (or None), its rows and heads are split as activations are."""
 
     def placed(x: Array, *axes: Any) -> Array:
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
-    caches = empty(model, draft, batch, max_tokens, cache_dtype)
+    caches = init_caches(model, draft, batch, max_tokens, cache_dtype)
     rows: Any = ()
     if mesh is not None:
         specs = partition_specs(caches, mesh.shape)
         caches = jax.tree.map(lambda x, spec: placed(x, *spec), caches, specs)
         rows = split_over(batch, BATCH, mesh.shape)
-    drafted = None if draft is None else draft.nothing(batch)
+    drafted = None if draft is None else draft.init_state(batch)
     tokens = jnp.zeros((batch, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
     tokens, logits, drafted = jax.tree.map(lambda x: placed(x, rows), (tokens, logits, drafted))
@@ -122,7 +122,7 @@ def vacant(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTy
 
 
 @eqx.filter_jit(donate="all-except-first")
-def insert(inputs: tuple[State, Int[Given, "batch 2"], Int[Given, ""]], state: State) -> State:
+def insert(inputs: tuple[State, Int[HostArray, "batch 2"], Int[HostArray, ""]], state: State) -> State:
     """Copies rows of one state into another. `inputs`: the former, pairs of rows from and to, and how many there are.
 
     What a row held before may stay where the new prompt has written nothing: its positions are later than all that the
@@ -143,7 +143,7 @@ def insert(inputs: tuple[State, Int[Given, "batch 2"], Int[Given, ""]], state: S
 
 @eqx.filter_jit(donate="all-except-first")
 def advance(
-    inputs: tuple[Any, Int[Given, " stops"], Rows], state: State, steps: int, enough: Int[Given, ""]
+    inputs: tuple[Any, Int[HostArray, " stops"], Rows], state: State, steps: int, enough: Int[HostArray, ""]
 ) -> tuple[State, Drawn]:
     """Decodes up to `steps` tokens a row, as long as more than `enough` rows go on."""
     model, stops, rows = inputs
@@ -171,7 +171,7 @@ def advance(
         logits, cache = model.decode(token[:, None], cache, positions=at[:, None])
         return n + 1, left, State(tokens, (cache, None), logits[:, 0].astype(jnp.float32), None), new
 
-    start = (jnp.array(0), rows.left, state, Drawn.nothing(batch, steps))
+    start = (jnp.array(0), rows.left, state, Drawn.init(batch, steps))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 

@@ -21,7 +21,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from zoo.gather import gathered
 from zoo.generation import decoding, speculative
-from zoo.generation.decoding import Rows, State, check_rewinds, insert, prefill, vacant
+from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
 from zoo.generation.sampling import Sampler, settings
 from zoo.generation.speculative import AbstractDraft
 
@@ -97,7 +97,7 @@ class Engine:
             stops: the tokens that end a completion.
             stride: how many tokens of each row a step decodes at most, but for a draft's, which may make it one more
                 than it proposes.
-            cache_dtype: "int8" for a cache in 8 bits, or a float's; None is the model's (`zoo.nn.cache.empty`).
+            cache_dtype: "int8" for a cache in 8 bits, or a float's; None is the model's (`zoo.nn.cache.init_cache`).
             draft: what proposes tokens for the model to check (`zoo.generation.speculative`).
 
         Raises:
@@ -116,7 +116,7 @@ class Engine:
         self._stops = np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        self._state = vacant(model, draft, batch, max_tokens, cache_dtype, mesh)
+        self._state = init_state(model, draft, batch, max_tokens, cache_dtype, mesh)
         self._rows: list[_Sequence | None] = [None] * batch
         self._groups: collections.deque[_Group] = collections.deque()
 

@@ -11,26 +11,26 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 
-Given = Array | np.ndarray  # of the host, and a JAX array once it is inside a compiled function
+HostArray = Array | np.ndarray  # of the host, and a JAX array once it is inside a compiled function
 
 
 class Settings(eqx.Module):
     """`Sampler`s side by side, one for each row. Filters that are off have values that keep everything."""
 
-    temperature: Float[Given, " batch"]
-    top_k: Int[Given, " batch"]
-    top_p: Float[Given, " batch"]
-    min_p: Float[Given, " batch"]
-    repetition_penalty: Float[Given, " batch"]
-    presence_penalty: Float[Given, " batch"]
-    frequency_penalty: Float[Given, " batch"]
+    temperature: Float[HostArray, " batch"]
+    top_k: Int[HostArray, " batch"]
+    top_p: Float[HostArray, " batch"]
+    min_p: Float[HostArray, " batch"]
+    repetition_penalty: Float[HostArray, " batch"]
+    presence_penalty: Float[HostArray, " batch"]
+    frequency_penalty: Float[HostArray, " batch"]
 
     def penalized(
         self,
         logits: Float[Array, "batch vocab"],
         tokens: Int[Array, "batch seq"],
-        prompt: Int[Given, " batch"],
-        position: Int[Given, " batch"],
+        prompt: Int[HostArray, " batch"],
+        position: Int[HostArray, " batch"],
     ) -> Float[Array, "batch vocab"]:
         """`logits` of the token at `position`, lowered where the same token is among `tokens` before it.
 
@@ -40,7 +40,7 @@ class Settings(eqx.Module):
         off = (self.repetition_penalty == 1) & (self.presence_penalty == 0) & (self.frequency_penalty == 0)
         return jax.lax.cond(jnp.all(off), lambda: logits, lambda: self._penalize(logits, tokens, prompt, position))
 
-    def _penalize(self, logits: Array, tokens: Array, prompt: Given, position: Given) -> Array:
+    def _penalize(self, logits: Array, tokens: Array, prompt: HostArray, position: HostArray) -> Array:
         index, row = jnp.arange(tokens.shape[1])[None], jnp.arange(len(tokens))[:, None]
         drawn, before = index >= jnp.asarray(prompt)[:, None], index < jnp.asarray(position)[:, None]
         counts = jnp.zeros((2, *logits.shape), jnp.int32)
@@ -136,6 +136,6 @@ def settings(samplers: Sequence[Sampler]) -> Settings:
     )
 
 
-def _rows(values: Given, like: Array) -> Any:
+def _rows(values: HostArray, like: Array) -> Any:
     """One value for each row, in as many dimensions as `like`."""
     return values.reshape(-1, *[1] * (like.ndim - 1))

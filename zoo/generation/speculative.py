@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Tokens
 from zoo.generation.decoding import Drawn, Rows, State, logprob, write
-from zoo.generation.sampling import Given
+from zoo.generation.sampling import HostArray
 
 
 class Drafted(eqx.Module):
@@ -67,7 +67,7 @@ class AbstractDraft(eqx.Module):
         if self.tokens < 1:
             raise ValueError(f"A draft of tokens={self.tokens} proposes nothing; it must be at least 1.")
 
-    def nothing(self, batch: int) -> Drafted:
+    def init_state(self, batch: int) -> Drafted:
         """Before the first round, of a prompt without features."""
         dtype = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))[0].dtype
         return Drafted(
@@ -80,8 +80,8 @@ class AbstractDraft(eqx.Module):
     def prefill(
         self,
         x: Float[Array, "batch seq embed"],
-        prompts: Int[Given, "batch seq"],
-        lengths: Int[Given, " batch"],
+        prompts: Int[HostArray, "batch seq"],
+        lengths: Int[HostArray, " batch"],
         cache: Any,
     ) -> tuple[Drafted, Any]:
         """Reads right-padded prompts, whose features in the model are `x`."""
@@ -89,7 +89,7 @@ class AbstractDraft(eqx.Module):
         before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         # The first token of a prompt follows what lies at -1; -2 is padding.
         _, cache = self(before, jnp.asarray(prompts), cache, jnp.where(index < lengths[:, None], index - 1, -2))
-        last, start = x[jnp.arange(len(x)), lengths - 1], self.nothing(len(x))
+        last, start = x[jnp.arange(len(x)), lengths - 1], self.init_state(len(x))
         return eqx.tree_at(lambda d: d.x, start, start.x.at[:, 0].set(last)), cache
 
 
@@ -163,10 +163,10 @@ class _Remembering(eqx.Module):
 
 @eqx.filter_jit(donate="all-except-first")
 def advance(
-    inputs: tuple[tuple[Any, AbstractDraft], Int[Given, " stops"], Rows],
+    inputs: tuple[tuple[Any, AbstractDraft], Int[HostArray, " stops"], Rows],
     state: State,
     steps: int,
-    enough: Int[Given, ""],
+    enough: Int[HostArray, ""],
 ) -> tuple[State, Drawn]:
     """`decoding.advance` in rounds, as many as surely draw no more than `steps` tokens a row, but at least one.
 
@@ -242,7 +242,7 @@ def advance(
         )
         return n + 1, left, State(written, (cache, draft_cache), here(logits, count), past), drawn
 
-    start = (jnp.array(0), rows.left, state, Drawn.nothing(batch, rounds * (k + 1)))
+    start = (jnp.array(0), rows.left, state, Drawn.init(batch, rounds * (k + 1)))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 
@@ -252,8 +252,8 @@ def _add(
     tokens: Int[Array, "batch seq"],
     logprobs: Float[Array, "batch seq"],
     count: Int[Array, " batch"],
-    left: Int[Given, " batch"],
-    stops: Int[Given, " stops"],
+    left: Int[HostArray, " batch"],
+    stops: Int[HostArray, " stops"],
 ) -> tuple[Int[Array, " batch"], Drawn]:
     """Appends the first `count` tokens of each row, up to a stop token and to what is `left`; also what then is."""
     index, row = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.arange(len(tokens))[:, None]

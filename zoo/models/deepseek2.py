@@ -242,7 +242,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
         c = self.self_attn.config
-        return LatentKV.empty(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+        return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
 
 
 class Model(AbstractModel):

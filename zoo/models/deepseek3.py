@@ -253,7 +253,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
         c = self.self_attn.config
-        return LatentKV.empty(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+        return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
 
 
 class MTP(eqx.Module):  # multi-token prediction (arXiv:2412.19437, section 2.2): see `Model.further`

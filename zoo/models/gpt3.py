@@ -171,7 +171,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
         heads, embed = self.attn.n_head, self.attn.c_proj.shape[-1]
-        return KV.empty(layers, batch, length, heads, embed // heads, dtype)
+        return KV.init(layers, batch, length, heads, embed // heads, dtype)
 
 
 class Model(AbstractModel):

@@ -22,7 +22,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import spread
 from zoo.nn import moe
-from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import Rotary, YarnScaling
@@ -215,7 +215,7 @@ class Block(AbstractDecoderBlock):
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
         heads = a.k_proj.shape[-2] // a.head_dim
-        return empty_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
+        return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
 class Model(AbstractModel):

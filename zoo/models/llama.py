@@ -155,7 +155,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
         head_dim = self.self_attn.head_dim
-        return KV.empty(layers, batch, length, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
+        return KV.init(layers, batch, length, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
 
 
 class Model(AbstractModel):

@@ -23,7 +23,7 @@ from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.config import text_config
 from zoo.nn import moe
-from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling
@@ -269,7 +269,7 @@ class Block(AbstractDecoderBlock):
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
         heads = a.k_proj.shape[-2] // a.head_dim
-        return empty_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.chunk)
+        return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.chunk)
 
 
 class Model(AbstractModel):

@@ -4,7 +4,7 @@ A cache holds several layers of one kind, and is seen at one of them. `update` t
 returns the new cache with all that the layer's queries may look at. Negative positions are padding, and not kept.
 
 The axes of every array are the layers, the sequences of the batch, and what is of one sequence; `layer` is a scalar.
-`empty` makes a model's caches, and can do two things to them that no model knows of.
+`init_cache` makes a model's caches, and may widen their windows and keep their vectors in 8 bits.
 """
 
 import abc
@@ -79,7 +79,7 @@ class KV(AbstractCache):
     rewinds: ClassVar[bool] = True
 
     @classmethod
-    def empty(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "KV":
+    def init(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "KV":
         zeros = jnp.zeros((layers, batch, length, heads, dim), dtype)
         return cls(zeros, zeros.copy(), jnp.array(0, jnp.int32))
 
@@ -119,7 +119,7 @@ class WindowKV(AbstractCache):
     rewinds: ClassVar[bool] = True  # by as many tokens as it was `widened`
 
     @classmethod
-    def empty(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "WindowKV":
+    def init(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "WindowKV":
         zeros = jnp.zeros((layers, batch, length, heads, dim), dtype)
         return cls(zeros, zeros.copy(), jnp.full((layers, batch, length), NEVER, jnp.int32), jnp.array(0, jnp.int32))
 
@@ -162,7 +162,7 @@ class WindowKV(AbstractCache):
     def widened(self, more: int) -> "WindowKV":
         assert isinstance(self.k, jax.Array)
         layers, batch, length, heads, dim = self.k.shape
-        return WindowKV.empty(layers, batch, length + more, heads, dim, self.k.dtype)
+        return WindowKV.init(layers, batch, length + more, heads, dim, self.k.dtype)
 
 
 class LatentKV(AbstractCache):
@@ -175,7 +175,7 @@ class LatentKV(AbstractCache):
     rewinds: ClassVar[bool] = True
 
     @classmethod
-    def empty(cls, layers: int, batch: int, length: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
+    def init(cls, layers: int, batch: int, length: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
         zeros = lambda dim: jnp.zeros((layers, batch, length, dim), dtype)
         return cls(zeros(rank), zeros(rope), jnp.array(0, jnp.int32))
 
@@ -201,16 +201,16 @@ class LatentKV(AbstractCache):
         return self
 
 
-def empty_kv(
+def init_kv(
     layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike, *, window: int | None
 ) -> KV | WindowKV:
     """An empty cache for positions 0 to `length` - 1, of layers that look back over `window` positions (None: all)."""
     if window is None or window >= length:
-        return KV.empty(layers, batch, length, heads, dim, dtype)
-    return WindowKV.empty(layers, batch, window, heads, dim, dtype)
+        return KV.init(layers, batch, length, heads, dim, dtype)
+    return WindowKV.init(layers, batch, window, heads, dim, dtype)
 
 
-def empty(model: Any, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
+def init_cache(model: Any, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
     """`model.init_cache`: an empty cache for positions 0 to `length` - 1.
 
     `dtype` None is the model's own. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
