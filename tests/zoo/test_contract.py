@@ -179,7 +179,7 @@ def test_padding_does_not_touch_it(model, forward):
 
 def test_its_tokens_are_not_taken_back(model):
     with pytest.raises(ValueError, match=r"Layer 0 \(a Recurrence\) can't take back.*without a draft"):
-        zoo.Engine(model, slots=1, max_tokens=16, draft=zoo.ModelDraft(model))
+        zoo.Engine(model, batch=1, max_tokens=16, draft=zoo.ModelDraft(model))
 
 
 def test_its_tokens_stay_in_order(model):

@@ -60,7 +60,7 @@ def mixture():
 
 
 @pytest.mark.parametrize("text", [None, "fsdp=8", "expert=4,fsdp=2", "expert=2,context=2,tensor=2", "expert=8"])
-def test_mix_equals_all_experts_at_once(mixture, text):
+def test_dispatch_equals_all_experts_at_once(mixture, text):
     """Value and gradients, on meshes too, which have more devices than there are sequences."""
     arguments, chosen, want = mixture
     summed = lambda experts, x, weights: jnp.sum(jnp.sin(moe.dispatch(experts, x, jnp.asarray(chosen), weights)))
