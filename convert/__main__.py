@@ -1,10 +1,10 @@
-"""Between the Hub's layout and Orbax checkpoints: `python -m convert to-hub|to-orbax --help`.
+"""Converts between the Hub's layout and Orbax checkpoints: `python -m convert to-hub|to-orbax --help`.
 
     python -m convert to-hub runs/sft model/ --step 400     # any checkpoint of a training run, as a Hub folder
     python -m convert to-orbax qwen3-0.6b checkpoint/       # a Hub model, as an Orbax checkpoint
 
-An Orbax checkpoint here is a folder with the arrays (arrays/, a pytree with the model under "model"), what they are
-(meta.json, with config.json in it), and the hash of every file (manifest.json). Those of a training run hold more.
+An Orbax checkpoint is a folder with the arrays (arrays/, a pytree with the model under "model"), the model's name and
+config.json (in meta.json), and the hash of every file (manifest.json). A training run's checkpoints hold more.
 """
 
 import json
@@ -31,20 +31,20 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     Args:
         checkpoint: a run's folder, or a single checkpoint.
         out: folder to write config.json, safetensors and tokenizer files to.
-        step: of a run's checkpoints, the one of this step. -1: the newest.
+        step: step of the run's checkpoint to write. -1: the newest.
     """
     folder = find(checkpoint, step)
     manifest.verify(folder)
     identity = json.loads((folder / "meta.json").read_text())["identity"]
     family = FAMILIES[identity["config"]["model_type"]]
-    # Whatever else the run began with lies there.
+    # zoo.save copies the tokenizer's files from the folder that the run began with.
     source = zoo.tokenizer(identity["model"], revision=identity.get("revision")).folder
     config = read(family, identity["config"], source)
     abstract = skeleton(family, config, mtp=identity["mtp"])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract)
     context = ocp.Context()
-    context.pytree.loading.partial_load = True  # the model, and not the optimizer's state
+    context.pytree.loading.partial_load = True  # the model without the optimizer's state
     with context:
         model = ocp.load(str(folder.resolve() / "arrays"), {"model": abstract})["model"]
     dtype = jnp.dtype(identity["config"].get("dtype") or identity["config"]["torch_dtype"])
@@ -75,7 +75,7 @@ def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: st
 
 
 def find(checkpoint: pathlib.Path, step: int) -> pathlib.Path:
-    """The folder of one checkpoint, in a run's folder or as it is."""
+    """Returns the folder of one checkpoint: `checkpoint` itself, or in a run's folder that of a step."""
     if (checkpoint / "arrays").is_dir():
         return checkpoint
     steps = sorted(int(path.name) for path in (checkpoint / "checkpoints").glob("*") if path.name.isdigit())

@@ -1,7 +1,7 @@
-"""Weights as quantising libraries store them, seen as the matrices they stand for: dequantised as they are read.
+"""Dequantises weights as they are read, in the formats of bitsandbytes, compressed-tensors, GPTQ and AWQ.
 
-Each follows its library's formula: factors and products in float32, rounded once to the asked dtype. In words of 32
-bits the first value lies in the lowest bits.
+Each class follows its library's formula: scales and products in float32, rounded once to the dtype asked for. In words
+of 32 bits the first value is in the lowest bits.
 """
 
 import abc
@@ -18,19 +18,19 @@ from convert.tensors import DTYPES, Tensor
 
 FLOATS = DTYPES["F16"], DTYPES["BF16"], DTYPES["F32"]
 INT32 = np.dtype(np.int32)
-AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word AWQ puts the first, second, ... of eight neighbours
+AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in its word of the first, second, ... of eight neighbours, in AWQ
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix(Packed):
-    """A weight (out, in) that is worked out some whole rows at a time."""
+    """A weight (out, in) that is dequantised in bands of whole rows."""
 
     @abc.abstractmethod
     def _rows(self, rows: range) -> Float32[np.ndarray, "rows in"]:
-        """These rows, before they are rounded to a dtype."""
+        """Dequantises these rows, without rounding to a dtype."""
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """The matrix at `index` (slices without steps) as `dtype`; of other rows nothing is read."""
+        """Dequantises the matrix at `index` (slices without steps) to `dtype`, and reads no other rows."""
         rows, columns = ranges(index, self.shape)
         out = np.empty((len(rows), len(columns)), dtype)
         for start in range(0, len(rows), BLOCK):
@@ -42,9 +42,9 @@ class _Matrix(Packed):
 
 @dataclass(frozen=True, kw_only=True)
 class Bnb4(_Matrix):
-    """bitsandbytes' nf4 and fp4: a table of 16 values, and a float32 scale for each block of them.
+    """bitsandbytes' nf4 and fp4: codes into a table of 16 values, and a float32 scale for each block of codes.
 
-    codes: bytes of two values in C order, the first one in the upper half. scales: float32, or uint8 to be looked up in
+    codes: bytes of two codes in C order, the first in the upper half. scales: float32, or uint8 to be looked up in
     `nested_table` and scaled by `nested_scales` ("double quantisation", QLoRA, arXiv:2305.14314, section 3). `state`:
     the bytes of a JSON object with shape, block sizes and the nested scales' offset. Source: dequantize_4bit and
     dequantize_blockwise in bitsandbytes/functional.py.
@@ -103,7 +103,7 @@ class Bnb4(_Matrix):
 
 @dataclass(frozen=True, kw_only=True)
 class Bnb8(_Matrix):
-    """bitsandbytes' int8: each row by its largest magnitude, the float32 scale, over 127.
+    """bitsandbytes' int8: the scale of a row is its largest magnitude, in float32, and a value is code * scale / 127.
 
     Source: int8_vectorwise_dequant in bitsandbytes/functional.py.
     """
@@ -127,9 +127,9 @@ class Bnb8(_Matrix):
 
 @dataclass(frozen=True, kw_only=True)
 class _Affine(_Matrix):
-    """(code - zero) * scale, with a scale, and perhaps a zero, for the columns of each group.
+    """Weights (code - zero) * scale, with a scale, and perhaps a zero point, for each group of columns of a row.
 
-    `group_size` are the columns of a group, None all; `groups`, if there, says each column's group.
+    `group_size` is the number of columns of a group, None for all. `groups`, if there, has the group of each column.
     """
 
     zeros: Tensor | None = None
@@ -138,7 +138,7 @@ class _Affine(_Matrix):
 
     @abc.abstractmethod
     def _codes(self, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Of these rows the codes [rows, in], scales [rows or 1, groups] and zeros like them, or none."""
+        """Returns these rows' codes [rows, in], scales [rows or 1, groups], and zero points like scales, or None."""
 
     def _rows(self, rows: range) -> Float32[np.ndarray, "rows in"]:
         codes, scales, zeros = self._codes(rows)
@@ -152,7 +152,7 @@ class _Affine(_Matrix):
 
     @property
     def _number(self) -> int:
-        """How many groups there are."""
+        """Returns the number of groups."""
         return -(-self.shape[1] // (self.group_size or self.shape[1]))
 
     def _groups_fit(self) -> bool:
@@ -162,17 +162,17 @@ class _Affine(_Matrix):
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(_Affine):
-    """compressed-tensors' float8 and int8: a scale for the whole, for each row, group of a row, or block.
+    """compressed-tensors' float8 and int8: a scale for the whole tensor, for each row, group of a row, or block.
 
     codes float8_e4m3fn or int8 [out, in]; scales [], [1], [1, 1], [out], [out, 1], [out, groups] or, for blocks of
-    `block_rows` x `group_size`, [row blocks, column blocks]; zeros like them. Source: _process_quantization in
+    `block_rows` x `group_size`, [row blocks, column blocks]; zeros like scales. Source: _process_quantization in
     compressed_tensors/quantization/lifecycle/forward.py.
     """
 
     block_rows: int | None = None
 
     def _table(self, tensor: Tensor) -> tuple[int, int]:
-        """Its shape, in two axes."""
+        """Returns the shape of scales as two axes."""
         rows, columns, *_ = (*tensor.shape, 1, 1)
         return rows, columns
 
@@ -218,7 +218,7 @@ class PackedIntegers(_Affine):
         taken = slice(rows.start, rows.stop)
         scales = self.scales.view()[taken]
         zeros = np.full(scales.shape, 1 << (self.bits - 1), np.uint8)
-        if self.zeros:  # which are shifted as the codes are
+        if self.zeros:  # they are shifted as the codes are
             zeros = unpacked_columns(self.zeros.view().T, self.bits, rows).T
         return unpacked(self.codes.view()[taken], self.bits), scales, zeros
 
@@ -227,8 +227,8 @@ class PackedIntegers(_Affine):
 class Gptq(_Affine):
     """GPTQ's (arXiv:2210.17323) integers, stored as (in, out); with `desc_act`, columns are grouped by importance.
 
-    codes int32 [in words, out]; scales [groups, out]; zeros int32 [groups, out words]; groups int32 [in]. In
-    files of `version` 1 zeros are one less than they stand for. Source: QuantLinear in AutoGPTQ's
+    codes int32 [in words, out]; scales [groups, out]; zeros int32 [groups, out words]; groups int32 [in]. Files of
+    `version` 1 store each zero point less one. Source: QuantLinear in AutoGPTQ's
     auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py.
     """
 
@@ -257,9 +257,10 @@ class Gptq(_Affine):
 
 @dataclass(frozen=True, kw_only=True)
 class Awq(Gptq):
-    """AWQ's (arXiv:2306.00978) 4 bits in its layout "gemm": as GPTQ's, but packed along out, each eight in its order.
+    """AWQ's (arXiv:2306.00978) 4 bits in its layout "gemm": like GPTQ's, but packed along out.
 
-    codes int32 [in, out words]. Source: awq/utils/packing_utils.py of AutoAWQ.
+    codes int32 [in, out words]; the eight values of a word are in the order of `AWQ_NIBBLES`. Source:
+    awq/utils/packing_utils.py of AutoAWQ.
     """
 
     @property
@@ -273,7 +274,7 @@ class Awq(Gptq):
 
 
 def unpacked(words: Int[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows columns"]:
-    """The unsigned integers of 2, 4 or 8 bits in words of 32, the first one in the lowest bits."""
+    """Unpacks unsigned integers of 2, 4 or 8 bits from words of 32, the first from the lowest bits."""
     taken = np.ascontiguousarray(words).view(np.uint8)[..., None]  # the lowest byte is the first
     shifts, mask = np.arange(0, 8, bits, dtype=np.uint8), np.uint8((1 << bits) - 1)
     return ((taken >> shifts) & mask).reshape(len(words), -1)
@@ -282,7 +283,7 @@ def unpacked(words: Int[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarra
 def unpacked_columns(
     words: Int[np.ndarray, "rows words"], bits: int, columns: range, order: list[int] | None = None
 ) -> UInt8[np.ndarray, "rows columns"]:
-    """`unpacked`, of some columns; `order` says where in its word each column lies."""
+    """Unpacks only some columns; `order` lists the place of each column in its word, if not in order."""
     per = 32 // bits
     first = columns.start // per
     values = unpacked(words[:, first : -(-columns.stop // per)], bits)

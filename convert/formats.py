@@ -1,6 +1,6 @@
-"""One table of how checkpoints store quantised weights, by what quantization_config in config.json says.
+"""Tells from quantization_config in config.json how a checkpoint stores quantised weights, by one table of methods.
 
-A `Layout` says by which ends of names the tensors of one weight are known, and what dequantises them.
+A `Layout` says how the tensors of one weight are named, by the ends of their names, and what dequantises them.
 """
 
 import functools
@@ -22,10 +22,10 @@ INTEGERS = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a weight X: each is X without the end `stands_for`, and an end of its own.
+    """How the tensors of one weight are named: by the weight's name without `stands_for`, plus an end of their own.
 
-    Tensors whose name has the end `codes` are codes if they are of one of these `dtypes`; where there are none, if they
-    have the first of the `parts` beside them.
+    A tensor whose name ends with `codes` holds codes if its dtype is in `dtypes`; with no `dtypes`, if the checkpoint
+    also has the first of its `parts`.
     """
 
     make: Callable[..., Packed]
@@ -33,7 +33,7 @@ class Layout:
     dtypes: tuple[np.dtype, ...]
     parts: Mapping[str, str]  # argument of `make` -> the end of its tensor's name
     optional: Mapping[str, str] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()  # what only rounds activations and caches, or repeats
+    dropped: tuple[str, ...] = ()  # ends of tensors not read: they round activations and caches, or repeat others
     stands_for: str = ".weight"
 
 
@@ -45,10 +45,10 @@ ACTIVATIONS = tuple(f".{of}_{what}" for of in ("input", "output", "k", "v") for 
 
 
 def layouts(stored: Mapping[str, Any] | None) -> list[Layout]:
-    """How a checkpoint with this quantization_config stores its weights; None is a config.json without one.
+    """Returns the layouts of a checkpoint with this quantization_config; None: config.json has none.
 
     Raises:
-        ValueError: naming what is not read.
+        ValueError: the quantization is not supported; names the key and value.
     """
     stored = stored or {"quant_method": "mxfp4"}
     method = stored.get("quant_method")
@@ -60,12 +60,12 @@ def layouts(stored: Mapping[str, Any] | None) -> list[Layout]:
 
 
 def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = None) -> dict[str, Tensor | Packed]:
-    """`tensors` with those that together store one weight as that one, by the quantization_config `stored`.
+    """Joins the tensors that together store one weight into one `Packed`, by the quantization_config `stored`.
 
     Weights are dequantised to the dtype of the largest tensor that is not quantised, unless another is asked for.
 
     Raises:
-        ValueError: naming a tensor without its scales, scales without a tensor, or some that do not fit.
+        ValueError: a tensor has no scales, scales have no tensor, or some do not fit together; names them.
     """
     rest, packed = dict(tensors), {}
     for layout in layouts(stored):
@@ -102,12 +102,12 @@ def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = Non
 
 
 def opened(folder: str | os.PathLike[str]) -> dict[str, Tensor | Packed]:
-    """The weights of a checkpoint's folder, as its config.json says that they are stored."""
+    """Opens the weights of a checkpoint's folder, stored as its config.json says."""
     return unpack(open_tensors(folder), quantization(folder))
 
 
 def quantization(folder: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """The quantization_config of a folder's config.json."""
+    """Reads the quantization_config of a folder's config.json; None if it has none."""
     return read_json(os.path.join(folder, "config.json")).get("quantization_config")
 
 
@@ -116,7 +116,7 @@ def _is(stored: Mapping[str, Any], key: str) -> bool:
 
 
 def _only(stored: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-    """`stored[key]`, which has to be one of these; where it is absent or null, `default`."""
+    """Returns `stored[key]`, or `default` where it is absent or null; refuses values that are not allowed."""
     value = stored.get(key)
     value = default if value is None else value
     value = value.lower() if isinstance(value, str) else value
@@ -143,7 +143,7 @@ def _bitsandbytes(stored: Mapping[str, Any]) -> list[Layout]:
 
 
 def _group_size(stored: Mapping[str, Any], default: Any = None) -> int | None:
-    """The columns of a group; None for -1, which stands for all."""
+    """Returns the number of columns of a group; None, for all, where it is -1."""
     size = stored.get("group_size", default)
     if size in (-1, None):
         return None

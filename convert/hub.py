@@ -1,4 +1,4 @@
-"""A checkpoint's folder in the Hub's layout: one on this machine, or a download in huggingface_hub's cache."""
+"""Finds a checkpoint's folder in the Hub's layout: a local one, or a download in huggingface_hub's cache."""
 
 import collections
 import concurrent.futures
@@ -45,7 +45,7 @@ from convert import manifest
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "model.safetensors.manifest.json"  # file of weights -> SHA-256; `convert.tensors.save_tensors` writes it
-# What goes with config.json and the weights: the tokenizer's files, and how to generate.
+# Files beside config.json and the weights: the tokenizer's, and the settings for generation.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,26 +63,26 @@ COMPANIONS = (
 )
 HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's own, sha256
 T = TypeVar("T")
-BUSY = (408, 429, 500, 502, 503, 504)
-PATIENCE = 60  # seconds after which a server has to have sent SLOWEST bytes for each
-SLOWEST = 10_000
-LARGEST = 2**25  # bytes of JSON, in a file or an answer; the list of a repository's files takes 200 for each
+BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which to ask again
+PATIENCE = 60  # seconds over which a server's speed is measured
+SLOWEST = 10_000  # bytes a second: slower servers are refused
+LARGEST = 2**25  # most bytes of JSON in a file or an answer; the list of a repository's files takes 200 for each
 
 
 class NotTheHub(HTTPError):
-    """What answers behaves as the Hub would not."""
+    """The server behaves as the Hub would not: it may be a proxy, or a mirror that is broken."""
 
 
 def folder(
     source: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True, companions: bool = True
 ) -> pathlib.Path:
-    """The local folder that holds a checkpoint.
+    """Returns the local folder that holds a checkpoint, after downloading it if need be.
 
     Args:
         source: a folder, which is returned as it is, or a Hub repository "org/name". Of a repository, config.json,
-            the COMPANIONS and the safetensors are brought into huggingface_hub's cache, all from one commit. HF_TOKEN,
+            the COMPANIONS and the safetensors are downloaded to huggingface_hub's cache, all from one commit. HF_TOKEN,
             HF_HOME, HF_HUB_OFFLINE and the like mean what they mean to that library. Each file is checked against the
-            Hub's hash as it arrives, and so is what others, or a call that was interrupted, left in the cache.
+            Hub's hash, also where another program or an interrupted download left it in the cache.
         revision: a branch, tag or commit of the repository; None is its main branch.
         weights: False leaves out the safetensors.
         companions: False leaves out the COMPANIONS.
@@ -112,9 +112,9 @@ def folder(
 
 
 def weights_hash(folder: pathlib.Path) -> str:
-    """The SHA-256 of what a folder's safetensors are called and hold.
+    """Returns a SHA-256 of the names and contents of a folder's safetensors.
 
-    The Hub's cache names them by their own hashes, which were checked when they arrived; any others are read.
+    The Hub's cache names files by their hashes, which were checked on arrival; other files are read and hashed.
     """
     files = sorted(folder.glob("*.safetensors"))
     known = {path.name: path.readlink().name for path in files if path.is_symlink()}
@@ -124,7 +124,7 @@ def weights_hash(folder: pathlib.Path) -> str:
 
 
 def create(repo: str) -> None:
-    """Makes a private repository "org/name" on the Hub, unless there is one of that name.
+    """Creates a private repository "org/name" on the Hub, unless it exists.
 
     Raises:
         OSError: it cannot be made, or HF_TOKEN may not write to it.
@@ -152,7 +152,7 @@ def push(folder: pathlib.Path, repo: str) -> str:
 
 
 def headers(repo: str, commit: str) -> SafetensorsRepoMetadata:
-    """What the safetensors of a repository say of their tensors: some 100 kB of each file, however large it is.
+    """Reads the headers of a repository's safetensors: some 100 kB of each file, however large it is.
 
     Raises:
         OSError: they cannot be had; the message says what to do.
@@ -174,11 +174,11 @@ def _no_safetensors(repo: str) -> ValueError:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
     Raises:
-        ValueError: it is malformed (naming the line), not an object, has a key twice, holds NaN or an infinity, or is a
-            huge file or no regular one.
+        ValueError: it is malformed (the message names the line), is not an object, has a key twice, or holds NaN or an
+            infinity; or the file is larger than LARGEST, or not a regular file.
     """
     if (size := regular(path)) > LARGEST:
         raise ValueError(f"{path} has {size:,} bytes, where a few kB of JSON belong.")
@@ -208,11 +208,11 @@ def _refuse(literal: str) -> NoReturn:
 
 
 def regular(path: str | os.PathLike[str]) -> int:
-    """The size of a file, which may be opened: a pipe would wait for its other end, and a device need not end.
+    """Returns the size of a regular file, and refuses others: a pipe may never be opened, a device never end.
 
     Raises:
-        OSError: there is none.
-        ValueError: it is no regular file.
+        OSError: there is no such file.
+        ValueError: it is not a regular file.
     """
     state = os.stat(path)
     if not stat.S_ISREG(state.st_mode):
@@ -221,7 +221,7 @@ def regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Tensor name -> name of the file that holds it, from a model.safetensors.index.json.
+    """Reads tensor name -> name of its file from a model.safetensors.index.json.
 
     Raises:
         ValueError: it is malformed, empty, or names anything but a .safetensors file of its own folder.
@@ -236,7 +236,7 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _fetch(repo: str, snapshot: pathlib.Path, names: Iterable[str]) -> None:
-    """Brings files into a snapshot of the cache, several at a time, unless they are there and whole."""
+    """Downloads files to a snapshot of the cache, several at a time, unless they are there and whole."""
 
     def fetch(name: str) -> None:
         for _ in range(2):
@@ -255,7 +255,7 @@ def _fetch(repo: str, snapshot: pathlib.Path, names: Iterable[str]) -> None:
 
 
 def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
-    """What the Hub answers, which is asked again while it is busy."""
+    """Returns the Hub's answer; while the Hub is busy, asks again, up to three times."""
     pauses = iter((1, 2, 4))
     while True:
         try:
@@ -266,15 +266,15 @@ def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
             if pause is None or _status(error) not in BUSY:
                 raise _in_plain_words(error, repo, revision) from error
             time.sleep(pause)
-        except (AssertionError, AttributeError, KeyError, TypeError) as error:  # the library misses what it needs
+        except (AssertionError, AttributeError, KeyError, TypeError) as error:  # an answer lacks what the library needs
             raise _in_plain_words(NotTheHub(f"leaves out what it has to say ({error!r})"), repo, None) from error
 
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """What huggingface_hub is answered meanwhile is refused, by NotTheHub, if it is too slow, too large or malformed.
+    """Within it, answers to huggingface_hub that are too slow, too large or malformed raise NotTheHub.
 
-    The library itself waits for ever as long as a byte comes now and then, and names its files as it is told to.
+    The library itself waits for ever as long as a byte comes now and then, and names files as the server says.
     """
     hooks = get_session().event_hooks["response"]
     hooks.append(_check)
@@ -285,7 +285,7 @@ def _guarded() -> Iterator[None]:
 
 
 def _check(response: Any) -> None:
-    """Refuses an answer (an httpx.Response whose body is still to come), or has its body checked as it comes."""
+    """Checks the headers of an httpx.Response, whose body is still to come, and has the body checked as it comes."""
     api = str(response.url).startswith(f"{constants.ENDPOINT}/api/") or response.is_error
     response.iter_raw = functools.partial(_paced, response.iter_raw, LARGEST if api else None)
     for key in ("X-Repo-Commit", "X-Linked-Etag", "ETag"):
@@ -302,7 +302,7 @@ def _check(response: Any) -> None:
 
 
 def _paced(read: Callable[..., Iterator[bytes]], largest: int | None, *size: int | None) -> Iterator[bytes]:
-    """The pieces of a body, as long as they come fast enough, and are `largest` bytes at most."""
+    """Yields the pieces of a body, as long as they come fast enough and add up to at most `largest` bytes."""
     total, before, since = 0, 0, time.monotonic()
     for piece in read(*size):
         yield piece
@@ -316,23 +316,23 @@ def _paced(read: Callable[..., Iterator[bytes]], largest: int | None, *size: int
 
 
 def _is_whole(repo: str, path: pathlib.Path) -> bool:
-    """Whether a file of a snapshot is what the Hub has, by its hash: that which names its blob, or else the API's.
+    """Whether a file of a snapshot has the Hub's hash: the one that names its blob, or else the API's.
 
-    The library compares sizes only. A file that was found to be whole is noted beside the blobs, with its size and time
-    of change, and not read again.
+    The library compares sizes only. A whole file is noted beside the blobs, with its size and time of change, and is
+    not read again.
 
     Raises:
         OSError: the Hub has to be asked for the hash, and cannot be.
     """
     name = path.readlink().name if path.is_symlink() else ""
-    # Blobs that are named by their hashes are noted for all commits; other names say nothing of what they hold.
+    # A blob named by its hash is noted once for all commits; other names do not tell the contents.
     note = path.parents[2] / "verified" / (name if HASH.fullmatch(name) else f"{path.parent.name}-{path.name}")
     state = path.stat()
     seen = f"{state.st_size} {state.st_mtime_ns}"
     if note.is_file() and note.read_text() == seen:
         return True
     whole, offline = _matches(path, name), constants.is_offline_mode()
-    if not whole and not offline:  # a mirror may name blobs by hashes of its own, or by none
+    if not whole and not offline:  # a mirror may name blobs by its own hashes, or otherwise
         said = _patiently(lambda: _hashes(repo, path.parent.name), repo, path.parent.name).get(path.name, "")
         told = None if said == name else _matches(path, said)
         whole = whole if told is None else told
@@ -343,14 +343,14 @@ def _is_whole(repo: str, path: pathlib.Path) -> bool:
         )
     if whole is False:
         return False
-    with contextlib.suppress(OSError):  # of a cache that may not be written: it is read again the next time
+    with contextlib.suppress(OSError):  # the cache may be read-only: then the file is hashed again the next time
         note.parent.mkdir(exist_ok=True)
         note.write_text(seen)
     return True
 
 
 def _matches(path: pathlib.Path, digest: str) -> bool | None:
-    """Whether a file has this hash: sha256, or git's own for what git itself keeps. None: it is no such hash."""
+    """Whether a file has this hash: sha256, or git's own for files that git itself stores. None: it is not a hash."""
     if not HASH.fullmatch(digest):
         return None
     start = hashlib.sha256 if len(digest) == 64 else lambda: hashlib.sha1(b"blob %d\0" % path.stat().st_size)
@@ -360,13 +360,13 @@ def _matches(path: pathlib.Path, digest: str) -> bool | None:
 
 @functools.cache
 def _hashes(repo: str, commit: str) -> dict[str, str]:
-    """The hash of every file of a commit, as the Hub's API tells it."""
+    """Asks the Hub's API for the hash of every file of a commit."""
     tree = HfApi().list_repo_tree(repo, recursive=True, revision=commit)
     return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in tree if isinstance(file, RepoFile)}
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status behind an error of huggingface_hub."""
+    """Returns the HTTP status behind an error of huggingface_hub, or None."""
     for link in (error, error.__cause__):
         if isinstance(link, HfHubHTTPError):
             return link.response.status_code
@@ -374,7 +374,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _in_plain_words(error: Exception, repo: str, revision: str | None) -> OSError:
-    """What went wrong and what to do about it."""
+    """Returns an error that says what went wrong and what to do about it."""
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     status = _status(error)
     if isinstance(error, NotTheHub):

@@ -1,4 +1,4 @@
-"""A folder's hashes, in a file of the folder: what is read later is what was written, or is refused by name."""
+"""Writes the hashes of a folder's files into the folder, and verifies them: a changed file is refused by name."""
 
 import concurrent.futures
 import hashlib
@@ -20,8 +20,8 @@ def verify(folder: pathlib.Path) -> None:
     """Checks every file that manifest.json lists.
 
     Raises:
-        OSError: if one is missing, or the manifest is.
-        ValueError: naming one that has other bytes than were written.
+        OSError: a file is missing, or the manifest is.
+        ValueError: a file has changed; names it.
     """
     manifest = json.loads((folder / NAME).read_text())
     for name, digest in hashes(folder, manifest).items():
@@ -30,7 +30,7 @@ def verify(folder: pathlib.Path) -> None:
 
 
 def hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
-    """Name -> SHA-256, of files named relative to the folder; several are read at a time."""
+    """Returns name -> SHA-256 of files, named relative to the folder; several are read at a time."""
 
     def sha256(name: str) -> str:
         with (folder / name).open("rb") as file:

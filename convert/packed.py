@@ -1,7 +1,7 @@
-"""Weights in float8 blocks and MXFP4, seen as the tensors they stand for: dequantised when and where they are read.
+"""Dequantises weights in float8 blocks and MXFP4 as they are read, and only the parts that are read.
 
-They are stored as bytes, with a factor for each block of them. A byte is looked up in a table made for its factor: the
-product in float64, rounded once to the asked dtype. So it is exact, and faster than casting and multiplying each value.
+They are stored as bytes, with a scale for each block. A byte is looked up in a table made for its scale, of products in
+float64 rounded once to the dtype asked for. That is exact, and faster than casting and multiplying each value.
 """
 
 import abc
@@ -18,16 +18,16 @@ from convert.tensors import DTYPES, Tensor
 
 BF16, E4M3, E8M0 = DTYPES["BF16"], DTYPES["F8_E4M3"], DTYPES["F8_E8M0"]
 BYTES = np.arange(256, dtype=np.uint8)
-BLOCK = 128  # rows and columns that share a factor in float8, and rows that are dequantised at a time
-PAIRS = 16  # bytes of two values each that share a factor in MXFP4
+BLOCK = 128  # rows and columns that share a scale in float8, and rows that are dequantised at a time
+PAIRS = 16  # bytes, of two values each, that share a scale in MXFP4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(abc.ABC):
-    """A tensor stored as several: its codes, and what turns them into numbers. Any thread may read it."""
+    """A quantised tensor, stored as several: its codes, and scales and the like. Any thread may read it."""
 
     name: str
-    dtype: np.dtype = BF16  # what it is dequantised to unless another is asked for
+    dtype: np.dtype = BF16  # the dtype it is dequantised to, unless another is asked for
     codes: Tensor
     scales: Tensor
 
@@ -41,27 +41,27 @@ class Packed(abc.ABC):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that it is stored as."""
+        """Returns the tensors that it is stored as."""
         return [tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)]
 
     @property
     def nbytes(self) -> int:
-        """As stored."""
+        """Returns its size as stored."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     @abc.abstractmethod
     def fits(self) -> bool:
-        """Whether its tensors are of the shapes and dtypes that belong together."""
+        """Whether the shapes and dtypes of its tensors fit together."""
 
     @abc.abstractmethod
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """What it stands for at `index` (slices without steps) as `dtype`."""
+        """Dequantises the part at `index` (slices without steps) to `dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Blocks(Packed):
-    """A matrix in float8 with a factor for each block; the last blocks of rows and columns may be smaller.
+    """A matrix in float8 with a scale for each block of 128 x 128; the last rows and columns of blocks may be smaller.
 
     codes float8_e4m3fn [out, in]; scales [ceil(out / 128), ceil(in / 128)], to multiply by, although they are called
     weight_scale_inv. Source: README_WEIGHTS.md of github.com/deepseek-ai/DeepSeek-V3.
@@ -73,7 +73,7 @@ class Fp8Blocks(Packed):
         return len(self.shape) == 2 and self.scales.shape == blocks and self.scales.dtype in (np.float32, BF16, E8M0)
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """The matrix at `index` (slices without steps) as `dtype`; only what it touches is read."""
+        """Dequantises the matrix at `index` (slices without steps) to `dtype`, and reads nothing else."""
         rows, columns = ranges(index, self.shape)
         values = BYTES.view(E4M3).astype(np.float64)[:, None]
         blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
@@ -84,16 +84,16 @@ class Fp8Blocks(Packed):
             table = _table(values, self.scales.view()[i, blocks].astype(np.float64), out.dtype)
             at = _bytes(self.codes, self.shape[1], band, columns) + offsets[None]
             into = out[band.start - rows.start : band.stop - rows.start].view(table.dtype)
-            table.take(at, out=into, mode="clip")  # by default numpy would fill a buffer first
+            table.take(at, out=into, mode="clip")  # the default mode would fill a buffer first
         return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4(Packed):
-    """The experts of gpt-oss in float4_e2m1fn, 32 values to a power of two, seen as the bfloat16 releases store them.
+    """The experts of gpt-oss in float4_e2m1fn with a power of two for each 32 values, in the bfloat16 releases' shape.
 
     codes uint8 [experts, out, in / 32, 16], the first of two values in the low bits; scales uint8 [experts, out,
-    in / 32], exponents plus 127. They stand for [experts, in, out]. Source: gpt_oss/torch/weights.py of
+    in / 32], exponents plus 127. Dequantised they are [experts, in, out]. Source: gpt_oss/torch/weights.py of
     github.com/openai/gpt-oss.
     """
 
@@ -108,7 +108,7 @@ class Mxfp4(Packed):
         return shapes_fit and self.codes.dtype == self.scales.dtype == np.uint8
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """The tensor at `index` (slices without steps) as `dtype`, a transposed view; only what it touches is read."""
+        """Dequantises the part at `index` (slices without steps) to `dtype`, as a transposed view; reads only that."""
         experts, columns, rows = ranges(index, self.shape)
         _, height, width, _ = self.codes.shape
         groups = range(columns.start // (2 * PAIRS), -(-columns.stop // (2 * PAIRS)))
@@ -128,9 +128,9 @@ class Mxfp4(Packed):
 def quantize_blocks(
     weight: Float[np.ndarray, "out in"],
 ) -> tuple[Float8e4m3fn[np.ndarray, "out in"], Float32[np.ndarray, "row_blocks column_blocks"]]:
-    """The codes and scales of `Fp8Blocks`, in which 448 is the largest of each block. The others round to nearest even.
+    """Quantises to the codes and scales of `Fp8Blocks`: each block's largest magnitude becomes 448.
 
-    No scale is subnormal, and that of a block of zeros is 1.
+    Values are rounded to the nearest, ties to even. No scale is subnormal, and that of a block of zeros is 1.
 
     Raises:
         ValueError: the weight holds infinities or NaN.
@@ -148,7 +148,7 @@ def quantize_blocks(
 
 
 def ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
-    """What an index, which may be shorter than the shape, takes of each axis."""
+    """Returns the range that an index, which may be shorter than the shape, takes of each axis."""
     whole = (slice(None),) * (len(shape) - len(index))
     ranges = [range(size)[taken] for size, taken in zip(shape, (*index, *whole), strict=True)]
     if any(taken.step != 1 for taken in ranges):
@@ -157,9 +157,9 @@ def ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
 
 
 def _bytes(tensor: Tensor, width: int, rows: range, columns: range) -> UInt8[np.ndarray, "rows columns"]:
-    """Part of a tensor, seen as a matrix of bytes with `width` columns."""
+    """Reads a part of a tensor, viewed as a matrix of bytes with `width` columns."""
     matrix = replace(tensor, shape=(tensor.nbytes // width, width), dtype=BYTES.dtype)
-    if len(columns) < width:  # else it is read: a mapping's pages would count as the process's memory
+    if len(columns) < width:  # whole rows are read, not mapped: a mapping's pages would count as the process's memory
         return matrix.view()[rows.start : rows.stop, columns.start : columns.stop]
     out = np.empty((len(rows), width), BYTES.dtype)
     matrix.read_into(out, rows.start)
@@ -167,8 +167,8 @@ def _bytes(tensor: Tensor, width: int, rows: range, columns: range) -> UInt8[np.
 
 
 def _table(values: Float64[np.ndarray, "byte n"], factors: Float64[np.ndarray, " m"], dtype: np.dtype) -> np.ndarray:
-    """At 256 f + b, the n values of byte b times factor f, as one item."""
-    with np.errstate(over="ignore"):  # of products that may not occur
+    """Makes a table: item 256 f + b is the n values of byte b, times scale f."""
+    with np.errstate(over="ignore"):  # products that overflow may never be looked up
         products = (factors[:, None, None] * values[None]).astype(dtype)
     return products.view(f"V{values.shape[1] * products.itemsize}").reshape(-1)
 

@@ -1,7 +1,8 @@
-"""Folders of safetensors in the Hub's layout: opened without being read, and written whole or not at all.
+"""Opens folders of safetensors in the Hub's layout without reading them, and writes them whole or not at all.
 
-The Rust library checks every header before anything in it is believed. The bytes are moved here, because the library's
-numpy side knows no float8, cannot read into the caller's own buffer, and needs a whole shard in memory to write it.
+The Rust library checks every header before anything in it is used. Reading and writing values is done here, because
+the library's numpy interface has no float8, cannot read into the caller's buffer, and needs a whole shard in memory to
+write it.
 """
 
 import contextlib
@@ -50,14 +51,14 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-HEADER = 2**24  # bytes of a file's header at most: 140,000 tensors, ten times what the largest published files have
+HEADER = 2**24  # most bytes of a file's header: 140,000 tensors, ten times what the largest published files have
 
-# A tensor still to be made: its shape, its dtype, and a function that makes it.
+# A tensor that is made when it is written: its shape, its dtype, and a function that makes it.
 Lazy = tuple[tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
 
 
 class _File:
-    """An open file of weights. Its tensors share the descriptor, which is closed with the last of them."""
+    """An open file of weights. Its tensors share the descriptor, which is closed when the last of them is gone."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -73,7 +74,7 @@ class _File:
 
 
 class _Remote(_File):
-    """A file on the Hub of which only the header is here."""
+    """A file on the Hub, of which only the header was downloaded."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -81,12 +82,12 @@ class _Remote(_File):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: known by name, shape and dtype, its values not read yet. Any thread may read it."""
+    """A tensor in a file: its name, shape and dtype, with values not read yet. Any thread may read it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    offset: int  # of its first byte in the file
+    offset: int  # bytes of the file before its first
     _file: _File = field(repr=False)
 
     @property
@@ -99,31 +100,31 @@ class Tensor:
 
     @property
     def readable(self) -> bool:
-        """Whether its values are here, not only its file's header."""
+        """Whether its values can be read: False if only its file's header was downloaded."""
         return not isinstance(self._file, _Remote)
 
     def view(self, *, own: bool = False) -> np.ndarray:
-        """The file itself, mapped into memory: read-only, not copied, read from disk where it is touched.
+        """Maps the file into memory: the array is read-only, not copied, and read from disk where it is touched.
 
-        The mapping outlives the file's removal or replacement, but not its truncation. All tensors of a file share it,
-        and so its pages stay in memory, unless this one is to have its `own`, which goes with the array.
+        The mapping outlives the file's removal or replacement, but not its truncation. All tensors of a file share one
+        mapping, whose pages stay in memory. With `own`, this array has its own, which is freed with it.
         """
         return np.ndarray(self.shape, self.dtype, self._file.map() if own else self._file.mapped, self.offset)
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """`view()[index]` as `dtype`: still the file itself where nothing has to be converted.
+        """Returns `view()[index]` as `dtype`: still the mapped file where nothing has to be converted.
 
         An index that is shorter than the shape takes the axes that it leaves out whole.
         """
-        return self.view()[(*index, ...)].astype(dtype, copy=False)  # without the ellipsis, () of a scalar is no array
+        return self.view()[(*index, ...)].astype(dtype, copy=False)  # the ellipsis keeps a scalar an array
 
     def read_into(self, out: np.ndarray, start: int = 0) -> None:
-        """Reads straight into `out`, a C-contiguous array of this dtype, as many rows as it has, from row `start` on.
+        """Reads straight into `out`, a C-contiguous array of this dtype: as many rows as it has, from row `start` on.
 
-        Rows lie along the first axis: an `out` of this tensor's shape takes it whole.
+        Rows are along the first axis: an `out` of this tensor's shape takes all of it.
 
         Raises:
-            ValueError: `out` is of another kind, or has more rows than there are.
+            ValueError: `out` is of another dtype or shape, or has more rows than there are.
             OSError: the file cannot be read, or has become shorter.
         """
         alike = (out.ndim, out.shape[1:], out.dtype) == (len(self.shape), self.shape[1:], self.dtype)
@@ -143,14 +144,14 @@ class Tensor:
 
 
 def open_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name, in the order in which they lie in the files.
+    """Opens a checkpoint: returns every tensor by name, in the order of the files.
 
     The folder holds model.safetensors, or model.safetensors.index.json and the files that it names. As in transformers,
-    model.safetensors wins if both are there, and other files are not looked at.
+    model.safetensors wins if both are there, and other files are ignored.
 
     Raises:
         FileNotFoundError: there is no such folder, it has no safetensors, or the index names a file that is not there.
-        ValueError: a file is damaged, or the index and the files disagree, naming the file and the tensor.
+        ValueError: a file is damaged, or the index and the files disagree; names the file and the tensor.
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
@@ -177,13 +178,14 @@ def open_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def verify_files(folder: str | os.PathLike[str], share: slice = slice(None)) -> None:
-    """Checks that a checkpoint's files are those that `save_tensors` wrote together, by the hashes of its manifest.
+    """Checks that a checkpoint's files are those that `save_tensors` wrote together, by the hashes in its manifest.
 
-    What other programs write has no manifest, and passes. Several files are hashed at a time, each at about 1.8 GB/s on
-    a core with instructions for SHA-256. `share` takes only some of the files, where several processes share the work.
+    A folder without a manifest, written by another program, passes. Several files are hashed at a time, each at about
+    1.8 GB/s on a core with instructions for SHA-256. `share` takes only some of the files, for several processes that
+    share the work.
 
     Raises:
-        ValueError: naming a file that has changed since, or is of another export.
+        ValueError: a file has changed since, or is of another export; names it.
     """
     folder = pathlib.Path(folder)
     if not (folder / MANIFEST).exists():
@@ -199,10 +201,10 @@ def verify_files(folder: str | os.PathLike[str], share: slice = slice(None)) -> 
 
 
 def verify_hashes(folder: pathlib.Path, listed: str, names: Sequence[str]) -> None:
-    """Checks files of a folder by the hashes that its file `listed` has of them.
+    """Checks files of a folder by the hashes in its file `listed`.
 
     Raises:
-        ValueError: naming a file that has other bytes.
+        ValueError: a file has other bytes; names it.
     """
     written = read_json(folder / listed)
     for name, digest in manifest.hashes(folder, names).items():
@@ -214,10 +216,10 @@ def verify_hashes(folder: pathlib.Path, listed: str, names: Sequence[str]) -> No
 
 
 def remote_tensors(repo: str, commit: str) -> dict[str, Tensor]:
-    """Every tensor of a repository on the Hub, of which only name, shape and dtype are known: it cannot be read.
+    """Returns every tensor of a repository on the Hub, from headers alone: the values cannot be read.
 
     Raises:
-        OSError, ValueError: as `convert.hub.headers`, or for a dtype that is none of DTYPES.
+        OSError, ValueError: as `convert.hub.headers`, or for a dtype that is not one of DTYPES.
     """
     tensors = {}
     for file, header in headers(repo, commit).files_metadata.items():
@@ -230,16 +232,17 @@ def remote_tensors(repo: str, commit: str) -> dict[str, Tensor]:
 
 
 def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *, shard_bytes: int = 5 * 10**9) -> None:
-    """Writes model.safetensors or, from `shard_bytes` on, shards and model.safetensors.index.json, tensor by tensor.
+    """Writes model.safetensors or, above `shard_bytes`, shards and model.safetensors.index.json, tensor by tensor.
 
     model.safetensors.manifest.json then has the SHA-256 of each file of tensors, for `verify_files`.
-    Everything is first written beside what the folder holds. One rename then makes it the folder's checkpoint, and the
-    files of the earlier one are removed. So whenever this ends, by an error, a full disk or a kill, the folder loads as
-    the earlier checkpoint or as the new one, and the tensors may come from the very files that are replaced.
+
+    All files are first written beside those of the folder. Then one rename makes them the folder's checkpoint, and the
+    files of the earlier one are removed. So however this ends, by an error, a full disk or a kill, the folder loads as
+    the earlier checkpoint or as the new one. The tensors may come from the very files that are replaced.
 
     Raises:
-        ValueError: there is nothing to write, a dtype is unknown to safetensors, or a tensor is made otherwise than it
-            was announced.
+        ValueError: there is nothing to write, safetensors has no such dtype, or a tensor is not made in the shape and
+            dtype that were announced.
         OSError: a file cannot be written; the folder keeps what it held.
     """
     if not tensors:
@@ -268,7 +271,7 @@ def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *,
         for path in folder.glob(f"{prefix}*"):
             path.unlink()
         raise
-    (folder / MANIFEST).unlink(missing_ok=True)  # first, so that it never lies beside files that it does not list
+    (folder / MANIFEST).unlink(missing_ok=True)  # first, so that it is never beside files that it does not list
     if plan.is_sharded:
         _publish_shards(folder, plan, prefix)
     else:
@@ -278,7 +281,7 @@ def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *,
 
 
 def open_file(path: pathlib.Path) -> list[Tensor]:
-    """The tensors of one file, in the order of their offsets."""
+    """Opens one file, and returns its tensors in the order of their offsets."""
     regular(path)
     with path.open("rb") as start:
         header = int.from_bytes(start.read(8), "little")
@@ -296,7 +299,7 @@ def open_file(path: pathlib.Path) -> list[Tensor]:
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error}.") from error
     file, offset, tensors = _File(path), 8 + header, []
-    for name, code, shape in layout:  # the library has made sure that they lie side by side and fill the file
+    for name, code, shape in layout:  # the library has checked that they fill the file without gaps
         if code not in DTYPES:
             raise _unknown_dtype(name, path, code)
         try:
@@ -315,9 +318,9 @@ def _unknown_dtype(name: str, file: pathlib.Path, code: str) -> ValueError:
 def write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> str:
     """Writes one safetensors file, and returns its SHA-256.
 
-    Its data start at a multiple of 64 bytes, from where jax.device_put need not copy them.
+    Its data start at a multiple of 64 bytes: from there jax.device_put need not copy them.
     """
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][1].itemsize))  # keeps each aligned to its own size
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][1].itemsize))  # aligns each to its own item size
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype, _) in tensors.items():
@@ -339,7 +342,7 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> str:
 
 
 def _made(name: str, tensor: Lazy) -> np.ndarray:
-    """The values, which must be of the announced shape and dtype."""
+    """Makes the values, and checks that they have the announced shape and dtype."""
     shape, dtype, make = tensor
     array = np.asarray(make())
     if (array.shape, array.dtype) != (shape, dtype):
@@ -348,28 +351,28 @@ def _made(name: str, tensor: Lazy) -> np.ndarray:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """The values in C order: the array's own memory if it is contiguous, else a copy."""
+    """Returns the values in C order: the array's own memory if it is contiguous, else a copy."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _write_index(path: pathlib.Path, plan: StateDictSplit, prefix: str = "") -> None:
-    """The index of shards whose names begin with `prefix`."""
+    """Writes the index of shards whose names begin with `prefix`."""
     weight_map = {name: prefix + file for name, file in plan.tensor_to_filename.items()}
     write_json(path, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
 def write_json(path: pathlib.Path, value: dict) -> None:
-    """Writes a new file, which is on the disk afterwards."""
+    """Writes a new file, and syncs it to the disk."""
     with _new_file(path) as write:
         write(json.dumps(value, indent=2).encode())
 
 
 def _publish_shards(folder: pathlib.Path, plan: StateDictSplit, prefix: str) -> None:
-    """Makes the shards that lie in the folder under prefixed names its checkpoint, and takes the prefix away."""
+    """Makes the shards that are in the folder under prefixed names its checkpoint, then removes the prefix."""
     index, files = folder / f"{prefix}{INDEX}", list(plan.filename_to_tensors)
     os.replace(index, folder / INDEX)
     _remove_others(folder, {INDEX, f"{prefix}{MANIFEST}", *(prefix + file for file in files)})
-    # The folder is whole from here on. The final names are free, and each file has both while the index changes over.
+    # From here on the folder is whole. The final names are free: each file has both names until the index is replaced.
     for file in files:
         try:
             os.link(folder / f"{prefix}{file}", folder / file)
@@ -382,7 +385,7 @@ def _publish_shards(folder: pathlib.Path, plan: StateDictSplit, prefix: str) -> 
 
 @contextlib.contextmanager
 def _new_file(path: pathlib.Path) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """A function that writes to a new file, which is on the disk when the block ends."""
+    """Yields a function that writes to a new file, and syncs the file to the disk when the block ends."""
     with path.open("xb", buffering=0) as file:
 
         def write(data: bytes | memoryview) -> None:
@@ -398,7 +401,7 @@ def _new_file(path: pathlib.Path) -> Iterator[Callable[[bytes | memoryview], Non
 
 @contextlib.contextmanager
 def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Adds the file's name to the system's errors, which lack it where only a descriptor is in use."""
+    """Adds the file's name to errors of the system, which lack it where only a descriptor is used."""
     try:
         yield
     except OSError as error:
@@ -406,7 +409,7 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def _remove_others(folder: pathlib.Path, keep: set[str]) -> None:
-    """Removes the weights of earlier exports, and what killed ones left."""
+    """Removes the weights of earlier exports, and files that killed exports left."""
     for path in folder.iterdir():
         ours = r"(saving-[0-9a-f]{32}-)?model(-\d+-of-\d+)?\.safetensors(\.(index|manifest)\.json)?"
         if re.fullmatch(ours, path.name) and path.name not in keep:
@@ -414,7 +417,7 @@ def _remove_others(folder: pathlib.Path, keep: set[str]) -> None:
 
 
 def _instead(folder: pathlib.Path) -> str:
-    """What a folder without safetensors holds in their place."""
+    """Tells of the pickle files that a folder without safetensors holds, if any, for an error message."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
     if pickles:
         return (

@@ -36,8 +36,8 @@ def refusal(
         "JAX rounds the log-sum-exp that sinks need to the dtype of q": sinks is not None,
         f"it has no mask {mask}": _static(mask) is None,
         "it takes positions that are indices": not (q_tokens.in_order and kv_tokens.in_order),
-        "queries and keys must be of one number": mask != Full() and q.shape[1] != k.shape[1],
-        "keys and values must be of one size": k.shape[3] != v.shape[3],
+        "it needs as many queries as keys": mask != Full() and q.shape[1] != k.shape[1],
+        "it needs keys and values of one head size": k.shape[3] != v.shape[3],
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     return reason or _refusal_of_jax(q, k, v, scale, mask)

@@ -63,7 +63,7 @@ def refusal(
     if not q.size or not v.size:
         return "it needs a query, a key and a feature at least"
     if scale <= 0:
-        return f"it takes the greatest product for the greatest logit, and the scale is {scale}"
+        return f"it needs a scale above 0, and this is {scale}"
     return mosaic.refusal(q.dtype)
 
 
