@@ -93,6 +93,8 @@ REPOSITORIES = {
     "qwen3-235b-a22b-thinking-2507": "Qwen/Qwen3-235B-A22B-Thinking-2507",
     "qwen3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
     "qwen3-coder-480b-a35b-fp8": "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8",
+    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+    "smollm3-3b-base": "HuggingFaceTB/SmolLM3-3B-Base",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
     "deepseek-v2-lite-chat": "deepseek-ai/DeepSeek-V2-Lite-Chat",
     "deepseek-v2": "deepseek-ai/DeepSeek-V2",
