@@ -30,6 +30,16 @@ def _packed(model, tokens, positions, segments):
     return model.unembed(x), x, reports
 
 
+def prefill_and_decode(model, tokens):
+    """The logits of all tokens but the last from a prefill, and of the last from a decode with the cache."""
+    last = tokens.shape[1] - 1
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cache = model.init_cache(len(tokens), tokens.shape[1], jnp.float32)
+    prefill, cache = model.decode(tokens[:, :last], cache, positions=positions[:, :last])
+    logits, _ = model.decode(tokens[:, last:], cache, positions=positions[:, last:])
+    return jnp.concatenate([prefill, logits], axis=1)
+
+
 def error(ours, theirs) -> float:
     """The largest difference, as a fraction of the largest logit."""
     ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)

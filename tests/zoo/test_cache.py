@@ -169,13 +169,6 @@ def test_int8_of_a_real_head():
     assert round(size("int8") / size("bfloat16"), 3) == round(132 / 256, 3)
 
 
-def test_int8_writes_much_the_same():
-    model, tokenizer = zoo.load("tiny", dtype="float32"), zoo.tokenizer("tiny")
-    prompts = ["def __init__(self", "The following", "import ", "Return the"]
-    a, b = (zoo.generate(model, tokenizer, prompts, max_new_tokens=24, cache_dtype=dtype) for dtype in (None, "int8"))
-    assert sum(x == y for x, y in zip(a, b, strict=True)) >= 3
-
-
 def test_wider_windows():
     model = eqx.filter_eval_shape(lambda: zoo.gemma3.Model(zoo.config("gemma3-270m"), key=jax.random.key(0)))
     caches = eqx.filter_eval_shape(lambda m: zoo.nn.cache.init_cache(m, 1, 2048, widen=5), model)

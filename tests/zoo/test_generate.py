@@ -162,6 +162,13 @@ def test_sampler_refuses(options):
         Sampler(**options)
 
 
+def test_an_int8_cache_writes_much_the_same():
+    model, tokenizer = zoo.load("tiny", dtype="float32"), zoo.tokenizer("tiny")
+    prompts = ["def __init__(self", "The following", "import ", "Return the"]
+    a, b = (zoo.generate(model, tokenizer, prompts, max_new_tokens=24, cache_dtype=dtype) for dtype in (None, "int8"))
+    assert sum(x == y for x, y in zip(a, b, strict=True)) >= 3
+
+
 def test_refusals(untyped, model, tokenizer):
     with pytest.raises(ValueError, match="Prompt 1 has no tokens"):
         zoo.generate(model, tokenizer, ["a", ""], max_new_tokens=4)

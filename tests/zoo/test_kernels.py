@@ -1,8 +1,8 @@
 """Models by every implementation of the kernels: the same logits, whoever computes them.
 
-Every implementation takes what every family asks for, which one tracing tells. What they compute is compared for every
-pair of a kind of attention (latents, softcaps, sinks and windows, chunks) and an implementation, one of each kind here
-and the others behind `slow`; the reference, which serves such short rows by default, is in test_parity.py.
+Compared is every pair of a kind of attention (latents, softcaps, sinks and windows, chunks) and an implementation, one
+of each kind here and the others behind `slow`; the reference, which serves such short rows by default, is in
+test_parity.py. That every implementation takes what every family asks for is in test_families.py.
 """
 
 import equinox as eqx
@@ -13,23 +13,12 @@ import pytest
 
 import kernels
 from tests.zoo import tiny
-from tests.zoo.programs import STACKS, TOKENS, error
+from tests.zoo.programs import TOKENS, error, prefill_and_decode
 from zoo.quantized import quantize
 
 
 GOLDEN = tiny.golden()
-OURS = ["reference", "xla", "triton", "tpu"]
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
-
-
-def prefill_and_decode(model, tokens):
-    """The logits of all tokens but the last from a prefill, and of the last from a decode with the cache."""
-    last = tokens.shape[1] - 1
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    cache = model.init_cache(len(tokens), tokens.shape[1], jnp.float32)
-    prefill, cache = model.decode(tokens[:, :last], cache, positions=positions[:, :last])
-    logits, _ = model.decode(tokens[:, last:], cache, positions=positions[:, last:])
-    return jnp.concatenate([prefill, logits], axis=1)
 
 
 def by(implementation, function, *args):
@@ -38,16 +27,6 @@ def by(implementation, function, *args):
     with kernels.prefer(implementation):
         calls = kernels.explain(compiled, *args)
         return compiled(*args), calls
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_every_implementation_serves(load, name):
-    """A decode may refuse heads of 8 features and latents of 24, which no released model has; nothing else."""
-    calls = kernels.explain(prefill_and_decode, load(name), TOKENS)
-    able = lambda call, implementation: implementation == call.implementation or call.others[implementation] is None
-    asked = [call for call in calls if call.operation in ("attention", "ragged_dot")]
-    assert "attention" in {call.operation for call in asked}
-    assert all(able(call, implementation) for call in asked for implementation in OURS)
 
 
 @pytest.mark.parametrize(
