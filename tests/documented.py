@@ -48,6 +48,8 @@ ELSEWHERE = {
     "python3 -m venv": "CI runs it where it is the first",
     "pip install": "CI installs what is needed",
     "lm_eval": "tests/zoo/test_serve.py runs it where it is installed",
+    "pytest": "CI runs all of them",
+    "python -m tests.": "these write what lies in the repository",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
 LAUNCHERS = ("gcloud", "xpk", "srun", "n=0; for host in", "for n in")

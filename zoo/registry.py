@@ -139,14 +139,18 @@ def register(family: Family, repositories: Mapping[str, str] | None = None) -> N
         repositories: zoo name -> Hub repository, of the names that `family.configs` has.
 
     Raises:
-        ValueError: if a name or a model_type is another family's already.
+        ValueError: if a name or a model_type is taken, or a repository's name is none of the family's. Nothing is
+            registered then.
     """
-    for known, new in ((FAMILIES, family.model_types), (CONFIGS, family.configs), (REPOSITORIES, repositories or {})):
+    repositories = repositories or {}
+    if unknown := sorted(repositories.keys() - family.configs.keys()):
+        raise ValueError(f"{', '.join(unknown)} has a repository, but the configs of {family.name} have no such name.")
+    for known, new in ((FAMILIES, family.model_types), (CONFIGS | EMBEDDED, family.configs)):
         if taken := sorted(known.keys() & set(new)):
             raise ValueError(f"{', '.join(taken)} is registered already; the family {family.name} needs other names.")
     FAMILIES.update(dict.fromkeys(family.model_types, family))
     CONFIGS.update(family.configs)
-    REPOSITORIES.update(repositories or {})
+    REPOSITORIES.update(repositories)
 
 
 for _family in models.FAMILIES.values():
@@ -154,6 +158,13 @@ for _family in models.FAMILIES.values():
 
 
 def family_of(value: AbstractModel | AbstractConfig) -> Family:
-    """The family of a model or of a config."""
+    """The family of a model or of a config.
+
+    Raises:
+        ValueError: if none was registered that has this class of configs.
+    """
     config = value.config if isinstance(value, AbstractModel) else value
-    return next(family for family in FAMILIES.values() if family.Config is type(config))
+    for family in FAMILIES.values():
+        if family.Config is type(config):
+            return family
+    raise ValueError(f"No family has the class {type(config).__module__}.Config: call zoo.register with its FAMILY.")

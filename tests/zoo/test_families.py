@@ -1,18 +1,33 @@
-"""What a family is made of: our own have all of it, and a user's own, from a file outside the package, needs no more.
+"""What a family is made of: our own have all of it, all kernels serve them, and a user's own family needs no more.
 
 docs/families.md says how to add one; its lines are run here.
 """
 
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
 import pathlib
+import re
+import sys
 
+import jax
 import numpy as np
 import pytest
 
+import kernels
+import zoo
+from tests.train.conftest import devices
 from tests.zoo import tiny
+from tests.zoo.programs import STACKS, TOKENS, prefill_and_decode
 from zoo import models, registry
+from zoo.models import qwen3
+from zoo.nn.model import AbstractConfig
 
 
 ROOT = pathlib.Path(__file__).parents[2]
+IMPLEMENTATIONS = ("reference", "xla", "triton", "tpu")
 
 
 def missing(families, modules, golden, names) -> list[str]:
@@ -68,3 +83,100 @@ def test_what_is_missing_is_named(pieces, piece, entry, sentence):
     del pieces[piece][entry]
     (lack,) = missing(**pieces)
     assert lack.startswith(sentence)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_implementation_serves(load, name):
+    """A decode may refuse heads of 8 features and latents of 24, which no released model has; nothing else."""
+    calls = kernels.explain(prefill_and_decode, load(name), TOKENS)
+    able = lambda call, implementation: implementation == call.implementation or call.others[implementation] is None
+    asked = [call for call in calls if call.operation in ("attention", "ragged_dot")]
+    assert "attention" in {call.operation for call in asked}
+    assert all(able(call, implementation) for call in asked for implementation in IMPLEMENTATIONS)
+
+
+# The Python of docs/families.md: lines of our own files and a user's files, named in the first line; and what to type.
+BLOCKS = re.findall(r"```python\n(?:# (\S+\.py)\n)?(.*?)```", (ROOT / "docs/families.md").read_text(), flags=re.DOTALL)
+
+
+def test_quoted_lines_stand_in_their_files():
+    quoted = [(file, lines) for file, lines in BLOCKS if file and (ROOT / file).is_file()]
+    assert len(quoted) == 5
+    assert [(file, lines) for file, lines in quoted if lines not in (ROOT / file).read_text()] == []
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """The user's files of the page in a folder of theirs, in which Python is; what they register is forgotten after."""
+    for name in ("FAMILIES", "CONFIGS", "REPOSITORIES"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for file, lines in BLOCKS:
+        if file and not (ROOT / file).is_file():
+            (tmp_path / file).write_text(lines)
+    yield tmp_path
+    sys.modules.pop("my_family", None)
+
+
+def test_a_family_of_ones_own(own, untyped, monkeypatch):
+    """As the page has it: registered, saved, loaded, generating; then trained by its script, and loaded again."""
+    (lines,) = [lines for file, lines in BLOCKS if not file]
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(lines, names)
+    assert printed.getvalue() == "".join(line[2:] for line in lines.splitlines(True) if line.startswith("# "))
+    assert isinstance(names["text"], str)
+    assert json.loads((own / "parallel/config.json").read_text())["architectures"] == ["ParallelForCausalLM"]
+
+    (own / "texts.jsonl").write_text('{"text": "import sys\\nimport os\\n"}\n' * 8)
+    options = "--model parallel --data texts.jsonl --steps 1 --seq-len 32 --batch 2 --hold-out 0 --sample-tokens 1"
+    monkeypatch.setattr(sys, "argv", ["train_mine.py", *options.split(), "--out", "run"])
+    devices(monkeypatch, 1)
+    monkeypatch.setattr(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts))
+    with contextlib.redirect_stdout(io.StringIO()):
+        importlib.import_module("train_mine")
+    trained, before = zoo.load(own / "run/model"), names["model"]
+    assert type(trained) is type(before) and registry.family_of(trained).title == "Parallel"
+    assert trained.config == before.config
+    same = jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), trained, before)
+    assert not any(jax.tree.leaves(same))
+    zoo.save(trained, own / "again")
+    assert (own / "again/model.safetensors").read_bytes() == (own / "run/model/model.safetensors").read_bytes()
+
+
+def test_own_families_that_are_refused(own, untyped):
+    """Each in one sentence, and nothing of them is kept."""
+    known = [dict(registry.FAMILIES), dict(registry.CONFIGS), dict(registry.REPOSITORIES)]
+    make = lambda **changes: dataclasses.replace(qwen3.FAMILY, **{"model_types": ("mine",), "configs": {}} | changes)
+    config = zoo.config("qwen3-8b")
+    for family, repositories, sentence in [
+        (make(model_types=("qwen3",)), {}, "qwen3 is registered already; the family qwen3 needs other names."),
+        (make(configs={"qwen3-8b": config}), {}, "qwen3-8b is registered already"),
+        (make(configs={"tiny": config}), {}, "tiny is registered already"),
+        (make(), {"mine-8b": "org/mine"}, "mine-8b has a repository, but the configs of qwen3 have no such name."),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            zoo.register(family, repositories)
+    assert known == [registry.FAMILIES, registry.CONFIGS, registry.REPOSITORIES]
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(AbstractConfig):
+        vocab_size: int
+        hidden_size: int
+        num_hidden_layers: int
+
+    where = rf"{__name__}\.Config"
+    lacking = "attention_products, max_position_embeddings, num_attention_heads, num_key_value_heads"
+    with pytest.raises(TypeError, match=f"^{where} has no {lacking}, which a family needs.$"):
+        make(Config=Config)
+    with pytest.raises(TypeError, match=r"^builtins.dict is no dataclass that derives from zoo\.nn\.model"):
+        make(Config=dict)
+
+
+def test_a_family_that_is_not_registered(own, monkeypatch):
+    monkeypatch.setattr(zoo, "register", lambda family: None)
+    my_family = importlib.import_module("my_family")
+    config = my_family.Config(64, 32, 48, 1, 2)
+    with pytest.raises(ValueError, match=r"^No family has the class my_family.Config: call zoo.register with its FAM"):
+        registry.family_of(config)

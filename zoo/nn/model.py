@@ -177,10 +177,13 @@ class Family:
     """`rebalance(model, reports, rate)` moves the biases of the routers towards an even load; None: they have none."""
 
     def __post_init__(self) -> None:
-        wanted = {name for kind in self.Config.__mro__ for name in inspect.get_annotations(kind)}
-        fields = {field.name for field in dataclasses.fields(self.Config)}
-        if lacking := sorted(name for name in wanted if name not in fields and not hasattr(self.Config, name)):
-            raise TypeError(f"{self.Config.__module__}.Config has no {', '.join(lacking)}, which a family needs.")
+        config, where = self.Config, f"{self.Config.__module__}.{self.Config.__name__}"
+        if not (issubclass(config, AbstractConfig) and dataclasses.is_dataclass(config)):
+            raise TypeError(f"{where} is no dataclass that derives from zoo.nn.model.AbstractConfig, as a family's is.")
+        annotated = {name for kind in config.__mro__ for name in inspect.get_annotations(kind)}
+        lacking = {name for name in annotated if name not in config.__dataclass_fields__ and not hasattr(config, name)}
+        if lacking := sorted(lacking | config.__abstractmethods__):
+            raise TypeError(f"{where} has no {', '.join(lacking)}, which a family needs.")
 
     @property
     def name(self) -> str:
