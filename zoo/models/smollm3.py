@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from zoo.nn.cache import KV, WindowKV, empty_kv
+from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
@@ -162,7 +162,7 @@ class Block(AbstractDecoderBlock):
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
         heads = a.k_proj.shape[-2] // a.head_dim
-        return empty_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
+        return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
 class Model(AbstractModel):
