@@ -18,14 +18,17 @@ __version__ = "0.1.0"
 
 
 def _import_own(name: str) -> None:
-    """Imports zoo's package `name` from beside zoo, whatever else of that name comes first on the path.
+    """Import zoo's package `name` from the folder beside zoo, even if another of that name comes first on the path.
 
-    The names are common. A user's folder of data is no module, and one's own script convert.py is seldom imported, so
-    that what comes first on the path hides ours only by its place; the user hears of it, since from here on the name
-    is our package's. One process can't have two packages of one name: if the other was imported already, this raises.
+    The names are common, and the other is mostly a folder of data or a script that nobody imports. It is hidden from
+    here on, so the user is warned, except of the script being run and of a folder that is no package. One process
+    cannot have two packages of one name.
+
+    Raises:
+        ImportError: if the other package was imported already, or was installed into the same folder.
     """
     folder = pathlib.Path(__file__).resolve().parent.parent / name
-    # Installed into one folder, the later of two packages of one name overwrites files of the earlier.
+    # Of two distributions installed into one folder, the later one has overwritten files of the earlier one.
     for other in importlib.metadata.distributions(name=name):
         if pathlib.Path(str(other.locate_file(name))).resolve() == folder:
             raise ImportError(
@@ -35,7 +38,7 @@ def _import_own(name: str) -> None:
             )
     loaded = sys.modules.get(name)
     spec = loaded.__spec__ if loaded else importlib.util.find_spec(name)
-    origin = spec.origin if spec and spec.origin else None  # a folder without __init__.py has none
+    origin = spec.origin if spec and spec.origin else None  # None for a folder without __init__.py
     if origin and pathlib.Path(origin).resolve() == folder / "__init__.py":
         return
     if loaded:
@@ -57,7 +60,7 @@ def _import_own(name: str) -> None:
     own.loader.exec_module(sys.modules[name])
 
 
-for _name in ("kernels", "convert"):  # never train, which zoo does not import
+for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)
 
 from zoo import lora, peft

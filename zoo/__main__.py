@@ -19,15 +19,16 @@ def verify(
     tokens: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 64,
     seed: int = 0,
 ) -> None:
-    """Checks a checkpoint against transformers: config, tensors, logits, layers, decoding, round trip.
+    """Check a checkpoint against transformers: config, tensors, logits, layers, decoding, round trip.
 
-    Both models are held in float32, so this takes eight bytes of memory a parameter. Exits with 1 if a check fails.
+    Both models are held in float32, which takes eight bytes of memory per parameter. Exits with 1 if a check fails.
 
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
-        html: the file to keep the report in. None: NAME-verify.html, beside a folder NAME; here, if it is no folder.
-        tokens: how many random tokens to compare on. To test a sliding window, take more than it holds.
-        seed: of those tokens.
+        html: the file for the report. None: NAME-verify.html beside the folder NAME, or in the current folder if SOURCE
+            is not a folder.
+        tokens: how many random tokens to compare on. To test a sliding window, take more than its length.
+        seed: random seed of those tokens.
     """
     folder = pathlib.Path(source).expanduser()
     beside = folder.resolve().parent / f"{folder.resolve().name}-verify.html"
@@ -40,11 +41,11 @@ def merge(
     adapter: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="ADAPTER")],
     out: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="OUT")],
 ) -> None:
-    """Writes a model with an adapter in its weights, in the Hub's layout and in the dtype of the model.
+    """Merge an adapter into a model's weights, and write the result in the Hub's layout and the model's dtype.
 
     Args:
         source: the model that the adapter was trained on: a zoo name, a Hub repository org/name, or a folder.
-        adapter: a folder in PEFT's layout, such as a run with --lora.rank leaves.
+        adapter: a folder in PEFT's layout, such as a training run with --lora.rank writes.
         out: the folder to write.
     """
     for warning in peft.warnings_of(adapter, quantize=None, weights=zoo.fingerprint(source)):

@@ -1,11 +1,11 @@
-"""A model's parameters <-> the tensors of a checkpoint, by the family's checkpoint_names; knows no family.
+"""Map a model's parameters to the tensors of a checkpoint and back, by the family's `checkpoint_names`.
 
-`Family.checkpoint_names` maps a pattern of a parameter's path to its tensor's name. Each `{}` of the name takes what
-the next `*` of the pattern stands for, and `{config.x}` the config's x. `{expert}` says that the file has one tensor
-for each expert, and `^T` at the end that its last two axes are the other way round there.
+`Family.checkpoint_names` maps patterns of parameters' paths to names of tensors. Each `{}` in a name is replaced by the
+text that matches the next `*` of the pattern, and `{config.x}` by the config's x. `{expert}` means that the file has
+one tensor for each expert, and `^T` at the end that the tensor's last two axes are swapped.
 
-Loading is all or nothing: every parameter is filled from a tensor of its shape, and every tensor is used or known to be
-redundant; otherwise the checkpoint is refused.
+Loading is all or nothing: every parameter must have a tensor of its shape, and every tensor must be used or be known to
+be redundant. Otherwise the checkpoint is refused.
 """
 
 import concurrent.futures
@@ -31,7 +31,7 @@ from convert.packed import Packed, quantize_blocks
 from convert.tensors import Lazy, Tensor
 from zoo.gather import gathered
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
-from zoo.nn.model import Family
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.quantized import Format, LowPrecisionLinear, quantize
 from zoo.reading import Parameter, Part, Scan, Source, once, read, read_quantized
@@ -40,7 +40,7 @@ from zoo.surgery import modules, path_name, shardings
 
 T = TypeVar("T")
 
-# What config.json says of weights stored in 8 bits.
+# The quantization_config of an export with `fp8`.
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 
 
@@ -59,20 +59,20 @@ def skeleton(family: Family, config: Any, *, mtp: bool = False) -> Any:
         raise ValueError(f"{config.source / 'config.json'}: {error}" if config.source else str(error)) from error
 
 
-def check_sizes(config: Any, tensors: Mapping[str, Any]) -> None:
-    """Raises, before anything is built, if there are more layers than tensors: that could take hours and all memory."""
+def check_sizes(config: AbstractConfig, tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError if there are more layers than tensors. Building that many could take hours and all memory."""
     if config.num_hidden_layers > len(tensors):
         raise ValueError(
-            f"{config.source / 'config.json'} calls for {config.num_hidden_layers} layers, but there are only "
+            f"{config.source}/config.json calls for {config.num_hidden_layers} layers, but there are only "
             f"{len(tensors)} tensors."
         )
 
 
-def parameters(model: Any, family: Family, most: int = 2**31) -> Iterator[Parameter]:
-    """Every parameter of a model, or of its skeleton.
+def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Iterator[Parameter]:
+    """List the parameters of a model, or of its skeleton.
 
     Raises:
-        ValueError: if one is stored in more than `most` tensors, before it lists their names.
+        ValueError: before listing the tensors of a parameter, if they are more than `most`.
     """
     stacks = dict(modules(model, Stack))
     for key_path, array in jax.tree_util.tree_leaves_with_path(model):
@@ -98,13 +98,13 @@ def parameters(model: Any, family: Family, most: int = 2**31) -> Iterator[Parame
 
 
 def stars(pattern: str, text: str) -> tuple[str, ...]:
-    """What each `*` of the pattern stands for in the text; nothing if the text is no such one."""
+    """The text that each `*` of the pattern matches; empty if the pattern does not match."""
     match = re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)"), text)
     return match.groups() or ("",) if match else ()
 
 
 def standard_names(tensors: Mapping[str, T], family: Family) -> dict[str, T]:
-    """The tensors under the names that the family writes: `aliases` are other beginnings of names."""
+    """Rename tensors to the names that the family writes, by replacing prefixes in its `aliases`."""
 
     def rename(name: str) -> str:
         old = next((old for old in family.aliases if name.startswith(old)), "")
@@ -124,15 +124,23 @@ def fill(
     check_values: bool = True,
     mmap: bool = True,
 ) -> Any:
-    """`skeleton` (from `eqx.filter_eval_shape`) with its arrays read from `tensors`.
+    """Fill a skeleton's arrays from tensors.
 
-    `dtype` None keeps the stored one. With a `mesh`, each device gets its part by the family's partition_rules, and
-    each process reads only those of its own devices. Without one, a tensor that needs neither cast nor stacking is not
-    copied on a CPU: the array is the memory-mapped file, unless `mmap` is False. `format` is `zoo.quantized.quantize`,
-    done as each tensor is read, in whole rows. `check_values`: `zoo.reading.Scan` looks at all that is read.
+    Args:
+        skeleton: a model of `jax.ShapeDtypeStruct`s, from `eqx.filter_eval_shape`.
+        tensors: name -> tensor of the checkpoint.
+        family: the model's.
+        dtype: dtype of the arrays; None keeps the stored one.
+        mesh: each device gets its part by the family's `partition_rules`, and each process reads only the parts of its
+            own devices.
+        format: quantize each tensor as it is read, in whole rows, as `zoo.quantized.quantize` does.
+        check_values: check all values read by `zoo.reading.Scan`.
+        mmap: on a CPU and without a mesh, do not copy a tensor that needs neither cast nor stacking: the array is the
+            memory-mapped file.
 
     Raises:
-        ValueError: naming tensors that are missing, unknown, of a wrong shape, not floating point, or without values.
+        ValueError: naming tensors that are missing, unknown, of a wrong shape, not floating point, or that `Scan`
+            refuses.
     """
     wanted, tensors = list(parameters(skeleton, family, len(tensors))), standard_names(tensors, family)
     check(wanted, tensors, skeleton.config, family, dtype)
@@ -145,7 +153,7 @@ def fill(
     scan = Scan() if check_values else None
 
     def put(path: str, part: Part) -> None:
-        """Places the parameter whose values `part` reads, index by index."""
+        """Place a parameter on its devices; `part` reads its values, index by index."""
         if mesh:
             arrays[path] = jax.make_array_from_callback(shapes[path], places[paths.index(path)], part)
         else:
@@ -177,9 +185,13 @@ def fill(
 
 
 def check(
-    wanted: list[Parameter], tensors: Mapping[str, Source], config: Any, family: Family, dtype: np.dtype | None
+    wanted: list[Parameter],
+    tensors: Mapping[str, Source],
+    config: AbstractConfig,
+    family: Family,
+    dtype: np.dtype | None,
 ) -> None:
-    """Raises unless `tensors` are exactly those of the parameters, but for the redundant ones."""
+    """Raise ValueError unless `tensors` are exactly those of the parameters, redundant ones aside."""
     where = next(iter(tensors.values())).file.parent if tensors else "the checkpoint"
     first = lambda names: ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     names = {name for parameter in wanted for name in parameter.names.flat}
@@ -219,8 +231,8 @@ def check(
                 )
 
 
-def check_headers(tensors: Mapping[str, Source], family: Family, config: Any) -> None:
-    """As `check`, of tensors that cannot be read, in any dtypes; that some repeat others is taken on trust."""
+def check_headers(tensors: Mapping[str, Source], family: Family, config: AbstractConfig) -> None:
+    """Like `check`, from headers alone: dtypes may be any, and tensors said to repeat others are not compared."""
     check_sizes(config, tensors)
     wanted = list(parameters(skeleton(family, config), family, len(tensors)))
     tensors = standard_names(tensors, family)
@@ -229,8 +241,8 @@ def check_headers(tensors: Mapping[str, Source], family: Family, config: Any) ->
     check(wanted, checked, config, family, np.dtype(np.float32))
 
 
-def redundant(name: str, config: Any, family: Family) -> tuple[bool, str | None]:
-    """Whether a tensor is one that the model does not need, by the family's `redundant`, and which one it repeats."""
+def redundant(name: str, config: AbstractConfig, family: Family) -> tuple[bool, str | None]:
+    """Whether the model does not need this tensor, by the family's `redundant`; and the tensor that it repeats."""
     for pattern, twin in family.redundant.items():
         if fnmatch.fnmatch(name, pattern.format(config=config)):
             return True, twin
@@ -238,7 +250,7 @@ def redundant(name: str, config: Any, family: Family) -> tuple[bool, str | None]
 
 
 def adds_nothing(name: str, tensors: Mapping[str, Source]) -> bool:
-    """Whether a tensor is a bias of zeros beside a quantised weight, as GPTQ's tools write. Headers are trusted."""
+    """Whether a tensor is a bias of zeros beside a quantized weight, as GPTQ's tools write. An unread one passes."""
     bias, weight = tensors[name], tensors.get(name.removesuffix("bias") + "weight")
     if not (name.endswith(".bias") and isinstance(weight, Packed) and isinstance(bias, Tensor)):
         return False
@@ -246,19 +258,19 @@ def adds_nothing(name: str, tensors: Mapping[str, Source]) -> bool:
 
 
 def equal(a: Source, b: Source) -> bool:
-    """Whether both hold the same bits."""
+    """Whether two tensors hold the same bits."""
     bits = lambda tensor: tensor.part((), tensor.dtype).reshape(-1).view(np.uint8)
     return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
 
 
-def export(model: Any, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
-    """The inverse of `fill`: tensor name -> (shape, dtype, function that gets the tensor as numpy), in layer order.
+def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
+    """The inverse of `fill`: tensor name -> (shape, dtype, function that returns the tensor as numpy), in layer order.
 
-    `fp8` stores the matrices that the family's `fp8_blocks` name in 8 bits, with a scale for each block of 128 x 128.
+    `fp8` stores the matrices in the family's `fp8_blocks` in 8 bits, with a scale for each block of 128 x 128.
 
     Raises:
-        ValueError: if surgery has replaced a linear by something that the Hub layout has no place for, or the family
-            has no such layout.
+        ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, or if `fp8` is asked of
+            a family without that layout.
     """
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
@@ -281,6 +293,6 @@ def export(model: Any, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
 
 
 def stored(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:
-    """The values of the tensor `parameter.names[at]`."""
+    """Values of the tensor `parameter.names[at]`."""
     tensor = gathered(parameter.array[at])
     return tensor.swapaxes(-1, -2) if parameter.transposed else tensor

@@ -1,4 +1,4 @@
-"""config.json <-> a family's `Config`: every key is understood, or the file is refused by that key's name."""
+"""Read and write config.json as a family's `Config`. A key that is not understood is refused, by name."""
 
 import dataclasses
 import json
@@ -15,10 +15,10 @@ from beartype.door import is_bearable
 
 from convert.formats import layouts
 from zoo.nn import rope
-from zoo.nn.model import AbstractMixtureConfig, Family, OneOf
+from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family, OneOf
 
 
-# Keys of config.json that say nothing of what the model computes. They are carried along on saving.
+# Keys of config.json that do not affect what the model computes. Saving copies them.
 NOT_THE_MODEL = {
     "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "aux_loss_alpha",
     "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id", "ep_size",
@@ -29,45 +29,45 @@ NOT_THE_MODEL = {
     "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version",
     "unsloth_version", "use_cache",
 }  # fmt: skip
-DROPOUT = re.compile(r".*(dropout|dropout_prob|pdrop)")  # nor do these: nothing is dropped at inference
+DROPOUT = re.compile(r".*(dropout|dropout_prob|pdrop)")  # nor do these: dropout is off at inference
 
-# Nor do these, which libraries and training runs leave behind. `read` names those of a file in one line.
+# Nor do these, which libraries and training runs leave behind. `read` lists those that it finds in one warning.
 LEFT_BEHIND = {
-    # settings of generation, which belong in generation_config.json
+    # settings for generation, which belong in generation_config.json
     "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
     "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
     "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k",
     "top_p", "typical_p",
-    # of other uses of the architecture, and of how a library runs it
+    # for other uses of the architecture, and for how a library runs it
     "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_experts_implementation",
     "_flash_attn_2_enabled", "cross_attention_hidden_size", "experts_implementation", "finetuning_task", "is_decoder",
     "is_llama_config", "name_or_path", "num_labels", "prefix", "sep_token_id", "tf_legacy_loss", "tie_encoder_decoder",
     "tokenizer_class", "torchscript", "transformers.js_config", "use_bfloat16", "use_flash_attention",
     "use_flash_attention_2",
-    # of training
+    # for training
     "gradient_checkpointing_kwargs", "max_seq_length", "model_max_length", "neftune_noise_alpha",
     "tokenizer_model_max_length", "tokenizer_padding_side", "unsloth_fixed", "unsloth_tiled_mlp",
 }  # fmt: skip
 
-# Numbers that may be 0, and the largest whole ones; all others are above 0 and below 2**31.
+# Numbers that may be 0, and upper bounds of integers. All other numbers must be above 0, and integers below 2**31.
 MAY_BE_ZERO = {
     "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "layer_norm_epsilon", "max_window_layers",
     "interleave_moe_layer_step", "mscale", "mscale_all_dim", "num_nextn_predict_layers", "rms_norm_eps",
 }  # fmt: skip
 MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
 
-# Keys that say how a repository is stored. The tensors themselves tell; `zoo.save` writes them anew.
+# Keys about how a repository is stored. Saving does not copy them, since `zoo.save` stores tensors in its own way.
 NOT_CARRIED = {"auto_map", "quantization_config"}
 
 
 def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
-    """The `family.Config` of a parsed config.json.
+    """Turn a parsed config.json into a `family.Config`.
 
-    Every key must be a field of it, or have the value that `family.implied` says is the only one implemented, or be
-    none of the model's business. Both `rope_theta` + `rope_scaling` and transformers 5's `rope_parameters` are read.
-    What else a family's files may say in several ways, its `standard_form` brings into one.
+    Every key must be a field of it, have a value that `family.implied` lists, or be one that does not affect the model.
+    Rotary positions are read in both forms: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
+    Other variants of a family's files are brought into one form by its `standard_form`.
 
     Raises:
         ValueError: naming the key that is missing, unknown, of the wrong type, or of a value not implemented.
@@ -83,9 +83,9 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
     check_quantization(hub, where)
     hints = {f.name: typing.get_type_hints(family.Config)[f.name] for f in dataclasses.fields(family.Config)}
     hints.pop("source")
-    if "num_key_value_heads" in hub and hub["num_key_value_heads"] is None:  # in transformers not the same as absent
+    if "num_key_value_heads" in hub and hub["num_key_value_heads"] is None:  # not the same as a missing key
         hub["num_key_value_heads"] = hub.get("num_attention_heads")
-    # Otherwise null says no more than leaving the key out, unless it is a value of its own.
+    # Any other null means the same as a missing key, unless None is a value of the field.
     values_of = lambda key: alternatives(family.implied[key]) if key in family.implied else ()
     null = lambda key: is_bearable(None, hints[key]) if key in hints else None in values_of(key)
     hub = {key: value for key, value in hub.items() if value is not None or null(key)}
@@ -135,19 +135,19 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
 
 
 def says_nothing(key: str) -> bool:
-    """Whether a key of config.json says nothing of what the model computes."""
+    """Whether a key of config.json does not affect what the model computes."""
     return key in NOT_THE_MODEL or key in LEFT_BEHIND or DROPOUT.fullmatch(key) is not None
 
 
 def typed(key: str, value: Any, hint: Any, who: str) -> Any:
-    """A value of config.json as its field has it: floats where the file has whole numbers, and tuples for its lists.
+    """Convert a value of config.json to the type of its field: integers to floats, lists to tuples.
 
     Raises:
         ValueError: beginning with `who`, if it is of another type or out of bounds.
     """
-    # One by one: beartype looks at one of a list's items, chosen at random.
+    # Check the items one by one: of a list, beartype checks one item, chosen at random.
     items, one = (value, lambda item: (item,)) if isinstance(value, list) else ([value], lambda item: item)
-    if is_bearable(one(1.0), hint):  # JSON writes `"rope_theta": 1000000`
+    if is_bearable(one(1.0), hint):  # files have `"rope_theta": 1000000`
         items = [float(item) if type(item) is int and abs(item) < 2**63 else item for item in items]
     result = tuple(items) if isinstance(value, list) else items[0]
     mistaken = any(isinstance(item, bool) for item in items) and bool not in (hint, *typing.get_args(hint))
@@ -162,12 +162,12 @@ def typed(key: str, value: Any, hint: Any, who: str) -> Any:
 
 
 def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, Any]:
-    """The part of a multimodal model's config.json that describes its text model, which is all that is read of it.
+    """Extract the text model's part of a multimodal config.json.
 
-    `beside` are keys of the outer part that say nothing of the text model.
+    `beside` lists keys outside of `text_config` that do not affect the text model.
 
     Raises:
-        ValueError: naming a key of the outer part that is unknown.
+        ValueError: naming an unknown key outside of `text_config`.
     """
     outer = {key: value for key, value in hub.items() if key != "text_config"}
     if unknown := outer.keys() - set(beside) - NOT_THE_MODEL - NOT_CARRIED:
@@ -181,7 +181,7 @@ def alternatives(implied: Any) -> tuple:
 
 
 def check_quantization(hub: Mapping[str, Any], where: str) -> None:
-    """Raises unless `quantization_config` describes one of the storage formats that `convert.formats` reads."""
+    """Raise ValueError unless `quantization_config` describes a storage format that `convert.formats` reads."""
     stored = hub.get("quantization_config")
     try:
         layouts(stored)
@@ -193,10 +193,11 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
 
 
 def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
-    """Turns what `hub` says of rotary positions, in either form, into `rope_theta` and `rope_scaling`, in place.
+    """Convert the rotary keys of `hub`, in either form, to `rope_theta` and `rope_scaling`, in place.
 
-    As in transformers 5, the older `rope_scaling` goes before `rope_parameters`, a theta in it before the one beside
-    it, and an original context beside it before the one in it. Said nowhere, that is `max_position_embeddings`.
+    Precedence is that of transformers 5. The older `rope_scaling` wins over `rope_parameters`. A `rope_theta` inside of
+    it wins over one beside it. An `original_max_position_embeddings` beside it wins over one inside; without either it
+    is `max_position_embeddings`.
 
     Raises:
         ValueError: naming what is missing, unknown, of the wrong type or not implemented.
@@ -215,7 +216,7 @@ def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
     kind, older_name = stated.pop("rope_type", None), stated.pop("type", None)
     kind = kind or older_name or "default"
     if not stated and kind == "default":
-        if older or newer is not None:  # not said is the family's own
+        if older or newer is not None:  # without either key the family's default stays
             hub["rope_scaling"] = None
         return
     kinds = {scaling.rope_type: scaling for scaling in typing.get_args(rope.RopeScaling)}
@@ -240,18 +241,18 @@ def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}: {error}") from error
 
 
-def write(config: Any, family: Family, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a model: the inverse of `read`, with what the source says beside the model carried along."""
+def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, Any]:
+    """Make the config.json of a model: the inverse of `read`. Keys of the source that `read` skips are copied."""
     carried, implied = {}, {key: alternatives(value)[0] for key, value in family.implied.items()}
     if config.source and (path := config.source / "config.json").is_file():
         stated = family.standard_form(json.loads(path.read_text()))
         carried = {key: value for key, value in stated.items() if says_nothing(key)}
-        # Only what `read` takes: the source may be another family's, where that has the tokenizer.
+        # Only values that `read` accepts: the source may be of another family that lends its tokenizer.
         implied |= {k: v for k, v in stated.items() if v in alternatives(family.implied.get(k, OneOf()))}
     carried.pop("torch_dtype", None)
-    name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes the one and reads both
+    name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes `dtype`, and reads both
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
     if scaling := fields.get("rope_scaling"):
         fields["rope_scaling"] = {"rope_type": scaling.rope_type} | dataclasses.asdict(scaling)
-        fields["rope_scaling"].pop("max_position_embeddings", None)  # said beside it
+        fields["rope_scaling"].pop("max_position_embeddings", None)  # a key of its own
     return dict(sorted((carried | implied | fields | {name: dtype.name}).items()))

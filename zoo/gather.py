@@ -1,4 +1,4 @@
-"""Arrays that several processes hold, brought to the one that writes them, or to all."""
+"""Gather arrays that several processes hold: to the process that writes them, or to all."""
 
 import functools
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from convert.tensors import Lazy
 
 
 def gathered(array: jax.Array) -> np.ndarray:
-    """The values of an array, gathered if other processes hold parts of it; then all of them have to call this."""
+    """Values of an array. If several processes hold parts of it they are gathered, and all processes must call this."""
     return np.asarray(array) if _is_here(array) else multihost_utils.process_allgather(array, tiled=True)
 
 
 def write_once(model: Any, tensors: dict[str, Lazy], write: Callable[[dict[str, Lazy]], None]) -> None:
-    """`write(tensors)`, which are those that `zoo.checkpoint.export` makes of `model`.
+    """Call `write(tensors)` in one process. `tensors` are from `zoo.checkpoint.export(model)`.
 
-    If several processes hold parts of the model, all call this: process 0 writes, and the others help it to gather
-    each tensor that it asks for. So no host has more than its part and one tensor.
+    If several processes hold parts of the model, all must call this. Process 0 writes; for each tensor that it needs,
+    it broadcasts the tensor's number, and all gather that tensor. So no host holds more than its part and one tensor.
 
     Raises:
         OSError: in the other processes, if process 0 fails.
@@ -28,28 +28,28 @@ def write_once(model: Any, tensors: dict[str, Lazy], write: Callable[[dict[str, 
     if all(map(_is_here, jax.tree.leaves(model))):
         return write(tensors)
     done, failed = -1, -2
-    makers = [make for _, _, make in tensors.values()]
-    said = lambda n: int(multihost_utils.broadcast_one_to_all(np.int32(n)))
+    gather = [get for _, _, get in tensors.values()]
+    broadcast = lambda n: int(multihost_utils.broadcast_one_to_all(np.int32(n)))
     if jax.process_index() == 0:
-        asked = lambda n: makers[said(n)]()
+        request = lambda n: gather[broadcast(n)]()
         try:
             write(
                 {
-                    name: (shape, dtype, functools.partial(asked, n))
+                    name: (shape, dtype, functools.partial(request, n))
                     for n, (name, (shape, dtype, _)) in enumerate(tensors.items())
                 }
             )
         except BaseException:
-            said(failed)
+            broadcast(failed)
             raise
-        said(done)
+        broadcast(done)
     else:
-        while (n := said(done)) >= 0:
-            makers[n]()
+        while (n := broadcast(done)) >= 0:  # process 0's number; its own argument is ignored
+            gather[n]()
         if n == failed:
             raise OSError("Process 0 could not write the model, and says why.")
 
 
 def _is_here(array: Any) -> bool:
-    """Whether this process holds all of it."""
+    """Whether this process holds all of an array."""
     return not isinstance(array, jax.Array) or array.is_fully_addressable

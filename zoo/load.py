@@ -1,4 +1,4 @@
-"""Loads and saves checkpoints: models, configs and tokenizers, by zoo name, Hub repository or folder."""
+"""Load and save checkpoints: models, configs and tokenizers, by zoo name, Hub repository or folder."""
 
 import difflib
 import functools
@@ -23,12 +23,13 @@ from zoo import registry
 from zoo.config import read as read_config
 from zoo.config import write as write_config
 from zoo.mesh import make_mesh
+from zoo.nn.model import AbstractModel, Family
 from zoo.quantized import STORED
 from zoo.tokenizer import Tokenizer
 
 
 def names() -> list[str]:
-    """Every name that `load`, `config` and `tokenizer` know beside Hub repositories and folders.
+    """List the zoo names that `load`, `config` and `tokenizer` take, beside Hub repositories and folders.
 
     The last ones, gpt3-*, have no published weights to load.
     """
@@ -47,32 +48,32 @@ def load(
     check_values: bool = True,
     mmap: bool = True,
 ) -> Any:
-    """A model with the weights of a checkpoint: the family's `Model`, called as `model(tokens)`.
+    """Load a checkpoint as the family's `Model`, called as `model(tokens)`.
 
     Args:
         source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
             HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors.
-        dtype: of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
-        mesh: places each weight on its devices by the family's PARTITION_RULES, reading only what they need; a mesh, or
-            its description for `zoo.make_mesh`, such as "fsdp=-1".
+        dtype: dtype of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
+        mesh: a mesh, or its description for `zoo.make_mesh`, such as "fsdp=-1". Each weight is placed on its devices by
+            the family's `partition_rules`, and each process reads only what its devices need.
         revision: branch, tag or commit of the repository.
-        quantize: stores the weights of the layers' linear maps in "int8" or "fp8", with a scale for each output, or in
-            "nf4", four bits with a scale for each 64 (`zoo.quantized`), tensor by tensor as they are read; the rest
-            keeps its dtype.
+        quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
+            four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
+            all others keep their dtype.
         mtp: also load the module that predicts one more token (DeepSeek V3 and R1 have it).
-        verify: checks the files of a folder that `save` wrote by the hashes that it left beside them, before they are
-            read, at 1 to 2 GB/s a core; of several processes each checks its share. False leaves that out.
-        check_values: refuses, as it is read, a tensor with NaN or infinities in it, and a matrix of nothing but zeros
-            (biases and norms may be zeros). False takes them.
-        mmap: on a CPU, an array that needs neither cast nor stacking (the embedding, say) is the file itself, mapped
-            into memory, and read where it is touched. It outlives the file's removal and replacement, which is how
-            `save` writes; but whoever writes into the file changes it, and whoever cuts it short ends the process by
-            SIGBUS. False copies, and needs nothing of the file any more.
+        verify: before reading a folder that `save` wrote, check its files against the hashes beside them, at 1 to 2
+            GB/s per core. Several processes share this work. False skips it.
+        check_values: while reading, refuse tensors with NaN or infinities, and matrices of zeros alone (biases and
+            norms may be zeros). False accepts them.
+        mmap: on a CPU, an array that needs neither cast nor stacking (the embedding, say) is the memory-mapped file,
+            read where it is touched. It stays valid if the file is removed or replaced, as `save` does. Writing into
+            the file changes the array, and truncating the file ends the process by SIGBUS. False copies, so that the
+            file is no longer needed.
 
     Raises:
-        OSError: if the checkpoint can't be had, with what to do about it.
-        ValueError: if it is damaged, or says or holds anything that the family does not implement, naming it; or if
-            weights of that name were never published.
+        OSError: if the checkpoint cannot be found or downloaded; the message says what to do.
+        ValueError: if it is damaged, if weights of that name were never published, or if the config or a tensor is not
+            one that the family implements; the message names it.
     """
     if dtype is not None:
         dtype = _float_dtype(dtype)
@@ -92,17 +93,22 @@ def load(
     )
 
 
-def save(model: Any, folder: str | os.PathLike, *, fp8: bool = False) -> None:
-    """Writes the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
+def save(model: AbstractModel, folder: str | os.PathLike, *, fp8: bool = False) -> None:
+    """Write the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
-    model.safetensors.manifest.json beside them has the hash of each file of weights, by which `load` tells a file that
-    is damaged, or left there by another export. Other libraries do not look at it.
+    transformers and `load` read the result back bit-equal. Weights are stored as plain floats, even if they were loaded
+    from a checkpoint with fewer bits. From a multimodal checkpoint only the text model was loaded, and is saved.
 
-    transformers and `load` read the result back bit-equal. Weights are plain floats in it, also if they were read from
-    a checkpoint that stores them in fewer bits. What the folder held before stays whole until the new weights are, and
-    is then replaced, never written over: a model that was loaded from it goes on as it was. Of a multimodal checkpoint
-    it is the text model that was loaded. `fp8` stores matrices in 8 bits, with a float32 scale for each block of 128 x
-    128, as DeepSeek V3 is published. Of a model that several processes hold, all call this, and process 0 writes.
+    model.safetensors.manifest.json holds the hash of each file of weights, so that `load` detects a file that is
+    damaged or left there by another export. Other libraries ignore it.
+
+    Older files in the folder stay whole until the new ones are complete. They are then replaced, not written into, so a
+    model loaded from them stays valid. If several processes hold the model, all must call this; process 0 writes.
+
+    Args:
+        model: from `load`, or trained.
+        folder: where to write; it is made if it is missing.
+        fp8: store matrices in 8 bits, with a float32 scale for each block of 128 x 128, as DeepSeek V3 is published.
     """
     family = registry.family_of(model)
     tensors = zoo.checkpoint.export(model, family, fp8=fp8)
@@ -128,17 +134,17 @@ def _write(
 
 
 def config(source: str | os.PathLike, *, revision: str | None = None) -> Any:
-    """The `Config` of a model. For a zoo name it is at hand; otherwise config.json is read, or downloaded and read."""
+    """The `Config` of a model. For a zoo name nothing is read; otherwise config.json is, after a download if needed."""
     if source in registry.CONFIGS:
         return registry.CONFIGS[str(source)]
     return family_and_config(folder_of(source, revision, weights=False))[1]
 
 
 def inspect(source: str, *, revision: str | None = None) -> Any:
-    """The `Config` of a checkpoint, whose tensors are known to be those that its config.json calls for.
+    """Read a checkpoint's `Config`, and check that its tensors are those that the config calls for.
 
-    Of a Hub repository, config.json and the headers of the safetensors are fetched, and nothing else. A folder without
-    weights passes, and so do zoo names, which were checked before.
+    From a Hub repository only config.json and the headers of the safetensors are downloaded. A folder without weights
+    passes, and so do zoo names, which were checked before.
 
     Raises:
         OSError, ValueError: as `load`.
@@ -159,18 +165,18 @@ def inspect(source: str, *, revision: str | None = None) -> Any:
 
 
 def fingerprint(source: str | os.PathLike, *, revision: str | None = None) -> str:
-    """The SHA-256 of a checkpoint's weights as they are stored: of the names and the bytes of its safetensors.
+    """Hash a checkpoint's weights as they are stored: the SHA-256 of the names and bytes of its safetensors.
 
     Raises:
-        OSError, ValueError: as `load`, if they can't be had.
+        OSError, ValueError: as `load`, if the weights cannot be found.
     """
     return convert.hub.weights_hash(folder_of(source, revision, weights=True))
 
 
 def tokenizer(source: str | os.PathLike, *, revision: str | None = None, **options: Any) -> Tokenizer:
-    """The tokenizer that a checkpoint carries, with its chat template and end tokens; for gpt3-*, one that fits.
+    """Load a checkpoint's tokenizer, with its chat template and end tokens; for gpt3-*, one that fits the vocabulary.
 
-    The `options` are those of `Tokenizer`.
+    `options` go to `Tokenizer`.
     """
     return Tokenizer(folder_of(source, revision, weights=False), **options)
 
@@ -195,7 +201,7 @@ def folder_of(
     return convert.hub.folder(repositories.get(name, source), revision, weights=weights, companions=companions)
 
 
-def family_and_config(folder: pathlib.Path) -> tuple[Any, Any]:
+def family_and_config(folder: pathlib.Path) -> tuple[Family, Any]:
     hub = convert.hub.read_json(folder / "config.json")
     kind = hub.get("model_type")
     if kind not in registry.FAMILIES:

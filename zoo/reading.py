@@ -1,4 +1,4 @@
-"""How an array of a model is read from a checkpoint's tensors: any part of it, in any dtype, by several threads."""
+"""Read an array of a model from a checkpoint's tensors: any part of it, in any dtype, by several threads."""
 
 import collections
 import concurrent.futures
@@ -18,52 +18,52 @@ from zoo.quantized import STORED, Format, quantize_weight
 
 Source = Tensor | Packed
 Index = tuple[slice, ...]
-Part = Callable[[Any], Any]  # reads what an `Index` takes of an array
+Part = Callable[[Any], Any]  # reads the part of an array at an `Index`
 
 PIECE = 2**25  # bytes that a thread reads at a time
-QUANTIZED_PIECE = 2**18  # and where it quantises them: what fits into a core's cache
+QUANTIZED_PIECE = 2**18  # the same where it quantizes them: this fits into a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One array of a model, and the tensors that it is made of."""
+    """One array of a model, and the names of the tensors that it is made of."""
 
     path: str
-    array: Any  # or its jax.ShapeDtypeStruct
-    names: NDArray[Any]  # of the tensors; its axes are the array's first: none, layers, experts, or both
-    transposed: bool  # the tensors' last two axes
+    array: Any  # or a jax.ShapeDtypeStruct
+    names: NDArray[Any]  # of tensors; has the array's leading axes over them: none, layers, experts, or both
+    transposed: bool  # whether the tensors' last two axes are swapped
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of each tensor."""
+        """Shape of each tensor."""
         shape = self.array.shape[self.names.ndim :]
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 class Scan:
-    """Refuses what no trained weight is, as it is read: NaN, infinities, and matrices of nothing but zeros.
+    """Refuses, while they are read, values that no trained weight has: NaN, infinities, and matrices of zeros alone.
 
-    Biases, and scales that are stored as their distance from one (Gemma's norms), may well be zeros, so of these only a
-    NaN or an infinity is refused: a matrix is a `weight` of two axes or more, and embeddings, linear maps, routers and
-    experts have one. It is refused when all of it was read here, by however many parts: one of several processes may
-    well hold nothing but the padding of a vocabulary. Values are looked at in the dtype that is asked for, so that one
-    too large for it is found as well.
+    A matrix is a `weight` with two axes or more: embeddings, linear maps, routers and experts. All else may be zeros,
+    such as biases, and norms stored as their distance from one (Gemma's). A matrix is refused only if this process has
+    read all of it, in however many parts: one of several processes may hold nothing but the padding of a vocabulary.
+    Values are checked in the dtype that was asked for, so that a value too large for it is found too.
     """
 
     def __init__(self):
-        self.zeros: list[tuple[str, int]] = []  # name of a matrix, and how many zeros a piece of it has, all it has
+        self.zeros: list[tuple[str, int]] = []  # of each piece of zeros alone: its matrix's name, and its size
 
     def look(self, tensor: Source, values: np.ndarray, parameter: Parameter | None = None) -> None:
-        """Looks at a piece of a tensor, that is to become one of the `parameter`. Any thread may call it.
+        """Check a piece of a tensor of `parameter`. Threads may call it at once.
 
         Raises:
-            ValueError: naming the tensor, if one of the values is NaN or infinite.
+            ValueError: naming the tensor, if a value is NaN or infinite.
         """
         if not values.size:
             return
         bits = 8 * values.itemsize
-        # Of the bits, read as integers: the largest is that of the largest positive number, or of the largest negative
-        # one, which begins with the sign. It takes a third of the time of isfinite on bfloat16.
+        # Compare bits as integers. The largest signed integer has the bits of the largest positive number; the largest
+        # unsigned one, which begins with the sign, those of the most negative. On bfloat16 this takes a third of the
+        # time of isfinite.
         positive, negative = int(values.view(f"i{bits // 8}").max()), int(values.view(f"u{bits // 8}").max())
         sign, infinity = 1 << (bits - 1), int(np.array(np.inf, values.dtype).view(f"u{bits // 8}"))
         if positive >= infinity or negative >= sign + infinity:
@@ -74,7 +74,7 @@ class Scan:
             self.zeros.append((tensor.name, values.size))
 
     def end(self, tensors: Iterable[Source]) -> None:
-        """Raises ValueError, naming it, if all of a matrix was read and is zeros."""
+        """Raise ValueError, naming the matrix, if all of it was read and is zeros."""
         zeros = collections.Counter()
         for name, count in self.zeros:
             zeros[name] += count
@@ -92,7 +92,7 @@ class Scan:
 
 
 def once(part: Part) -> Part:
-    """`part`, which reads each index only once, however many of the devices hold it."""
+    """Make `part` read each index once, however many devices hold it."""
     held = functools.cache(lambda *bounds: part(tuple(slice(*b) for b in bounds)))
     return lambda index: held(*((s.start, s.stop) for s in index))
 
@@ -106,13 +106,13 @@ def read(
     scan: Scan | None = None,
     mmap: bool = True,
 ) -> np.ndarray:
-    """`array[index]` of a parameter, with at most one copy made; without `mmap`, with one at least."""
+    """Read `array[index]` of a parameter, with at most one copy; without `mmap`, with at least one."""
     names, inner, shape = locate(parameter, index)
     if mmap and names.ndim == 0 and not parameter.transposed:
         tensor = tensors[names.item()]
         whole = shape == tensor.shape
         if isinstance(tensor, Tensor) and dtype == tensor.dtype and not (whole and tensor.offset % 64):
-            # An aligned mapping becomes the array; any other would be copied from it.
+            # jax takes an aligned mapping over as the array, and would copy any other.
             mapped = tensor.view(own=True)[inner]
             if scan:
                 look = lambda tensor, at, piece: scan.look(tensor, mapped[piece], parameter)
@@ -142,9 +142,9 @@ def read_quantized(
     pool: concurrent.futures.Executor,
     scan: Scan | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`zoo.quantized.quantize_weight` of the rows `index` of a parameter in `dtype`, worked out piece by piece.
+    """Read the rows `index` of a parameter in `dtype`, and quantize them piece by piece: values and scales.
 
-    The rows are read whole, since a row's scale depends on all of it.
+    Rows are read whole, since a row's scale depends on all of it.
     """
     names, inner, shape = locate(parameter, (*index, slice(None)))
     values, scales = quantize_weight(np.zeros((1, shape[-1]), dtype), format, np)
@@ -162,7 +162,7 @@ def read_quantized(
 
 
 def locate(parameter: Parameter, index: Index) -> tuple[NDArray[Any], Index, tuple[int, ...]]:
-    """Where `array[index]` of a parameter lies: the names of the tensors, what it takes of each, and its shape."""
+    """Find `array[index]` of a parameter: the names of its tensors, the index into each, and that index's shape."""
     lead = parameter.names.ndim
     names, sizes = parameter.names[(*index[:lead], ...)], parameter.array.shape[lead:]
     inner = tuple(slice(*s.indices(n)) for s, n in zip(index[lead:], sizes, strict=True))
@@ -170,15 +170,15 @@ def locate(parameter: Parameter, index: Index) -> tuple[NDArray[Any], Index, tup
 
 
 def rows(tensor: Source, index: Index, piece: slice, dtype: np.dtype, transposed: bool) -> np.ndarray:
-    """`tensor[index][piece]` in the model's orientation."""
+    """Read `tensor[index][piece]` in the model's orientation and `dtype`."""
     first = slice(index[0].start + piece.start, index[0].start + piece.stop)
     index = (first, *index[1:])
     if transposed:
         index = (*index[:-2], index[-1], index[-2])
-    elif isinstance(tensor, Tensor) and whole_rows(tensor, index):  # not mapped: its pages would count as memory
+    elif isinstance(tensor, Tensor) and whole_rows(tensor, index):  # mapped pages would count as memory
         out = np.empty((first.stop - first.start, *tensor.shape[1:]), tensor.dtype)
         tensor.read_into(out, first.start)
-        with np.errstate(over="ignore"):  # `Scan` names the tensor
+        with np.errstate(over="ignore"):  # `Scan` reports overflows, and names the tensor
             return out.astype(dtype, copy=False)
     mapped = isinstance(tensor, Tensor)
     part = tensor.view(own=True)[index].astype(dtype, copy=False) if mapped else tensor.part(index, dtype)
@@ -197,9 +197,9 @@ def for_each_piece(
     size: int,
     pool: concurrent.futures.Executor,
 ) -> None:
-    """`fetch(tensor, its place among the names, some of its rows)` for all rows of all tensors, by several threads.
+    """Call `fetch(tensor, its index in names, a slice of its rows)` for all rows of all tensors, in several threads.
 
-    `size`: how many numbers at a time, or one row if that has more.
+    A slice has at most `size` numbers, or one row if that has more.
     """
     step = max(1, size // max(1, math.prod(shape[1:])))
     pieces = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
@@ -211,7 +211,7 @@ def for_each_piece(
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """`np.empty` at a multiple of 64 bytes, from where `jax.device_put` takes it over on a CPU without a copy."""
+    """Like `np.empty`, aligned to 64 bytes, so that `jax.device_put` takes it over on a CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64

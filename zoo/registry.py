@@ -1,4 +1,4 @@
-"""Names of models, and where their checkpoints are."""
+"""Zoo names of models, and where their checkpoints are found."""
 
 import pathlib
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from zoo import models
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 
 
-# Zoo name -> Hub repository. Base and instruct models are different names.
+# Zoo name -> Hub repository. Base and instruct models have different names.
 REPOSITORIES = {
     "llama2-7b": "meta-llama/Llama-2-7b-hf",
     "llama2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
@@ -123,24 +123,24 @@ TOKENIZERS = {
     "gpt3-175b": "openai-community/gpt2",
 }
 
-# Zoo name -> folder, of what the package itself carries.
+# Zoo name -> folder of a checkpoint that is part of the package.
 EMBEDDED = {"tiny": pathlib.Path(__file__).parent / "tiny"}
 
-# config.json's model_type -> family, and zoo name -> config: of our families, and of those that `register` adds.
+# config.json's model_type -> family, and zoo name -> config. Both are filled by `register`.
 FAMILIES: dict[str, Family] = {}
 CONFIGS: dict[str, AbstractConfig] = {}
 
 
 def register(family: Family, repositories: Mapping[str, str] | None = None) -> None:
-    """Makes a family known to `zoo.load` and all else: one of ours, or one of a user's own file.
+    """Make a family known to `zoo.load` and to the rest of the package. Users register families of their own by it.
 
     Args:
         family: the `FAMILY` of its file.
-        repositories: zoo name -> Hub repository, of the names that `family.configs` has.
+        repositories: zoo name -> Hub repository, for the names in `family.configs`.
 
     Raises:
-        ValueError: if a name or a model_type is taken, or a repository's name is none of the family's. Nothing is
-            registered then.
+        ValueError: if a zoo name or a model_type is taken, or `repositories` has a name that `family.configs` lacks.
+            Nothing is registered then.
     """
     repositories = repositories or {}
     if unknown := sorted(repositories.keys() - family.configs.keys()):
@@ -161,7 +161,7 @@ def family_of(value: AbstractModel | AbstractConfig) -> Family:
     """The family of a model or of a config.
 
     Raises:
-        ValueError: if none was registered that has this class of configs.
+        ValueError: if no registered family has this class of configs.
     """
     config = value.config if isinstance(value, AbstractModel) else value
     for family in FAMILIES.values():

@@ -1,4 +1,7 @@
-"""What is done to any model from outside, by type and path, so that no family knows of it: maps, casts, specs."""
+"""Transform any model from outside: map its linear maps, cast it, or make its partition specs.
+
+Modules are selected by type and path, so families need no code for it.
+"""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +22,12 @@ T = TypeVar("T")
 
 
 def path_name(path: Any) -> str:
-    """A key path of jax as `layers.period.0.mlp.up_proj`."""
+    """Write a key path of jax as `layers.period.0.mlp.up_proj`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def modules(model: Any, kind: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted path and module, for every outermost module of a type (or of a tuple of types)."""
+    """Path and module of every outermost module of a type (or of a tuple of types)."""
     is_kind = lambda m: isinstance(m, kind)
     for path, module in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kind):
         if is_kind(module):
@@ -32,7 +35,7 @@ def modules(model: Any, kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """`tree` with its floating point arrays in `dtype`, but for `Float32` and weights that are stored in eight bits."""
+    """Cast a tree's floating point arrays to `dtype`, except `Float32` and weights stored in eight bits."""
     kept = lambda m: isinstance(m, Float32)
     one = lambda a: a.astype(dtype) if eqx.is_inexact_array(a) and a.dtype.itemsize > 1 else a
     return jax.tree.map(lambda a: a if kept(a) else one(a), tree, is_leaf=kept)
@@ -46,10 +49,14 @@ def map_linears(
     kind: type[AbstractLinear | AbstractExpertLinear] = AbstractLinear,
     key: PRNGKeyArray | None = None,
 ) -> T:
-    """`model` with each linear whose path matches `where` replaced by `fn(linear)`, vmapped over the axis of a stack.
+    """Replace each linear map whose path matches `where` by `fn(linear)`, vmapped over the layers of a stack.
 
-    With `key`: by `fn(linear, key)`, with a key of its own for every layer. Patterns are those of `fnmatch`. `kind` is
-    AbstractExpertLinear for the maps of experts.
+    Args:
+        model: any tree of modules.
+        fn: makes the new module. With `key` it is called as `fn(linear, key)`, with another key for every layer.
+        where: a pattern of paths, as `fnmatch` reads it.
+        kind: which modules to select: AbstractLinear, or AbstractExpertLinear for the linear maps of experts.
+        key: random key.
 
     Raises:
         ValueError: if no linear matches.
@@ -70,11 +77,11 @@ def map_linears(
 
 
 def partition_specs(model: T, rules: Mapping[str, P]) -> T:
-    """`model` with each array replaced by its `PartitionSpec`.
+    """Replace each array of a model by its `PartitionSpec`.
 
-    Rules map a pattern to a spec; the first match wins. For linears and embeddings the pattern is of the module's path,
-    and the spec of its matrix: `(out, in)` of a linear, `(experts, out, in)` of experts'. Other arrays are matched by
-    their own path. A spec speaks of the last axes of its array; the leading axis of a stack is split over "stage".
+    Rules map patterns to specs; the first match wins. For linear maps and embeddings the pattern matches the module's
+    path, and the spec is that of its matrix: `(out, in)`, or `(experts, out, in)` for experts. Other arrays are matched
+    by their own path. A spec is about the last axes of its array; the leading axis of a stack is split over "stage".
 
     Raises:
         ValueError: naming a module or an array that no rule matches.
@@ -97,13 +104,13 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
 
 
 def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
-    """`model` with each array replaced by its `NamedSharding`. Axes that the mesh does not have do not split.
+    """Replace each array of a model by its `NamedSharding`. Axes of a rule that the mesh lacks are ignored.
 
-    Key and value projections whose heads "tensor" does not divide are not split over it: each device along it has all
-    of these heads, as it has those of its query heads in `kernels.mesh.split_attention`.
+    A key or value projection is not split over "tensor" if that does not divide its rows: every device along "tensor"
+    then holds all key/value heads, and `kernels.mesh.split_attention` uses those of the device's query heads.
 
-    What a rule splits over "fsdp" is also split over those other axes of `kernels.mesh.PARAMETERS` that divide it and
-    that the rule does not use otherwise: no device keeps what it could get from its neighbours when it is needed.
+    An axis that a rule splits over "fsdp" is also split over the other axes of `kernels.mesh.PARAMETERS`, if they
+    divide it and the rule does not use them otherwise. So no device keeps parameters that it can gather when needed.
 
     Raises:
         ValueError: naming a parameter whose axis is not a multiple of the mesh axis that splits it.
