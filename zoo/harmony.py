@@ -1,8 +1,8 @@
-"""The replies of gpt-oss, which come in channels: OpenAI's harmony format (github.com/openai/harmony, docs/format.md).
+"""Split replies of gpt-oss into channels: OpenAI's harmony format (github.com/openai/harmony, docs/format.md).
 
     <|channel|>analysis<|message|>A greeting.<|end|><|start|>assistant<|channel|>final<|message|>Hello!
 
-It reasons in the channel `analysis`, speaks in `final`, and in `commentary` before it calls a tool.
+The channel `analysis` has the reasoning, `final` the answer, and `commentary` what is said before a tool is called.
 """
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END = (
@@ -11,9 +11,9 @@ START, CHANNEL, CONSTRAIN, MESSAGE, END = (
 
 
 def split(text: str) -> tuple[str, str]:
-    """The reasoning and the answer in a reply, which may be incomplete and still has its special tokens.
+    """Split a reply with its special tokens into reasoning and answer. The reply may be incomplete.
 
-    A call of a tool is in the answer with its header, as the model wrote it. So is all that is in no channel.
+    A tool call is part of the answer, with its header, as the model wrote it. So is text outside of channels.
     """
     if not text.startswith(CHANNEL):
         return "", text
@@ -33,16 +33,16 @@ def split(text: str) -> tuple[str, str]:
 
 
 class Parts:
-    """Splits a reply while it comes; one that is in no channels (`Tokenizer.channels`) is an answer as it is."""
+    """Splits a reply while it is generated. Without channels (`Tokenizer.channels`) all of it is the answer."""
 
     def __init__(self, channels: bool):
-        self._channels, self._text, self._said = channels, "", ("", "")
+        self._channels, self._text, self._parts = channels, "", ("", "")
 
     def push(self, piece: str) -> tuple[str, str]:
-        """What the next piece of the text adds to the reasoning and to the answer."""
+        """Add a piece of the text, and return what it adds to the reasoning and to the answer."""
         if not self._channels:
             return "", piece
         self._text += piece
-        before, self._said = self._said, split(self._text)
-        reasoning, answer = (now[len(then) :] for then, now in zip(before, self._said, strict=True))
+        before, self._parts = self._parts, split(self._text)
+        reasoning, answer = (now[len(then) :] for then, now in zip(before, self._parts, strict=True))
         return reasoning, answer

@@ -1,4 +1,4 @@
-"""Devices, arranged by what they split: a mesh, from a few words."""
+"""Make a mesh of devices from a short description, such as "fsdp=4,tensor=2"."""
 
 import math
 import re
@@ -12,28 +12,29 @@ from jax.sharding import AxisType, Mesh
 from kernels.mesh import CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 
 
-# From those that send least to those that send most. Stages come first since XLA wants nested `shard_map`s in order.
+# Ordered by traffic, least first. Stages come first because XLA wants nested `shard_map`s in this order.
 AXES = (STAGE, REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)
-ACROSS = (REPLICA, STAGE, FSDP)  # those that may cross the slow network between slices of TPUs
+ACROSS = (REPLICA, STAGE, FSDP)  # axes that may cross the slow network between slices of TPUs
 
 
 def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh that `text` describes, as "fsdp=4,tensor=2" does, of `devices` (None: all there are).
+    """Make the mesh that `text` describes, such as "fsdp=4,tensor=2", of `devices` (None: all).
 
-    Each axis splits something:
+    The axes, and what each splits:
 
     - "replica": the sequences of a batch. Every replica has all parameters; the optimizer's state is split (ZeRO-1).
-    - "fsdp": the sequences, the parameters and the optimizer's state. Layers are gathered as they are needed (ZeRO-3).
-    - "tensor": heads, the features of hidden layers and the vocabulary, that is, the work on each token.
-    - "context": the tokens of each sequence, and the parameters as fsdp does.
-    - "expert": the experts of a mixture, to which tokens travel; all else as fsdp does.
-    - "stage": the layers, through which microbatches go in a pipeline (see `zoo.nn.pipeline`); all else as fsdp does.
+    - "fsdp": sequences, parameters and the optimizer's state. Layers are gathered when they are needed (ZeRO-3).
+    - "tensor": heads, the features of hidden layers, and the vocabulary: that is, the work on each token.
+    - "context": the tokens of each sequence; parameters as fsdp does.
+    - "expert": the experts of a mixture, to which tokens are sent; all else as fsdp does.
+    - "stage": the layers, as a pipeline of microbatches (see `zoo.nn.pipeline`); all else as fsdp does.
 
-    An axis that is not named has size 1; one of size -1 takes the devices that the others leave. Where the devices are
-    several slices of TPUs, the slow network between them is crossed by replica, else by stage, else by fsdp.
+    An axis that is not named has size 1. An axis of size -1 takes all devices that the others leave. If the devices are
+    several slices of TPUs, replica crosses the slow network between them, then stage, then fsdp.
 
     Raises:
-        ValueError: if the text can't be read, its product is not the number of devices, or the slices can't be divided.
+        ValueError: if the text is malformed, the sizes do not match the number of devices, or the axes that may cross
+            slices do not divide them.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {}
@@ -53,7 +54,7 @@ def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Me
     kinds = (AxisType.Auto,) * len(AXES)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
-        # Not jax.make_mesh, which refuses what no wiring of a torus has, such as 256 devices along an axis of 8x8x8.
+        # Not jax.make_mesh: it refuses axes that do not fit the torus's wiring, such as 256 devices of 8x8x8.
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(grid, AXES, axis_types=kinds)
     across, left = [1] * len(AXES), slices

@@ -1,12 +1,12 @@
-"""Adapters in files, as PEFT lays them out: adapter_config.json and adapter_model.safetensors.
+"""Save and load LoRA adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
     peft.save(model, "adapter", base="Qwen/Qwen3-0.6B")  # PeftModel.from_pretrained reads it
-    model = peft.load(model, "adapter")                  # and this what that one has saved
+    model = peft.load(model, "adapter")                  # reads what PeftModel.save_pretrained wrote
 
-A linear map of transformers' has the tensors lora_A (rank, in) and lora_B (out, rank). The experts of a layer are two
-parameters of one module there, gate_up_proj and down_proj, and PEFT (`target_parameters`) has one tensor for the
-adapters of all of them, (experts * rank, in) and (out, rank * experts). Where gate and up are two maps here, the
-adapter of both has their ranks together, and zeros where one does not act on the other.
+A linear map has the tensors lora_A (rank, in) and lora_B (out, rank). transformers keeps the experts of a layer as two
+parameters of one module, gate_up_proj and down_proj. For each parameter PEFT (`target_parameters`) has one pair of
+tensors for all experts: (experts * rank, in) and (out, rank * experts). If a family keeps gate and up as two maps,
+their two adapters become one of twice the rank: see `fused`.
 """
 
 import functools
@@ -31,7 +31,7 @@ from zoo.checkpoint import parameters, skeleton
 from zoo.gather import gathered, write_once
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, Family
 from zoo.reading import Scan
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
@@ -40,10 +40,10 @@ from zoo.surgery import modules, shardings
 T = TypeVar("T", bound=AbstractModel)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = f"{WEIGHTS}.manifest.json"  # its SHA-256
-BASE, OVER = "base.json", ("revision", "weights", "quantize")  # of the weights that adapters were trained over
+BASE, OVER = "base.json", ("revision", "weights", "quantize")  # describes the weights that adapters were trained over
 TENSOR = "base_model.model.{}.lora_{}.weight"
 
-# Keys of an adapter_config.json that do not change what it computes, given its tensors.
+# Keys of adapter_config.json that do not change what an adapter computes, given its tensors.
 NOT_THE_MODEL = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
@@ -51,9 +51,9 @@ NOT_THE_MODEL = {
     "target_modules", "task_type",
 }  # fmt: skip
 READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"}
-INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")  # ways to begin that leave the base's weights alone
+INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base's weights alone
 
-# The maps of experts, by their names in families -> the parameter of transformers', and which of its two parts.
+# Name of an experts' map in families -> the parameter in transformers, and the map's part of it (0 or 1; None: all).
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 EXPERTS = {
     "gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "w1": (GATE_UP, 0), "w3": (GATE_UP, 1), "w2": (DOWN, None),
@@ -62,7 +62,7 @@ EXPERTS = {
 
 
 class Pair(NamedTuple):
-    """One update, `scale * b @ a`; of experts, one for each."""
+    """An adapter, which adds `scale * b @ a` to a weight; or those of all experts of a layer."""
 
     a: Float[np.ndarray, "*experts rank in"]
     b: Float[np.ndarray, "*experts out rank"]
@@ -70,18 +70,20 @@ class Pair(NamedTuple):
 
 
 def save(
-    model: Any, folder: str | os.PathLike, *, base: str = "", over: Mapping[str, str | None] | None = None
+    model: AbstractModel, folder: str | os.PathLike, *, base: str = "", over: Mapping[str, str | None] | None = None
 ) -> None:
-    """Writes a model's adapters. `base` names the model that they belong to: a zoo name, a Hub repository or a folder.
+    """Write a model's adapters. If several processes hold the model, all must call this; process 0 writes.
 
-    A zoo name is written as its repository, by which PEFT finds it. `over` says which weights they were trained over,
-    with the keys OVER, and goes to base.json, which `warnings_of` reads.
-
-    Of a model that several processes hold, all call this, and process 0 writes.
+    Args:
+        model: with adapters from `zoo.lora`.
+        folder: where to write.
+        base: the model that they belong to: a zoo name, a Hub repository or a folder. A zoo name is written as its
+            repository, so that PEFT finds it.
+        over: the weights that they were trained over, with the keys OVER. Written to base.json, for `warnings_of`.
 
     Raises:
-        ValueError: if the model has no adapters, some of several ranks or scales, or one that transformers has no place
-            for.
+        ValueError: if the model has no adapters, adapters of different ranks or scales, or one for a module that
+            transformers does not have.
     """
     family, names = family_of(model), module_names(model)
     adapters = dict(modules(model, ADAPTERS))
@@ -105,7 +107,7 @@ def save(
         a, b = whole(path)
         return Pair(a[at], b[at], scale)
 
-    # Experts: module -> parameter -> its parts' adapters, and where in them the layer is.
+    # For experts: module -> parameter -> part -> the path of its adapter, and the layer's index there.
     places: dict[str, dict[str, dict[int | None, Any]]] = {}
     for path, m in adapters.items():
         for at, name in np.ndenumerate(names[path]):
@@ -127,7 +129,7 @@ def save(
     adapted = {name for path in adapters.keys() & linears.keys() for name in names[path].flat}
     others = {name for path in linears.keys() - adapters.keys() for name in names[path].flat}
     last = lambda names: {name.rpartition(".")[2] for name in names}
-    # Beside experts PEFT takes modules of these names for theirs (as transformers 4 had them), but not parameters.
+    # In a model with experts PEFT takes modules of these names for experts' (as in transformers 4), but not parameters.
     mistaken = {name for name in adapted if any(modules(model, AbstractExpertLinear)) and last({name}) & EXPERTS.keys()}
     adapted -= mistaken
     wrapped = {f"experts.{p}" for of_module in places.values() for p in of_module} | {f"{m}.weight" for m in mistaken}
@@ -154,26 +156,26 @@ def _write(
     (folder / BASE).unlink(missing_ok=True)
     if over:
         (folder / BASE).write_text(json.dumps(dict(over), indent=2) + "\n")
-    for name in (WEIGHTS, MANIFEST):  # of a run that was killed
+    for name in (WEIGHTS, MANIFEST):  # left by a process that was killed
         (folder / f"{name}.tmp").unlink(missing_ok=True)
     digest = convert.tensors.write_file(folder / f"{WEIGHTS}.tmp", tensors)
     convert.tensors.write_json(folder / f"{MANIFEST}.tmp", {WEIGHTS: digest})
     (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / MANIFEST).unlink(missing_ok=True)  # first, so that it never lies beside weights that it does not list
+    (folder / MANIFEST).unlink(missing_ok=True)  # first, so that it never lies beside other weights than its own
     for name in (WEIGHTS, CONFIG, MANIFEST):
         os.replace(folder / f"{name}.tmp", folder / name)
 
 
 def base_name(source: str) -> str:
-    """What transformers finds a model by: its repository on the Hub, or a folder's whole path."""
+    """The name by which transformers finds a model: its Hub repository, or a folder's absolute path."""
     name = str(REPOSITORIES.get(source) or EMBEDDED.get(source) or source)
     return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).is_dir() else name
 
 
 def warnings_of(folder: str | os.PathLike, *, quantize: str | None, weights: str | None = None) -> list[str]:
-    """What is another of the model that an adapter is put on than of the one that it was trained over.
+    """List differences between the model that an adapter is loaded into and the one that it was trained over.
 
-    `weights` is the model's `zoo.fingerprint`; without it, or without a base.json, nothing is known.
+    `weights` is the model's `zoo.fingerprint`. Without it, or without a base.json, weights are not compared.
     """
     path = pathlib.Path(folder) / BASE
     over = convert.hub.read_json(path) if path.exists() else {}
@@ -190,14 +192,14 @@ def warnings_of(folder: str | os.PathLike, *, quantize: str | None, weights: str
 
 
 def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_values: bool = True) -> T:
-    """`model` with the adapters that a folder holds, in float32; on a mesh, split as what they lie over.
+    """Put the adapters of a folder on a model, in float32. On a mesh they are split like the weights that they adapt.
 
-    `verify` checks the file by the hash that `save` left beside it; `check_values` refuses NaN and infinities.
+    `verify` checks the file against the hash that `save` left beside it. `check_values` refuses NaN and infinities.
 
     Raises:
         OSError: if the folder lacks one of the two files.
-        ValueError: if they say or hold anything that is not implemented, or does not fit the model, naming it; or if
-            the model has adapters already.
+        ValueError: if the model has adapters already, or if a key or a tensor is not implemented or does not fit the
+            model; the message names it.
     """
     if any(modules(model, ADAPTERS)):
         raise ValueError("The model has adapters already; zoo.lora.merge puts them into its weights.")
@@ -213,7 +215,7 @@ def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_valu
     used: set[str] = set()
 
     def stored(name: str, key: str) -> Pair | None:
-        """What is stored under a name; `key` is what patterns of the config are compared with."""
+        """The adapter stored under a name, if any; patterns in the config are matched with `key`."""
         both = [TENSOR.format(name, letter) for letter in "AB"]
         if not tensors.keys() >= set(both):
             return None
@@ -224,7 +226,7 @@ def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_valu
     def of_experts(name: str, experts: int) -> Pair | None:
         module, parameter, part = expert_place(name)
         stem, _, kind = name.rpartition(".")
-        each = [stored(n, n) for n in (f"{stem}.{e}.{kind}" for e in range(experts))]  # as transformers 4 had them
+        each = [stored(n, n) for n in (f"{stem}.{e}.{kind}" for e in range(experts))]  # as in transformers 4
         if all(each):
             a, b, scales = zip(*each, strict=True)
             return Pair(np.stack(a), np.stack(b), scales[0])
@@ -241,7 +243,7 @@ def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_valu
         *rest, out_features, in_features = linear.shape
         rank, scale = max(pair.a.shape[-2] for _, pair in found), found[0][1].scale
         a, b = np.zeros((*rest, rank, in_features), np.float32), np.zeros((*rest, out_features, rank), np.float32)
-        for at, pair in found:  # zeros where a layer has a lower rank, or none
+        for at, pair in found:  # zeros stay where a layer has a lower rank, or no adapter
             r = pair.a.shape[-2]
             if (pair.a.shape[-1], pair.b.shape[-2]) != (in_features, out_features):
                 raise ValueError(
@@ -278,7 +280,7 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def scale_of(config: dict[str, Any], name: str) -> float:
-    """What PEFT multiplies an adapter of this name by."""
+    """The factor by which PEFT multiplies an adapter of this name."""
 
     def of(patterns: str, default: str) -> float:
         matches = (value for key, value in (config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", name))
@@ -293,45 +295,51 @@ def scale_of(config: dict[str, Any], name: str) -> float:
 # ======================================================================================================================
 
 
-def module_names(model: Any) -> dict[str, np.ndarray]:
-    """Path of a linear map -> its names in checkpoints, one for each layer of a stack; of experts, without a number."""
+def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
+    """Path of a linear map -> its names in checkpoints, for each layer of a stack; names of experts have no number."""
     plain = skeleton(family_of(model), model.config)
     experts, found = {path for path, _ in modules(plain, AbstractExpertLinear)}, {}
     for p in parameters(plain, family_of(model)):
         path, names = p.path.removesuffix(".weight"), p.names
-        if path in experts and names.ndim > p.array.ndim - 3:  # each expert has a tensor
+        if path in experts and names.ndim > p.array.ndim - 3:  # the checkpoint has a tensor for each expert
             names = np.vectorize(lambda name: re.sub(r"\.0(\.\w+\.weight)$", r"\1", name), [object])(names[..., 0])
         found[path] = np.vectorize(lambda name: name.removesuffix(".weight"), [object])(names)
     return found
 
 
-def fan_in_fan_out(model: Any) -> bool:
+def fan_in_fan_out(model: AbstractModel) -> bool:
     """Whether transformers stores the model's matrices as (in, out)."""
     plain = skeleton(family_of(model), model.config)
     return any(p.transposed and p.array.ndim - p.names.ndim == 2 for p in parameters(plain, family_of(model)))
 
 
 def expert_place(name: str) -> tuple[str, str, int | None]:
-    """The module of a map of experts in transformers, the parameter of it, and its part there: 0 gate, 1 up, None all.
+    """An experts' map in transformers: its module, its parameter, and its part of that: 0 gate, 1 up, None all.
 
-    Mixtral's block_sparse_moe is called mlp there.
+    transformers renames Mixtral's block_sparse_moe to mlp.
     """
     module, _, kind = name.rpartition(".")
     return module.replace(".block_sparse_moe.", ".mlp."), *EXPERTS[kind]
 
 
 def wrapper(module: str, parameter: str, wrapped: set[str]) -> str:
-    """Where PEFT keeps the adapter of a module's parameter: the second one goes around the first."""
+    """The module under which PEFT stores a parameter's adapter: with both adapted, down_proj's wraps gate_up_proj's."""
     return f"{module}.base_layer" if parameter == GATE_UP and DOWN in wrapped else module
 
 
-def swapped(family: Any) -> bool:
-    """Whether PEFT takes in for out in experts: for Llama 4, whose parameters are (experts, in, out), but unmarked."""
+def swapped(family: Family) -> bool:
+    """Whether PEFT exchanges in and out of experts: for Llama 4, whose (experts, in, out) are not marked as such."""
     return family.name == "llama4"
 
 
 def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:
-    """PEFT's two tensors of the experts of a layer, from the adapters of a parameter or of its parts."""
+    """Make PEFT's two tensors for the experts of a layer, from the adapters of a parameter or of its two parts.
+
+    The adapters of gate and up, of rank r each, become one of rank 2 r:
+
+        a = [a_gate]    b = [b_gate    0 ]
+            [ a_up ]        [  0     b_up]
+    """
     pairs = [pair for _, pair in sorted(parts.items(), key=lambda item: item[0] or 0)]
     a, b, scale = np.concatenate([pair.a for pair in pairs], axis=1), pairs[0].b, pairs[0].scale
     if None not in parts:
@@ -344,8 +352,11 @@ def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:
 
 
 def part_of(whole: Pair, part: int | None, experts: int, swap: bool) -> Pair | None:
-    """The inverse of `fused`, of one part: without the other part's half of the ranks, if that does not act on it, and
-    None if nothing does."""
+    """Extract the adapter of a part from PEFT's two tensors: the inverse of `fused`.
+
+    Of ranks in two halves, one for gate and one for up, only the part's half is kept. None if PEFT's adapter acts only
+    on the other part.
+    """
     a = whole.a.reshape(experts, -1, whole.a.shape[1])
     b = whole.b.reshape(len(whole.b), -1, experts).transpose(2, 0, 1)
     if swap:

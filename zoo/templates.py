@@ -1,8 +1,8 @@
-"""Chat templates run in a process of their own: they come with the model, and jinja bounds neither time nor memory.
+"""Run chat templates in a process of their own: they come with the model, and jinja limits neither time nor memory.
 
-`render` asks that process, which is started when it is first needed and again after it had to be stopped. Run as a
-script, this file is that process, so it imports nothing of zoo. A template has jinja's sandbox around it there, away
-from files and from Python's objects, `SECONDS` of time, and on Linux `MEMORY` bytes.
+`render` sends a template to that process, which is started at first use, and again if it had to be stopped. The process
+runs this file as a script, so the file imports nothing of zoo. A template runs in jinja's sandbox, without access to
+files and to Python's objects, with `SECONDS` of time and, on Linux, `MEMORY` bytes.
 """
 
 import atexit
@@ -23,38 +23,39 @@ from typing import IO, Any
 
 
 if __name__ == "__main__":
-    sys.path += sys.argv[1:]  # where these are; the process looks at no variables of the environment
+    sys.path += sys.argv[1:]  # where the imports below are found; the process ignores environment variables
 
 import jinja2
 import markupsafe
 from jinja2 import ext, nodes, sandbox
 
 
-SECONDS, MEMORY, LONGEST = 10, 2**30, 2**26  # for a text, its process, and the bytes of the text
+SECONDS, MEMORY, LONGEST = 10, 2**30, 2**26  # limits: time for a text, memory of the process, bytes of the text
 USERS = "\ufdd2"  # a mark in texts; see `zoo.tokenizer`
-SIZE = struct.Struct("<cQ")  # what an answer is, and how many bytes of it follow
+SIZE = struct.Struct("<cQ")  # the head of an answer: its kind, and how many bytes follow
 TEXT, REFUSED, BROKEN = b"t", b"r", b"b"
 
 
 class Refused(ValueError):
-    """The template does not write these messages."""
+    """The template refuses these messages."""
 
 
 class Broken(ValueError):
-    """The template is not one."""
+    """The template has a syntax error."""
 
 
 def render(template: str, variables: Mapping[str, Any], now: datetime) -> str:
-    """The text that a template writes; `now` is what it is told of the date and time.
+    """Render a template, with `now` as its date and time.
 
     Raises:
-        Refused, Broken: saying why. Also where it needs more time or memory than it is given.
+        Broken: if the template has a syntax error.
+        Refused: if it raises, or exceeds its time or memory. Both messages say why.
     """
     return _renderer(pickle.dumps((template, dict(variables), now.isoformat())))
 
 
 class Renderer:
-    """The process that renders. Threads wait for one another."""
+    """The process that renders, one text at a time: threads wait for each other."""
 
     def __init__(self):
         self._lock, self._process = threading.Lock(), None
@@ -76,12 +77,12 @@ class Renderer:
                 self._stop()
                 why = f"takes more than {SECONDS} seconds" if stopped.is_set() else "ended the process that it runs in"
                 raise Refused(f"it {why}") from None
-            except BaseException:  # Ctrl-C: an answer that nobody waits for must not be taken for the next one's
+            except BaseException:  # such as Ctrl-C: the pending answer must not be read as the next request's
                 self._stop()
                 raise
             finally:
                 timer.cancel()
-            if stopped.is_set():  # just as it answered
+            if stopped.is_set():  # the time ran out just as it answered
                 self._stop()
         if kind == TEXT:
             return answer
@@ -114,7 +115,7 @@ class Renderer:
 
 
 def _read(stream: IO[bytes], size: int) -> bytes:
-    """So many bytes; EOFError if there are fewer."""
+    """Read so many bytes. Raises EOFError if there are fewer."""
     read = stream.read(size)
     if len(read) < size:
         raise EOFError
@@ -127,7 +128,7 @@ def _read(stream: IO[bytes], size: int) -> bytes:
 
 
 class _Generation(ext.Extension):
-    """{% generation %}...{% endgeneration %}: writes the variables `generation_open` and `generation_close` around."""
+    """{% generation %}...{% endgeneration %}: its body, between the variables generation_open and generation_close."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
 
@@ -135,12 +136,12 @@ class _Generation(ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         start, end = (nodes.Output([nodes.Name(f"generation_{side}", "load")]) for side in ("open", "close"))
-        # A scope, because a {% set %} inside must not be seen outside.
+        # A scope of its own, so that a {% set %} inside has no effect outside.
         return nodes.Scope([start, *body, end], lineno=line)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-    """Unlike jinja's own, with transformers' arguments and without escapes for HTML."""
+    """Replace jinja's filter `tojson` by one with transformers' arguments, which does not escape HTML."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return re.sub(r"(?<!\\)\\ufdd2", USERS, text) if ensure_ascii else text
 
@@ -176,13 +177,13 @@ def _answer(request: bytes) -> tuple[bytes, bytes]:
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limits, macOS none of memory
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limits, macOS none for memory
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     answers.write(TEXT)  # ready
     answers.flush()
-    with contextlib.suppress(EOFError):  # nobody asks any more
+    with contextlib.suppress(EOFError):  # the other process has closed the pipe
         while True:
             (size,) = struct.unpack("<Q", _read(requests, 8))
             kind, answer = _answer(_read(requests, size))
@@ -194,7 +195,7 @@ if __name__ == "__main__":
     _serve(sys.stdin.buffer, sys.stdout.buffer)
 else:
     _renderer = Renderer()
-    _inherited: list[Renderer] = []  # by forks of this process; theirs is another
+    _inherited: list[Renderer] = []  # from the parent of a fork: only the parent may use it
 
     def _renew() -> None:
         global _renderer

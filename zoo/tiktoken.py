@@ -1,7 +1,7 @@
-"""Kimi's tokenizer: its repositories carry tiktoken.model, a list of byte strings by rank, and code, which is not run.
+"""Build Kimi's tokenizer from tiktoken.model, a list of byte strings by rank, without running its repository's code.
 
-The same tokenizer is built from that list with `tokenizers`. Source: tokenization_kimi.py of Kimi-K2-Instruct, but for
-one thing: that splits a run of more than 25,000 characters, all white space or none, before anything else.
+The result is a tokenizer of the library `tokenizers`. Source: tokenization_kimi.py of Kimi-K2-Instruct. One difference:
+that file first splits runs of more than 25,000 characters that are all white space, or have none.
 """
 
 import base64
@@ -13,10 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 
 NAME = "tiktoken.model"
-RESERVED = 256  # ids after those of the list, for special tokens
+RESERVED = 256  # number of ids after the list's, for special tokens
 SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-# What is cut apart before bytes are merged: Chinese, words, numbers, punctuation, white space.
+# Pieces into which text is split before bytes are merged: Chinese, words, numbers, punctuation, white space.
 PATTERN = "|".join(
     [
         r"[\p{Han}]+",
@@ -32,7 +32,7 @@ PATTERN = "|".join(
 
 
 def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer:
-    """The tokenizer of a tiktoken.model; `special` names those of the reserved ids that have a name.
+    """Read a tiktoken.model; `special` has the names of reserved ids, as far as they have one.
 
     Raises:
         ValueError: if the file is not a list of base64 and rank, with the ranks 0, 1, 2, ...
@@ -48,7 +48,7 @@ def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer
 
     letters = _letters()
     vocabulary = {"".join(letters[byte] for byte in token): rank for rank, token in enumerate(ranked)}
-    # A pair may be merged if the whole is a token, the lowest rank first, whichever two parts it has.
+    # Two tokens may be merged if their concatenation is a token. Merges of lower rank come first.
     merges = [
         (token[:cut], token[cut:])
         for token in vocabulary
@@ -69,7 +69,7 @@ def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer
 
 
 def _letters() -> list[str]:
-    """The character that stands for each byte in `tokenizers`: itself if it can be seen, else one from 256 on."""
+    """The character for each byte in `tokenizers`: itself if it is printable, else one from code point 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return [chr(byte) if byte in seen else chr(256 + unseen.index(byte)) for byte in range(256)]

@@ -1,8 +1,8 @@
-"""A model's tokenizer: text to token ids and back, and chats by way of the model's own template.
+"""Convert text to token ids and back, and chats to ids by the model's own template.
 
-A thin layer over `tokenizers` and jinja2 that reads a folder in Hub layout: tokenizer.json (or Kimi's tiktoken.model),
-and where they are present tokenizer_config.json, special_tokens_map.json, chat_template.jinja, generation_config.json
-and config.json. Ids and rendered text are those of transformers' `AutoTokenizer`, without its seconds of import.
+A thin layer over `tokenizers` and jinja2. It reads a folder in Hub layout: tokenizer.json (or Kimi's tiktoken.model),
+and if present tokenizer_config.json, special_tokens_map.json, chat_template.jinja, generation_config.json and
+config.json. Ids and rendered text equal those of transformers' `AutoTokenizer`, whose import takes seconds.
 """
 
 import bisect
@@ -28,37 +28,45 @@ from zoo.templates import USERS
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Marks in a rendered chat, code points that Unicode keeps out of all text: where {% generation %} opens and closes;
-# after the first character of a control token that a user wrote (`USERS`); and before one that the template wrote.
+# Marks in a rendered chat, which are code points that no Unicode text contains. OPEN and CLOSE are the ends of a
+# {% generation %} block. USERS follows the first character of what may be a control token written by a user. TEMPLATES
+# precedes a control token written by the template.
 OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
-TRUSTED = ("assistant", "system", "developer")  # roles whose messages may have control tokens
-REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message
+TRUSTED = ("assistant", "system", "developer")  # roles whose messages may contain control tokens
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that may hold its reasoning
 
 
 class Tokenizer:
     """The tokenizer of a folder in Hub layout.
 
     - `vocab_size`: the highest id plus one, added tokens included.
-    - `longest`: characters of the longest token.
-    - `bos`, `pad`: ids, or None where there is no such token.
-    - `eos`: the ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's own; and
-      the one with which the chat template ends a turn of the assistant, which base models' files leave out.
-    - `repetition_penalty`: generation_config.json's, which transformers obeys unless told otherwise; 1 without one.
-    - `channels`: whether replies come in channels, as gpt-oss's do (`zoo.harmony`).
+    - `longest`: length of the longest token, in characters.
+    - `bos`, `pad`: ids, or None without such a token.
+    - `eos`: the ids that end a generation. They are generation_config.json's, else config.json's, else the tokenizer's
+      own; and the one with which the chat template ends an assistant's turn, which base models' files leave out.
+    - `repetition_penalty`: generation_config.json's, which transformers applies by default; 1 without one.
+    - `channels`: whether replies have channels, as gpt-oss's do (`zoo.harmony`).
     - `chat_template`: a jinja template, or None.
 
-    What users and tools say in a chat is text: where it has the letters of a control token, such as <|im_end|>, it is
-    encoded as these letters. All else has the ids that it has in transformers.
+    Messages of users and tools in a chat are plain text: a control token spelled out there, such as <|im_end|>, is
+    encoded as its letters. All other text has the same ids as in transformers.
     """
 
     def __init__(
         self, folder: str | os.PathLike, *, date: datetime.date | None = None, special_in_content: bool = False
     ):
-        """`date` is what chat templates write that ask for one; None: the day on which they do. `special_in_content`
-        makes control tokens of the letters of one wherever they stand, as transformers does.
+        """Read the folder's files.
 
-        Raises FileNotFoundError without one of the two, and ValueError for a file that cannot be read.
+        Args:
+            folder: in Hub layout.
+            date: the date for chat templates that write one; None: today, at the time of rendering.
+            special_in_content: encode spelled-out control tokens as control tokens in all messages, as transformers
+                does.
+
+        Raises:
+            FileNotFoundError: if the folder has neither tokenizer.json nor tiktoken.model.
+            ValueError: if a file cannot be read.
         """
         self.folder, self.date, self.special_in_content = pathlib.Path(folder), date, special_in_content
         self._tokenizer = _read_tokenizer(self.folder)
@@ -66,10 +74,10 @@ class Tokenizer:
         self.vocab_size, self.longest = max(vocab.values()) + 1, max(map(len, vocab))
 
         config = _read_json(self.folder / "special_tokens_map.json") | _read_json(self.folder / "tokenizer_config.json")
-        # Templates write them: {{ bos_token }}. A token is a string, or {"content": string, ...}.
+        # Variables of chat templates, such as {{ bos_token }}. A token is a string, or {"content": string, ...}.
         special = {key: value for key, value in config.items() if key.endswith("_token")}
         special = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
-        self._special = {key: value for key, value in special.items() if isinstance(value, str)}  # not add_bos_token
+        self._special = {key: value for key, value in special.items() if isinstance(value, str)}  # drops add_bos_token
 
         self.bos = self._id("bos_token")
         self.pad = self._id("pad_token")
@@ -99,11 +107,11 @@ class Tokenizer:
         return () if own is None else (own,)
 
     def _turn_end(self) -> int | None:
-        """The added token that the template writes after an answer, such as ChatML's <|im_end|>; None without one."""
+        """Id of the added token that the template writes after an answer, such as ChatML's <|im_end|>; None without."""
         ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Indeed."}
         try:
             text = self.render([ask, answer]) if self.chat_template else ""
-        except ValueError:  # it may want a system message, or a broken template may say so when it is used
+        except ValueError:  # it may need a system message; a broken template raises again when used
             return None
         _, _, tail = text.rpartition(answer["content"])
         ends = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
@@ -111,9 +119,9 @@ class Tokenizer:
         return self._tokenizer.token_to_id(max(ends, key=len)) if ends else None
 
     def save_eos(self, folder: str | os.PathLike) -> None:
-        """Writes `eos` into generation_config.json of an exported folder, unless the files here say the same already.
+        """Write `eos` into generation_config.json of an exported folder, unless this folder's files state the same.
 
-        So whatever generates with the folder stops where a chat's answer ends, as the model has learnt.
+        Other libraries that generate from that folder then stop at the end of an answer, as the model has learnt.
         """
         if self.eos != self._stated_eos():
             path = pathlib.Path(folder) / "generation_config.json"
@@ -122,24 +130,24 @@ class Tokenizer:
             os.replace(path.with_suffix(".json.tmp"), path)
 
     def _repetition_penalty(self) -> float:
-        said = _read_json(self.folder / "generation_config.json").get("repetition_penalty")
-        said = 1.0 if said is None else said
-        if type(said) not in (int, float) or not 0 < said < math.inf:
+        penalty = _read_json(self.folder / "generation_config.json").get("repetition_penalty")
+        penalty = 1.0 if penalty is None else penalty
+        if type(penalty) not in (int, float) or not 0 < penalty < math.inf:
             file = self.folder / "generation_config.json"
-            raise ValueError(f"{file} has the repetition_penalty {said!r}, which must be a number above 0; mend it.")
-        return float(said)
+            raise ValueError(f"{file} has the repetition_penalty {penalty!r}, which must be a number above 0; mend it.")
+        return float(penalty)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text. `special` adds the tokens that tokenizer.json puts around a text, such as bos.
+        """Encode a text as ids. `special` adds the tokens that tokenizer.json puts around a text, such as bos.
 
-        Raises ValueError for half of a surrogate pair, which no tokenizer knows.
+        Raises ValueError for half of a surrogate pair, which no tokenizer can encode.
         """
         return _encoding(self._tokenizer, text, special).ids
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = True
     ) -> tuple[list[int], list[int]]:
-        """The ids of a text, and a mask: 1 for the tokens of the spans, which are `(start, end)` in characters.
+        """Encode a text as ids and a mask, which is 1 for tokens within the spans, `(start, end)` in characters.
 
         A token that is partly inside counts.
         """
@@ -147,7 +155,7 @@ class Tokenizer:
         return encoding.ids, _mask(encoding, spans)
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[int]]:
-        """Like `encode_spans`, of a text from `render_marked`: what users wrote makes no control tokens."""
+        """Like `encode_spans`, for a text from `render_marked`: text of users is never encoded as control tokens."""
         tokenizer, shown = self._tokenizer, lambda text: text.replace(USERS, "")
         if USERS in text:
             control = re.compile("|".join(sorted(map(re.escape, self._control), key=len, reverse=True)))
@@ -160,15 +168,18 @@ class Tokenizer:
 
     @functools.cached_property
     def _control(self) -> list[str]:
-        """Tokens that mean more than their letters: those that are special, and those that the chat template writes,
-        such as DeepSeek's for the roles, which are ordinary to its tokenizer. No mark goes into a single character."""
+        """Control tokens: special tokens, and added tokens that the chat template writes.
+
+        The latter are not always special: DeepSeek's tokens for roles are ordinary ones. Tokens of a single character
+        are left out, since a mark cannot go inside.
+        """
         template, added = self.chat_template or "", self._tokenizer.get_added_tokens_decoder().values()
         ours = [t.content for t in added if t.special or (t.content.strip() and t.content in template)]
         return [token for token in ours if len(token) > 1]
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The tokenizer to which letters are letters: a control token has a mark before it."""
+        """A tokenizer that encodes control tokens as letters, except those with a mark before them."""
         file = json.loads(self._tokenizer.to_str())
         for token in file["added_tokens"]:
             if token["content"] in self._control:
@@ -177,43 +188,49 @@ class Tokenizer:
 
     @functools.cached_property
     def _ids(self) -> dict[int, int]:
-        """Id of an added token in `_literal` -> ours."""
+        """Id of an added token in `_literal` -> its id here."""
         names = {id: t.content.removeprefix(TEMPLATES) for id, t in self._literal.get_added_tokens_decoder().items()}
         return {id: own for id, name in names.items() if (own := self._tokenizer.token_to_id(name)) is not None}
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids, with or without the special tokens."""
+        """Decode ids to text, with or without the special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def answer(self, ids: Sequence[int]) -> str:
-        """The text of a reply without the special tokens; of one in channels, only what is for the user."""
+        """Decode a reply without special tokens; of a reply with channels, only the text for the user."""
         if not self.channels:
             return self.decode(ids)
         return harmony.split(self.decode([id for id in ids if id not in self.eos], special=True))[1]
 
     def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "Stream":
-        """Decodes ids one by one as the continuation of the ids `before`, with or without the special tokens."""
+        """Decode ids one by one, as the continuation of `before`, with or without the special tokens."""
         return Stream(self._tokenizer, before, special)
 
     def render(
         self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **extra: Any
     ) -> str:
-        """The text of a chat, as transformers has it; `encode_prompt` gives its ids.
+        """Render a chat as text, as transformers does. `encode_prompt` gives its ids.
 
-        `messages` have a `role` and a `content`; `tools` are JSON schemas; `add_generation_prompt` opens a turn of the
-        assistant at the end; `extra` goes to the template, for example `enable_thinking=False`.
+        The template comes with the model. It runs in jinja's sandbox, in a process with limits of time and memory
+        (`zoo.templates`).
 
-        The template comes with the model. It runs in jinja's sandbox, in a process with bounds of time and memory
-        (`zoo.templates`). Raises ValueError if it refuses the messages or exceeds these, or if there is none.
+        Args:
+            messages: each has a `role` and a `content`.
+            tools: JSON schemas.
+            add_generation_prompt: open an assistant's turn at the end.
+            extra: variables for the template, for example `enable_thinking=False`.
+
+        Raises:
+            ValueError: if there is no template, or it refuses the messages or exceeds a limit.
         """
         text = self.render_marked(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
         return text.replace(USERS, "")
 
     def render_marked(self, messages: Messages, tools: Tools = None, **variables: Any) -> str:
-        """Like `render`, with marks for `encode_marked` where users and tools began to write a control token."""
+        """Like `render`, with marks for `encode_marked` where text of users or tools may begin a control token."""
         if self._control and not self.special_in_content:
             messages = [m if m.get("role") in TRUSTED else self._untrusted(m) for m in messages]
-        # As transformers does: templates know what to do without a key, and many would write "None" for its value.
+        # Drop keys without a value, as transformers does: many templates would write "None".
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         present = [_reasoning(message) for message in present]
         if self.chat_template is None:
@@ -231,7 +248,7 @@ class Tokenizer:
             raise ValueError(f"The chat template of {self.folder} refuses the messages: {error}") from error
 
     def _untrusted(self, value: Any) -> Any:
-        """A message, or a part of one, with the marks."""
+        """Add marks to a message, or to a part of one."""
         if isinstance(value, str):
             return self._firsts.sub(lambda found: found[0] + USERS, MARKS.sub("", value))
         if isinstance(value, Mapping):
@@ -240,31 +257,32 @@ class Tokenizer:
 
     @functools.cached_property
     def _firsts(self) -> re.Pattern[str]:
-        """Finds what can begin a control token, even if the rest only follows once the template has joined pieces."""
+        """Matches first characters of control tokens. The rest may follow only when the template joins pieces."""
         return re.compile("|".join(sorted({re.escape(token[0]) for token in self._control})))
 
     def encode_prompt(
         self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = True, **extra: Any
     ) -> list[int]:
-        """The ids of a chat's text, which by default asks the assistant to go on; arguments are those of `render`."""
+        """Encode a chat as ids, by default with an assistant's turn opened at the end. Arguments are `render`'s."""
         text = self.render_marked(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
         return self.encode_marked(text)[0]
 
     def encode_chat(
         self, messages: Messages, *, tools: Tools = None, given: int = 0
     ) -> list[tuple[list[int], list[int]]]:
-        """The examples to learn a chat from. Each is ids, and a mask: 1 for what the assistant has to write.
+        """Turn a chat into training examples. Each is ids, and a mask that is 1 for what the assistant must write.
 
-        That is the content of its turns after the first `given` messages, but of those with the `weight` 0, and the
-        token that ends each, so that a model learns to stop, but not the headers that open them.
+        The mask covers the content of the assistant's turns, and the token that ends each turn, so that a model learns
+        to stop. It leaves out the headers of turns, turns among the first `given` messages, and turns whose `weight`
+        is 0.
 
-        A template with {% generation %} says what a turn is, and the chat is one example. With any other, each turn is
-        learnt as the template writes it at the end of a chat, since that is what the model has to write. Turns that
-        stand so in the whole chat are learnt in it. Of a turn that the template writes differently once messages
-        follow, for example without its reasoning, there is an example that ends with it. Where the template leaves
-        reasoning out even there, as DeepSeek R1's does, the reasoning is written before the answer.
+        A template with {% generation %} marks the turns itself, and the chat is one example. With any other template,
+        each turn is learnt as the template writes it at the end of a chat, since there the model has to write it. Turns
+        that look the same inside the whole chat share one example. A turn that the template writes differently once
+        messages follow, for example without its reasoning, gets an example that ends with it. If the template leaves
+        out reasoning even at the end, as DeepSeek R1's does, the reasoning is written before the answer.
 
-        Raises ValueError where the template does not write the messages before a turn and then the turn.
+        Raises ValueError if the template does not write the messages before a turn and then the turn.
         """
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and m.get("weight") != 0]
         marked = self.render_marked(
@@ -289,36 +307,37 @@ class Tokenizer:
 
     def _learnt(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
         ids, mask = self.encode_marked(text, spans)
-        for i in range(1, len(ids)):  # an end token may stand outside of the marks
+        for i in range(1, len(ids)):  # the end token may be outside of the marks
             if mask[i - 1] and ids[i] in self.eos:
                 mask[i] = 1
         return ids, mask
 
     def _beginning(self, text: str, messages: Messages, number: int, tools: Tools) -> str:
-        """The first `number` messages, with which the text has to begin."""
+        """Render the first `number` messages, with which `text` must begin."""
         before = self.render_marked(messages[:number], tools, add_generation_prompt=False) if number else ""
         if not text.startswith(before):
             raise self._refusal(number)
         return before
 
     def _turn(self, messages: Messages, turn: int, tools: Tools) -> tuple[str, str]:
-        """The chat that asks the assistant for message `turn`, and what it has to write then."""
+        """Render the chat that asks the assistant for message `turn`, and the text that it has to write then."""
         before = self.render_marked(messages[:turn], tools, add_generation_prompt=True)
         text = self.render_marked(messages[: turn + 1], tools, add_generation_prompt=False)
-        header = before.removesuffix("\n").removesuffix("<think>")  # R1's prompt goes on with <think>
+        header = before.removesuffix("\n").removesuffix("<think>")  # R1's prompt ends with <think>
         opened = before[len(header) :]
         if not opened.strip():
             header, opened = before, ""
         if text.startswith(header):
             written = text[len(header) :]
-        else:  # the turn before may be the assistant's too, and be written differently now that it is not the last
+        else:  # the turn before may be the assistant's too, and be written differently when it is not the last
             past = self.render_marked(messages[:turn], tools, add_generation_prompt=False)
             header = header.removeprefix(past)
             if not header or text.count(header) != past.count(header) + 1:
                 raise self._refusal(turn)
             written = text.rpartition(header)[2]
 
-        reasoning, prompted = _reasoning_of(messages[turn]), before.rstrip().endswith("</think>")  # V3.1's: for none
+        # DeepSeek V3.1's prompt ends with </think> when there is to be no reasoning.
+        reasoning, prompted = _reasoning_of(messages[turn]), before.rstrip().endswith("</think>")
         if opened and written.startswith(opened):
             written = written.removeprefix(opened)
         elif opened or (
@@ -338,25 +357,25 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes ids one by one; see `Tokenizer.stream`."""
+    """A decoder of ids, one by one; see `Tokenizer.stream`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int], special: bool):
         self._tokenizer = tokenizer
         self._stream = decoders.DecodeStream(ids=list(before), skip_special_tokens=not special)
 
     def push(self, id: int) -> str:
-        """The text that is complete now: empty while a character waits for more of its bytes."""
+        """Add an id, and return the text that it completes: empty while a character lacks some of its bytes."""
         return self._stream.step(self._tokenizer, id) or ""
 
 
 def _reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """As transformers does: an assistant's reasoning goes by each of the names that templates and data sets have."""
+    """Copy a message's reasoning to every field in which templates look for it, as transformers does."""
     found = next((message[name] for name in REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _reasoning_of(message: Mapping[str, Any]) -> str:
-    """What stands in one of these fields, else before </think> in the content; "" for none."""
+    """A message's reasoning: from a field of REASONING, else from before </think> in the content; "" for none."""
     found = next((message[name] for name in REASONING if message.get(name)), None)
     if not isinstance(found, str):
         content = message.get("content")
@@ -368,7 +387,7 @@ def _reasoning_of(message: Mapping[str, Any]) -> str:
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> tokenizers.Encoding:
     try:
         return tokenizer.encode(text, add_special_tokens=special)
-    except TypeError as error:  # which says that a str should be a str
+    except TypeError as error:  # its text is only that a str is needed
         half = re.search("[\ud800-\udfff]", text)
         if half is None:
             raise
@@ -379,14 +398,14 @@ def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> toke
 
 
 def _mask(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """1 for the tokens of the spans, `(start, end)` in characters; one that is partly inside counts."""
+    """A mask that is 1 for tokens within the spans, `(start, end)` in characters; partly inside counts."""
     mask = [0] * len(encoding.ids)
-    # What the post-processor added is of no span. The lists are made anew at each access.
+    # Leave out tokens that the post-processor added. Each access to these properties makes a new list.
     tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
     own = [(i, *offsets) for i, (added, offsets) in enumerate(tokens) if not added]
     for start, end in spans:
-        # From the first token to the last, not each by itself: byte-level tokenizers count white space out of their
-        # tokens, so that a token of nothing else has an empty range where it ends.
+        # Mark all from the first to the last token, without testing each: byte-level tokenizers leave white space out
+        # of offsets, so that a token of white space alone has an empty range, at its end.
         first = bisect.bisect_right(own, start, key=lambda token: token[2])
         last = bisect.bisect_left(own, end, key=lambda token: min(token[1], token[2] - 1))
         for i, *_ in own[first:last]:
@@ -395,7 +414,7 @@ def _mask(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> li
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
-    """The spans between the marks of a text, as they are without the marks."""
+    """Spans between the marks of a text, in characters of the text without marks."""
     before, *rest = text.split(OPEN)
     spans, at = [], len(before)
     for piece in rest:
@@ -421,16 +440,16 @@ def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     regular(file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the bare class is what tokenizers raises
+    except Exception as error:  # tokenizers raises Exception itself
         raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
-    # The settings of whoever saved the file; lengths are the caller's business.
+    # Drop the limits that were set when the file was saved: callers handle lengths.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file."""
+    """Read the object in a JSON file; empty if there is no file."""
     if not file.exists():
         return {}
     regular(file)

@@ -1,7 +1,7 @@
-"""Can a checkpoint be trusted here? Everything that is read of it, and how near the result is to transformers'.
+"""Check a checkpoint: list everything that is read of it, and compare the model's numbers with those of transformers.
 
-What `python -m zoo verify` prints and keeps as HTML. Needs transformers and torch for the comparison; without them the
-rest is still checked.
+`python -m zoo verify` prints this report and saves it as HTML. The comparison needs transformers and torch; without
+them everything else is still checked.
 """
 
 import dataclasses
@@ -30,16 +30,17 @@ import zoo
 from zoo import checkpoint
 from zoo.config import NOT_CARRIED
 from zoo.load import family_and_config, folder_of
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.surgery import modules
 
 
-TOLERANCE = 1e-4  # of the largest magnitude
+TOLERANCE = 1e-4  # relative to the largest magnitude
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the verdict."""
+    """One line of the summary."""
 
     what: str
     found: str
@@ -48,7 +49,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far apart two arrays are; `largest` is the largest magnitude of the one that is right."""
+    """How far two arrays differ; `largest` is the largest magnitude in the reference."""
 
     maximum: float
     mean: float
@@ -65,7 +66,7 @@ class Difference:
 
 
 class Recorder(eqx.Module):
-    """A `Stack` that runs layer by layer and reports what comes out of each."""
+    """A `Stack` that runs layer by layer and reports the output of each."""
 
     stack: Stack
 
@@ -80,7 +81,7 @@ class Recorder(eqx.Module):
         return x, outputs
 
     def blocks(self) -> Iterator[Any]:
-        """Every layer, in order."""
+        """Yield every layer, in order."""
         yield from self.stack.head
         for i in range(self.stack.repeats):
             for blocks in self.stack.period:
@@ -89,7 +90,7 @@ class Recorder(eqx.Module):
 
 
 def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[rich.table.Table]]:
-    """All checks of a checkpoint, and tables with the details."""
+    """Run all checks of a checkpoint; the second result is tables with the details."""
     folder = folder_of(source, None, weights=True)
     family, config = family_and_config(folder)
     stored = checkpoint.standard_names(convert.formats.opened(folder), family)
@@ -97,7 +98,7 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
     ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, tokens))
     wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}
     tables = [config_table(folder, family), tensor_table(wanted, stored, config, family)]
-    # Loading has refused the checkpoint otherwise.
+    # These two have passed: otherwise loading would have refused the checkpoint.
     used = f"{len(wanted):,} used, {len(stored) - len(wanted):,} skipped as known to be redundant"
     checks = [Check("config.json", "every key is understood", True), Check("tensors", used, True)]
     if (folder / convert.hub.MANIFEST).exists():
@@ -105,7 +106,7 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
 
     try:
         theirs = reference(folder, ids, packed=not all(isinstance(t, convert.tensors.Tensor) for t in stored.values()))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:  # transformers' reasons are many
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # transformers fails in many ways
         checks.append(Check("logits", f"not compared: {str(error).splitlines()[0]}", None))
     else:
         more, compared = compare(model, jnp.asarray(ids), *theirs)
@@ -114,8 +115,8 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
     return checks, tables
 
 
-def config_table(folder: pathlib.Path, family: Any) -> rich.table.Table:
-    """What became of each key of config.json."""
+def config_table(folder: pathlib.Path, family: Family) -> rich.table.Table:
+    """List each key of config.json, and how it was used."""
     table = new_table("config.json", "key", "value", "is")
     fields = {field.name for field in dataclasses.fields(family.Config)}
     for key, value in family.standard_form(json.loads((folder / "config.json").read_text())).items():
@@ -129,8 +130,8 @@ def config_table(folder: pathlib.Path, family: Any) -> rich.table.Table:
     return table
 
 
-def tensor_table(wanted: set[str], stored: dict[str, Any], config: Any, family: Any) -> rich.table.Table:
-    """How many tensors of each dtype are used, and each that is not."""
+def tensor_table(wanted: set[str], stored: dict[str, Any], config: AbstractConfig, family: Family) -> rich.table.Table:
+    """Count the tensors that are used, by dtype, and list each that is not."""
     table = new_table("tensors", "what", "number", "GB")
     groups: dict[str, list[Any]] = {}
     for name, tensor in stored.items():
@@ -146,9 +147,9 @@ def tensor_table(wanted: set[str], stored: dict[str, Any], config: Any, family: 
 
 
 def reference(folder: pathlib.Path, ids: np.ndarray, *, packed: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """transformers' logits in float32, and what comes out of each layer (of the last one: after the final norm).
+    """transformers' logits in float32, and the output of each layer (for the last layer, after the final norm).
 
-    Of a `packed` checkpoint, whose formats transformers reads on a GPU only, it gets what the weights stand for.
+    transformers reads the formats of a `packed` checkpoint on GPUs only, so it gets their weights unpacked.
 
     Raises:
         ImportError: if transformers or torch is not installed.
@@ -158,11 +159,11 @@ def reference(folder: pathlib.Path, ids: np.ndarray, *, packed: bool) -> tuple[n
         with tempfile.TemporaryDirectory() as plain:
             zoo.save(zoo.load(folder, dtype="float32", verify=False), plain)
             return reference(pathlib.Path(plain), ids, packed=False)
-    # Not imported by name: they are no part of the install.
+    # Imported like this because they are not dependencies of zoo.
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    # By the name of the class: transformers does not know every model_type, such as kimi_k2, that means one of its own,
-    # and where it does not, it would not find all weights.
+    # Choose the class by its name: transformers may not know the model_type (kimi_k2) of a class that it has, and then
+    # would not find all weights.
     architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
     kind = getattr(transformers, architectures[0], None)
     if kind is None:
@@ -181,9 +182,9 @@ def reference(folder: pathlib.Path, ids: np.ndarray, *, packed: bool) -> tuple[n
 
 
 def compare(
-    model: Any, ids: Int[Array, "batch seq"], logits: np.ndarray, layers: Sequence[np.ndarray]
+    model: AbstractModel, ids: Int[Array, "batch seq"], logits: np.ndarray, layers: Sequence[np.ndarray]
 ) -> tuple[list[Check], list[rich.table.Table]]:
-    """Our logits, and what comes out of each of our layers, against transformers'."""
+    """Compare our logits, and the output of each of our layers, with those of transformers."""
     where = lambda m: [stack for _, stack in modules(m, Stack)]
     hidden, ours = eqx.tree_at(where, model, [Recorder(stack) for stack in where(model)]).hidden(ids)
     ours = [*map(np.asarray, ours[:-1]), np.asarray(hidden)]
@@ -220,8 +221,8 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
-def decoding(model: Any, ids: Int[Array, "batch seq"]) -> Check:
-    """A prefill of half the tokens, then one by one, against all at once."""
+def decoding(model: AbstractModel, ids: Int[Array, "batch seq"]) -> Check:
+    """Compare a prefill of half the tokens, then decoding one by one, with one forward pass over all."""
     full, cut = eqx.filter_jit(lambda model, ids: model(ids))(model, ids), ids.shape[1] // 2
     decode = eqx.filter_jit(lambda model, ids, cache, at: model.decode(ids, cache, positions=at))
     logits, cache = decode(model, ids[:, :cut], model.init_cache(1, ids.shape[1], jnp.float32), jnp.arange(cut)[None])
@@ -234,7 +235,7 @@ def decoding(model: Any, ids: Int[Array, "batch seq"]) -> Check:
 
 
 def round_trip(folder: pathlib.Path, stored: dict[str, Any]) -> Check:
-    """The hash of every tensor, before and after loading and saving; of quantised ones, of what they stand for."""
+    """Compare the hash of every tensor before and after loading and saving; of quantized ones, dequantized."""
     with tempfile.TemporaryDirectory() as saved:
         zoo.save(zoo.load(folder, verify=False), saved)
         again = convert.tensors.open_tensors(saved)
@@ -249,7 +250,7 @@ def new_table(title: str, *columns: str) -> rich.table.Table:
 
 
 def report(source: str, html: pathlib.Path | None, *, tokens: int, seed: int) -> bool:
-    """Prints the checks of a checkpoint, and with `html` keeps them; whether all of them passed."""
+    """Print the checks of a checkpoint, save them as `html` if given, and return whether none failed."""
     console = rich.console.Console(record=True, width=None if html is None else 120)
     with console.status(f"Verifying {source}"), jax.default_matmul_precision("highest"):
         checks, tables = verify(source, tokens=tokens, seed=seed)

@@ -1,9 +1,9 @@
-"""Makes the checkpoint `tiny` out of a Python installation alone: `python -m train.tiny OUT`.
+"""Make the checkpoint `tiny` from a Python installation alone: `python -m train.tiny OUT`.
 
-Every Python carries its own documentation: the docstrings of the standard library, the built-in modules included, and
-the topics of `help()`, which are the language reference. That is about 2.6 MB of English under one licence. This script
-collects it, trains a byte-level BPE tokenizer on it, writes the configuration of a Qwen3 model of 1.8 million
-parameters, and pre-trains that. The same interpreter always gives the same text and the same tokenizer.
+Every Python contains its documentation: the docstrings of the standard library and of built-in modules, and the topics
+of `help()`, which are the language reference. That is about 2.6 MB of English under one licence. This script collects
+it, trains a byte-level BPE tokenizer on it, writes the configuration of a Qwen3 model with 1.8 million parameters, and
+pre-trains that model. The same interpreter always gives the same text and the same tokenizer.
 """
 
 import ast
@@ -29,21 +29,21 @@ from zoo.config import write as write_config
 from zoo.models import qwen3
 
 
-# Tests, programs that come with Python, and what is no docstring but read by `_topics`.
+# Tests, programs that come with Python, and the file of topics, which `_topics` reads.
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data"}
 
-# Modules that users know under another name. The rest of the private ones are known without their underscore.
+# Private modules that users know under another name; the others are named without their underscore.
 KNOWN_AS = {"posix": "os", "_pydecimal": "decimal", "_pyio": "io", "_pydatetime": "datetime"}
 
-# A document with such a line says whose it is, not what it does.
+# Lines of licences: a document with one is about its owner, not about what the code does.
 NOTICE = re.compile(r"copyright \(c\)|\(c\) copyright", re.IGNORECASE)
 
-# Typography that would cost rare tokens.
+# Typographic characters, which would be rare tokens -> plain ones.
 PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "…": "...", "–": "-", "—": "-", "\xa0": " "})  # noqa: RUF001
 
 END, _, TURN_END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
-# ChatML. What lies in a generation block is what the assistant learns to write: its words and the end of its turn.
+# ChatML. A generation block has what the assistant learns to write: its words, and the end of its turn.
 CHAT_TEMPLATE = """\
 {% for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -58,7 +58,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 
-# 3.6 MB in bfloat16. Wide rather than deep: two cores like large matrices.
+# 3.6 MB in bfloat16. Wide rather than deep, because large matrices are faster on two cores.
 CONFIG = qwen3.Config(
     vocab_size=2048,
     hidden_size=192,
@@ -75,7 +75,7 @@ CONFIG = qwen3.Config(
 
 
 def documents(library: Path) -> Iterator[str]:
-    """The documentation of the running Python, whose standard library is in the folder `library`; nothing twice.
+    """Collect the documentation of the running Python, without duplicates; `library` is its standard library's folder.
 
     A document is a title, such as `textwrap.dedent(text)`, an empty line, and a docstring.
     """
@@ -91,10 +91,10 @@ Documentation = Iterator[tuple[str, str | None]]  # title, docstring
 
 
 def _written_in_python(library: Path) -> Documentation:
-    """Read, not imported: importing has effects."""
+    """Docstrings of the standard library, read from its source: importing modules has side effects."""
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
-        # The names of the standard library leave out site-packages, where other people's packages are.
+        # Only names of the standard library: other packages may lie in site-packages.
         if parts[0] in sys.stdlib_module_names and not LEFT_OUT.intersection(parts):
             name = ".".join(part for part in parts if part != "__init__")
             yield from _definitions(ast.parse(path.read_bytes()), KNOWN_AS.get(name, name))
@@ -117,7 +117,7 @@ def _definitions(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 def _written_in_c() -> Documentation:
     for name in sorted(sys.stdlib_module_names - LEFT_OUT):
         spec = importlib.util.find_spec(name)
-        loader = spec and spec.loader  # no spec: a module of other operating systems
+        loader = spec and spec.loader  # None for modules of other operating systems
         if loader is machinery.BuiltinImporter or isinstance(loader, machinery.ExtensionFileLoader):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -136,13 +136,13 @@ def _members(thing: object, name: str) -> Documentation:
     else:
         try:
             signature = str(inspect.signature(thing))  # pyright: ignore[reportArgumentType]
-        except (AttributeError, TypeError, ValueError):  # many have none, and some are broken
+        except (AttributeError, TypeError, ValueError):  # many have no signature, and some a broken one
             signature = ""
         yield f"{name}{signature}", inspect.getdoc(thing)
 
 
 def _topics(library: Path) -> Documentation:
-    """The topics of `help()`, from the longest on, as long ones include short ones; no paragraph twice."""
+    """The topics of `help()`, longest first, since long ones include short ones; no paragraph twice."""
     [assignment] = [
         node
         for node in ast.parse((library / "pydoc_data" / "topics.py").read_bytes()).body
@@ -157,7 +157,7 @@ def _topics(library: Path) -> Documentation:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE, split into words as GPT-2 does: every text has its ids, and every id stands for some bytes."""
+    """Train byte-level BPE with GPT-2's split into words: every text can be encoded, and every id stands for bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -172,12 +172,12 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def write_model_folder(folder: Path, tokenizer: Tokenizer) -> None:
-    """A folder in Hub layout that lacks only its weights."""
+    """Write a folder in Hub layout that lacks only its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     files = {
         "config.json": write_config(CONFIG, qwen3.FAMILY, jnp.dtype(jnp.bfloat16)),
-        # A text ends with the first, a turn of a chat with the second.
+        # The first ends a text, the second a turn of a chat.
         "generation_config.json": {"eos_token_id": [tokenizer.token_to_id(token) for token in (END, TURN_END)]},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -193,13 +193,13 @@ def write_model_folder(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def main(out: tyro.conf.Positional[Path]) -> None:
-    """Makes the checkpoint `tiny` from the documentation of the running Python, in half an hour on two CPU cores.
+    """Make the checkpoint `tiny` from the documentation of the running Python, in half an hour on two CPU cores.
 
     Args:
-        out: a folder for everything; its subfolder run/model is the checkpoint.
+        out: folder for all files; its subfolder run/model is the checkpoint.
     """
     corpus = list(documents(Path(sysconfig.get_path("stdlib"))))
-    # The last ones are held out for validation, so they should be of all kinds.
+    # Shuffle, because the last documents are held out for validation and should be of all kinds.
     random.Random(0).shuffle(corpus)
     write_model_folder(out / "untrained", train_tokenizer(corpus))
     with open(out / "corpus.jsonl", "w") as file:
