@@ -119,7 +119,7 @@ def test_no_rope_scaling_is_this_familys_own():
     """As in transformers, a file that says none means YaRN."""
     hub = {k: v for k, v in tiny.CONFIGS["gpt_oss"].items() if k not in ("rope_scaling", "initial_context_length")}
     for without in (hub, hub | dict(rope_scaling=None)):
-        assert read(gpt_oss, without).rope_scaling == gpt_oss.YARN
+        assert read(gpt_oss.FAMILY, without).rope_scaling == gpt_oss.YARN
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_no_rope_scaling_is_this_familys_own():
 def test_refused(key, value):
     hub = {k: v for k, v in tiny.CONFIGS["gpt_oss"].items() if k != "initial_context_length"}
     with pytest.raises(ValueError, match=key):
-        read(gpt_oss, hub | {key: value})
+        read(gpt_oss.FAMILY, hub | {key: value})
