@@ -513,7 +513,7 @@ def test_on_a_mesh(model, tokenizer):
     assert text == greedy(model, tokenizer, PROMPT)
 
 
-def test_no_slots(model, tokenizer):
+def test_no_rows(model, tokenizer):
     with pytest.raises(ValueError, match="batch=0 leaves no room"):
         Server("tiny", model, tokenizer, batch=0, max_tokens=512)
 

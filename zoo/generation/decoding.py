@@ -1,6 +1,7 @@
-"""The compiled functions of continuous batching (`zoo.generation.engine`): `prefill`, `insert` and `advance`.
+"""Compiles the three functions of continuous batching: `prefill`, `insert` and `advance`. `Engine` calls them.
 
-With a draft, `zoo.generation.speculative.advance` takes the place of the last.
+With a draft it calls `zoo.generation.speculative.advance` instead of `advance`. Some take what they only read
+as one first argument, since `donate="all-except-first"` lets XLA reuse the memory of all others.
 """
 
 from typing import Any
@@ -21,30 +22,30 @@ from zoo.nn.model import AbstractModel
 
 
 class State(eqx.Module):
-    """What stays on the devices: of each sequence its tokens, what model and draft remember, and the next one's logits.
+    """Holds what stays on the devices: tokens, caches of model and draft, and the logits of each row's next token.
 
-    Tokens lie at their positions, like keys and values. Rows are longer than their sequences: what lies there at later
-    positions is not looked at.
+    Index i of `tokens` holds position i, as in a cache. Rows are longer than their sequences; what lies at later
+    positions is never read.
     """
 
     tokens: Int[Array, "batch seq"]
     caches: tuple[Any, Any]
     logits: Float[Array, "batch vocab"]
-    drafted: Any  # `zoo.generation.speculative.Drafted`; None without a draft, as the second cache
+    draft_state: Any  # `zoo.generation.speculative.DraftState`; None without a draft, as the second cache
 
 
 class Rows(eqx.Module):
-    """The sequences in the batch, as the host knows them; those of free rows have nothing `left`."""
+    """Describes each row's sequence, as the host knows it. A free row has 0 `left`."""
 
     positions: Int[HostArray, " batch"]  # of the next token
-    drawn: Int[HostArray, " batch"]  # tokens so far
-    left: Int[HostArray, " batch"]  # tokens that may still be drawn
+    drawn: Int[HostArray, " batch"]  # how many tokens were drawn so far
+    left: Int[HostArray, " batch"]  # how many tokens may still be drawn
     keys: UInt32[HostArray, "batch words"]
     settings: Settings
 
 
 class Drawn(eqx.Module):
-    """The first `count` tokens of each row are new; the model was called `calls` times for them."""
+    """Holds new tokens: the first `count` of each row, for which the model was called `calls` times."""
 
     tokens: Int[Array, "batch steps"]
     logprobs: Float[Array, "batch steps"]
@@ -58,19 +59,21 @@ class Drawn(eqx.Module):
 
 
 def room(draft: Any, max_tokens: int) -> int:
-    """Positions of a row. With a draft there are `draft.tokens` + 1 more: rejected tokens are written there."""
+    """Returns the length of a row: with a draft there are `draft.tokens` + 1 more positions, for rejected tokens."""
     return max_tokens + (0 if draft is None else draft.tokens + 1)
 
 
-def init_caches(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None) -> tuple[Any, Any]:
-    """The caches of model and draft (or None)."""
+def init_caches(
+    model: AbstractModel, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None
+) -> tuple[Any, Any]:
+    """Makes the caches of the model and of the draft, which is None without one."""
     size = room(draft, max_tokens)
     cache = lambda model: zoo.nn.cache.init_cache(model, batch, size, cache_dtype, widen=size - max_tokens)
     return cache(model), None if draft is None else cache(draft)
 
 
 def check_rewinds(model: AbstractModel) -> None:
-    """Raises ValueError, naming a layer, unless tokens can be taken back, as those of a draft that are rejected."""
+    """Raises ValueError, naming a layer, unless every cache can take tokens back, as rejected ones must be."""
     caches = eqx.filter_eval_shape(lambda model: model.init_cache(1, 2, jnp.float32), model)
     leaves = jax.tree.leaves(caches, is_leaf=lambda node: isinstance(node, AbstractCache))
     for (layers, block), cache in zip(model.layers.blocks(), leaves, strict=True):
@@ -83,27 +86,29 @@ def check_rewinds(model: AbstractModel) -> None:
 
 @eqx.filter_jit
 def prefill(
-    model: Any,
+    model: AbstractModel,
     draft: Any,
     prompts: Int[HostArray, "batch seq"],
     lengths: Int[HostArray, " batch"],
     max_tokens: int,
     cache_dtype: DTypeLike | None,
 ) -> State:
-    """Reads right-padded prompts. Padding has no position, so the cache does not keep it."""
+    """Reads right-padded prompts into new caches. Padding gets position -1, which a cache does not keep."""
     cache, draft_cache = init_caches(model, draft, len(prompts), max_tokens, cache_dtype)
     indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     x, cache = model.hidden(prompts, cache, positions=jnp.where(indices < lengths[:, None], indices, -1))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     logits = model.unembed(last)[:, 0].astype(jnp.float32)
-    drafted, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)
+    draft_state, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)
     tokens = jnp.pad(prompts, ((0, 0), (0, room(draft, max_tokens) - prompts.shape[1])))
-    return State(tokens, (cache, draft_cache), logits, drafted)
+    return State(tokens, (cache, draft_cache), logits, draft_state)
 
 
 @eqx.filter_jit
-def init_state(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any) -> State:
-    """The state of a batch of free rows; on a mesh (or None), its rows and heads are split as activations are."""
+def init_state(
+    model: AbstractModel, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any
+) -> State:
+    """Makes the state of a batch of free rows. On a mesh, rows and heads are split as those of activations are."""
 
     def placed(x: Array, *axes: Any) -> Array:
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
@@ -114,19 +119,19 @@ def init_state(model: Any, draft: Any, batch: int, max_tokens: int, cache_dtype:
         specs = partition_specs(caches, mesh.shape)
         caches = jax.tree.map(lambda x, spec: placed(x, *spec), caches, specs)
         rows = split_over(batch, BATCH, mesh.shape)
-    drafted = None if draft is None else draft.init_state(batch)
+    draft_state = None if draft is None else draft.init_state(batch)
     tokens = jnp.zeros((batch, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
-    tokens, logits, drafted = jax.tree.map(lambda x: placed(x, rows), (tokens, logits, drafted))
-    return State(tokens, caches, logits, drafted)
+    tokens, logits, draft_state = jax.tree.map(lambda x: placed(x, rows), (tokens, logits, draft_state))
+    return State(tokens, caches, logits, draft_state)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def insert(inputs: tuple[State, Int[HostArray, "batch 2"], Int[HostArray, ""]], state: State) -> State:
-    """Copies rows of one state into another. `inputs`: the former, pairs of rows from and to, and how many there are.
+    """Copies rows of another state into `state`. `inputs`: that state, pairs (row there, row here), and their count.
 
-    What a row held before may stay where the new prompt has written nothing: its positions are later than all that the
-    new sequence has reached, so causality hides it.
+    Old keys stay where the new prompt has written none. Their positions are later than those that the new sequence has
+    reached, so causality hides them.
     """
     new, pairs, count = inputs
 
@@ -134,18 +139,18 @@ def insert(inputs: tuple[State, Int[HostArray, "batch 2"], Int[HostArray, ""]], 
         source, target = pairs[n]
         cached = lambda old, new: old.at[:, target].set(new[:, source]) if old.ndim else old
         row = lambda old, new: old.at[target].set(new[source])
-        rest = lambda state: (state.tokens, state.logits, state.drafted)
-        tokens, logits, drafted = jax.tree.map(row, rest(state), rest(new))
-        return State(tokens, jax.tree.map(cached, state.caches, new.caches), logits, drafted)
+        rest = lambda state: (state.tokens, state.logits, state.draft_state)
+        tokens, logits, draft_state = jax.tree.map(row, rest(state), rest(new))
+        return State(tokens, jax.tree.map(cached, state.caches, new.caches), logits, draft_state)
 
     return jax.lax.fori_loop(0, count, copy, state)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def advance(
-    inputs: tuple[Any, Int[HostArray, " stops"], Rows], state: State, steps: int, enough: Int[HostArray, ""]
+    inputs: tuple[AbstractModel, Int[HostArray, " stops"], Rows], state: State, steps: int, enough: Int[HostArray, ""]
 ) -> tuple[State, Drawn]:
-    """Decodes up to `steps` tokens a row, as long as more than `enough` rows go on."""
+    """Decodes up to `steps` tokens in each row, and stops early once at most `enough` rows have more to draw."""
     model, stops, rows = inputs
     batch, keys = len(rows.left), jax.random.wrap_key_data(jnp.asarray(rows.keys))
 
@@ -156,7 +161,7 @@ def advance(
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
         live, (cache, _) = left > 0, state.caches
-        at = jnp.where(live, rows.positions + n, -1)  # a row that has ended is padding
+        at = jnp.where(live, rows.positions + n, -1)  # rows that have ended are padding
         logits = rows.settings.penalized(state.logits, state.tokens, rows.positions - rows.drawn, at)
         token = rows.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, rows.drawn + n))
         tokens = write(state.tokens, token[:, None], at[:, None])
@@ -179,12 +184,12 @@ def advance(
 def write(
     tokens: Int[Array, "batch seq"], new: Int[Array, "batch new"], positions: Int[Array, "batch new"]
 ) -> Int[Array, "batch seq"]:
-    """`tokens` with the new ones at their positions; padding, at negative ones, is not written."""
+    """Writes new tokens at their positions. Those at negative positions are padding, and not written."""
     at = jnp.where(positions < 0, tokens.shape[1], positions)
     return tokens.at[jnp.arange(len(tokens))[:, None], at].set(new)
 
 
 def logprob(scaled: Float[Array, "*batch vocab"], token: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Of each token, by the softmax over these logits."""
+    """Computes the log-probability of each token under softmax(scaled)."""
     chosen = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(scaled, axis=-1)

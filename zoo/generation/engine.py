@@ -1,16 +1,15 @@
-"""Continuous batching: prompts of any lengths, and of any number, decoded together in a fixed number of rows.
+"""Continuous batching: decodes any number of prompts, of any lengths, together in a batch of fixed size.
 
-A row whose sequence has ended takes the next one that waits, while the others go on. Three compiled
-functions do the work (`zoo.generation.decoding`): `prefill` reads prompts into caches of their own, `insert` copies
-these to rows of the batch, as often as a prompt is to be continued, and `advance` decodes; with a draft that is
-`zoo.generation.speculative.advance`. The `Engine` around them keeps the queue, and knows who is where.
+A row whose sequence has ended takes the next one of the queue, while the other rows go on. Three compiled functions do
+the work (`zoo.generation.decoding`): `prefill` reads prompts into caches of their own, `insert` copies these into rows
+of the batch, once for each sample, and `advance` decodes (`zoo.generation.speculative.advance` with a draft). `Engine`
+keeps the queue, and which sequence is in which row.
 """
 
 import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,20 +23,21 @@ from zoo.generation import decoding, speculative
 from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
 from zoo.generation.sampling import Sampler, settings
 from zoo.generation.speculative import AbstractDraft
+from zoo.nn.model import AbstractModel
 
 
-PADDING = 512  # tokens by which two sizes of one vocabulary may differ
-AT_ONCE = 8  # prompts in one prefill: enough to keep a device busy, and few, since they need caches beside the batch's
+PADDING = 512  # at most so much may the sizes of model's and draft's vocabulary differ, by padding
+AT_ONCE = 8  # prompts in one prefill: enough to keep a device busy; each needs a cache beside the batch's
 
 
 @dataclasses.dataclass(eq=False)
 class Completion:
-    """What was drawn after a prompt, so far or altogether.
+    """Holds what was drawn after a prompt, so far.
 
-    `tokens` includes the stop token that ended it, and `ended` says that there is one. `logprobs` has for each token
-    its log softmax(logits / temperature), without regard to penalties and filters (`top_k`, ...); at temperature 0, of
-    the logits as they are. `calls` is how often the model was called for them, without the prompt: less often than
-    there are tokens where a draft proposed well. `finished`: no more will come.
+    `tokens` include the stop token that ended the completion, and `ended` says whether there is one. `logprobs` are log
+    softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, log
+    softmax(logits). `calls` counts the calls of the model after the prompt: fewer than there are tokens if a draft's
+    tokens were accepted. `finished` says that no more tokens will come.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -49,10 +49,10 @@ class Completion:
 
 @dataclasses.dataclass(eq=False)
 class _Sequence:
-    """One completion that is wanted: in a row, or waiting for one."""
+    """One completion to be made, in a row or waiting for one."""
 
     completion: Completion
-    prompt: int  # its length
+    prompt: int  # the length of the prompt
     limit: int
     sampler: Sampler
     key: np.ndarray
@@ -60,12 +60,12 @@ class _Sequence:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """A prompt, and the sequences that wait for it to be read or, if it has been, for a row."""
+    """A prompt, and its sequences that wait for a row; `read` is the state after prefill, in which it has row `row`."""
 
     prompt: list[int]
     waiting: collections.deque[_Sequence]
     read: State | None = None
-    row: int = 0  # of `read`
+    row: int = 0
 
 
 class Engine:
@@ -76,14 +76,14 @@ class Engine:
         while not completion.finished:
             for each, tokens in engine.step().items(): ...
 
-    Each submission has its own sampler, limit and key, which are arrays to the compiled functions: nothing compiles
-    again for them. What is drawn does not depend on what else is in the batch. If several processes hold parts of the
-    model, all make the same calls, and all get the same results.
+    Each submission has its own sampler, limit and key. These are arrays to the compiled functions, so new values
+    compile nothing. What is drawn does not depend on the other rows. If several processes hold parts of the model, all
+    must make the same calls, and all get the same results.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: AbstractModel,
         *,
         batch: int,
         max_tokens: int,
@@ -95,13 +95,14 @@ class Engine:
         """
         Args:
             stops: the tokens that end a completion.
-            stride: how many tokens of each row a step decodes at most, but for a draft's, which may make it one more
-                than it proposes.
-            cache_dtype: "int8" for a cache in 8 bits, or a float's; None is the model's (`zoo.nn.cache.init_cache`).
-            draft: what proposes tokens for the model to check (`zoo.generation.speculative`).
+            stride: how many tokens a step decodes in each row, at most. With a draft a step is at least one round,
+                which may draw one token more than the draft proposes.
+            cache_dtype: "int8" for a cache in 8 bits, or a floating-point dtype; None is the model's
+                (`zoo.nn.cache.init_cache`).
+            draft: proposes tokens, which the model checks (`zoo.generation.speculative`).
 
         Raises:
-            ValueError: for a draft of another vocabulary, or where tokens can't be taken back.
+            ValueError: for a draft of another vocabulary, or a cache that can't take rejected tokens back.
         """
         if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
             raise ValueError(
@@ -129,7 +130,7 @@ class Engine:
         key: PRNGKeyArray | None = None,
         samples: int = 1,
     ) -> list[Completion]:
-        """Completions of a prompt, to be filled in by `step`. It is read once for all of its samples.
+        """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
         `key` is a `jax.random.key`, by default that of 0; sample n draws with `jax.random.fold_in(key, n)`.
 
@@ -151,18 +152,18 @@ class Engine:
         return [sequence.completion for sequence in sequences]
 
     def cancel(self, completion: Completion) -> None:
-        """It finishes with what it has, and its row is free."""
+        """Finishes a completion with the tokens that it has, and frees its row."""
         completion.finished = True
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no sequence is in a row or in the queue."""
         return not self._groups and not any(self._rows)
 
     def step(self) -> dict[Completion, list[int]]:
-        """Fills free rows from the queue, and decodes up to `stride` tokens: what is new in each completion.
+        """Fills free rows from the queue, decodes up to `stride` tokens, and returns the new ones of each completion.
 
-        While others wait, it returns as soon as an eighth of the rows are free.
+        While sequences are in the queue, it stops as soon as an eighth of the rows are free.
         """
         self._sweep()
         self._admit()
@@ -189,13 +190,14 @@ class Engine:
         return new
 
     def _sweep(self) -> None:
-        """Forgets what has finished."""
+        """Frees the rows of finished completions, and removes them from the queue."""
         self._rows = [None if s and s.completion.finished else s for s in self._rows]
         for group in self._groups:
             group.waiting = collections.deque(s for s in group.waiting if not s.completion.finished)
         self._groups = collections.deque(group for group in self._groups if group.waiting)
 
     def _admit(self) -> None:
+        """Reads prompts from the queue and copies them into free rows."""
         free = [row for row, sequence in enumerate(self._rows) if sequence is None]
         while free and self._groups:
             new = self._groups[0].read
@@ -210,7 +212,7 @@ class Engine:
             self._state = insert((new, pairs, np.array(count)), self._state)
 
     def _prefill(self, free: int) -> State:
-        """Reads the first prompts, as many as fill the free rows and go into one call, padded to a few shapes."""
+        """Reads the first prompts of the queue: as many as fill the free rows and can be padded to one shape."""
         seq = bucket(len(self._groups[0].prompt))
         chosen: list[_Group] = []
         for group in itertools.islice(self._groups, AT_ONCE):
@@ -224,6 +226,7 @@ class Engine:
         return read
 
     def _table(self) -> Rows:
+        """Describes each row's sequence for the compiled functions."""
         rows = self._rows
         column = lambda of, off: np.array([off if s is None else of(s) for s in rows], np.int32)
         drawn = lambda s: len(s.completion.tokens)
@@ -238,7 +241,7 @@ class Engine:
 
 
 def complete(
-    model: Any,
+    model: AbstractModel,
     prompts: Sequence[Sequence[int]],
     *,
     samples: int = 1,
@@ -250,11 +253,11 @@ def complete(
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
 ) -> list[list[Completion]]:
-    """`samples` completions of each prompt, in the prompts' order, decoded `batch` at a time.
+    """Completes each prompt `samples` times, `batch` sequences at a time, and returns them in the prompts' order.
 
-    Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else there is. Greedy ones
-    (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits; `draft` makes it faster where
-    what it proposes is likely (docs/generation.md).
+    Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else is decoded. Greedy
+    completions (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` makes this
+    faster where its tokens are likely to the model (docs/generation.md).
 
     Raises:
         ValueError: as `Engine.submit`, naming the prompt.
@@ -281,8 +284,8 @@ def complete(
     return completions
 
 
-def check(model: Any, prompt: Sequence[int], new: int, name: str = "The prompt") -> None:
-    """Raises ValueError for a prompt that the model cannot continue by `new` tokens."""
+def check(model: AbstractModel, prompt: Sequence[int], new: int, name: str = "The prompt") -> None:
+    """Raises ValueError unless the model can continue this prompt by `new` tokens."""
     limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
     if new < 1:
         raise ValueError(f"max_new_tokens={new} asks for nothing; it must be at least 1.")
@@ -301,14 +304,14 @@ def check(model: Any, prompt: Sequence[int], new: int, name: str = "The prompt")
 
 
 def bucket(size: int, least: int = 16) -> int:
-    """The next power of two: what is padded to it compiles for few shapes."""
+    """Returns the next power of two, to which arrays are padded so that few shapes are compiled."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def padded(
     prompts: Sequence[Sequence[int]], rows: int, seq: int
 ) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, " rows"]]:
-    """The prompts, right-padded, and their lengths; prompts of one token fill the other rows."""
+    """Right-pads prompts, and returns them with their lengths; prompts of one token fill the other rows."""
     tokens, lengths = np.zeros((rows, seq), np.int32), np.ones(rows, np.int32)
     for n, prompt in enumerate(prompts):
         tokens[n, : len(prompt)], lengths[n] = prompt, len(prompt)

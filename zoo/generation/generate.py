@@ -1,4 +1,4 @@
-"""Text from a model: all at once or as it comes, over the `Engine`, which knows only tokens."""
+"""Generates text, all at once or as a stream. Below it is the `Engine`, which knows only tokens."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from zoo.generation.engine import Completion, Engine, bucket, check
 from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import AbstractDraft
+from zoo.nn.model import AbstractModel
 from zoo.tokenizer import Messages, Tokenizer
 
 
@@ -17,15 +18,15 @@ Prompt = str | Sequence[int] | Messages
 
 
 @overload
-def generate(model: Any, tokenizer: Tokenizer, prompts: Prompt, **options: Any) -> str: ...
+def generate(model: AbstractModel, tokenizer: Tokenizer, prompts: Prompt, **options: Any) -> str: ...
 
 
 @overload
-def generate(model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], **options: Any) -> list[str]: ...
+def generate(model: AbstractModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], **options: Any) -> list[str]: ...
 
 
-def generate(  # pyright: ignore[reportInconsistentOverload] (the options are said once)
-    model: Any,
+def generate(  # pyright: ignore[reportInconsistentOverload] (options are documented once)
+    model: AbstractModel,
     tokenizer: Tokenizer,
     prompts: Prompt | Sequence[Prompt],
     *,
@@ -43,21 +44,21 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (the options are sa
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
 ) -> str | list[str]:
-    """The continuation of each prompt, without the prompt and without what ended it; of one prompt alone, one text.
+    """Continues each prompt, and returns the new text alone. For one prompt that is one text, for several a list.
 
     A prompt is a text; or messages, `[{"role": "user", "content": "Hello"}]`, which the tokenizer's chat template turns
     into text and to which the assistant replies; or token ids.
 
-    A continuation ends before the first of the tokenizer's end tokens or `stop` strings, or after `max_new_tokens`
-    tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
+    A continuation ends before the first end token of the tokenizer, before the first of the `stop` strings, or after
+    `max_new_tokens` tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
     transformers, generation_config.json's `repetition_penalty` holds unless another is given. The same `seed` gives the
-    same text. Up to `batch` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits, and a
-    `draft` proposes tokens for the model to check (docs/generation.md). If several processes hold parts of the model,
-    all call this, and all get the texts.
+    same text. Up to `batch` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft`
+    proposes tokens for the model to check (docs/generation.md). If several processes hold parts of the model, all must
+    call this, and all get the texts.
 
     Raises:
-        ValueError: for a prompt without tokens, with tokens that the model does not have or one too long for its
-            positions, for messages without a template, or a draft of other tokens.
+        ValueError: for a prompt without tokens, with tokens that the model does not have, or too long for the model;
+            for messages without a template; or for a draft of another vocabulary.
     """
     one = is_one(prompts)
     ids = [encode(tokenizer, prompt) for prompt in ([prompts] if one else prompts)]
@@ -95,7 +96,7 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (the options are sa
 
 
 def stream(
-    model: Any,
+    model: AbstractModel,
     tokenizer: Tokenizer,
     prompt: Prompt,
     *,
@@ -113,10 +114,10 @@ def stream(
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
 ) -> Iterator[str]:
-    """The same continuation as `generate`'s for one prompt, in pieces as they come; joined, they are its text.
+    """Continues one prompt as `generate` does, and yields the text in pieces as they are decoded.
 
-    A piece is held back while it may still turn into a stop string, or while its last character is incomplete.
-    With `special` the text has the special tokens too, all but the one that ends it.
+    Text is held back while it may be the beginning of a stop string, or while its last character is incomplete. With
+    `special` the text has special tokens too, but not the one that ends it.
     """
     ids = encode(tokenizer, prompt)
     check(model, ids, max_new_tokens)
@@ -146,16 +147,16 @@ def stream(
 
 
 def is_one(prompts: Any) -> bool:
-    """Whether this is one prompt, and not a sequence of them: what it holds are characters, messages or numbers."""
+    """Whether this is one prompt (a text, messages or token ids), and not a sequence of prompts."""
     item = None if isinstance(prompts, str | Mapping) else next(iter(prompts), ())
     return item is None or isinstance(item, Mapping | int) or getattr(item, "ndim", None) == 0
 
 
 def encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
-    """The token ids of a prompt: a text, messages that the assistant replies to, or ids themselves.
+    """Returns the token ids of a prompt: a text, messages that the assistant replies to, or ids.
 
     Raises:
-        ValueError: if it is none of these, or there is no chat template.
+        ValueError: if it is none of these, or if there is no chat template for messages.
     """
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
@@ -168,17 +169,17 @@ def encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
 
 
 def first(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first of the stop strings starts."""
+    """Finds where the first stop string of a text starts; None if there is none."""
     return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
 def begun(text: str, stop: Sequence[str]) -> int:
-    """How many of the last characters may be the beginning of a stop string."""
+    """Counts the characters at the end of a text that may be the beginning of a stop string."""
     lengths = ((s, n) for s in stop for n in range(1, min(len(s), len(text) + 1)))
     return max((n for s, n in lengths if text.endswith(s[:n])), default=0)
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], completion: Completion) -> str:
-    """The text that is added to the prompt: decoded with it, since a tokenizer may join tokens with a space."""
+    """Decodes the text after the prompt, together with the prompt, since a tokenizer may join them by a space."""
     new = completion.tokens[:-1] if completion.ended else completion.tokens
     return tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]

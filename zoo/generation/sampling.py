@@ -1,4 +1,4 @@
-"""How the next token is drawn from its logits: for every row of a batch by settings of its own, in one program."""
+"""Draws tokens from logits. Each row of a batch has its own settings, which are arrays: one program serves all."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 
-HostArray = Array | np.ndarray  # of the host, and a JAX array once it is inside a compiled function
+HostArray = Array | np.ndarray  # numpy where the host passes it in; a JAX array within the compiled function
 
 
 class Settings(eqx.Module):
-    """`Sampler`s side by side, one for each row. Filters that are off have values that keep everything."""
+    """Holds one `Sampler` for each row, field by field. Filters that are off have values that keep every token."""
 
     temperature: Float[HostArray, " batch"]
     top_k: Int[HostArray, " batch"]
@@ -32,10 +32,10 @@ class Settings(eqx.Module):
         prompt: Int[HostArray, " batch"],
         position: Int[HostArray, " batch"],
     ) -> Float[Array, "batch vocab"]:
-        """`logits` of the token at `position`, lowered where the same token is among `tokens` before it.
+        """Applies the penalties: lowers the logits of tokens that are among `tokens` before `position`.
 
-        The first `prompt` tokens of a row are its prompt, the others are completion. Those from `position` on are not
-        looked at, so a row may hold tokens there that were drafted and rejected.
+        `logits` are of the token at `position`. The first `prompt` tokens of a row are its prompt, the others its
+        completion. Tokens from `position` on are not read, so rejected ones may stand there.
         """
         off = (self.repetition_penalty == 1) & (self.presence_penalty == 0) & (self.frequency_penalty == 0)
         return jax.lax.cond(jnp.all(off), lambda: logits, lambda: self._penalize(logits, tokens, prompt, position))
@@ -53,19 +53,21 @@ class Settings(eqx.Module):
         return logits - frequency * counts[1].astype(jnp.float32) - presence * (counts[1] > 0).astype(jnp.float32)
 
     def scaled(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
-        """`logits / temperature` in float32, whose softmax is the model's distribution; where that is 0, `logits`."""
+        """Divides logits by the temperature, in float32; at temperature 0 they stay as they are."""
         divisor = jnp.where(self.temperature == 0, 1, self.temperature)
         return logits.astype(jnp.float32) / _rows(divisor, logits)
 
     def filtered(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
-        """`scaled(logits)` of the tokens that may be drawn, -inf of the others; at temperature 0 one token remains."""
+        """Scales logits, and sets those of tokens that may not be drawn to -inf; at temperature 0 one token is left."""
         scaled = self.scaled(logits)
         greedy = _rows(self.temperature == 0, logits)
         likeliest = jnp.argmax(scaled, axis=-1, keepdims=True)
         index = jax.lax.broadcasted_iota(likeliest.dtype, scaled.shape, scaled.ndim - 1)
         alone = jnp.where(index == likeliest, 0, -jnp.inf)
         filters = (self.top_k < logits.shape[-1]) | (self.top_p < jnp.inf) | (self.min_p > 0)
-        kept = jax.lax.cond(jnp.any(filters), lambda: self._filter(scaled), lambda: scaled)  # no sort in vain
+        kept = jax.lax.cond(
+            jnp.any(filters), lambda: self._filter(scaled), lambda: scaled
+        )  # sorts only if a filter is on
         return jnp.where(greedy, alone, kept)
 
     def _filter(self, scaled: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
@@ -75,14 +77,14 @@ class Settings(eqx.Module):
         last = jnp.broadcast_to(jnp.minimum(top_k, scaled.shape[-1]) - 1, likeliest.shape)
         least_k = jnp.take_along_axis(ordered, last, axis=-1)
         p = jax.nn.softmax(jnp.where(ordered < least_k, -jnp.inf, ordered), axis=-1)
-        before = jnp.cumsum(p, axis=-1) - p  # what the likelier ones add up to
+        before = jnp.cumsum(p, axis=-1) - p  # the sum over likelier tokens
         least_p = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         least_p = jnp.minimum(least_p, likeliest)  # the likeliest always stays
         least = jnp.maximum(jnp.maximum(least_k, least_p), likeliest + jnp.log(min_p))
         return jnp.where(scaled < least, -jnp.inf, scaled)
 
     def draw(self, logits: Float[Array, "batch vocab"], keys: Key[Array, " batch"]) -> Int[Array, " batch"]:
-        """One token a row, drawn with the row's own key."""
+        """Draws one token for each row, with the row's own key."""
         greedy = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
         random = lambda: jax.vmap(jax.random.categorical)(keys, self.filtered(logits)).astype(jnp.int32)
         return jax.lax.cond(jnp.any(self.temperature > 0), random, greedy)
@@ -90,15 +92,16 @@ class Settings(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How the next token is drawn from its logits: penalties first, then temperature, then filters in their order here.
+    """Says how to draw the next token: first the penalties, then the temperature, then the filters in this order.
 
-    `temperature` 0 takes the likeliest. `top_k` keeps the k likeliest; `top_p` the fewest whose probabilities add up to
-    p; `min_p` those at least p times as probable as the likeliest.
+    `temperature` 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the fewest whose
+    probabilities add up to p, `min_p` those at least p times as probable as the likeliest.
 
-    `repetition_penalty` r divides positive logits by r, and multiplies others by it, of tokens that the prompt or the
-    completion has (arXiv:1909.05858, section 4.1, as transformers does). `frequency_penalty` is subtracted from a
-    token's logit once for each time that the completion has it, `presence_penalty` once if it has it at all (OpenAI's
-    API reference; vLLM applies the three in the same order). Negative ones, and r < 1, make tokens likelier.
+    `repetition_penalty` r applies to tokens that the prompt or the completion has: their positive logits are divided by
+    r, the others multiplied by it (arXiv:1909.05858, section 4.1, as in transformers). `frequency_penalty` is
+    subtracted from a token's logit once for each time that the completion has the token, `presence_penalty` once if it
+    has it at all (OpenAI's API reference). vLLM applies the three in the same order. Negative ones, and r < 1, make
+    tokens likelier.
     """
 
     temperature: float = 0.0
@@ -121,7 +124,7 @@ class Sampler:
 
 
 def settings(samplers: Sequence[Sampler]) -> Settings:
-    """One row for each sampler."""
+    """Puts samplers side by side: row n has the settings of sampler n."""
     column = lambda name, off, dtype: np.array(
         [off if getattr(s, name) is None else getattr(s, name) for s in samplers], dtype
     )
@@ -137,5 +140,5 @@ def settings(samplers: Sequence[Sampler]) -> Settings:
 
 
 def _rows(values: HostArray, like: Array) -> Any:
-    """One value for each row, in as many dimensions as `like`."""
+    """Reshapes one value a row so that it broadcasts against `like`."""
     return values.reshape(-1, *[1] * (like.ndim - 1))

@@ -1,8 +1,9 @@
 """Speculative decoding (arXiv:2211.17192): a draft proposes tokens one by one, and the model checks them all at once.
 
-A token x, drafted with probability q(x), stays with probability min(1, p(x) / q(x)), where p is the model's. At the
-first that does not stay another is drawn, from the positive part of p - q; after the last, one more from p. So what is
-written has the model's distribution, whatever the draft says, and greedy text is the model's own.
+Let q be the draft's distribution of a token, and p the model's. A token x drawn from q is accepted with probability
+min(1, p(x) / q(x)). In place of the first rejected token one is drawn from max(p - q, 0), rescaled; if all are
+accepted, one more is drawn from p. So tokens have the model's distribution whatever the draft proposes, and greedy text
+is the model's own.
 
     zoo.generate(model, tokenizer, prompts, draft=zoo.ModelDraft(smaller, tokens=4))
 """
@@ -21,25 +22,25 @@ from zoo.generation.decoding import Drawn, Rows, State, logprob, write
 from zoo.generation.sampling import HostArray
 
 
-class Drafted(eqx.Module):
-    """What a round leaves to the next one: tokens that have stayed, which the draft has yet to read, and what has not.
+class DraftState(eqx.Module):
+    """Holds what one round leaves to the next.
 
-    `x` are the model's features of the token before the drafted `tokens` and of these, of which the first `count`
-    stayed. `refused` are the draft's probabilities where the next one did not, and 0 if there was none: the next token
-    is drawn from what they leave of the model's. They are as many as the draft has tokens.
+    The first `accepted` of `tokens` were accepted in the last round, but not yet read by the draft. `x` are the model's
+    features of the token before them and of each of them. `rejected` is the draft's distribution q of the first
+    rejected token, or zeros if all were accepted: the next token is drawn from max(p - q, 0).
     """
 
     x: Float[Array, "batch seq features"]
     tokens: Int[Array, "batch seq"]
-    count: Int[Array, " batch"]
-    refused: Float[Array, "batch drafted"]
+    accepted: Int[Array, " batch"]
+    rejected: Float[Array, "batch draft_vocab"]
 
 
 class AbstractDraft(eqx.Module):
-    """What proposes `tokens` tokens a round: `y, cache = draft(x, following, cache, positions)`.
+    """Proposes `tokens` tokens a round: `y, cache = draft(x, following, cache, positions)`.
 
-    It reads features `x` of the model, as many as it says, and the token that follows each; `model.unembed(y)` are its
-    logits of the one after that.
+    `x` are the first `features` of the model's features at `positions`, and `following` the tokens one position later.
+    `model.unembed(y)` are the draft's logits of the tokens two positions later.
     """
 
     model: eqx.AbstractVar[Any]
@@ -48,7 +49,7 @@ class AbstractDraft(eqx.Module):
     @property
     @abc.abstractmethod
     def features(self) -> int:
-        """How many of a token's features it reads."""
+        """How many of the model's features of a token the draft reads."""
 
     @abc.abstractmethod
     def __call__(
@@ -61,16 +62,16 @@ class AbstractDraft(eqx.Module):
 
     @abc.abstractmethod
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
-        """Of the draft's own, as a model's."""
+        """Makes the draft's own cache, as a model's `init_cache` does."""
 
     def __check_init__(self):
         if self.tokens < 1:
             raise ValueError(f"A draft of tokens={self.tokens} proposes nothing; it must be at least 1.")
 
-    def init_state(self, batch: int) -> Drafted:
-        """Before the first round, of a prompt without features."""
+    def init_state(self, batch: int) -> DraftState:
+        """Makes the state before the first round, with zeros for the prompt's features."""
         dtype = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))[0].dtype
-        return Drafted(
+        return DraftState(
             jnp.zeros((batch, self.tokens + 1, self.features), dtype),
             jnp.zeros((batch, self.tokens + 1), jnp.int32),
             jnp.zeros(batch, jnp.int32),
@@ -83,20 +84,20 @@ class AbstractDraft(eqx.Module):
         prompts: Int[HostArray, "batch seq"],
         lengths: Int[HostArray, " batch"],
         cache: Any,
-    ) -> tuple[Drafted, Any]:
-        """Reads right-padded prompts, whose features in the model are `x`."""
+    ) -> tuple[DraftState, Any]:
+        """Reads right-padded prompts, of which the model computed the features `x`."""
         x, index = x[..., : self.features], jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
         before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        # The first token of a prompt follows what lies at -1; -2 is padding.
+        # Tokens are given at the position before their own, the first one at -1. Padding is at -2.
         _, cache = self(before, jnp.asarray(prompts), cache, jnp.where(index < lengths[:, None], index - 1, -2))
         last, start = x[jnp.arange(len(x)), lengths - 1], self.init_state(len(x))
         return eqx.tree_at(lambda d: d.x, start, start.x.at[:, 0].set(last)), cache
 
 
 class ModelDraft(AbstractDraft):
-    """A model of the same vocabulary as draft: it reads the `following` tokens, one position on.
+    """Drafts with another model of the same vocabulary. It reads only the `following` tokens, at their own positions.
 
-    Its vocabulary may be padded to another size, as those of Qwen2.5's and Gemma 3's small and large models are.
+    The vocabularies may be padded to different sizes, as those of Qwen2.5's and Gemma 3's small and large models are.
     """
 
     model: Any
@@ -168,14 +169,14 @@ def advance(
     steps: int,
     enough: Int[HostArray, ""],
 ) -> tuple[State, Drawn]:
-    """`decoding.advance` in rounds, as many as surely draw no more than `steps` tokens a row, but at least one.
+    """Decodes as `decoding.advance` does, in rounds of one call of the model.
 
-    In each round the model is called once, and a row gets up to `draft.tokens` + 1 tokens. Penalties apply to
-    the model's logits alone, so fewer drafted tokens stay with them.
+    A round draws up to `draft.tokens` + 1 tokens a row. There are as many rounds as cannot exceed `steps` tokens, but
+    at least one. Penalties apply to the model's logits alone, so with them fewer draft tokens are accepted.
     """
     (model, draft), stops, rows = inputs
     batch, k, settings = len(rows.left), draft.tokens, rows.settings
-    vocab, drafted = state.logits.shape[1], draft.model.config.vocab_size
+    vocab, draft_vocab = state.logits.shape[1], draft.model.config.vocab_size
     rounds = max(1, steps // (k + 1))
     prompt = rows.positions - rows.drawn
     row, index = jnp.arange(batch), jnp.broadcast_to(jnp.arange(k + 1), (batch, k + 1))
@@ -189,25 +190,27 @@ def advance(
 
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
-        (cache, draft_cache), past = state.caches, state.drafted
+        (cache, draft_cache), past = state.caches, state.draft_state
         key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(rows.keys)), rows.drawn + drawn.count)
-        # -2 is padding even to a draft that reads one position on; so are rows that have ended.
+        # Rows that have ended are padding, at -2: that is negative also for a draft that reads one position later.
         at = lambda positions, real=True: jnp.where(real & (left > 0)[:, None], positions, -2)
-        start = (rows.positions + drawn.count)[:, None]  # of the next token
+        start = (rows.positions + drawn.count)[:, None]  # the position of the next token
 
+        # The first token is drawn from p, or after a rejection from max(p - q, 0).
         penalized = settings.penalized(state.logits, state.tokens, prompt, start[:, 0])
         p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
-        rest = jnp.maximum(p - jnp.pad(past.refused[:, :vocab], ((0, 0), (0, max(vocab - drafted, 0)))), 0)
-        rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)  # where both round alike
+        q = jnp.pad(past.rejected[:, :vocab], ((0, 0), (0, max(vocab - draft_vocab, 0))))
+        rest = jnp.maximum(p - q, 0)
+        rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)  # if p equals q but for rounding
         token = categorical(fold(key, k + 1), jnp.log(rest))
 
-        # The draft reads what it drafted once more, this time with the model's features.
-        following = jnp.where(index == past.count[:, None], token[:, None], past.tokens)
-        positions = at(start - 1 - past.count[:, None] + index, index <= past.count[:, None])
+        # The draft reads the accepted tokens again, now with the model's features, and then the first token.
+        following = jnp.where(index == past.accepted[:, None], token[:, None], past.tokens)
+        positions = at(start - 1 - past.accepted[:, None] + index, index <= past.accepted[:, None])
         y, draft_cache = draft(past.x, following, draft_cache, positions)
 
         def propose(y: Array, n: Array | int) -> tuple[Array, Array]:
-            logits = settings.filtered(jnp.where(jnp.arange(drafted) < vocab, draft.model.unembed(y), -jnp.inf))
+            logits = settings.filtered(jnp.where(jnp.arange(draft_vocab) < vocab, draft.model.unembed(y), -jnp.inf))
             return categorical(fold(key, n), logits), jax.nn.softmax(logits, axis=-1)
 
         def another(carry: Any, n: Array) -> tuple[Any, Any]:
@@ -216,31 +219,37 @@ def advance(
             token, q = propose(y[:, 0], n + 1)
             return (y[:, 0], cache, token), (token, q)
 
-        y = here(y, past.count)
+        # It proposes k tokens, each drawn from its q.
+        y = here(y, past.accepted)
         first, q = propose(y, 0)
         (_, draft_cache, _), others = jax.lax.scan(another, (y, draft_cache, first), jnp.arange(k - 1))
         drafts, q = (jnp.moveaxis(jnp.concatenate([a[None], b]), 0, 1) for a, b in zip((first, q), others, strict=True))
 
+        # The model reads them all at once.
         tokens = jnp.concatenate([token[:, None], drafts], axis=1)
         x, cache = model.hidden(tokens, cache, positions=at(start + index))
         logits = model.unembed(x).astype(jnp.float32)
         written = write(state.tokens, tokens, at(start + index))
         penalized = jax.vmap(settings.penalized, (1, None, None, 1), 1)(logits, written, prompt, start + 1 + index)
         p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
+
+        # A draft token x is accepted with probability min(1, p(x) / q(x)), up to the first that is rejected.
         of_drafts = lambda p: jnp.take_along_axis(p[:, :k], drafts[..., None], axis=-1)[..., 0]
         u = jax.vmap(lambda key: jax.random.uniform(key, (k,)))(fold(key, k))
-        count = jnp.sum(jnp.cumprod(u * of_drafts(q) < of_drafts(p), axis=1), axis=1, dtype=jnp.int32)
+        accepted = jnp.sum(jnp.cumprod(u * of_drafts(q) < of_drafts(p), axis=1), axis=1, dtype=jnp.int32)
+        rejected = here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), accepted)  # zeros if all are accepted
 
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
-        left, drawn = _add(drawn, tokens, logprob(settings.scaled(before), tokens), count + 1, left, stops)
-        # What was refused stays in the caches, at later positions than all that is looked up before they are rewritten.
-        past = Drafted(
+        left, drawn = _add(drawn, tokens, logprob(settings.scaled(before), tokens), accepted + 1, left, stops)
+        # Rejected tokens stay in the caches. Their positions are later than any query's until they are overwritten, so
+        # causality hides them.
+        past = DraftState(
             x[..., : draft.features].astype(past.x.dtype),
             jnp.pad(drafts, ((0, 0), (0, 1))),
-            count,
-            here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), count),
+            accepted,
+            rejected,
         )
-        return n + 1, left, State(written, (cache, draft_cache), here(logits, count), past), drawn
+        return n + 1, left, State(written, (cache, draft_cache), here(logits, accepted), past), drawn
 
     start = (jnp.array(0), rows.left, state, Drawn.init(batch, rounds * (k + 1)))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
@@ -255,13 +264,16 @@ def _add(
     left: Int[HostArray, " batch"],
     stops: Int[HostArray, " stops"],
 ) -> tuple[Int[Array, " batch"], Drawn]:
-    """Appends the first `count` tokens of each row, up to a stop token and to what is `left`; also what then is."""
+    """Appends the first `count` tokens of each row, but none after a stop token, and no more than are `left`.
+
+    Returns how many are left then, and what was drawn.
+    """
     index, row = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.arange(len(tokens))[:, None]
     stopped = jnp.any(tokens[..., None] == stops[None, None], axis=-1) & (index < count[:, None])
     count = jnp.where(jnp.any(stopped, axis=1), jnp.argmax(stopped, axis=1) + 1, count)
     count = jnp.minimum(count, left).astype(jnp.int32)
     new = index < count[:, None]
-    at = jnp.where(new, drawn.count[:, None] + index, drawn.tokens.shape[1])  # out of bounds: not written
+    at = jnp.where(new, drawn.count[:, None] + index, drawn.tokens.shape[1])  # an index out of bounds is not written
     left = jnp.where(jnp.any(stopped & new, axis=1), 0, left - count)
     return left, Drawn(
         drawn.tokens.at[row, at].set(tokens),
