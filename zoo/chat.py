@@ -1,4 +1,4 @@
-"""A chat in the terminal, by the model's own chat template: `python -m zoo chat SOURCE`."""
+"""Chats in the terminal, by the model's own chat template: `python -m zoo chat SOURCE`."""
 
 import contextlib
 import itertools
@@ -38,7 +38,7 @@ def chat(
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     dtype: str | None = None,
     draft: str | None = None,
-    drafted: int = 4,
+    num_draft_tokens: int = 4,
     special_in_content: bool = False,
 ) -> None:
     """Talks with a model in the terminal. /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply.
@@ -49,27 +49,29 @@ def chat(
         source: a zoo name, a Hub repository org/name, or a folder.
         adapter: a folder with an adapter of the model, in PEFT's layout.
         system: what the model is told before the conversation, if its template has a place for it.
-        max_new_tokens: of a reply, at most.
-        temperature: 0 takes the likeliest token; more is more varied.
-        top_p: draw from the fewest tokens whose probabilities add up to this.
-        repetition_penalty: divides positive logits, and multiplies others, of tokens that the chat has; 1 is off, None
-            what the checkpoint's generation_config.json says.
-        presence_penalty: what the logit of a token is lowered by once the reply has it; from -2 to 2.
-        frequency_penalty: the same for each time that the reply has it.
-        seed: of the draws; the same inputs get the same replies.
+        max_new_tokens: tokens of a reply, at most.
+        temperature: 0 takes the likeliest token; higher values make replies more varied.
+        top_p: draw from the fewest tokens whose probabilities add up to top_p.
+        repetition_penalty: divides positive logits of tokens that the chat has, and multiplies their negative ones; 1
+            is off, None takes that of the checkpoint's generation_config.json.
+        presence_penalty: subtracted from the logit of each token that the reply has; from -2 to 2.
+        frequency_penalty: subtracted once for each time that the reply has the token; from -2 to 2.
+        seed: of sampling; with the same seed, the same inputs get the same replies.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
-        draft: a smaller model of the same vocabulary, whose tokens the model only checks; mtp for its own such module.
-        drafted: how many tokens are proposed at a time.
-        special_in_content: make control tokens, such as <|im_end|>, of the same letters in what you say, as
+        draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
+            own module for further tokens.
+        num_draft_tokens: how many tokens the draft proposes at a time.
+        special_in_content: read control tokens, such as <|im_end|>, from the same letters in what you say, as
             transformers does.
     """
     console = rich.console.Console(highlight=False)
     tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     opening = [] if system is None else [{"role": "system", "content": system}]
-    tokenizer.render([*opening, {"role": "user", "content": "?"}])  # whatever it refuses, before a long load
+    # A template that cannot be used is refused here, before a long load.
+    tokenizer.render([*opening, {"role": "user", "content": "?"}])
     with console.status(f"loading {rich.markup.escape(source)}"):
-        model, drafting = load(source, adapter, draft, drafted, dtype=dtype, quantize=quantize)
+        model, drafting = load(source, adapter, draft, num_draft_tokens, dtype=dtype, quantize=quantize)
     limit = model.config.max_position_embeddings
     console.print(f"[bold]{rich.markup.escape(source)}[/], {limit:,} positions. [dim]{COMMANDS}[/]")
 
@@ -129,9 +131,9 @@ def chat(
 
 
 def load(
-    source: str, adapter: pathlib.Path | None, draft: str | None, drafted: int, **options: Any
+    source: str, adapter: pathlib.Path | None, draft: str | None, num_draft_tokens: int, **options: Any
 ) -> tuple[Any, AbstractDraft | None]:
-    """A model, with its adapter, and what drafts for it: "mtp" or a model's name, loaded with the same options."""
+    """Loads a model with its adapter, and its draft: "mtp" or a model's name, loaded with the same options."""
     model = zoo.load(source, mtp=draft == "mtp", **options)
     if adapter:
         model = zoo.peft.load(model, adapter)
@@ -139,15 +141,17 @@ def load(
             print(warning)
     if draft is None:
         return model, None
-    return model, MTPDraft(model, drafted) if draft == "mtp" else ModelDraft(zoo.load(draft, **options), drafted)
+    if draft == "mtp":
+        return model, MTPDraft(model, num_draft_tokens)
+    return model, ModelDraft(zoo.load(draft, **options), num_draft_tokens)
 
 
 def fit(
     tokenizer: Tokenizer, opening: Sequence[Message], turns: Sequence[Message], limit: int, room: int
 ) -> tuple[int, list[int]]:
-    """How many of the oldest turns to drop so that `room` of the `limit` positions stay free, and the others' ids.
+    """Drops the oldest turns until `room` of the `limit` positions are free. Returns how many, and the ids of the rest.
 
-    What is kept starts with a turn of the user. All are dropped where the last one alone is too long.
+    The rest starts with a turn of the user. All turns are dropped if the last one alone is too long.
     """
     for first, turn in enumerate(turns):
         if turn["role"] == "user":

@@ -1,9 +1,9 @@
-"""A server that speaks OpenAI's API, for evaluation and small use: `python -m zoo serve SOURCE`.
+"""Serves a model by OpenAI's API, for evaluation and small use: `python -m zoo serve SOURCE`.
 
-- `fields.py`: what a request may say.
-- `worker.py`: the thread that has the model, and what it writes.
-- `server.py`: the answers over HTTP.
-- `listen.py`: connections, and the end.
+- `fields.py` checks the fields of requests.
+- `worker.py` runs the model in a thread of its own.
+- `server.py` answers requests over HTTP.
+- `listen.py` keeps connections, and ends them when the server stops.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def serve(
     dtype: str | None = None,
     mesh: str | None = None,
     draft: str | None = None,
-    drafted: int = 4,
+    num_draft_tokens: int = 4,
     api_key: str | None = None,
     hosts: tuple[str, ...] = (),
     grace: float = 20.0,
@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Serves a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    There is no encryption: keep it on this machine, or behind something that has.
+    Connections are not encrypted: serve only this machine, or put a proxy that encrypts in front.
 
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
@@ -48,14 +48,16 @@ def serve(
         max_tokens: tokens of a prompt and its reply together, at most; the cache has room for so many in each row.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
-        mesh: devices by what they split, such as tensor=4 or fsdp=2,tensor=2; None for one device.
-        draft: a smaller model of the same vocabulary, whose tokens the model only checks; mtp for its own such module.
-        drafted: how many tokens are proposed at a time.
-        api_key: what requests must carry, as OpenAI's clients do; None for the variable ZOO_API_KEY, or for no key.
-        hosts: names by which clients may call the server, beside localhost and --host; * for any.
-        grace: seconds that replies have to end after SIGTERM or Ctrl-C, before they are cut.
-        special_in_content: make control tokens, such as <|im_end|>, of the same letters in what users and tools say, as
-            transformers does.
+        mesh: the devices, by what they split, such as tensor=4 or fsdp=2,tensor=2; None for one device.
+        draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
+            own module for further tokens.
+        num_draft_tokens: how many tokens the draft proposes at a time.
+        api_key: the key that requests must carry, as OpenAI's clients do; None takes the variable ZOO_API_KEY. Without
+            either no key is needed.
+        hosts: the names by which clients may call the server, beside localhost and --host; * for any.
+        grace: seconds that replies have to end after SIGTERM or Ctrl-C; then they are cut.
+        special_in_content: read control tokens, such as <|im_end|>, from the same letters in what users and tools say,
+            as transformers does.
     """
     try:
         from zoo.serve.listen import Listener
@@ -63,7 +65,7 @@ def serve(
     except ImportError as error:
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
     devices = None if mesh is None else make_mesh(mesh)
-    model, drafting = load(source, adapter, draft, drafted, dtype=dtype, quantize=quantize, mesh=devices)
+    model, drafting = load(source, adapter, draft, num_draft_tokens, dtype=dtype, quantize=quantize, mesh=devices)
     tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     server = Server(
         source, model, tokenizer, batch=batch, max_tokens=max_tokens, draft=drafting,
