@@ -1,7 +1,7 @@
-"""What a request may say: every field with what its value has to be, and how a refusal looks.
+"""Checks the fields of requests, by name and value, and defines the error that a refused request gets.
 
-By OpenAI's API reference; `top_k`, `min_p`, `repetition_penalty` and `chat_template_kwargs` are vLLM's.
-What is said is done, or refused.
+Fields are those of OpenAI's API reference, but `top_k`, `min_p`, `repetition_penalty` and `chat_template_kwargs` are
+vLLM's. Every field is honoured or refused, never ignored.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Refusal(Exception):
-    """Answers a request with OpenAI's error object, whose `param` names the field."""
+    """Refuses a request: it is answered with OpenAI's error object, whose `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -22,7 +22,7 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """What the value of a field has to be, in words and as a test."""
+    """Describes the values that a field may have, in words and as a test."""
 
     words: str
     test: Callable[[Any], bool]
@@ -35,7 +35,7 @@ def number(low: int, high: int | None = None, *, whole: bool = False) -> Field:
 
 
 def only(value: Any) -> Field:
-    """A field that is not implemented, with the value that asks for nothing."""
+    """Describes a field that is not implemented: only the value that asks for nothing is allowed."""
     return Field(f"{json.dumps(value)} or absent: nothing else is supported", lambda v: v == value)
 
 
@@ -60,8 +60,8 @@ def are_stops(value: Any) -> bool:
     return listed(is_word)(stops) and len(stops) <= STOPS and all(len(stop) <= STOP for stop in stops)
 
 
-STOPS, STOP = 16, 256  # strings, and characters of one: each is looked for at every token
-BODY, REPLIES = 2**23, 1024  # bytes, and replies that one request may ask for
+STOPS, STOP = 16, 256  # at most so many stop strings, of so many characters: each is looked for at every token
+BODY, REPLIES = 2**23, 1024  # at most so many bytes in a body, and replies to one request
 
 is_ids = listed(lambda v: type(v) is int)
 flag = Field("true or false", lambda v: isinstance(v, bool))
@@ -113,7 +113,7 @@ COMPLETIONS = BOTH | {
 
 
 def read(body: bytes, fields: dict[str, Field], required: str) -> dict[str, Any]:
-    """The fields of a request's body whose values are not null."""
+    """Parses the body of a request, checks it, and returns the fields whose values are not null."""
     try:
         value = json.loads(body)
         json.dumps(value, ensure_ascii=False).encode()
@@ -135,7 +135,7 @@ def read(body: bytes, fields: dict[str, Field], required: str) -> dict[str, Any]
 
 
 def in_template_form(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates expect it: text in one piece, the arguments of tool calls as objects."""
+    """Brings a message into the form that chat templates expect: text in one piece, arguments of calls as objects."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         if not all(is_object(part) and part.get("type") == "text" and is_text(part.get("text")) for part in content):

@@ -1,4 +1,4 @@
-"""Listens: uvicorn, with the limits of time that it lacks. For requests that never arrive whole, and for stopping."""
+"""Runs uvicorn with two time limits that it lacks: for requests that never arrive whole, and for stopping."""
 
 import asyncio
 import socket
@@ -12,10 +12,10 @@ from zoo.serve.server import Server
 
 
 class Listener(uvicorn.Server):
-    """Serves `server` on an address. When told to stop it takes nothing new, and cuts replies after `grace` seconds."""
+    """Serves `server` on an address. Told to stop, it takes no new requests, and cuts replies after `grace` seconds."""
 
     def __init__(self, server: Server, *, host: str, port: int, grace: float, **options: Any):
-        # uvicorn would cancel what runs, and clients not learn why: it comes after us.
+        # uvicorn would cancel replies without telling clients why, so its own limit comes after ours.
         late = int(grace) + 5
         options = {"http": Timely, "ws": "none", "timeout_graceful_shutdown": late} | options
         super().__init__(uvicorn.Config(server.app(), host=host, port=port, **options))
@@ -28,7 +28,7 @@ class Listener(uvicorn.Server):
 
 
 class Timely(H11Protocol):
-    """Closes connections on which the head of a request is not whole after `SECONDS`; uvicorn waits for ever."""
+    """Closes a connection if the head of a request is not whole after `SECONDS`. uvicorn would wait for ever."""
 
     SECONDS = 30.0
     _timer: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""The answers over HTTP, whole or as server-sent events, in the shapes of OpenAI's API reference."""
+"""Answers requests over HTTP, whole or as server-sent events, in the forms of OpenAI's API reference."""
 
 import asyncio
 import contextlib
@@ -21,27 +21,29 @@ from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import AbstractDraft
 from zoo.harmony import Parts
+from zoo.nn.model import AbstractModel
 from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, in_template_form, is_ids, is_text, read
 from zoo.serve.worker import Ask, Reply, Worker
 from zoo.tokenizer import Tokenizer
 
 
-STRIDE = 4  # tokens of a step: with more the device waits less, with fewer readers and new requests do
+STRIDE = 4  # tokens of a step: with more the device waits less for the host, with fewer clients wait less
 
 
 class Server:
-    """One model under one name. `app()` is the ASGI application.
+    """Serves one model under one name. `app()` is the ASGI application.
 
-    Requests must carry `api_key`, if there is one, and call the machine localhost or one of `hosts`, unless that has a
-    "*" or an address that stands for all: a page in a browser can point a name of its own at this machine.
+    Requests must carry `api_key`, if there is one. They must also call the machine localhost or one of `hosts`, since
+    any web page can point a host name of its own at this machine; "*", or an address that stands for all, turns this
+    check off.
     """
 
-    SECONDS = 30.0  # that the body of a request may take to arrive
+    SECONDS = 30.0  # the body of a request must arrive within this time
 
     def __init__(
         self,
         name: str,
-        model: Any,
+        model: AbstractModel,
         tokenizer: Tokenizer,
         *,
         batch: int,
@@ -134,7 +136,7 @@ class Server:
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """`answer` for those who may ask."""
+        """Checks the host name and the API key of a request before `answer` sees it."""
 
         async def guarded(request: Request) -> Response:
             host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
@@ -149,7 +151,7 @@ class Server:
 
     async def _read(self, request: Request, fields: dict[str, Field], required: str) -> dict[str, Any]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # others can be sent by any page in a browser
+        if kind != "application/json":  # any web page can make a browser send other types
             raise Refusal(f"The Content-Type must be application/json, not {kind or 'absent'}.", status=415)
         body = bytearray()
         try:
@@ -167,7 +169,7 @@ class Server:
         return said
 
     async def _encode(self, texts: list[str], field: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        """Beside the event loop, since that takes a second a megabyte; what cannot fit is not even tried."""
+        """Tokenises in a thread, since a megabyte takes a second. A text too long to fit is refused before."""
         most = self.positions * self.tokenizer.longest
         if (length := max(map(len, texts))) > most:
             room = f"the {self.positions} tokens that there is room for have at most {most}"
@@ -178,7 +180,7 @@ class Server:
     def _replies(
         self, said: dict[str, Any], prompts: list[list[int]], new: int, field: str, *, special: bool = False
     ) -> list[Reply]:
-        """`n` for each prompt, in order; `special` as of an `Ask`."""
+        """Makes `n` replies for each prompt, in order; `special` is that of `Ask`."""
         top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
         numbers = {"temperature": 1, "repetition_penalty": self.tokenizer.repetition_penalty} | said
         names = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -225,7 +227,7 @@ class Server:
         openings: dict[Reply, dict[str, Any]],
         shown: Callable[[Reply, str], dict[str, Any]],
     ) -> Response:
-        """Server-sent events: the openings, then what the replies say as they do, and the usage if asked for."""
+        """Streams server-sent events: the openings, then pieces of replies as they come, then the usage if asked."""
         counted = said.get("stream_options") == {"include_usage": True}
         head = self._head(prefix, kind) | ({"usage": None} if counted else {})
 
@@ -249,9 +251,9 @@ class Server:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _logprobs(self, reply: Reply, top: int, echo: bool) -> dict[str, list[Any]]:
-        """OpenAI's `logprobs` of a completion: of what was written, end token included, and with `echo` of the prompt.
+        """Makes OpenAI's `logprobs`: of the reply with its end token, and with `echo` of the prompt too.
 
-        As there, the first token of a prompt has none. Each of the others has its own and the `top` likeliest.
+        As in OpenAI's, the first token of a prompt has none; every other has its own, and those of the `top` likeliest.
         """
         tokens = reply.ask.prompt + reply.tokens
         own, ids, values = await self.worker.score(tokens, max(top, 1))
@@ -269,7 +271,7 @@ class Server:
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _name(self, tokens: list[int], at: int, id: int) -> str:
-        """The text that a token adds to the one before it, or the id where that is no whole character."""
+        """Names a token by the text that it adds to the one before it, or by its id if that is no whole character."""
         before = tokens[max(at - 1, 0) : at]
         name = self.tokenizer.decode([*before, id], special=True)[len(self.tokenizer.decode(before, special=True)) :]
         return f"token_id:{id}" if "\ufffd" in name or not name else name
@@ -280,7 +282,7 @@ def choice(reply: Reply, content: dict[str, Any], finish: str | None) -> dict[st
 
 
 def usage(replies: list[Reply]) -> dict[str, int]:
-    """Each prompt counts once, however many replies it has."""
+    """Counts tokens. Each prompt counts once, however many replies it has."""
     prompts = sum(len(ask.prompt) for ask in {reply.ask for reply in replies})
     written = sum(len(reply.tokens) for reply in replies)
     return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
@@ -291,12 +293,12 @@ def event(value: dict[str, Any]) -> str:
 
 
 def finite(logprob: Any) -> float:
-    """JSON has no infinities; vLLM writes the same number."""
+    """Replaces -inf, which JSON lacks, by -9999, as vLLM does."""
     return max(float(logprob), -9999.0)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Waits for `work`, but not longer than the client does."""
+    """Waits for `work`, but gives up when the client has left."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""The thread that has the model: it steps the engine for all requests together, and scores tokens in between."""
+"""Runs the model in a thread of its own: steps the engine for all requests together, and scores tokens in between."""
 
 import asyncio
 import concurrent.futures
@@ -21,13 +21,14 @@ from jaxtyping import Array, Float, Int
 from zoo.generation.engine import Completion, Engine, bucket
 from zoo.generation.generate import begun, first
 from zoo.generation.sampling import Sampler
+from zoo.nn.model import AbstractModel
 from zoo.serve.fields import Refusal
 from zoo.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ask:
-    """A prompt, and how it is to be continued."""
+    """Asks for the continuation of a prompt."""
 
     prompt: list[int]
     new: int
@@ -38,17 +39,17 @@ class Ask:
 
 
 class Reply:
-    """One continuation of a prompt, of which a request can ask for several. `finish` says why it ended, once it has."""
+    """One continuation of a prompt, of which a request may ask for several. `finish` says why it ended, once it has."""
 
     def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer):
         self.index, self.ask = index, ask
-        self.tokens: list[int] = []  # with the end token
-        self.text = ""  # without it, and without the stop string
+        self.tokens: list[int] = []  # including the end token
+        self.text = ""  # without end token and stop string
         self.finish: Literal["stop", "length"] | None = None if ask.new else "length"
         self._eos, self._decoder, self._said = tokenizer.eos, tokenizer.stream(ask.prompt, special=ask.special), 0
 
     def push(self, token: int) -> str:
-        """What the next token lets it say: no half character, and nothing that may yet become a stop string."""
+        """Adds a token, and returns new text: whole characters only, and none that may begin a stop string."""
         self.tokens.append(token)
         if token in self._eos:
             self.finish = "stop"
@@ -65,11 +66,11 @@ class Reply:
 
 @eqx.filter_jit
 def score(
-    model: Any, tokens: Int[Array, "1 seq"], top: int
+    model: AbstractModel, tokens: Int[Array, "1 seq"], top: int
 ) -> tuple[Float[Array, " seq"], Int[Array, "seq top"], Float[Array, "seq top"]]:
-    """Log-probabilities of what follows each token: of the token that does, and of the `top` likeliest, with their ids.
+    """Computes log-probabilities after each token: of the token that follows, and of the `top` likeliest, with ids.
 
-    Only 128 positions have their logits at a time. The last one's numbers mean nothing.
+    Logits exist for 128 positions at a time, to save memory. The numbers of the last position mean nothing.
     """
     x, _ = model.hidden(tokens)
     chunk = math.gcd(tokens.shape[1], 128)
@@ -86,12 +87,12 @@ def score(
 
 
 class Worker(threading.Thread):
-    """What coroutines ask for goes through an inbox to the thread; what it has for them, through their loop."""
+    """The thread. Coroutines send it work through an inbox, and it sends results back through their event loop."""
 
-    def __init__(self, model: Any, make_engine: Callable[[], Engine]):
+    def __init__(self, model: AbstractModel, make_engine: Callable[[], Engine]):
         super().__init__(name="zoo.serve", daemon=True)
         self._model, self._make_engine = model, make_engine
-        self._engine: Any = make_engine()  # None after a failure, which may have taken its arrays
+        self._engine: Any = make_engine()  # None after a failure, in which its arrays may have been lost
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._running: dict[Completion, tuple[Reply, Callable[[Any], Any]]] = {}
         self._open = True
@@ -108,14 +109,14 @@ class Worker(threading.Thread):
                     deliver((reply, piece, reply.finish))
                     if reply.finish:
                         self._cancel([reply])
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # whatever fails, waiting clients must hear of it
                 logging.getLogger("uvicorn.error").exception("The engine failed.")
                 for _, deliver in self._running.values():
                     deliver(error)
                 self._running, self._engine = {}, None
 
     def cut(self) -> None:
-        """Ends all replies, each with a refusal that says so."""
+        """Cuts all replies, each with a refusal that says so."""
         self._inbox.put(self._cut)
 
     def _cut(self) -> None:
@@ -130,7 +131,7 @@ class Worker(threading.Thread):
         self.join()
 
     async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, str, str | None], None]:
-        """Pieces of the replies as they come, each with the finish if it is the last. Closing it frees the rows."""
+        """Yields (reply, piece, finish) as text comes; `finish` is None but for the last. Closing it frees rows."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
         left = [reply for reply in replies if not reply.finish]
@@ -147,9 +148,9 @@ class Worker(threading.Thread):
             self._inbox.put(functools.partial(self._cancel, left))
 
     async def score(self, tokens: list[int], top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each token but the first: its log-probability, and the ids and log-probabilities of the `top` likeliest.
+        """Computes for each token but the first its log-probability, and the `top` likeliest with theirs.
 
-        One forward pass, padded to a power of two so that few lengths are compiled.
+        Takes one forward pass, padded to a power of two so that few lengths are compiled.
         """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         limit = self._model.config.max_position_embeddings
@@ -160,7 +161,7 @@ class Worker(threading.Thread):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(jax.device_get(score(self._model, jnp.asarray(padded), top)))
-                except Exception as error:  # belongs to the one who asked
+                except Exception as error:  # goes to the one who asked
                     future.set_exception(error)
 
         self._inbox.put(work)
@@ -179,7 +180,7 @@ class Worker(threading.Thread):
                 )
                 for completion, reply in zip(completions, same, strict=True):
                     self._running[completion] = reply, deliver
-        except Exception as error:  # belongs to the one who asked
+        except Exception as error:  # goes to the one who asked
             self._cancel(replies)
             deliver(error)
 
