@@ -1,9 +1,10 @@
-"""Caches: what a model remembers between calls of `decode`, as arrays that are passed in and handed back.
+"""Caches: the state of a model between calls of `decode`, as arrays that are passed in and returned.
 
-A cache holds several layers of one kind, and is seen at one of them. `update` takes what the tokens of a call add, and
-returns the new cache with all that the layer's queries may look at. Negative positions are padding, and not kept.
+A cache holds the state of several layers of one kind; `layer` is the number of the one that uses it. `update` writes
+the keys and values of new tokens, and returns the new cache with everything that the layer's queries may see. Tokens at
+negative positions are padding, and not written.
 
-The axes of every array are the layers, the sequences of the batch, and what is of one sequence; `layer` is a scalar.
+The first axis of every array is the layers, the second the batch; `layer` is a scalar.
 `init_cache` makes a model's caches, and may widen their windows and keep their vectors in 8 bits.
 """
 
@@ -25,38 +26,39 @@ from kernels.quantize import Quantized, dequantize, quantize
 
 C = TypeVar("C", bound="AbstractCache")
 
-NEVER = jnp.iinfo(jnp.int32).max  # the position where nothing is stored: causality hides it from every query
+NEVER = jnp.iinfo(jnp.int32).max  # the position of what was never written: causality hides it from every query
 
 
 class AbstractCache(eqx.Module):
-    """What layers of one kind remember. Only a cache itself knows how it may be split, rounded or taken back."""
+    """The state of layers of one kind. Each class says how its arrays are split, quantised and taken back."""
 
     layer: eqx.AbstractVar[Int[Array, ""]]
 
     rewinds: eqx.AbstractClassVar[bool]
-    """Whether tokens can be taken back: whether a call at an earlier position than the last finds what it would have
-    found before. Drafts need that. Keys that lie at their positions are overwritten, a recurrent state is not."""
+    """Whether tokens can be taken back, as rejected draft tokens must be: a call at an earlier position than the last
+    gives the same result as if the later ones had never been made. Keys are overwritten at their positions, so they
+    can; a recurrent state cannot."""
 
     @abc.abstractmethod
     def partition_specs(self, sizes: Mapping[str, int]) -> "AbstractCache":
-        """This with a `PartitionSpec` for each array, for a mesh whose axes have these sizes."""
+        """Replaces each array by its `PartitionSpec`, for a mesh whose axes have these sizes."""
 
     @abc.abstractmethod
     def in_int8(self) -> "AbstractCache":
-        """This with its vectors in 8 bits, if it may round them."""
+        """Quantises the vectors to 8 bits, if this kind of state allows it."""
 
     @abc.abstractmethod
     def widened(self, more: int) -> "AbstractCache":
-        """This, empty, with room for so many more positions than its layers see, if it forgets any."""
+        """Makes an empty cache with room for so many more positions than its layers see, if it keeps only a window."""
 
 
 def split_over(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Which of these axes of a mesh split an axis of an array of this size."""
+    """Chooses which of these axes of a mesh split an axis of an array of this size."""
     return fitting(size, {axis: n for axis, n in sizes.items() if axis in axes})
 
 
 class Int8Vectors(eqx.Module):
-    """Vectors in 8 bits, each with the float32 scale that makes its largest component 127."""
+    """Vectors quantised to 8 bits, each with a float32 scale by which its largest component is 127."""
 
     values: Int8[Array, "*vectors dim"]
     scale: Float[Array, "*vectors"]
@@ -89,7 +91,7 @@ class KV(AbstractCache):
         v: Float[Array, "batch seq heads dim"],
         at: Tokens,
     ) -> tuple["KV", Float[Array, "batch length heads dim"], Float[Array, "batch length heads dim"], Tokens]:
-        """The cache with these written, this layer's keys and values, and where those stand: at their index."""
+        """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
         new = KV(_write(self.k, where, k), _write(self.v, where, v), self.layer)
         return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), Tokens()
@@ -108,7 +110,7 @@ class KV(AbstractCache):
 class WindowKV(AbstractCache):
     """Keys and values of the last `length` positions only, in a ring: index i holds a position p with p % length == i.
 
-    For layers that look no further back. The caller still masks by position, since what is in the ring may lie before
+    It serves layers that look no further back. The caller still masks by position, since the ring may hold keys before
     the window of an early token.
     """
 
@@ -116,7 +118,7 @@ class WindowKV(AbstractCache):
     v: Float[Array, "layers batch length heads dim"] | Int8Vectors
     positions: Int[Array, "layers batch length"]
     layer: Int[Array, ""]
-    rewinds: ClassVar[bool] = True  # by as many tokens as it was `widened`
+    rewinds: ClassVar[bool] = True  # by as many tokens as `widened` made room for
 
     @classmethod
     def init(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "WindowKV":
@@ -129,10 +131,10 @@ class WindowKV(AbstractCache):
         v: Float[Array, "batch seq heads dim"],
         at: Tokens,
     ) -> tuple["WindowKV", Float[Array, "batch keys heads dim"], Float[Array, "batch keys heads dim"], Tokens]:
-        """The cache with these written, the keys and values that they may look at, and where those stand.
+        """Writes new keys and values. Returns the cache, the keys and values to attend to, and where they stand.
 
-        For one token these are the ring's. Several tokens may push out of the ring what the first of them still see, so
-        they get the old ring and themselves.
+        One token gets the ring. Several tokens may overwrite keys that the first of them still see, so they get the old
+        ring and their own keys.
         """
         batch, seq, length = *k.shape[:2], self.k.shape[2]
         positions = _positions(at, k)
@@ -148,7 +150,9 @@ class WindowKV(AbstractCache):
         keys, values = (jnp.concatenate([_read(old, self.layer, x.dtype), x], axis=1) for old, x in pairs)
         positions = jnp.where(positions < 0, NEVER, positions)
         old = self.positions[self.layer]
-        old = jnp.where(old < jnp.min(positions, axis=1, keepdims=True), old, NEVER)  # what is written anew is stale
+        old = jnp.where(
+            old < jnp.min(positions, axis=1, keepdims=True), old, NEVER
+        )  # stale: this call writes those positions anew
         return new, keys, values, Tokens(jnp.concatenate([old, positions], axis=1))
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "WindowKV":
@@ -166,8 +170,8 @@ class WindowKV(AbstractCache):
 
 
 class LatentKV(AbstractCache):
-    """What multi-head latent attention (arXiv:2405.04434, section 2.1) keeps: for all heads one latent vector, from
-    which keys and values are made, and one rotary key. Index i holds position i."""
+    """The cache of multi-head latent attention (arXiv:2405.04434, section 2.1): at each position one latent vector,
+    from which all heads' keys and values are made, and one rotary key. Index i holds position i."""
 
     c_kv: Float[Array, "layers batch length rank"] | Int8Vectors
     k_pe: Float[Array, "layers batch length rope"] | Int8Vectors
@@ -185,7 +189,7 @@ class LatentKV(AbstractCache):
         k_pe: Float[Array, "batch seq rope"],
         at: Tokens,
     ) -> tuple["LatentKV", Float[Array, "batch length rank"], Float[Array, "batch length rope"], Tokens]:
-        """The cache with these written, this layer's, and where those stand: at their index."""
+        """Writes new vectors. Returns the cache, this layer's vectors, and where they stand."""
         where = (self.layer, jnp.arange(len(c_kv))[:, None], _indices(at, c_kv, self.c_kv.shape[2]))
         new = LatentKV(_write(self.c_kv, where, c_kv), _write(self.k_pe, where, k_pe), self.layer)
         return new, _read(new.c_kv, self.layer, c_kv.dtype), _read(new.k_pe, self.layer, k_pe.dtype), Tokens()
@@ -204,18 +208,19 @@ class LatentKV(AbstractCache):
 def init_kv(
     layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike, *, window: int | None
 ) -> KV | WindowKV:
-    """An empty cache for positions 0 to `length` - 1, of layers that look back over `window` positions (None: all)."""
+    """Makes an empty cache for positions 0 to `length` - 1, of layers that see `window` of them back (None: all)."""
     if window is None or window >= length:
         return KV.init(layers, batch, length, heads, dim, dtype)
     return WindowKV.init(layers, batch, window, heads, dim, dtype)
 
 
 def init_cache(model: Any, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
-    """`model.init_cache`: an empty cache for positions 0 to `length` - 1.
+    """Makes an empty cache of a model, for positions 0 to `length` - 1.
 
     `dtype` None is the model's own. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
-    attention's two vectors), which `update` rounds as it writes and turns back as it reads. Windows keep `widen` more
-    positions than they see: a caller that takes so many tokens back still finds the keys that these overwrote.
+    attention's two vectors): `update` quantises as it writes and dequantises as it reads. Windows keep `widen` more
+    positions than they see: a caller that takes so many tokens back (speculative decoding) still finds the keys that
+    these overwrote.
     """
     int8 = dtype is not None and jnp.dtype(dtype) == jnp.int8
     own = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
@@ -225,13 +230,13 @@ def init_cache(model: Any, batch: int, length: int, dtype: DTypeLike | None = No
 
 
 def each(function: Callable[[AbstractCache], Any], caches: Any) -> Any:
-    """Maps each cache of a tree of them."""
+    """Maps each cache of a tree of caches."""
     is_cache = lambda node: isinstance(node, AbstractCache)
     return jax.tree.map(lambda node: function(node) if is_cache(node) else node, caches, is_leaf=is_cache)
 
 
 def partition_specs(caches: Any, sizes: Mapping[str, int]) -> Any:
-    """The caches of a model with a `PartitionSpec` for each array, for a mesh whose axes have these sizes."""
+    """Replaces each array of a model's caches by its `PartitionSpec`, for a mesh whose axes have these sizes."""
     return each(lambda cache: cache.partition_specs(sizes), caches)
 
 
@@ -240,7 +245,7 @@ def _int8(x: Array | Int8Vectors) -> Int8Vectors:
 
 
 def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True) -> Any:
-    """Of vectors [layers, batch, length, ...]: their sequences are split over the batch's axes, and their heads."""
+    """Specs of vectors [layers, batch, length, ...]: sequences are split over the batch's axes, heads over "tensor"."""
     rows = split_over(x.shape[1], BATCH, sizes)
     spec = P(None, rows, None, split_over(x.shape[3], (TENSOR,), sizes)) if heads else P(None, rows)
     of = lambda vectors: (vectors.values, vectors.scale)
@@ -261,10 +266,10 @@ def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -
 
 
 def _positions(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "batch seq"]:
-    """Of the tokens of a call, which are those of one document a row.
+    """Returns the positions of a call's tokens.
 
     Raises:
-        ValueError: for segments: a cache would mix the documents.
+        ValueError: for packed documents, which a cache would mix up.
     """
     if at.segments is not None:
         raise ValueError("A cache holds one document a row: leave segments out where there is one, or the cache.")
@@ -272,6 +277,6 @@ def _positions(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "ba
 
 
 def _indices(at: Tokens, new: Float[Array, "batch seq ..."], length: int) -> Int[Array, "batch seq"]:
-    """Where to write each new token; padding gets an index out of bounds, which is not written."""
+    """Returns the index at which to write each token. Padding gets one out of bounds, which is not written."""
     positions = _positions(at, new)
     return jnp.where(positions < 0, length, positions)

@@ -1,4 +1,4 @@
-"""Layers run one after another, most of them under one `lax.scan`, so that a deep model compiles like a shallow one."""
+"""Runs a model's layers, most of them under one `lax.scan`, so that a deep model compiles as fast as a shallow one."""
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +19,23 @@ from zoo.nn.cache import AbstractCache
 from zoo.nn.pipeline import pipeline
 
 
-LAYER_INPUT = "layer_input"  # of a period of the scan, for the policies of `jax.checkpoint`
+LAYER_INPUT = "layer_input"  # names the input of a period of the scan, for the policies of `jax.checkpoint`
 
 
 def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """`x` with its sequences, and the tokens of each, split over the devices of the mesh in scope (`jax.set_mesh`).
+    """Splits sequences, and the tokens of each, over the devices of the mesh in scope (`jax.set_mesh`).
 
-    Specs of weights alone leave the batch's placement to the compiler, which then silently replicates it.
+    With specs of weights alone the compiler chooses where the batch lies, and silently replicates it.
     """
     return jax.lax.with_sharding_constraint(x, mesh.tokens_spec(x.shape)) if mesh.free() else x
 
 
 def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """`x` as it is kept between layers: split over the devices that work on the same tokens, too.
+    """Splits tokens over "tensor" too, as they are kept between layers.
 
-    Each would otherwise keep the same (sequence parallelism, arXiv:2205.05198). It sends no more than without: adding
-    up the last layer's parts and gathering the tokens for the next one make up what was one all-reduce. Where sequences
-    are split already, XLA would gather them whole to split them both ways.
+    This is sequence parallelism (arXiv:2205.05198): without it every device along "tensor" keeps a copy. Traffic is
+    unchanged: the all-reduce after a layer becomes a reduce-scatter, with an all-gather before the next layer. Where
+    "context" splits sequences already, this does nothing more: XLA would gather them whole to split them both ways.
     """
     if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1:
         return split_tokens(x)
@@ -44,38 +44,38 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
 
 
 class AbstractBlock(eqx.Module):
-    """One layer: `x, _ = block(x, None, at)`. An encoder's has no cache."""
+    """One layer: `x, _ = block(x, None, at)`. A layer of an encoder has no cache."""
 
     ordered: ClassVar[bool] = False
-    """Whether the tokens of a row must come in their order, as a recurrence or a convolution needs them. Attention does
-    not: masks compare positions, so training may deal the tokens of a row to devices as it likes."""
+    """Whether the tokens of a row must be in order, as a recurrence or a convolution needs them. Attention does not
+    need that: masks compare positions, so training may give the tokens of a row to devices in any order."""
 
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Returns the new features, and the new cache.
+        """Returns the new features and the new cache.
 
-        Without a cache the second result is what the layer reports about these tokens, such as a router's choices.
+        Without a cache the second result is what the layer reports of the tokens, such as a router's choices.
         """
 
 
 class AbstractDecoderBlock(AbstractBlock):
-    """A layer that remembers: `x, cache = block(x, cache, at)`."""
+    """A layer with a cache: `x, cache = block(x, cache, at)`."""
 
     @abc.abstractmethod
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
-        """An empty cache for positions 0 to `length` - 1, of so many layers like this one."""
+        """Makes an empty cache for positions 0 to `length` - 1, of so many layers like this one."""
 
 
 class Stack(eqx.Module):
     """A model's layers.
 
-    Layers of one kind have one structure. The kinds, after the first few, repeat with some period p: all the same
-    (p = 1), five local ones then a global one (p = 6), ... `period[j]` holds layers h + j, h + j + p, ... with their
+    Layers of one kind have the same structure. After the first few, the kinds repeat with some period p: p = 1 if all
+    are alike, p = 6 for five local layers and a global one. `period[j]` holds layers h + j, h + j + p, ..., with their
     arrays stacked along a new first axis, and the scan's body runs one whole period. So each kind keeps its own class,
-    its own static fields (a window, a rope base) and its own size of cache. `head` and `tail` are the odd layers at
-    either end.
+    static fields (a window, a rope base) and size of cache. `head` and `tail` are the layers before and after the
+    periods.
     """
 
     head: tuple[AbstractBlock, ...]
@@ -96,7 +96,7 @@ class Stack(eqx.Module):
 
     @staticmethod
     def plan(kinds: Sequence[Any]) -> tuple[int, int, int]:
-        """The first periodic layer, the period, and the end of the periodic part that compile the fewest blocks."""
+        """Finds the first periodic layer, the period, and the end of the periods that compile the fewest blocks."""
         n, numbers = len(kinds), {}
         kind = np.array([numbers.setdefault(k, len(numbers)) for k in kinds])
         best, period = (n, n, 0, n), 0  # how many blocks, then the first layer, the period, the end
@@ -114,11 +114,11 @@ class Stack(eqx.Module):
 
     @property
     def repeats(self) -> int:
-        """How often the period runs."""
+        """How many periods there are."""
         return (self.num_layers - len(self.head) - len(self.tail)) // len(self.period)
 
     def layer_numbers(self, part: str, j: int) -> range:
-        """The numbers of the layers held by `head[j]`, `period[j]` or `tail[j]`."""
+        """Returns the numbers of the layers that `head[j]`, `period[j]` or `tail[j]` holds."""
         start, end = len(self.head), self.num_layers - len(self.tail)
         return {
             "head": range(j, j + 1),
@@ -134,7 +134,7 @@ class Stack(eqx.Module):
         *,
         remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Runs every layer; returns `x` and the new cache, or without one the layers' reports, in the same order.
+        """Runs every layer. Returns `x` and the new cache, or without a cache the layers' reports in the same order.
 
         `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body. Where the mesh in scope
         has stages, each has its part of the periods, and the sequences go through them as `zoo.nn.pipeline` says.
@@ -142,7 +142,7 @@ class Stack(eqx.Module):
         Raises:
             ValueError: for a cache where there are stages.
         """
-        # Outside of a compiled function the scan would be traced and compiled again at every call.
+        # Outside a compiled function the scan would be traced and compiled at every call.
         run = Stack._run if isinstance(x, Tracer) else _compiled
         return run(self, x, cache, at, remat)
 
@@ -156,7 +156,8 @@ class Stack(eqx.Module):
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
         staged = mesh.split(mesh.STAGE) > 1
-        between = split_tokens if staged else spread_tokens  # in stages, XLA for TPUs (libtpu 0.0.51) aborts over that
+        # With pipeline stages, spread_tokens makes XLA for TPUs abort (libtpu 0.0.51).
+        between = split_tokens if staged else spread_tokens
         head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
 
         def run(
@@ -172,8 +173,8 @@ class Stack(eqx.Module):
             one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), at)
             return jax.lax.scan(remat(one) if remat else one, x, arrays)
 
-        # The caches ride in the carry, where XLA writes them in place; as scanned inputs and outputs they would be
-        # copied whole at every step.
+        # Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied
+        # whole at every step.
         def cached_period(carry: Any, slices: Any) -> tuple[Any, None]:
             (x, caches), (layer, arrays) = carry, slices
             caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
@@ -190,7 +191,7 @@ class Stack(eqx.Module):
         return split_tokens(x), (head, period, tail)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> tuple[tuple[AbstractCache, ...], ...]:
-        """The cache of every layer: one for each entry of `head`, `period` and `tail`."""
+        """Makes the caches of all layers: one for each entry of `head`, `period` and `tail`."""
 
         def of(block: AbstractBlock, layers: int) -> AbstractCache:
             if not isinstance(block, AbstractDecoderBlock):
@@ -201,7 +202,7 @@ class Stack(eqx.Module):
         return tuple(tuple(of(block, layers) for block in blocks) for blocks, layers in parts)
 
     def blocks(self) -> Iterator[tuple[range, AbstractBlock]]:
-        """Each entry of `head`, `period` and `tail`, as `init_cache` orders caches, with the numbers of its layers."""
+        """Yields each block of `head`, `period` and `tail`, in the order of `init_cache`, with its layers' numbers."""
         for part, blocks in (("head", self.head), ("period", self.period), ("tail", self.tail)):
             for j, block in enumerate(blocks):
                 yield self.layer_numbers(part, j), block
