@@ -1,4 +1,4 @@
-"""The words every family is written in: linear maps, embedding, norm. No config object, no flag for one family."""
+"""The layers that all families are written in: linear maps, embeddings, norms. None has a config or a family's flag."""
 
 import abc
 from typing import Any
@@ -17,27 +17,27 @@ from kernels.sums import lookup, scaled, spread
 
 
 class AbstractLinear(eqx.Module):
-    """A linear map of the last axis. Families declare it; `zoo.surgery` swaps the implementation from outside."""
+    """A linear map of the last axis. Families declare it, and `zoo.surgery` may replace its implementation."""
 
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """`(out, in)`, after the axis of a stack, if it is in one."""
+        """`(out, in)`, with the layers' axis in front if it is in a stack."""
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]: ...
 
     @abc.abstractmethod
     def matrix(self) -> Float[Array, "out in"]:
-        """The matrix that it multiplies with, for the few formulas that need more of it than the product."""
+        """Returns the matrix, for the few formulas that need more than the product with it."""
 
     @abc.abstractmethod
     def partition_specs(self, spec: P) -> "AbstractLinear":
-        """This module with each array replaced by its `PartitionSpec`, given the one for `(out, in)`."""
+        """Replaces each array of this module by its `PartitionSpec`, given the one for `(out, in)`."""
 
 
 class Linear(AbstractLinear):
-    """`x @ weight.T + bias`. The weight is `(out, in)`, as in Hugging Face checkpoints."""
+    """Computes `x @ weight.T + bias`. The weight is `(out, in)`, as in Hugging Face checkpoints."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
@@ -65,12 +65,12 @@ class Linear(AbstractLinear):
 
 
 class AbstractExpertLinear(eqx.Module):
-    """A linear map for each expert of a mixture, of tokens that are sorted by expert. `zoo.surgery` may swap it."""
+    """A linear map for each expert of a mixture, for tokens sorted by expert. `zoo.surgery` may replace it."""
 
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """`(experts, out, in)`, after the axis of a stack, if it is in one."""
+        """`(experts, out, in)`, with the layers' axis in front if it is in a stack."""
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
@@ -78,7 +78,7 @@ class AbstractExpertLinear(eqx.Module):
 
     @abc.abstractmethod
     def partition_specs(self, spec: P) -> "AbstractExpertLinear":
-        """This module with each array replaced by its `PartitionSpec`, given the one for `(experts, out, in)`."""
+        """Replaces each array of this module by its `PartitionSpec`, given the one for `(experts, out, in)`."""
 
 
 class ExpertLinear(AbstractExpertLinear):
@@ -123,7 +123,7 @@ class Float32(eqx.Module):
 
 
 class Embedding(eqx.Module):
-    """A table of vectors, one for each token; `attend` is its use as the output head of a model that ties the two."""
+    """A table with a vector for each token. `attend` uses it as the output head, in models that tie the two."""
 
     weight: Float[Array, "vocab embed"]
 
@@ -139,10 +139,10 @@ class Embedding(eqx.Module):
 
 
 def check_tokens(tokens: Any, vocab: int) -> None:
-    """Raises ValueError unless these are ids [batch, seq] of a vocabulary of so many.
+    """Raises ValueError unless these are ids [batch, seq] of a vocabulary of so many tokens.
 
-    Within a compiled function ids are not known, nor are those that lie in several processes: there JAX takes the
-    nearest id that there is.
+    Values are not checked within a compiled function, nor where several processes hold them: there JAX replaces an id
+    that is out of range by the nearest one.
     """
     if not hasattr(tokens, "shape"):
         raise ValueError(

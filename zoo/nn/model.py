@@ -1,8 +1,8 @@
 """The contract of a family: what its `Config`, its `Model` and its `FAMILY` must have. Read after zoo/models/qwen3.py.
 
 Classes are abstract or final, as everywhere in Equinox: a family defines what is abstract here and overrides nothing
-else (https://docs.kidger.site/equinox/pattern/). So whoever handles any model, such as a training loop, needs to ask
-none of them what it has.
+else (https://docs.kidger.site/equinox/pattern/). So code for all models, such as a training loop, need not ask what a
+model has.
 """
 
 import abc

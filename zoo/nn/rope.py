@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864), and the ways in which checkpoints stretch its frequencies."""
+"""Rotary position embedding (RoFormer, arXiv:2104.09864), and how checkpoints scale its frequencies."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ from kernels import Tokens
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`."""
+    """Position interpolation (arXiv:2306.15595): divides every frequency by `factor`."""
 
     rope_type: ClassVar[str] = "linear"
     factor: float
@@ -25,10 +25,10 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's: low frequencies are divided by `factor`, high ones kept, those between are interpolated.
+    """Llama 3.1's scaling: divides low frequencies by `factor`, keeps high ones, and interpolates between them.
 
-    Low and high are wavelengths above `original_max_position_embeddings / low_freq_factor` tokens, and below the same
-    with `high_freq_factor`.
+    Low frequencies have wavelengths above `original_max_position_embeddings / low_freq_factor` tokens, high ones below
+    `original_max_position_embeddings / high_freq_factor`.
     """
 
     rope_type: ClassVar[str] = "llama3"
@@ -45,7 +45,7 @@ class Llama3Scaling:
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
-        if self.low_freq_factor == self.high_freq_factor:  # Llama 4 Scout: a step, no ramp
+        if self.low_freq_factor == self.high_freq_factor:  # as Llama 4 Scout: a step, no ramp
             keep = (turns >= self.high_freq_factor).astype(np.float64)
         else:
             keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -55,11 +55,11 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071): frequencies below `beta_slow` turns in the original context are divided by `factor`,
-    those above `beta_fast` turns kept, with a ramp over the dimensions between; and cos and sin grow by a factor.
+    """YaRN (arXiv:2309.00071): divides frequencies below `beta_slow` turns in the original context by `factor`, keeps
+    those above `beta_fast` turns, with a ramp over the dimensions between, and multiplies cos and sin.
 
-    `truncate` rounds the ramp's ends to whole dimensions. The factor is `attention_factor`, or follows from `factor`
-    and, for DeepSeek, `mscale` and `mscale_all_dim`.
+    `truncate` rounds the ramp's ends to whole dimensions. Cos and sin are multiplied by `attention_factor`, or without
+    one by what follows from `factor` and, for DeepSeek, `mscale` and `mscale_all_dim`.
     """
 
     rope_type: ClassVar[str] = "yarn"
@@ -81,7 +81,7 @@ class YarnScaling:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * half - 1)
-        # Where both ends meet, the ramp is a step, written as transformers writes it: one thousandth wide.
+        # Where both ends meet, the ramp is a step, one thousandth wide as in transformers.
         stretch = np.clip((np.arange(half) - low) / ((high - low) or 0.001), 0, 1)
         return (1 - stretch) * frequencies + stretch * frequencies / self.factor, self.magnitude
 
@@ -98,10 +98,10 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
-    """NTK-aware scaling: in a sequence longer than `max_position_embeddings`, theta grows with its length.
+    """NTK-aware scaling: in a sequence longer than `max_position_embeddings`, theta grows with the length.
 
-    As in transformers, the length is that of all tokens that are there when a token is computed: a cached key keeps the
-    angle that it was cached with, so decoding differs a little from one pass over the whole.
+    As in transformers, the length counts all tokens so far, and a cached key keeps the angle that it was cached with.
+    So decoding differs a little from one pass over the whole sequence.
     """
 
     rope_type: ClassVar[str] = "dynamic"
@@ -112,7 +112,7 @@ class DynamicScaling:
         return frequencies, 1.0
 
     def stretched(self, frequencies: np.ndarray, length: Int[Array, "batch 1"]) -> Float[Array, "batch half"]:
-        """The frequencies in sequences of these lengths."""
+        """Returns the frequencies in sequences of these lengths."""
         half, beyond = len(frequencies), jnp.maximum(length / self.max_position_embeddings, 1) - 1
         powers = jnp.arange(half)[None] / max(half - 1, 1)  # the last frequency is divided by all of theta's growth
         return (1 + self.factor * beyond) ** -powers * frequencies[None]
@@ -120,10 +120,10 @@ class DynamicScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753): each frequency is divided by a factor of its own, and cos and sin grow by one.
+    """LongRoPE (arXiv:2402.13753): divides each frequency by a factor of its own, and multiplies cos and sin by one.
 
-    `long_factor` has those for sequences longer than `original_max_position_embeddings`, `short_factor` for others. As
-    in transformers, a cached key keeps the angle that it was cached with.
+    Sequences longer than `original_max_position_embeddings` have the factors of `long_factor`, others those of
+    `short_factor`. As in transformers, a cached key keeps the angle that it was cached with.
     """
 
     rope_type: ClassVar[str] = "longrope"
@@ -141,7 +141,7 @@ class LongRopeScaling:
         return frequencies / np.array(self.short_factor), magnitude
 
     def stretched(self, frequencies: np.ndarray, length: Int[Array, "batch 1"]) -> Float[Array, "batch half"]:
-        """The frequencies in sequences of these lengths."""
+        """Returns the frequencies in sequences of these lengths."""
         longer = frequencies * np.divide(self.short_factor, self.long_factor, dtype=np.float32)
         return jnp.where(length > self.original_max_position_embeddings, longer[None], frequencies[None])
 
@@ -151,19 +151,19 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | Lon
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRotary(abc.ABC):
-    """Turns pairs of a head's features by angles of `position * theta ** (-2 i / dim)`; subclasses say which pairs."""
+    """Rotates pairs of a head's features by angles `position * theta ** (-2 i / dim)`. Subclasses choose the pairs."""
 
     dim: int
     theta: float
     scaling: RopeScaling | None = None
 
     def __post_init__(self):
-        """Raises ValueError if these are no angles to turn by."""
+        """Raises ValueError if these parameters give no usable angles."""
         usable = self.dim % 2 == 0 and self.dim <= 2**16  # or the list of frequencies could take all memory
         try:
             with np.errstate(divide="raise", over="raise", invalid="raise"):
                 frequencies, magnitude = self.frequencies() if usable else (np.zeros(1), 1.0)
-            turns = (frequencies > 0) & (frequencies <= 2 * math.pi)  # beyond one at each position they say nothing
+            turns = (frequencies > 0) & (frequencies <= 2 * math.pi)  # more than a full turn tells nothing
             usable = np.all(turns) and magnitude >= 0
         except ArithmeticError:
             usable = False
@@ -173,9 +173,9 @@ class AbstractRotary(abc.ABC):
             )
 
     def frequencies(self) -> tuple[np.ndarray, float]:
-        """Radians a position, float32 of shape `[dim / 2]`, and the factor on cos and sin.
+        """Returns radians a position, float32 of shape `[dim / 2]`, and the factor on cos and sin.
 
-        Where they depend on the length of the sequence, those of a short one.
+        Where they depend on the length of the sequence, they are those of a short one.
         """
         frequencies = self.theta ** -(np.arange(self.dim // 2) / (self.dim // 2))
         frequencies, magnitude = self.scaling(frequencies, self.theta) if self.scaling else (frequencies, 1.0)
@@ -184,10 +184,10 @@ class AbstractRotary(abc.ABC):
     def turns(
         self, positions: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq 1 half"], Float[Array, "batch seq 1 half"]]:
-        """cos and sin of every angle, in float32."""
+        """Computes cos and sin of every angle, in float32."""
         frequencies, magnitude = self.frequencies()
         if isinstance(self.scaling, DynamicScaling | LongRopeScaling):
-            # Of each row by itself, so that what shares a batch changes nothing.
+            # For each row by itself, so that rows of a batch do not affect each other.
             frequencies = self.scaling.stretched(frequencies, jnp.max(positions, axis=1, keepdims=True) + 1)
         spec = "bs,h->bsh" if frequencies.ndim == 1 else "bs,bh->bsh"
         angle = jnp.einsum(spec, positions.astype(jnp.float32), frequencies)[:, :, None]
@@ -198,7 +198,7 @@ class AbstractRotary(abc.ABC):
 
 
 class Rotary(AbstractRotary):
-    """Turns the pair `(x[i], x[i + dim / 2])`: the half-split pairing of Hugging Face checkpoints.
+    """Rotates the pairs `(x[i], x[i + dim / 2])`, as in Hugging Face checkpoints.
 
     Angles are computed in float32; cos and sin are cast to the dtype of `x` before they are used.
     """
@@ -210,7 +210,7 @@ class Rotary(AbstractRotary):
 
 
 class InterleavedRotary(AbstractRotary):
-    """Turns the pair `(x[2 i], x[2 i + 1])`, in float32: the convention of Meta's and DeepSeek's own code."""
+    """Rotates the pairs `(x[2 i], x[2 i + 1])`, in float32, as Meta's and DeepSeek's own code does."""
 
     def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
         cos, sin = self.turns(coordinates(at, x.shape[1]))
@@ -219,11 +219,11 @@ class InterleavedRotary(AbstractRotary):
 
 
 def coordinates(at: Tokens, seq: int) -> Int[Array, "batch seq"]:
-    """By what tokens turn that lie along one axis: their positions.
+    """Returns the coordinates by which tokens along one axis are rotated: their positions.
 
     Raises:
-        ValueError: if they have coordinates of their own.
+        ValueError: if they have rotary coordinates of their own, of several axes.
     """
     if at.rotary is not None:
-        raise ValueError("These rotary embeddings turn by positions, not by coordinates of several axes.")
+        raise ValueError("These rotary embeddings rotate by positions, not by coordinates of several axes.")
     return jnp.arange(seq)[None] if at.positions is None else at.positions
