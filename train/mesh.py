@@ -40,7 +40,7 @@ def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: i
                 f"{number} {what} can't be split by {how} = {divisor}: it must divide them, as {fitting} do."
             )
     if size[EXPERT] > 1 and not experts:
-        raise ValueError(f"expert={size['expert']} in the mesh, but {family.name} has no experts: use fsdp instead.")
+        raise ValueError(f"expert={size[EXPERT]} in the mesh, but {family.name} has no experts: use fsdp instead.")
     for path, stack in modules(model, Stack):
         for numbers, block in stack.blocks():
             if block.ordered and size[CONTEXT] > 1:

@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from kernels.mesh import REPLICA
+
 
 class TrainState(eqx.Module):
     """A pytree of arrays. A checkpoint holds it and the position in the data, and a run resumes from these alone."""
@@ -69,7 +71,7 @@ def beside(parameter: Any, shape: tuple[int, ...]) -> Sharding:
         return NamedSharding(place.mesh, P())
     split = [*place.spec, *[None] * (len(size) - len(place.spec))]
     over = _axes(split.pop(missing)) if missing < len(size) else ()
-    for axis in (*over, "replica"):
+    for axis in (*over, REPLICA):
         devices = place.mesh.shape.get(axis, 1)
         for i, length in enumerate(shape):
             parts = math.prod(place.mesh.shape[a] for a in _axes(split[i]))

@@ -1,18 +1,23 @@
-"""Classes are abstract or final: no subclass redefines a method that one of its bases has defined."""
+"""Rules of all code: classes are abstract or final, and the axes of meshes are named in one place."""
 
 import abc
+import ast
 import importlib
+import pathlib
 import pkgutil
 
 import pytest
 
 import kernels
+import kernels.mesh
 import train
 import zoo
+import zoo.mesh
 
 
 PACKAGES = (kernels, train, zoo)
 METHODS = (type(lambda: None), property, classmethod, staticmethod)
+AXES = {"REPLICA", "FSDP", "TENSOR", "CONTEXT", "EXPERT", "STAGE"}
 WAITING = {("NoisyEmbedding", "__call__", "Embedding")}  # until NEFTune's noise is added from outside
 
 
@@ -60,3 +65,17 @@ def test_no_subclass_overrides_a_concrete_method():
     classes = {c for c in found if isinstance(c, type) and c.__module__.startswith(ours)}
     assert len(classes) > 150
     assert set(overrides(classes)) <= WAITING
+
+
+def test_axes_of_meshes_are_named_once():
+    """Code says FSDP, not "fsdp"; partition rules of families are data, and "tensor" is a granularity of quantising."""
+    assert all(getattr(kernels.mesh, name) == name.lower() for name in AXES)
+    assert sorted(zoo.mesh.AXES) == sorted(map(str.lower, AXES))
+    spelt = set()
+    for package in PACKAGES:
+        for file in pathlib.Path(package.__path__[0]).rglob("*.py"):
+            nodes = ast.walk(ast.parse(file.read_text()))
+            strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            if strings & {name.lower() for name in AXES} and file.parent.name != "models":
+                spelt.add(f"{file.parent.name}/{file.name}")
+    assert spelt == {"kernels/mesh.py", "kernels/matmul.py", "kernels/quantize.py"}
