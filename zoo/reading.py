@@ -53,7 +53,7 @@ class Scan:
         self.zeros: list[tuple[str, int]] = []  # of each piece of zeros alone: its matrix's name, and its size
 
     def look(self, tensor: Source, values: np.ndarray, parameter: Parameter | None = None) -> None:
-        """Check a piece of a tensor of `parameter`. Threads may call it at once.
+        """Check a piece of a tensor, which becomes part of `parameter`. Threads may call it at once.
 
         Raises:
             ValueError: naming the tensor, if a value is NaN or infinite.

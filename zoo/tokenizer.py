@@ -28,7 +28,7 @@ from zoo.templates import USERS
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Marks in a rendered chat, which are code points that no Unicode text contains. OPEN and CLOSE are the ends of a
+# Marks in a rendered chat: noncharacters, which Unicode keeps out of all text. OPEN and CLOSE are the ends of a
 # {% generation %} block. USERS follows the first character of what may be a control token written by a user. TEMPLATES
 # precedes a control token written by the template.
 OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"

@@ -112,8 +112,8 @@ class Attention(eqx.Module):
         heads, head_dim, yarn = c.num_attention_heads, c.head_dim, c.rope_scaling
         self.config = c
         self.rotary = InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn)
-        grown = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0
-        self.scale = head_dim**-0.5 * grown**2
+        mscale = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0
+        self.scale = head_dim**-0.5 * mscale**2
         rank, eps = c.q_lora_rank, 1e-6  # latents do not use rms_norm_eps
         self.q_proj = None if rank else Linear(c.hidden_size, heads * head_dim, key=q_b)
         self.q_a_proj = Linear(c.hidden_size, rank, key=q_a) if rank else None
@@ -132,7 +132,7 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
         c = self.config
         heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
-        q = x
+        q = x  # through q_proj, or through the other three
         for step in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):
             q = q if step is None else step(q)
         q_nope, q_pe = heads(q)

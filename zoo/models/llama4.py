@@ -45,7 +45,7 @@ class Config(AbstractMixtureConfig):
     interleave_moe_layer_step: int = 1
     moe_layers: tuple[int, ...] | None = None  # None: every interleave_moe_layer_step-th
     no_rope_layer_interval: int = 4
-    no_rope_layers: tuple[int, ...] = ()  # 0: no rotary positions; (): 0 every no_rope_layer_interval
+    no_rope_layers: tuple[int, ...] = ()  # 0: no rotary positions; (): 0 at each no_rope_layer_interval-th
     layer_types: tuple[str, ...] = ()  # (): "chunked_attention" with rotary positions, "full_attention" without
     attention_chunk_size: int | None = 8192
     num_experts_per_tok: int = 1

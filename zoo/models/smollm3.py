@@ -33,11 +33,11 @@ class Config(AbstractConfig):
     num_attention_heads: int
     num_key_value_heads: int = 4
     max_position_embeddings: int = 32_768
-    head_dim: int = 0  # 0, or null in the file: hidden_size / num_attention_heads
+    head_dim: int = 0  # 0, or null in config.json: hidden_size / num_attention_heads
     rope_theta: float = 2_000_000.0
     rope_scaling: RopeScaling | None = None
     no_rope_layer_interval: int = 4
-    no_rope_layers: tuple[int, ...] = ()  # 0: a layer without rotary positions; (): each no_rope_layer_interval-th is
+    no_rope_layers: tuple[int, ...] = ()  # 0: no rotary positions; (): 0 at each no_rope_layer_interval-th
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     attention_bias: bool = False
