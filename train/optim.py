@@ -110,18 +110,39 @@ def muon(
     layers and experts, each of which has its own matrix. Its updates are scaled to the root mean square of AdamW's,
     0.2 (arXiv:2502.16982), so both take the same learning rate and weight decay.
     """
-    dimensions = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # (..., out, in)
-    orthogonal = optax.contrib.scale_by_muon(
-        weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: dimensions, updates)
-    )
     # The entries of an orthogonal matrix have a root mean square of 1 / sqrt(max(out, in)).
     scaled = optax.stateless(lambda updates, _: jax.tree.map(lambda m: 0.2 * max(m.shape[-2:]) ** 0.5 * m, updates))
     parts: dict[Hashable, optax.GradientTransformation] = {
-        "muon": optax.chain(orthogonal, scaled),
+        "muon": optax.chain(_orthogonal(), scaled),
         "adamw": optax.scale_by_adam(b1=0.9, b2=0.95),
     }
     labels = lambda parameters: jax.tree.map(lambda told: "muon" if told else "adamw", matrices(parameters))
     return _optimizer(optax.partition(parts, labels), schedule, weight_decay, clip_norm)
+
+
+def _orthogonal() -> optax.GradientTransformation:
+    """Makes `optax.contrib.scale_by_muon` of arrays [..., out, in], vmapped over the leading axes.
+
+    optax would flatten these into one, for which XLA gathers the experts of all devices on each of them.
+    """
+    one = optax.contrib.scale_by_muon()
+
+    def update(updates: Any, state: optax.contrib.MuonState, params: Any = None) -> tuple[Any, Any]:
+        def of_matrix(gradient: Array, momentum: Array) -> tuple[Array, Array]:
+            direction, new = one.update(gradient, state._replace(mu=momentum))
+            return direction, new.mu
+
+        def of_array(gradient: Array, momentum: Array) -> tuple[Array, Array]:
+            function = of_matrix
+            for _ in gradient.shape[:-2]:
+                function = jax.vmap(function)
+            return function(gradient, momentum)
+
+        both = jax.tree.map(of_array, updates, state.mu)
+        updates, momenta = jax.tree.transpose(jax.tree.structure(updates), None, both)
+        return updates, state._replace(count=optax.safe_increment(state.count), mu=momenta)
+
+    return optax.GradientTransformation(one.init, update)
 
 
 def adafactor(
@@ -129,8 +150,9 @@ def adafactor(
 ) -> optax.GradientTransformation:
     """Adafactor (arXiv:1804.04235) without momentum, and with the learning rate as it is: not times a weight's size.
 
-    Of a matrix it keeps the sums of rows and of columns alone. One whose smaller axis is below 128, and what is not a
-    matrix, has a second moment in full.
+    It keeps sums over the larger of an array's two largest axes, and over the other one, instead of a second moment; an
+    array whose second axis by size is below 128 has that moment in full. An update's root mean square is at most 1,
+    over all layers of a stack together.
     """
     direction = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
     return _optimizer(direction, schedule, weight_decay, clip_norm)

@@ -53,14 +53,15 @@ class Options:
     """Steps in which the learning rate rises from that of the checkpoint that a run goes on from, where a new schedule,
     such as that of more --steps, would let it jump. 0: it jumps."""
     optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
-    """What makes updates of gradients. muon is Muon for the matrices of the layers' linear maps and AdamW for the rest;
-    its updates are of AdamW's size, so it takes the same --lr and --weight-decay. adafactor has no momentum; sgd has
-    one of 0.9, and wants a far larger --lr than the others. docs/optimizers.md compares them."""
+    """Turns gradients into updates. muon: Muon for the matrices of the layers' linear maps, AdamW for all other
+    parameters; its updates have AdamW's size, so --lr and --weight-decay mean the same. adafactor: no momentum. sgd: a
+    momentum of 0.9; it needs a far larger --lr. See docs/optimizers.md."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """What the optimizer's moments are kept in between steps, at 4 or 2 bytes each; updates are computed in float32."""
+    """Data type in which the optimizer's moments are kept between steps, at 4 or 2 bytes each. Updates are computed in
+    float32."""
     weight_decay: float = -1.0
-    """Part of each matrix of a linear map that is taken off at every step, times the learning rate, whatever the
-    optimizer. -1: 0.1, but 0 for adapters."""
+    """Fraction of each matrix of a linear map that every step subtracts, times the learning rate, with any optimizer.
+    -1: 0.1, but 0 for adapters."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it."""
     router_balance: float = 0.0

@@ -6,9 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from train.optim import OPTIMIZERS, adamw, is_decayed, make_optimizer, make_schedule, matrices, rewarmed, rounded
 from train.options import Options
+from train.state import abstract_state
+from zoo.mesh import make_mesh
 from zoo.models import gpt_oss, qwen3
 from zoo.nn.layers import Embedding, ExpertLinear, Linear
 from zoo.surgery import path_name
@@ -192,6 +196,18 @@ def test_muon(tree):
 
     got, gradients, _ = trained(tree, OPTIMIZERS["muon"](lambda step: 0.1, **SETTINGS))
     assert_near(got, expected(tree, gradients, direction))
+
+
+def test_muon_leaves_experts_where_they_are():
+    """Each device makes its own experts' matrices orthogonal: none are gathered, nor made so twice."""
+    mesh, keys = make_mesh("expert=8"), jax.random.split(jax.random.key(0), 3)
+    stack = eqx.filter_eval_shape(lambda: eqx.filter_vmap(lambda key: ExpertLinear(8, 4, 6, key=key))(keys))
+    place = NamedSharding(mesh, P(None, "expert", None, None))
+    model = {"layers": eqx.tree_at(lambda m: m.weight, stack, jax.ShapeDtypeStruct((3, 8, 6, 4), "f4", sharding=place))}
+    optimizer = OPTIMIZERS["muon"](lambda step: 0.1)
+    state = abstract_state(model, optimizer)
+    program = jax.jit(lambda *args: optimizer.update(*args)).lower(model, state.opt_state, model).compile().as_text()
+    assert "all-reduce" in program and "all-gather" not in program  # the norm of all gradients
 
 
 def test_sgd(tree):

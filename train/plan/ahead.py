@@ -1,4 +1,4 @@
-"""The training step, or the decoding step, compiled for devices that nobody holds, and what XLA says of it."""
+"""Compiles a training or decoding step for devices that are not here, and reads bytes and traffic from the result."""
 
 import math
 import pathlib
@@ -39,7 +39,7 @@ class Program(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     kinds: dict[str, Any]  # "parameters", "optimizer", "batch", "cache": the arguments by what they are
-    gradients: Any = None  # shapes and places of a training step's gradients, about: XLA may choose others
+    gradients: Any = None  # their shapes and likely places: XLA chooses these
 
 
 class Compiled(NamedTuple):
@@ -82,7 +82,7 @@ def training(
     adapters: Lora = NONE,
     quantize: Literal["none"] | Format = "none",
 ) -> Program:
-    """The step of `train.loop`: parameters in float32, computing in bfloat16; with a rank, of adapters alone."""
+    """Makes the step of `train.loop`: float32 parameters, bfloat16 products. With a rank, only adapters are trained."""
     options = Options(optimizer=optimizer, moments=moments, lr=1e-4, steps=1000, warmup=30, decay=200)
     transform, schedule = make_optimizer(options)
     if adapters.rank:
@@ -110,7 +110,7 @@ def frozen(
     quantize: Literal["none"] | Format,
     adapters: Lora = NONE,
 ) -> Any:
-    """The shapes of a model whose weights are not trained, in bfloat16 or quantised, with adapters if there are any."""
+    """Makes the shapes of a model with frozen weights, in bfloat16 or quantized, and of its adapters, if any."""
 
     def make(model: Any) -> Any:
         model = cast(model, jnp.bfloat16)
@@ -127,7 +127,7 @@ def frozen(
 def decoding(
     config: Any, family: Family, mesh: Mesh, *, batch: int, seq: int, quantize: Literal["none"] | Format = "none"
 ) -> Program:
-    """One more token for each row, all in bfloat16, with a cache of `seq` positions that is written in place."""
+    """Makes the step that decodes one token a row, in bfloat16, with a cache of `seq` positions, updated in place."""
     model = frozen(config, family, mesh, quantize=quantize)
     shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
     place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
@@ -139,15 +139,15 @@ def decoding(
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of a tree of abstract arrays on each device."""
+    """Counts the bytes of a tree of abstract arrays on each device."""
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
-    """Compiles it for the devices of the mesh.
+    """Compiles the program for the devices of the mesh.
 
     Raises:
-        TooLarge: if XLA says that it does not fit them.
+        TooLarge: if XLA says that it does not fit their memory.
     """
     with tempfile.TemporaryDirectory() as dump, jax.set_mesh(mesh):
         lowered, start = program.function.lower(*program.arguments), time.monotonic()
@@ -166,7 +166,7 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
 
 
 def _explained(error: Exception) -> Exception:
-    """The error of a compiler, as `TooLarge` if it is about memory."""
+    """Turns a compiler's error into `TooLarge` if it is about memory."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     sizes = re.findall(r"([\d.]+)([KMGT])\b", str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or len(sizes) < 2:

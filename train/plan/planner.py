@@ -1,4 +1,4 @@
-"""From the wish for a run, `Options`, to what it needs, `Plan`; and which wishes would do better."""
+"""Plans a run: computes from its `Options` what it needs, a `Plan`, and searches for options that do better."""
 
 import dataclasses
 import itertools
@@ -45,13 +45,13 @@ class Options:
     seq: int
     """Tokens of a row; with --decode positions of the cache."""
     remat: Literal["none", "dots", "full", "offload"] = "full"
-    """What the backward pass computes again, as for training."""
+    """What the backward pass recomputes, as for training."""
     microbatches: int = 1
-    """Parts in which a step works through its rows."""
+    """Parts into which a step divides its rows, one after another."""
     optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
-    """What makes updates of gradients, as for training."""
+    """The optimizer, as for training."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """What the optimizer's moments are kept in, as for training."""
+    """Data type of the optimizer's moments, as for training."""
     lora: Lora = NONE
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or rounded to eight or
@@ -65,33 +65,33 @@ class Options:
 
     @property
     def tokens(self) -> int:
-        """That a step learns from, or adds."""
+        """Tokens that a training step learns from, or that a decoding step adds."""
         return self.batch * (1 if self.decode else self.seq)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What became of one `Options`. Bytes are of one device, times of one step, in seconds."""
+    """What a run with these options needs: bytes of one device, seconds of one step."""
 
     o: Options
     mesh: Mesh
-    kinds: dict[str, int]  # of what lies there before a step
-    gradients: int
-    compiled: Compiled | None  # None: it does not fit
+    kinds: dict[str, int]  # bytes held before a step, by kind
+    gradients: int  # bytes
+    compiled: Compiled | None  # None if the step does not fit
     needed: float
     available: float
-    bounds: dict[str, float]  # "compute", "HBM" and "interconnect": no step takes less time than any of these
+    bounds: dict[str, float]  # "compute", "HBM" and "interconnect": a step takes at least the longest of these
     flops: float  # of one token, as MFU counts them
     mfu: float  # at the most
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices, at the most."""
+        """Upper bound, for all devices together."""
         return self.o.tokens / max(self.bounds.values())
 
 
 def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
-    """Compiles the step that the options describe, unless what it starts from is too large already.
+    """Compiles the step that the options describe, unless its arguments alone do not fit.
 
     Raises:
         ValueError: if the mesh does not divide model and batch, or the model is larger than all devices together.
@@ -120,7 +120,7 @@ def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
 
 
 def _bytes(program: Program) -> tuple[dict[str, int], int]:
-    """Of one device: what lies there before a step, by kind; and gradients."""
+    """Bytes that one device holds before a step, by kind, and bytes of its gradients."""
     return {kind: device_bytes(tree) for kind, tree in program.kinds.items()}, device_bytes(program.gradients)
 
 
@@ -142,7 +142,7 @@ def _program(o: Options, config: Any, mesh: Mesh) -> Program:
 
 
 def _bounds(o: Options, model: Any, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
-    """Seconds that no step can be faster than, because of each of three limits; of what is known."""
+    """Lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known."""
     p = products_per_token(model.config, o.seq)
     again = {"none": 0.0, "dots": p.attention, "full": p.layers + p.attention, "offload": p.layers + p.attention}
     weights = p.layers + p.head  # without a gradient where they are frozen
@@ -158,7 +158,7 @@ def _bounds(o: Options, model: Any, chip: Chip, mesh: Mesh, compiled: Compiled |
 
 
 def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
-    """How much longer a step takes because stages wait for their first microbatch, and for others' last one."""
+    """Factor by which a step is longer because stages idle while the pipeline fills and drains."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
     microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
@@ -167,7 +167,7 @@ def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
 
 
 def kept(config: Any, mesh: Mesh, o: Options) -> float:
-    """Bytes of a device that activations kept for the backward pass take, about: for choosing what to compile."""
+    """Estimates the bytes of a device for activations kept for the backward pass, to choose what to compile."""
     rows = o.batch / o.microbatches / math.prod(mesh.shape[axis] for axis in BATCH)
     tokens = rows * o.seq / mesh.shape[CONTEXT]
     inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
@@ -178,20 +178,20 @@ def kept(config: Any, mesh: Mesh, o: Options) -> float:
 
 
 def held(kinds: Mapping[str, int], gradients: int, config: Any, mesh: Mesh, o: Options) -> float:
-    """Bytes of a device that a step needs, about: what lies there before it, gradients, activations."""
+    """Estimates the bytes of a device during a step: what is there before it, gradients, activations."""
     activations = 0.0 if o.decode else kept(config, mesh, o)
     return sum(kinds.values()) + gradients + activations
 
 
 def suggestion(made: Plan, config: Any) -> str:
-    """The first change that takes away as many bytes as are missing: remat, fsdp, the batch, or more devices."""
+    """Proposes the first change that saves the missing bytes: remat, fsdp, the batch, or more devices."""
     o, mesh = made.o, made.mesh
     missing, state = made.needed - made.available, sum(made.kinds.values())
-    # The compiler's figure, in the proportions of ours, which leave out much that is there only for a while.
+    # Scales the compiler's figure by the ratio of our estimates, which leave out many short-lived arrays.
     ours = lambda o: held(made.kinds, made.gradients, config, mesh, o)
     needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
     fixed = state - made.kinds.get("cache", 0)
-    fits = fixed < made.available  # so that it is the batch that does not
+    fits = fixed < made.available  # then it is the batch that does not
     for remat in REMATS[REMATS.index(o.remat) + 1 :] if fits and not o.decode else ():
         if needs(remat) <= made.available:
             return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
@@ -208,7 +208,7 @@ def suggestion(made: Plan, config: Any) -> str:
 
 
 def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[Options]:
-    """Other meshes, batches and remats that should fit, the fastest first, by a rough estimate of bytes and times."""
+    """Lists other meshes, batches and remats that should fit, fastest first, by rough estimates of bytes and times."""
     found, sizes = [], (1, 2, 4, 8, 16)
     pairs = [{REPLICA: n, TENSOR: m} for n, m in itertools.product(sizes, sizes)]
     axes = (EXPERT, CONTEXT) if o.decode else (EXPERT, CONTEXT, STAGE)
@@ -219,7 +219,7 @@ def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[
         try:
             mesh = make_mesh(changed.mesh, devices)
             program = _program(changed, config, mesh)
-        except ValueError:  # it does not divide
+        except ValueError:  # the mesh does not divide model or batch
             continue
         kinds, gradients = _bytes(program)
         for remat in (o.remat,) if o.decode else REMATS:
@@ -231,13 +231,13 @@ def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[
 
 
 def _seconds(o: Options, model: Any, chip: Chip, mesh: Mesh) -> float:
-    """Of a step, about: to compute it, or to send weights and activations about, if that takes longer."""
+    """Estimates the seconds of a step: the longer of computing, and of sending weights and activations."""
     size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
     experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
     weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size[EXPERT]
     split = size[FSDP] * size[EXPERT] * size[CONTEXT]
     tokens = o.tokens / (size[REPLICA] * split * size[STAGE])
-    # Of each token in each layer: partial sums of both halves; a row to each of its experts and back; keys and values.
+    # Sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys, values.
     numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
     numbers += 2 * getattr(c, "num_experts_per_tok", 0) * c.hidden_size * (size[EXPERT] > 1)
     numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
