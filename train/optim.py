@@ -127,7 +127,7 @@ def _orthogonal() -> optax.GradientTransformation:
     """
     one = optax.contrib.scale_by_muon()
 
-    def update(updates: Any, state: optax.contrib.MuonState, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def of_matrix(gradient: Array, momentum: Array) -> tuple[Array, Array]:
             direction, new = one.update(gradient, state._replace(mu=momentum))
             return direction, new.mu
