@@ -125,7 +125,7 @@ def _orthogonal() -> optax.GradientTransformation:
 
     optax would flatten these into one, for which XLA gathers the experts of all devices on each of them.
     """
-    one = optax.contrib.scale_by_muon()
+    one: Any = optax.contrib.scale_by_muon()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def of_matrix(gradient: Array, momentum: Array) -> tuple[Array, Array]:
