@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from train.checkpoint import Checkpoints
-from train.optim import adamw
+from train.optim import adamw, rounded, sgd
 from train.state import TrainState, abstract_state, init_state
 from train.stop import StopRequest
 from zoo.nn.layers import Linear
@@ -189,6 +189,12 @@ def test_another_run_is_refused(folder, changes, message):
     with pytest.raises(ValueError, match=message):
         kept.restore(abstract_state(model(), OPTIMIZER))
     assert kept.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("other", [sgd(lambda step: 0.1), rounded(OPTIMIZER, "bfloat16")])
+def test_another_optimizer_is_refused(folder, other):
+    with pytest.raises(ValueError, match=r"its state.opt_state\.1.* Set --optimizer and --moments back to go on"):
+        checkpoints(folder)[0].restore(abstract_state(model(), other))
 
 
 def test_another_model_is_refused(folder):
