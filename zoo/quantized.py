@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 import kernels
+import kernels.quantize
 from kernels.quantize import LARGEST
 from kernels.sums import spread
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
