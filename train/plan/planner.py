@@ -54,8 +54,8 @@ class Options:
     """Data type of the optimizer's moments, as for training."""
     lora: Lora = NONE
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or quantised to eight or
-    four bits."""
+    """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or quantised to eight
+    or four bits."""
     decode: bool = False
     """Plan the step that writes one more token of each row, with weights in bfloat16, instead of training."""
     search: bool = False

@@ -1,8 +1,7 @@
 """Compiles the three functions of continuous batching: `prefill`, `insert` and `advance`. `Engine` calls them.
 
-With a draft it calls `zoo.generation.speculative.advance` instead of `advance`. `insert` and
-`advance` take what they only read as one first argument, `inputs`, since `donate="all-except-first"` lets XLA reuse the
-memory of all other arguments: the state's.
+With a draft it calls `zoo.generation.speculative.advance` instead of `advance`. They take what they only read as one
+first argument, `inputs`, since `donate="all-except-first"` lets XLA reuse the memory of all others: the state's.
 """
 
 from typing import Any

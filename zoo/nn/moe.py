@@ -96,13 +96,13 @@ def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, wei
 
 def _across_devices(experts: Experts, rows: Array, sizes: Array, devices: int) -> Array:
     """Computes `experts(rows, sizes)` where each device along the axis "expert" has a share of the experts."""
-    room = len(rows)
+    capacity = len(rows)
     sent = sizes.reshape(devices, -1).astype(jnp.int32)  # rows of each expert, by the device that has it
     received = jax.lax.all_to_all(sent, EXPERT, 0, 0)  # rows of each expert of this device, by the device they are from
     arrived = _send(rows, sent, received)
     # Rows arrive sorted by expert in a buffer for each sender. This brings all rows of an expert together.
     ends = jnp.cumsum(received, axis=1)
-    of = jax.vmap(lambda ends: jnp.searchsorted(ends, jnp.arange(room), side="right"))(ends).reshape(-1)
+    of = jax.vmap(lambda ends: jnp.searchsorted(ends, jnp.arange(capacity), side="right"))(ends).reshape(-1)
     order = jnp.argsort(of, stable=True)  # the unused ends of buffers are of no expert, and come last
     place = jnp.argsort(order)
     y = experts(permuted(arrived, order, place[:, None]), jnp.sum(received, axis=0))
@@ -110,39 +110,41 @@ def _across_devices(experts: Experts, rows: Array, sizes: Array, devices: int) -
 
 
 def _send(rows: Array, sent: Array, received: Array) -> Array:
-    """Sends rows to the devices of their experts, which have a buffer of `room` rows for each sender."""
-    counts, room = jnp.sum(sent, axis=1), len(rows)
+    """Sends rows to the devices of their experts, which have a buffer of `capacity` rows for each sender."""
+    counts, capacity = jnp.sum(sent, axis=1), len(rows)
     starts = jnp.cumsum(counts) - counts
     if _ragged():
-        out = jnp.zeros((len(sent) * room, rows.shape[1]), rows.dtype)
-        there = jnp.full(len(sent), jax.lax.axis_index(EXPERT) * room, jnp.int32)
+        out = jnp.zeros((len(sent) * capacity, rows.shape[1]), rows.dtype)
+        there = jnp.full(len(sent), jax.lax.axis_index(EXPERT) * capacity, jnp.int32)
         return jax.lax.ragged_all_to_all(rows, out, starts, counts, there, jnp.sum(received, axis=1), axis_name=EXPERT)
-    row, place = _in_rooms(counts, room)
-    rooms = permuted(rows, row, place[:, None]).reshape(len(sent), room, -1)
-    return jax.lax.all_to_all(rooms, EXPERT, 0, 0).reshape(-1, rows.shape[1])
+    row, place = _in_buffers(counts, capacity)
+    buffers = permuted(rows, row, place[:, None]).reshape(len(sent), capacity, -1)
+    return jax.lax.all_to_all(buffers, EXPERT, 0, 0).reshape(-1, rows.shape[1])
 
 
 def _send_back(y: Array, sent: Array, received: Array) -> Array:
     """Sends rows back: the inverse of `_send`."""
-    counts, room = jnp.sum(sent, axis=1), len(y) // len(sent)
+    counts, capacity = jnp.sum(sent, axis=1), len(y) // len(sent)
     starts = jnp.cumsum(counts) - counts
     if _ragged():
-        here = jnp.arange(len(sent), dtype=jnp.int32) * room
+        here = jnp.arange(len(sent), dtype=jnp.int32) * capacity
         there = jax.lax.all_to_all(starts, EXPERT, 0, 0, tiled=True)
-        out = jnp.zeros((room, y.shape[1]), y.dtype)
+        out = jnp.zeros((capacity, y.shape[1]), y.dtype)
         return jax.lax.ragged_all_to_all(y, out, here, jnp.sum(received, axis=1), there, counts, axis_name=EXPERT)
-    rooms = jax.lax.all_to_all(y.reshape(len(sent), room, -1), EXPERT, 0, 0)
-    row, place = _in_rooms(counts, room)
-    return permuted(rooms.reshape(y.shape), place, row[:, None])
+    buffers = jax.lax.all_to_all(y.reshape(len(sent), capacity, -1), EXPERT, 0, 0)
+    row, place = _in_buffers(counts, capacity)
+    return permuted(buffers.reshape(y.shape), place, row[:, None])
 
 
-def _in_rooms(counts: Array, room: int) -> tuple[Int[Array, " places"], Int[Array, " rows"]]:
-    """Lays out `counts` rows for each device in buffers of `room` rows: the row at each place (`room`: none), and the
-    place of each row."""
-    starts, within = jnp.cumsum(counts) - counts, jnp.arange(room)
-    row = jnp.where(within[None] < counts[:, None], starts[:, None] + within[None], room)
+def _in_buffers(counts: Array, capacity: int) -> tuple[Int[Array, " places"], Int[Array, " rows"]]:
+    """Lays out `counts` rows for each device in buffers of `capacity` rows each.
+
+    Returns the row at each place (`capacity` where there is none), and the place of each row.
+    """
+    starts, within = jnp.cumsum(counts) - counts, jnp.arange(capacity)
+    row = jnp.where(within[None] < counts[:, None], starts[:, None] + within[None], capacity)
     device = jnp.searchsorted(jnp.cumsum(counts), within, side="right")
-    return row.reshape(-1), device * room + within - starts[device]
+    return row.reshape(-1), device * capacity + within - starts[device]
 
 
 def _ragged() -> bool:
