@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from convert.tensors import Lazy
+from zoo.nn.model import AbstractModel
 
 
 def gathered(array: jax.Array) -> np.ndarray:
@@ -16,7 +17,7 @@ def gathered(array: jax.Array) -> np.ndarray:
     return np.asarray(array) if _is_here(array) else multihost_utils.process_allgather(array, tiled=True)
 
 
-def write_once(model: Any, tensors: dict[str, Lazy], write: Callable[[dict[str, Lazy]], None]) -> None:
+def write_once(model: AbstractModel, tensors: dict[str, Lazy], write: Callable[[dict[str, Lazy]], None]) -> None:
     """Call `write(tensors)` in one process. `tensors` are from `zoo.checkpoint.export(model)`.
 
     If several processes hold parts of the model, all must call this. Process 0 writes; for each tensor that it needs,
