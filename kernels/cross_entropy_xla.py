@@ -1,6 +1,5 @@
 """Cross-entropy in chunks of tokens: it never holds the logits of all tokens, and computes none of them twice."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import mesh
+from kernels.chunks import Chunks
 
 
 def refusal(_: Callable, x: Float[Array, "batch seq embed"], *__: object, **___: object) -> str | None:
@@ -32,11 +32,9 @@ def cross_entropy(
     scan keeps the features' gradients and the sum of the weights', and the backward pass only scales them.
     """
     batch, seq, _ = x.shape
-    axes, seq_axes = mesh.splitting(batch, *mesh.BATCH), mesh.splitting(seq, mesh.CONTEXT)
-    rows, parts = (math.prod(map(mesh.split, names)) for names in (axes, seq_axes))
-    shards, part = rows * parts, seq // parts
-    size = min(part, -(-chunk * rows // batch))  # positions of one chunk
-    count = -(-part // size)
+    axes = mesh.splitting(batch, *mesh.BATCH) + mesh.splitting(seq, mesh.CONTEXT)
+    _, rows, parts, part, size, count = Chunks.of(batch, seq, chunk)
+    shards = rows * parts
 
     def split(a: Array) -> Array:
         """[batch, seq, ...] -> [count, shards, batch of the shard, size, ...]"""
@@ -48,7 +46,7 @@ def cross_entropy(
     def zero(shape: tuple[int, ...]) -> Float[Array, "shards ..."]:
         """Makes one running sum per shard: so the shards are added up once at the end, and not for every chunk."""
         zeros = jnp.zeros((shards, *shape), jnp.float32)
-        spec = P(axes + seq_axes, *[P.UNCONSTRAINED] * len(shape))
+        spec = P(axes, *[P.UNCONSTRAINED] * len(shape))
         return jax.lax.with_sharding_constraint(zeros, spec) if mesh.free() else zeros
 
     def whole(weight: Array) -> Array:

@@ -4,7 +4,6 @@ Each says where its formula stands. `log` is natural, pi is the model that learn
 "log-probability" is that of a target token, or of a completion: the sum of its tokens'.
 """
 
-import math
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import mesh
+from kernels.chunks import Chunks
 
 
 T = TypeVar("T")
@@ -32,35 +31,16 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
     again, so of what is as wide as the vocabulary no more than a chunk is ever there. All arrays are [batch, seq, ...].
     The gradient of what `function` closes over, such as the output head, is added up over the chunks in float32.
     """
-    batch, seq = arrays[0].shape[:2]
-    rows = math.prod(map(mesh.split, mesh.splitting(batch, *mesh.BATCH)))
-    parts = math.prod(map(mesh.split, mesh.splitting(seq, mesh.CONTEXT)))  # each device cuts up its own positions
-    part = seq // parts
-    size = min(part, math.ceil(chunk * rows / batch))
-    count = math.ceil(part / size)
-
-    def cut(a: Array) -> Array:
-        """[batch, seq, ...] -> [count, batch, parts * size, ...]"""
-        a = a.reshape(batch, parts, part, *a.shape[2:])
-        a = jnp.pad(a, ((0, 0), (0, 0), (0, count * size - part), *((0, 0),) * (a.ndim - 3)))
-        a = jnp.moveaxis(a.reshape(batch, parts, count, size, *a.shape[3:]), 2, 0)
-        return a.reshape(count, batch, parts * size, *a.shape[4:])
-
-    def joined(a: Array) -> Array:
-        """The inverse of `cut`."""
-        a = jnp.moveaxis(a.reshape(count, batch, parts, size, *a.shape[3:]), 0, 2)
-        a = a.reshape(batch, parts, count * size, *a.shape[4:])[:, :, :part]
-        return a.reshape(batch, seq, *a.shape[3:])
-
-    pieces = tuple(map(cut, arrays))
+    chunks = Chunks.of(*arrays[0].shape[:2], chunk)
+    pieces = tuple(map(chunks.cut, arrays))
     converted, closed = jax.closure_convert(function, *(a[0] for a in pieces))
     wide = [a.astype(jnp.float32) if a.dtype.itemsize < 4 else a for a in closed]
 
-    def step(_: None, chunks: tuple[Array, ...]) -> tuple[None, T]:
+    def step(_: None, pieces: tuple[Array, ...]) -> tuple[None, T]:
         # Rounded within the scan, so that the scan adds up the gradients of what is wide.
-        return None, converted(*chunks, *(w.astype(a.dtype) for w, a in zip(wide, closed, strict=True)))
+        return None, converted(*pieces, *(w.astype(a.dtype) for w, a in zip(wide, closed, strict=True)))
 
-    return jax.tree.map(joined, jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)[1])
+    return jax.tree.map(chunks.joined, jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)[1])
 
 
 def logprobs(

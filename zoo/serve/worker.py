@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.chunks import Chunks
 from zoo.generation.engine import Completion, Engine, bucket
 from zoo.generation.generate import begun, first
 from zoo.generation.sampling import Sampler
@@ -73,17 +73,17 @@ def score(
     Logits exist for 128 positions at a time, to save memory. The numbers of the last position mean nothing.
     """
     x, _ = model.hidden(tokens)
-    chunk = math.gcd(tokens.shape[1], 128)
+    chunks = Chunks.of(*tokens.shape, 128)
 
-    def part(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        x, following = inputs
+    def numbers(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        x, following = part
         logp = jax.nn.log_softmax(model.unembed(x).astype(jnp.float32), axis=-1)
         values, ids = jax.lax.top_k(logp, top)
-        return jnp.take_along_axis(logp, following[:, None], axis=-1)[:, 0], ids, values
+        return jnp.take_along_axis(logp, following[..., None], axis=-1)[..., 0], ids, values
 
-    following = jnp.roll(tokens[0], -1).reshape(-1, chunk)
-    own, ids, values = jax.lax.map(part, (x[0].reshape(-1, chunk, x.shape[-1]), following))
-    return own.reshape(-1), ids.reshape(-1, top), values.reshape(-1, top)
+    found = jax.lax.map(numbers, (chunks.cut(x), chunks.cut(jnp.roll(tokens, -1, axis=1))))
+    own, ids, values = (chunks.joined(a)[0] for a in found)
+    return own, ids, values
 
 
 class Worker(threading.Thread):
