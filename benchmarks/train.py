@@ -99,8 +99,9 @@ def with_zoo(
 
     import kernels
     from train.optim import adamw
+    from train.remat import REMAT
     from train.state import init_state
-    from train.step import REMAT, cross_entropy, jit_train_step
+    from train.step import cross_entropy, jit_train_step
     from zoo import lora, quantized, surgery
     from zoo.registry import family_of
 

@@ -43,8 +43,9 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
 
     import zoo
     from train.optim import adamw
+    from train.remat import REMAT
     from train.state import init_state
-    from train.step import REMAT, jit_train_step
+    from train.step import jit_train_step
     from zoo import lora, peft
 
     model = zoo.load(folder)

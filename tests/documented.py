@@ -82,10 +82,11 @@ def write_data() -> None:
 def parse(module: str, words: list[str]) -> None:
     """Whether a script takes these options."""
     import importlib
+    import typing
 
     import tyro
 
-    tyro.cli(importlib.import_module(module).Options, args=words)
+    tyro.cli(typing.get_type_hints(importlib.import_module(module).main)["o"], args=words)
 
 
 def run(module: str, words: list[str]) -> None:

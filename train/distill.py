@@ -6,10 +6,8 @@ With `--teacher` alone that one runs beside the student. `--store` writes its la
 
 import dataclasses
 import functools
-import itertools
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -17,24 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 import rich
 import rich.progress
-from jaxtyping import Array, Float
 
 import kernels
 import train.tiny
 import zoo
 from kernels.mesh import CONTEXT
 from train import finetune, loop, loss, report
+from train.command import command
 from train.data import teacher
-from train.data.packing import batches, encode, file_hashes, fingerprint, padded, survey, tokenizer_hash
+from train.data.packing import batches, count, file_hashes, fingerprint, padded, prompts_of, survey, tokenizer_hash
 from train.data.records import open_records
 from train.mesh import put_batch
-from train.step import Batch
+from train.options import resolve_steps
+from train.step import Batch, Losses, Remat, Scalars, features
 from zoo.gather import gathered
 from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(finetune.Options):
+class DistillOptions(finetune.FineTuningOptions):
     """Distil a model. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "distill"
@@ -69,37 +68,37 @@ class Options(finetune.Options):
 def objective(
     model: Any,
     batch: Batch,
-    teacher: Any = None,
+    reference: Any = None,
+    means: Scalars | None = None,
     *,
-    o: Options,
-    remat: Callable[[Callable], Callable] | None = None,
-) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
-    """The loss of a batch's targets, for `train.step.train_step`; without a teacher, from the batch's `top_values`.
+    o: DistillOptions,
+    remat: Remat = None,
+) -> Losses:
+    """The loss of a batch's targets, for `train.step.train_step`. `reference` is the teacher; None: the batch has its
+    logits, "top_values" and "top_indices".
 
     The sums are "loss", "divergence", and "cross_entropy" and "accuracy" on the data's own tokens.
     """
-    where = dict(positions=batch["positions"], segments=batch["segments"])
-    x, reports = model.hidden(batch["tokens"], **where, remat=remat)
-    if teacher is None:
+    x, reports = features(model, batch, remat=remat)
+    if reference is None:
         divergence = functools.partial(loss.divergence_top_k, temperature=o.temperature)
         given = (batch["top_values"].astype(jnp.float32), batch["top_indices"])
         each = loss.by_chunks(lambda x, *given: divergence(model.unembed(x), *given), x, *given)
     else:
         divergence = functools.partial(loss.divergence, beta=o.beta, temperature=o.temperature)
-        y = jax.lax.stop_gradient(teacher.hidden(batch["tokens"], **where)[0])
-        each = loss.by_chunks(lambda x, y: divergence(model.unembed(x), teacher.unembed(y)), x, y)
-    total = o.temperature**2 * jnp.sum(jnp.where(batch["loss_mask"] != 0, each, 0))
-    sums = {"divergence": total}
-    mixed = o.weight * total
+        y = jax.lax.stop_gradient(features(reference, batch)[0])
+        each = loss.by_chunks(lambda x, y: divergence(model.unembed(x), reference.unembed(y)), x, y)
+    learnt = batch["loss_mask"] != 0
+    divergences = o.temperature**2 * jnp.sum(jnp.where(learnt, each, 0))
+    total, sums = o.weight * divergences, {"divergence": divergences}
     if o.weight < 1:
         plain, seen = kernels.cross_entropy(model.unembed, x, batch["targets"], batch["loss_mask"])
-        mixed += (1 - o.weight) * plain
+        total += (1 - o.weight) * plain
         sums |= {"cross_entropy": seen["loss"], "accuracy": seen["correct"]}
-    sums = {name: jax.lax.stop_gradient(value) for name, value in (sums | {"loss": mixed}).items()}
-    return mixed, (sums, reports)
+    return total, jnp.sum(learnt), jax.lax.stop_gradient(sums | {"loss": total}), reports
 
 
-def main(o: Options) -> None:
+def main(o: DistillOptions) -> None:
     # --------------------------------------------------------------------------------------------------- mesh, models
     if (o.teacher is None) == (o.logits is None) or (o.store and o.logits):
         raise ValueError("Give --teacher, to learn from it or to --store its logits; or --logits, to learn from those.")
@@ -108,7 +107,7 @@ def main(o: Options) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
-    o = dataclasses.replace(finetune.resolved(o), seq_len=loop.row_length(o, config))
+    o = finetune.resolve(o, config, width_lr=finetune.width_lr(o))
     if o.teacher and (vocab := zoo.config(o.teacher).vocab_size) != config.vocab_size:
         raise ValueError(f"{o.teacher} has {vocab} tokens and {o.model} {config.vocab_size}: they must have the same.")
 
@@ -123,21 +122,17 @@ def main(o: Options) -> None:
         held = min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)
         batched = lambda rows: padded(rows.to_iter_dataset(), o.batch)
         data = batched(rows[: len(rows) - held].shuffle(seed=o.seed).repeat(None if o.steps else o.epochs))
-        validation, source, shown = batched(rows[-held:]) if held else None, about, []
+        validation, source, prompts = batched(rows[-held:]) if held else None, about, []
         source |= {"batch": o.batch, "seed": o.seed, "hold_out": o.hold_out}  # of this run, not of the stored one
         source["logits"] = {"files": file_hashes(o.logits, [o.logits / teacher.ROWS])}
     else:
         records, held_out = open_records(o.data, o.hold_out)
         found = survey(records, tokenizer, **shape)
-        report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
-        if o.dry_run:
-            report.examples(found, tokenizer, seq_len=o.seq_len)
+        report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
         shape["batch"], epochs = o.batch, None if o.steps and not o.store else o.epochs
         data = batches(records, tokenizer, seed=o.seed, epochs=epochs, **shape)
         validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
-        shown = [
-            encode(r, tokenizer, vocab_size=config.vocab_size)[-1] for r in itertools.islice(held_out or records, 3)
-        ]
+        prompts = prompts_of(held_out or records, tokenizer, vocab_size=config.vocab_size)
         source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed} | shape
     if o.teacher:
         source |= {"teacher": o.teacher, "teacher_weights": finetune.weights_hash(o.teacher)}
@@ -145,27 +140,23 @@ def main(o: Options) -> None:
         return store(o, o.store, mesh, data, source)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = loop.resolve(o, config, o.steps or loop.count(data), width_lr=finetune.width_lr(o))
-    finetune.run(
-        o,
-        config,
-        mesh,
-        tokenizer,
-        source=source,
-        data=data,
-        objective=functools.partial(objective, o=o),
-        others=zoo.load(o.teacher, dtype=o.compute_dtype, mesh=mesh) if o.teacher else None,
+    o = resolve_steps(o, o.steps or count(data))
+    task = loop.Task(
+        data,
+        functools.partial(objective, o=o),
+        reference=zoo.load(o.teacher, dtype=o.compute_dtype, mesh=mesh) if o.teacher else None,
         validation=validation,
-        prompts=[loop.prompt_of(example) for example in shown],
+        prompts=prompts,
     )
+    finetune.run(o, config, mesh, tokenizer, task, source=source)
 
 
-def store(o: Options, folder: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
+def store(o: DistillOptions, folder: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
     """Writes the teacher's largest logits of all batches."""
     if jax.process_count() > 1 or mesh.shape[CONTEXT] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
     with jax.set_mesh(mesh):
-        larger = zoo.load(source["teacher"], dtype=loop.compute_dtype(o), mesh=mesh)
+        larger = zoo.load(source["teacher"], dtype=o.compute_dtype, mesh=mesh)
         top = jax.jit(functools.partial(teacher.top_k, k=o.top_k))
 
         def with_logits(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -178,4 +169,4 @@ def store(o: Options, folder: pathlib.Path, mesh: Any, data: Any, source: dict[s
 
 
 if __name__ == "__main__":
-    loop.command(main, Options)
+    command(main, DistillOptions)

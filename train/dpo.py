@@ -10,25 +10,64 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 import train.tiny
 import zoo
 from train import finetune, loop, loss, report
-from train.data.packing import fingerprint
+from train.command import command
+from train.data.packing import count, fingerprint, prompt_of
 from train.data.preferences import PAIRS, batches, encode_pairs, survey
 from train.data.records import open_records
-from train.step import Batch
+from train.options import resolve_steps
+from train.step import Batch, Losses, Remat, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
 
 
+class Pairs(NamedTuple):
+    """What losses are made of: the pairs of a batch, and of each its first and second completion."""
+
+    first: Float[Array, "batch pairs"]  # log-probability minus the reference's; without one, the mean of its tokens'
+    second: Float[Array, "batch pairs"]
+    lengths: tuple[Float[Array, "batch pairs"], Float[Array, "batch pairs"]]  # tokens of the two, at least 1
+    desirable: Bool[Array, "batch pairs"]  # the first completion
+    baseline: Float[Array, ""]  # 0 for losses that compare the two
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A row of `LOSSES`."""
+
+    of: Callable[[Any, Pairs], Float[Array, "batch pairs"]]
+    """Options and pairs -> the loss of each pair. Formulas are in `train.loss`."""
+    reference: bool = True
+    """Whether it needs the reference model's log-probabilities."""
+    unpaired: bool = False
+    """Whether it learns from the first completion alone, and from all second ones a baseline: see
+    `train.data.preferences`."""
+
+
+LOSSES = {
+    "dpo": Loss(lambda o, p: loss.dpo(p.first, p.second, beta=o.beta, label_smoothing=o.label_smoothing)),
+    "ipo": Loss(lambda o, p: loss.ipo(p.first / p.lengths[0], p.second / p.lengths[1], beta=o.beta)),
+    "orpo": Loss(lambda o, p: loss.orpo(p.first, p.second, beta=o.beta), reference=False),
+    "kto": Loss(
+        lambda o, p: loss.kto(
+            p.first, p.desirable, p.baseline,
+            beta=o.beta, desirable_weight=o.desirable_weight, undesirable_weight=o.undesirable_weight,
+        ),
+        unpaired=True,
+    ),
+}  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(finetune.Options):
+class DPOOptions(finetune.FineTuningOptions):
     """Teach a model preferences. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "dpo"
@@ -37,7 +76,7 @@ class Options(finetune.Options):
     """A file (.jsonl, .json, .parquet), or a folder of them, with train and valid files if it has any. The keys of a
     record say what it is: chosen and rejected, and prompt unless they share their beginning; or, for kto alone, prompt,
     completion and label."""
-    loss: Literal["dpo", "ipo", "orpo", "kto"] = "dpo"
+    loss: Literal[tuple(LOSSES)] = "dpo"  # pyright: ignore[reportInvalidTypeForm]
     """dpo, ipo and orpo compare two completions, orpo without a reference model. kto learns from each by itself."""
     beta: float = 0.1
     """How much it costs to leave the reference model; IPO's tau. ORPO's lambda: what the comparison weighs."""
@@ -53,121 +92,94 @@ class Options(finetune.Options):
     """Times through the data, if --steps is 0. 0: 1, but 4 for the embedded preferences."""
 
 
-def count(batch: Batch) -> Int[Array, ""]:
-    """How many pairs there are."""
-    return jnp.sum(jnp.max(batch["segments"], axis=1)) // 2
-
-
 def objective(
     model: Any,
     batch: Batch,
     reference: Any = None,
+    means: Scalars | None = None,
     *,
-    o: Options,
-    remat: Callable[[Callable], Callable] | None = None,
-    whole: dict[str, Float[Array, ""]] | None = None,
-) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
+    o: DPOOptions,
+    remat: Remat = None,
+) -> Losses:
     """The loss of a batch's pairs (see `train.data.preferences`), for `train.step.train_step`.
 
-    `reference` is the model to stay near to; None means this one without its adapters. kto's baseline is that of all
-    the batch, so where this is a part of one, `whole` has the means of all of it.
+    `reference` is the model to stay near to; None means this one without its adapters.
 
     The sums are "loss"; "chosen_logps" and "rejected_logps", the log-probabilities of completions; "chosen_reward" and
     "rejected_reward", beta times their log-ratios to the reference (for orpo, which has none, of a token's mean
     log-probability); "margin", the difference of the two; and "accuracy", the number of pairs in which it is positive.
     For kto they are "loss"; "mismatched", log-ratios of completions after the prompts of others; "kl", the baseline,
-    which is their mean or 0; "margin", how far a completion's reward is on its side of the baseline's; and "accuracy",
-    as before.
+    which is their mean over the whole batch or 0; "margin", how far a completion's reward is on its side of the
+    baseline's; and "accuracy", as before.
     """
-    mask, segments = batch["loss_mask"], batch["segments"]
-    sums = functools.partial(loss.per_document, segments=segments, mask=mask, documents=2 * PAIRS)
+    row, mask = LOSSES[o.loss], batch["loss_mask"]
+    sums = functools.partial(loss.per_document, segments=batch["segments"], mask=mask, documents=2 * PAIRS)
 
-    def completions(model: Any, **options: Any) -> tuple[Float[Array, "batch documents"], Any]:
+    def completions(model: Any, remat: Remat = None) -> tuple[Float[Array, "batch documents"], Any]:
         """Log-probabilities of a row's completions."""
-        x, reports = model.hidden(batch["tokens"], positions=batch["positions"], segments=segments, **options)
+        x, reports = features(model, batch, remat=remat)
         return sums(loss.logprobs(model.unembed, x, batch["targets"])[0]), reports
 
-    logps, reports = completions(model, remat=remat)
+    logps, reports = completions(model, remat)
     lengths = sums(jnp.ones(mask.shape, jnp.float32))
-    if o.loss == "orpo":
-        scores = logps / jnp.maximum(lengths, 1)
-    else:
+    present, tokens = lengths[:, ::2] > 0, jnp.maximum(lengths, 1)
+    if row.reference:
         scores = logps - jax.lax.stop_gradient(completions(lora.bare(model) if reference is None else reference)[0])
-    present, first, second = lengths[:, ::2] > 0, scores[:, ::2], scores[:, 1::2]
-    match o.loss:
-        case "dpo":
-            losses = loss.dpo(first, second, beta=o.beta, label_smoothing=o.label_smoothing)
-        case "ipo":
-            mean = scores / jnp.maximum(lengths, 1)
-            losses = loss.ipo(mean[:, ::2], mean[:, 1::2], beta=o.beta)
-        case "orpo":
-            losses = loss.orpo(first, second, beta=o.beta)
-        case "kto":
-            baseline = loss.kto_baseline(second, present) if whole is None else jnp.maximum(whole["mismatched"], 0)
-            desirable = sums(batch["desirable"].astype(jnp.float32))[:, ::2] > 0
-            losses = loss.kto(
-                first, desirable, baseline,
-                beta=o.beta, desirable_weight=o.desirable_weight, undesirable_weight=o.undesirable_weight,
-            )  # fmt: skip
-    if o.loss == "kto":
+    else:
+        scores = logps / tokens
+    first, second, desirable, baseline = scores[:, ::2], scores[:, 1::2], present, jnp.zeros(())
+    if row.unpaired:
+        desirable = sums(batch["desirable"].astype(jnp.float32))[:, ::2] > 0
+        baseline = loss.kto_baseline(second, present) if means is None else jnp.maximum(means["mismatched"], 0)
         margin = o.beta * jnp.where(desirable, first - baseline, baseline - first)
-        looks = {"kl": jnp.broadcast_to(baseline, margin.shape), "mismatched": second}
+        metrics = {"kl": jnp.broadcast_to(baseline, margin.shape), "mismatched": second}
     else:
         margin = o.beta * (first - second)
-        looks = {
+        metrics = {
             "chosen_reward": o.beta * first, "rejected_reward": o.beta * second,
             "chosen_logps": logps[:, ::2], "rejected_logps": logps[:, 1::2],
         }  # fmt: skip
-    looks |= {"loss": losses, "margin": margin, "accuracy": (margin > 0).astype(jnp.float32)}
-    totals = {name: jnp.sum(jnp.where(present, values, 0)) for name, values in looks.items()}
-    return totals["loss"], (totals, reports)
+    losses = row.of(o, Pairs(first, second, (tokens[:, ::2], tokens[:, 1::2]), desirable, baseline))
+    metrics |= {"loss": losses, "margin": margin, "accuracy": (margin > 0).astype(jnp.float32)}
+    totals = {name: jnp.sum(jnp.where(present, values, 0)) for name, values in metrics.items()}
+    pairs = jnp.sum(jnp.max(batch["segments"], axis=1)) // 2
+    return totals["loss"], pairs, totals, reports
 
 
-def main(o: Options) -> None:
+def main(o: DPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     embedded = o.data == train.tiny.PREFERENCES  # few, for a small model: other numbers do well
-    o = dataclasses.replace(
-        finetune.resolved(o),
-        seq_len=loop.row_length(o, config),
-        epochs=o.epochs or (4 if embedded else 1),
-        lr=o.lr or (2e-4 if embedded else 0.0),
-    )
+    epochs, lr = o.epochs or (4 if embedded else 1), o.lr or (2e-4 if embedded else 0.0)
+    # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).
+    width_lr, row = finetune.width_lr(o) / 20, LOSSES[o.loss]
+    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=width_lr)
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out)
-    shape: dict[str, Any] = dict(vocab_size=config.vocab_size, seq_len=o.seq_len, unpaired=o.loss == "kto")
+    shape: dict[str, Any] = dict(vocab_size=config.vocab_size, seq_len=o.seq_len, unpaired=row.unpaired)
     found = survey(records, tokenizer, **shape)
-    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
-    if o.dry_run:
-        report.examples(found, tokenizer, seq_len=o.seq_len)
+    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
     shape["batch"] = o.batch
     data = batches(records, tokenizer, seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
     validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
-    pairs = functools.partial(encode_pairs, tokenizer=tokenizer, vocab_size=config.vocab_size, unpaired=o.loss == "kto")
-    shown = [pairs(record, record)[0].first for record in itertools.islice(held_out or records, 3)]
+    pairs = functools.partial(encode_pairs, tokenizer=tokenizer, vocab_size=config.vocab_size, unpaired=row.unpaired)
+    prompts = [prompt_of(pairs(record, record)[0].first) for record in itertools.islice(held_out or records, 3)]
     source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed, "loss": o.loss}
 
     # ----------------------------------------------------------------------------------------------------------- train
-    # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).
-    o = loop.resolve(o, config, o.steps or loop.count(data), width_lr=finetune.width_lr(o) / 20)
-    finetune.run(
-        o,
-        config,
-        mesh,
-        tokenizer,
-        source=source | shape,
-        data=data,
-        objective=functools.partial(objective, o=o),
-        count=count,
-        two_passes=o.loss == "kto",
-        others=None if o.loss == "orpo" or o.lora.rank else finetune.frozen(o, mesh),
+    o = resolve_steps(o, o.steps or count(data))
+    task = loop.Task(
+        data,
+        functools.partial(objective, o=o),
+        reference=finetune.frozen(o, mesh) if row.reference and not o.lora.rank else None,
         validation=validation,
-        prompts=[loop.prompt_of(example) for example in shown],
+        prompts=prompts,
     )
+    finetune.run(o, config, mesh, tokenizer, task, source=source | shape)
 
 
 if __name__ == "__main__":
-    loop.command(main, Options)
+    command(main, DPOOptions)

@@ -1,8 +1,9 @@
-"""What the scripts share that begin with a model's weights: which one, whether adapters are trained, where it goes."""
+"""What the scripts share that start from a model's weights: its options, loading it, adapters, and the upload."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import rich
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 
 import convert.hub
 import zoo
-from train import loop, options
+from train import folder, loop, options
 from zoo import lora
 from zoo.registry import family_of
 from zoo.surgery import shardings
@@ -31,7 +32,7 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(options.Options):
+class FineTuningOptions(options.Options):
     model: str = "tiny"
     """A zoo name, a Hub repository org/name, or a folder in the Hub's layout."""
     revision: str | None = None
@@ -44,12 +45,16 @@ class Options(options.Options):
     """A repository org/name on the Hub to upload the result to, made if it is missing; private. Needs HF_TOKEN."""
 
 
-def resolved(o: Any) -> Any:
-    """`o` with numbers for what adapters leave to us. A repository to upload to is made now, not after the training.
+O = TypeVar("O", bound=FineTuningOptions)
+
+
+def resolve(o: O, config: Any, *, width_lr: float) -> O:
+    """`train.options.resolve`, with the defaults of adapters. Also creates the repository on the Hub, so that a wrong
+    name fails before the training.
 
     Raises:
-        ValueError: if weights are to be both quantised and trained.
-        OSError: if there can be no such repository.
+        ValueError: if weights are to be both quantized and trained, or the model has fewer positions than --seq-len.
+        OSError: if the repository cannot be created.
     """
     if o.quantize != "none" and not o.lora.rank:
         raise ValueError(f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank.")
@@ -57,10 +62,16 @@ def resolved(o: Any) -> Any:
         convert.hub.create(o.push_to_hub)
     decay = 0.0 if o.weight_decay < 0 and o.lora.rank else o.weight_decay
     adapters = dataclasses.replace(o.lora, alpha=o.lora.alpha or 2.0 * o.lora.rank)
-    return dataclasses.replace(o, lora=adapters, weight_decay=decay)
+    return options.resolve(dataclasses.replace(o, lora=adapters, weight_decay=decay), config, width_lr=width_lr)
 
 
-def load(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
+def width_lr(o: FineTuningOptions) -> float:
+    """The default learning rate of a model of width 4,096: adapters do well with ten times that of weights (QLoRA,
+    arXiv:2305.14314, table 9)."""
+    return 2e-4 if o.lora.rank else 2e-5
+
+
+def load(o: FineTuningOptions, mesh: Mesh, *, mtp: bool = False) -> Any:
     """The model that the options name, placed on the mesh; with new adapters if they are asked for."""
     if not o.lora.rank:
         return zoo.load(o.model, revision=o.revision, mesh=mesh, mtp=mtp)
@@ -69,8 +80,8 @@ def load(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
     return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))
 
 
-def frozen(o: Any, mesh: Mesh, *, mtp: bool = False) -> Any:
-    """The model that the options name, to be used and not to be trained: in --compute-dtype, or quantised."""
+def frozen(o: FineTuningOptions, mesh: Mesh, *, mtp: bool = False) -> Any:
+    """The model that the options name, for what is not trained: in --compute-dtype, or quantized."""
     quantize = None if o.quantize == "none" else o.quantize
     return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, mtp=mtp)
 
@@ -83,37 +94,29 @@ def weights_hash(source: str, revision: str | None = None) -> str:
         return zoo.fingerprint(source, revision=revision)
 
 
-def width_lr(o: Any) -> float:
-    """The learning rate of a model of width 4,096, if none is given: adapters do well with ten times that of weights
-    (QLoRA, arXiv:2305.14314, table 9)."""
-    return 2e-4 if o.lora.rank else 2e-5
-
-
 def run(
-    o: Any,
+    o: FineTuningOptions,
     config: Any,
     mesh: Mesh,
     tokenizer: Tokenizer,
+    task: loop.Task,
     *,
     source: Mapping[str, Any],
     mtp: bool = False,
-    **parts: Any,
 ) -> None:
-    """`train.loop.run` of the model that the options name, with adapters if they say so, and the upload of its result.
+    """`train.loop.run` of the model that the options name, or of its adapters, and the upload of the result.
 
-    `source` is what must not change of the data while the run is not at its end; `parts` are the loop's.
+    `source` says what the data is, which must not change until the run has ended.
     """
     rank, alpha, where = o.lora.rank, o.lora.alpha, o.lora.where
     adapters = {"rank": rank, "scale (alpha / rank)": alpha / max(rank, 1), "where": where}
-    family = family_of(config)
-    identity = loop.identity(o, config, family, source) | {"lora": adapters, "quantize": o.quantize, "mtp": mtp}
+    identity = folder.identity(o.model, config, source) | {"lora": adapters, "quantize": o.quantize, "mtp": mtp}
     identity["revision"] = o.revision
-    if rank or parts.get("others") is not None:  # the model that the run begins with is read again when it goes on
+    if rank or task.reference is not None:  # a resumed run reads the model that it began with again
         identity["weights"] = weights_hash(o.model, o.revision)
     with jax.set_mesh(mesh):
-        exported = loop.run(
-            o, config=config, family=family, mesh=mesh, tokenizer=tokenizer, identity=identity, mtp=mtp,
-            make_model=lambda: load(o, mesh, mtp=mtp), adapters=o.lora.rank > 0, **parts,
-        )  # fmt: skip
+        model = functools.partial(load, o, mesh, mtp=mtp)
+        trained = loop.to_train(model, o, o.model, config, mesh, adapters=rank > 0, mtp=mtp)
+        exported = loop.run(o, trained, task, mesh, tokenizer, identity)
     if exported and o.push_to_hub and jax.process_index() == 0:
         rich.print(f"Uploaded: {convert.hub.push(exported, o.push_to_hub)}")

@@ -1,5 +1,6 @@
-"""Which folder a run writes to, if --out does not say: runs/sft, or runs/sft-2 and so on."""
+"""Chooses a run's folder where --out does not (runs/sft, or runs/sft-2 and so on), and says what run a folder has."""
 
+import dataclasses
 import fnmatch
 import json
 import pathlib
@@ -8,15 +9,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import rich
 
 from train.checkpoint import DATA, differences
 from train.cluster import agree
-from train.options import with_new
+from train.options import Options
+from zoo.config import write as write_config
+from zoo.registry import family_of
 
 
 RUN = "run.json"  # in the folder of every run: what run it is
 ROOT = pathlib.Path("runs")
+
+# What may be another when a run goes on, since it learns the same from the same; or is compared by its contents.
+INCIDENTAL = {
+    "--accept-data", "--coordinator", "--data", "--dry-run", "--keep", "--mesh", "--model", "--out", "--process",
+    "--processes", "--push-to-hub", "--remat", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
+}  # fmt: skip
 
 
 def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
@@ -65,3 +76,37 @@ def describe(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
     """Writes down what run a folder has."""
     if jax.process_index() == 0:
         (folder / RUN).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
+    """Option -> value, as JSON has it: of those options on which a run's numbers depend."""
+    found = {}
+    for field in dataclasses.fields(o):
+        name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
+        found |= telling(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return {name: json.loads(json.dumps(found[name], default=str)) for name in found.keys() - INCIDENTAL}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Names the options that differ, in one line; empty if none does."""
+    before = with_new(before)
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
+
+
+def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds to what an older version recorded of a run the options that it did not have, with their defaults."""
+    return telling(Options()) | dict(before)
+
+
+def identity(name: str, config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change between a checkpoint and the run that goes on with it; also all that its export needs."""
+    model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
+    hub = write_config(config, family_of(config), export_dtype(config))
+    return {"model": model, "config": hub, "data": dict(data)}
+
+
+def export_dtype(config: Any) -> np.dtype:
+    """The dtype of the checkpoint that a run began with."""
+    hub = json.loads((config.source / "config.json").read_text())
+    return jnp.dtype(hub.get("dtype") or hub.get("torch_dtype") or "float32")

@@ -9,29 +9,29 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import grain
 import jax
 import jax.numpy as jnp
 import tyro
-from jaxtyping import Array, Float
 
 import train.tiny
 import zoo
 from train import finetune, loop, loss
+from train.command import command
 from train.data import rewards
 from train.data.packing import fingerprint
 from train.data.records import open_records
-from train.data.rollouts import empty, encode, experience
-from train.step import Batch
+from train.data.rollouts import empty, encode, rollout
+from train.options import resolve_steps
+from train.step import Batch, Losses, Remat, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(finetune.Options):
+class GRPOOptions(finetune.FineTuningOptions):
     """Teach a model by rewards. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "grpo"
@@ -84,48 +84,43 @@ def objective(
     model: Any,
     batch: Batch,
     reference: Any = None,
+    means: Scalars | None = None,
     *,
-    o: Options,
-    remat: Callable[[Callable], Callable] | None = None,
-) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Any]]:
+    o: GRPOOptions,
+    remat: Remat = None,
+) -> Losses:
     """The loss of completions, for `train.step.train_step`; see `train.loss`.
 
     Beside the usual, a batch has "advantages" and "old", the log-probabilities with which its targets were drawn.
     `reference` is the model to stay near to, if `o.kl`; None means this one without its adapters. The sums are "loss",
     "entropy", "clipped" (the fraction of tokens), "drift" (how far log-probabilities are from "old") and "kl".
     """
-    mask, where = batch["loss_mask"], dict(positions=batch["positions"], segments=batch["segments"])
+    mask = batch["loss_mask"]
 
-    def logprobs(model: Any, **options: Any) -> tuple[Any, Any]:
-        x, reports = model.hidden(batch["tokens"], **where, **options)
+    def logprobs(model: Any, remat: Remat = None) -> tuple[Any, Any]:
+        x, reports = features(model, batch, remat=remat)
         unembed = lambda x: model.unembed(x).astype(jnp.float32) / o.temperature
         return loss.logprobs(unembed, x, batch["targets"]), reports
 
-    (logps, entropy), reports = logprobs(model, remat=remat)
+    (logps, entropy), reports = logprobs(model, remat)
     values, clipped = loss.clipped_policy(
         logps, batch["old"], batch["advantages"][:, 0], mask,
         epsilon_low=o.epsilon, epsilon_high=o.epsilon_high or o.epsilon, level=o.level,
     )  # fmt: skip
-    looks = {"entropy": entropy, "clipped": clipped.astype(jnp.float32), "drift": jnp.abs(logps - batch["old"])}
+    metrics = {"entropy": entropy, "clipped": clipped.astype(jnp.float32), "drift": jnp.abs(logps - batch["old"])}
     if o.kl:
         (there, _), _ = jax.lax.stop_gradient(logprobs(lora.bare(model) if reference is None else reference))
-        looks["kl"] = loss.kl_k3(logps, there)
-        values += o.kl * looks["kl"]
-    # What is only looked at is averaged over tokens, however the loss is.
+        metrics["kl"] = loss.kl_k3(logps, there)
+        values += o.kl * metrics["kl"]
+    # Metrics are averaged over tokens, however the loss is.
     size = o.max_new_tokens if o.loss == "dr_grpo" else 1
     mean = lambda values: size * loss.aggregate(values, mask, "dapo" if o.loss == "dapo" else "grpo")[0]
-    total = loss.aggregate(values, mask, o.loss, max_length=o.max_new_tokens)[0]
-    sums = {name: jax.lax.stop_gradient(mean(values)) for name, values in looks.items()}
-    return total, (sums | {"loss": jax.lax.stop_gradient(total)}, reports)
+    total, count = loss.aggregate(values, mask, o.loss, max_length=o.max_new_tokens)
+    sums = {name: mean(values) for name, values in metrics.items()} | {"loss": total}
+    return total, count, jax.lax.stop_gradient(sums), reports
 
 
-def count(batch: Batch, *, o: Options) -> Float[Array, ""]:
-    """What the objective's sums are divided by."""
-    ones = jnp.ones(batch["loss_mask"].shape, jnp.float32)
-    return loss.aggregate(ones, batch["loss_mask"], o.loss, max_length=o.max_new_tokens)[1]
-
-
-def main(o: Options) -> None:
+def main(o: GRPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
@@ -139,12 +134,9 @@ def main(o: Options) -> None:
         raise ValueError(f"{len(o.reward)} rewards need as many --reward-weights, not {len(o.reward_weights)}.")
     judges = [rewards.find(name) for name in o.reward]
     embedded = o.data == train.tiny.INSTRUCTIONS  # short prompts, for a small model
-    o = dataclasses.replace(
-        finetune.resolved(o),
-        batch=rows // o.minibatches,
-        seq_len=o.seq_len or (96 if embedded else loop.row_length(o, config)),
-        lr=o.lr or (3e-4 if embedded else 0.0),
-    )
+    seq_len, lr = o.seq_len or (96 if embedded else 0), o.lr or (3e-4 if embedded else 0.0)
+    o = dataclasses.replace(o, batch=rows // o.minibatches, seq_len=seq_len, lr=lr)
+    o = finetune.resolve(o, config, width_lr=finetune.width_lr(o) / 20)
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, _ = open_records(o.data, 0.0)
@@ -158,23 +150,18 @@ def main(o: Options) -> None:
     source = {"data": fingerprint(o.data, tokenizer), "seed": o.seed, "prompts": o.prompts, "seq_len": o.seq_len}
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = loop.resolve(o, config, o.steps, width_lr=finetune.width_lr(o) / 20)
-    finetune.run(
-        o,
-        config,
-        mesh,
-        tokenizer,
-        source=source,
-        data=data,
-        objective=functools.partial(objective, o=o),
-        count=functools.partial(count, o=o),
-        others=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
-        experience=functools.partial(experience, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges),
-        example=empty(o.batch, o.seq_len),
-        updates=updates,
+    o = resolve_steps(o, o.steps)
+    task = loop.Task(
+        data,
+        functools.partial(objective, o=o),
+        reference=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
         prompts=[prompt.ids for prompt in looked_at[:3]],
+        rollout=functools.partial(rollout, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges),
+        updates=updates,
+        example=empty(o.batch, o.seq_len),
     )
+    finetune.run(o, config, mesh, tokenizer, task, source=source)
 
 
 if __name__ == "__main__":
-    loop.command(main, Options)
+    command(main, GRPOOptions)

@@ -31,7 +31,8 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
     again, so of what is as wide as the vocabulary no more than a chunk is ever there. All arrays are [batch, seq, ...].
     The gradient of what `function` closes over, such as the output head, is added up over the chunks in float32.
     """
-    chunks = Chunks.of(*arrays[0].shape[:2], chunk)
+    batch, seq = arrays[0].shape[:2]
+    chunks = Chunks.of(batch, seq, chunk)
     pieces = tuple(map(chunks.cut, arrays))
     converted, closed = jax.closure_convert(function, *(a[0] for a in pieces))
     wide = [a.astype(jnp.float32) if a.dtype.itemsize < 4 else a for a in closed]

@@ -1,21 +1,26 @@
 """What a run asks of its mesh: that it divides model and batch, and where the batch lies on it."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
 
-from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
+from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR, split
+from zoo.checkpoint import skeleton
 from zoo.mesh import AXES
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import Family
 from zoo.nn.stack import Stack
-from zoo.surgery import modules, shardings
+from zoo.registry import family_of
+from zoo.surgery import cast, modules, shardings
 
 
 def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: int) -> None:
@@ -51,6 +56,13 @@ def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: i
     shardings(model, family.partition_rules, mesh)
 
 
+def abstract_model(config: Any, family: Family, mesh: Mesh, *, mtp: bool) -> Any:
+    """Shapes of a model's float32 parameters, and where on the mesh they lie."""
+    model = skeleton(family, config, mtp=mtp)
+    places = shardings(model, family.partition_rules, mesh)
+    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
+
+
 def without_stages(mesh: Mesh, model: Any, family: Family) -> Mesh:
     """The same devices with those of the stages along "fsdp", or along "replica" where that does not divide the model.
 
@@ -67,6 +79,15 @@ def without_stages(mesh: Mesh, model: Any, family: Family) -> Mesh:
     except ValueError:
         return along(REPLICA)
     return along(FSDP)
+
+
+@contextlib.contextmanager
+def generating(model: Any, mesh: Mesh, dtype: DTypeLike) -> Iterator[Any]:
+    """The model to generate with, in `dtype`, on a mesh without stages: generation has no pipeline."""
+    model, family = cast(model, dtype), family_of(model)
+    there = without_stages(mesh, model, family)
+    with jax.set_mesh(there):
+        yield model if there == mesh else jax.device_put(model, shardings(model, family.partition_rules, there))
 
 
 def put_batch(
@@ -107,3 +128,10 @@ def balanced(seq: int, parts: int) -> Int[np.ndarray, " seq"]:
         raise ValueError(f"{seq} tokens can't be cut into {2 * parts} pieces, two for each of context={parts}.")
     pieces = np.arange(seq).reshape(2 * parts, -1)
     return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)
+
+
+def next_token(values: Shaped[Array, "batch seq"]) -> Shaped[Array, "batch seq"]:
+    """At each token the value of the next one in its row, and 0 at the last; of rows in the order of `put_batch`."""
+    seq, parts = values.shape[1], split(CONTEXT)
+    order = balanced(seq, parts) if parts > 1 else np.arange(seq)
+    return jnp.pad(values[:, np.argsort(order)][:, 1:], ((0, 0), (0, 1)))[:, order]

@@ -14,27 +14,28 @@ from zoo.surgery import modules
 T = TypeVar("T")
 
 
-class NoisyEmbedding(Embedding):
-    """An `Embedding` whose vectors get noise between -1 and 1, times `size`; as an output head it has none."""
+class NoisyEmbedding(eqx.Module):
+    """Adds noise between -1 and 1, times `size`, to the vectors of an `Embedding`; as an output head it has none."""
 
+    embedding: Embedding
     size: Float[Array, "batch seq"]
-    keys: Key[Array, " batch"]  # one for each sequence, so that its noise does not depend on those beside it
-
-    def __init__(self, embedding: Embedding, size: Float[Array, "batch seq"], keys: Key[Array, " batch"]):
-        self.weight, self.size, self.keys = embedding.weight, size, keys
+    keys: Key[Array, " batch"]  # one for each row, so that its noise does not depend on the others
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        x = super().__call__(tokens)
+        x = self.embedding(tokens)
         noise = jax.vmap(lambda key: jax.random.uniform(key, x.shape[1:], minval=-1, maxval=1))(self.keys)
         noise *= self.size[..., None]
         return x + noise.astype(x.dtype)
 
+    def attend(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embedding.attend(x)
+
 
 def noisy(model: T, segments: Int[Array, "batch seq"], *, alpha: float, keys: Key[Array, " batch"]) -> T:
-    """`model` with noise of up to alpha / sqrt(L d) on each of the d features of a token, whose document has L tokens.
+    """Adds noise of up to alpha / sqrt(L d) to each of the d features of a token, where its document has L tokens.
 
-    For the batch of these `segments` only, with a key for each of its rows. The paper's algorithm 1; its alphas are 5,
-    10 and 15.
+    The model that it returns is for a batch with these `segments`; `keys` are one a row. This is the paper's
+    algorithm 1, whose alphas are 5, 10 and 15.
     """
     tokens = lambda m: next(modules(m, Embedding))[1]  # a second one, if there is one, is of positions
     lengths = jax.vmap(lambda row: jnp.bincount(row, length=row.size + 1)[row])(segments)

@@ -3,12 +3,13 @@
 import dataclasses
 import datetime
 import functools
-import json
+import math
 import os
 import pathlib
 import typing
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
+
+import jax
 
 from train.step import Objective, cross_entropy
 
@@ -28,6 +29,8 @@ class Chat:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of every training script. Where 0 stands for a choice of ours, `resolve` makes it."""
+
+    name: ClassVar[str]
 
     out: pathlib.Path | None = None
     """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, loss.png, and the exported model or adapter. None:
@@ -128,36 +131,43 @@ class Options:
             object.__setattr__(self, field.name, value)
 
 
-# What may be another when a run goes on, since it learns the same from the same; or is compared by its contents.
-INCIDENTAL = {
-    "--accept-data", "--coordinator", "--data", "--dry-run", "--keep", "--mesh", "--model", "--out", "--process",
-    "--processes", "--push-to-hub", "--remat", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
-}  # fmt: skip
+O = TypeVar("O", bound=Options)
 
 
-def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
-    """Option -> value, as JSON has it: of those options on which a run's numbers depend."""
-    found = {}
-    for field in dataclasses.fields(o):
-        name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
-        found |= telling(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return {name: json.loads(json.dumps(found[name], default=str)) for name in found.keys() - INCIDENTAL}
+def resolve(o: O, config: Any, *, width_lr: float) -> O:
+    """`o` with a value for every option that the user has left to us, but those that depend on the number of steps.
+
+    `width_lr` is the learning rate of a model of width 4,096.
+
+    Raises:
+        ValueError: if the model has fewer positions than --seq-len.
+    """
+    if o.seq_len > config.max_position_embeddings:
+        raise ValueError(f"--seq-len {o.seq_len} exceeds the model's {config.max_position_embeddings} positions.")
+    dtype = {"cpu": "float32"}.get(jax.default_backend(), "bfloat16")
+    return dataclasses.replace(
+        o,
+        seq_len=o.seq_len or min(config.max_position_embeddings, 2048),
+        lr=o.lr or width_lr * 4096 / config.hidden_size,
+        weight_decay=0.1 if o.weight_decay < 0 else o.weight_decay,
+        compute_dtype=dtype if o.compute_dtype == "auto" else o.compute_dtype,
+    )
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Names the options that differ, in one line; empty if none does."""
-    before = with_new(before)
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
-
-
-def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to what an older version recorded of a run the options that it did not have, with their defaults."""
-    return telling(Options()) | dict(before)
+def resolve_steps(o: O, steps: int) -> O:
+    """`o` for a run of so many steps."""
+    return dataclasses.replace(
+        o,
+        steps=steps,
+        warmup=math.ceil(0.03 * steps) if o.warmup < 0 else o.warmup,
+        decay=math.ceil(0.2 * steps) if o.decay < 0 else o.decay,
+        eval_every=o.eval_every or math.ceil(steps / 10),
+        sample_every=o.sample_every or math.ceil(steps / 4),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModeling(Options):
+class LanguageModelingOptions(Options):
     """Options of the scripts that learn to predict the next token."""
 
     z_loss: float = 0.0

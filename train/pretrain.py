@@ -5,23 +5,24 @@ The model is a configuration with a tokenizer: any zoo name, or a folder with co
 """
 
 import dataclasses
-import itertools
 import pathlib
 from typing import Any, ClassVar
 
 import jax
 
 import zoo
-from train import loop, report
-from train.data.packing import batches, encode, fingerprint, survey
+from train import folder, loop, report
+from train.command import command
+from train.data.packing import batches, fingerprint, prompts_of, survey
 from train.data.records import open_records
-from train.options import LanguageModeling
+from train.mesh import abstract_model
+from train.options import LanguageModelingOptions, resolve, resolve_steps
 from zoo.mesh import make_mesh
 from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(LanguageModeling):
+class PretrainOptions(LanguageModelingOptions):
     """Pre-train a model. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "pretrain"
@@ -37,52 +38,35 @@ class Options(LanguageModeling):
     router_balance: float = 0.01
 
 
-def main(o: Options) -> None:
+def main(o: PretrainOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, **vars(o.chat))
     config = dataclasses.replace(zoo.config(o.model), source=tokenizer.folder)
-    family = family_of(config)
-    o = dataclasses.replace(o, seq_len=loop.row_length(o, config))
-    parts = {"mtp": True} if o.mtp_weight else {}
-    places = jax.tree.map(lambda a: a.sharding, loop.abstract_model(config, family, mesh, mtp=o.mtp_weight > 0))
+    o, mtp = resolve(o, config, width_lr=3e-4), o.mtp_weight > 0
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out)
     shape: dict[str, Any] = dict(vocab_size=config.vocab_size, seq_len=o.seq_len, packing="cut")
     found = survey(records, tokenizer, **shape)
-    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
-    if o.dry_run:
-        report.examples(found, tokenizer, seq_len=o.seq_len)
+    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
     shape["batch"] = o.batch
-    shown = [
-        encode(record, tokenizer, vocab_size=config.vocab_size)[-1]
-        for record in itertools.islice(held_out or records, 3)
-    ]
+    task = loop.Task(
+        batches(records, tokenizer, seed=o.seed, **shape),
+        o.objective(),
+        validation=batches(held_out, tokenizer, epochs=1, **shape) if held_out else None,
+        prompts=prompts_of(held_out or records, tokenizer, vocab_size=config.vocab_size),
+    )
+    source = fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = loop.resolve(o, config, o.steps, width_lr=3e-4)
+    o, family = resolve_steps(o, o.steps), family_of(config)
+    places = jax.tree.map(lambda a: a.sharding, abstract_model(config, family, mesh, mtp=mtp))
+    make = lambda: family.Model(config, key=jax.random.key(o.seed), **({"mtp": True} if mtp else {}))
     with jax.set_mesh(mesh):
-        loop.run(
-            o,
-            config=config,
-            family=family,
-            mesh=mesh,
-            tokenizer=tokenizer,
-            make_model=lambda: jax.jit(
-                lambda: family.Model(config, key=jax.random.key(o.seed), **parts), out_shardings=places
-            )(),
-            data=batches(records, tokenizer, seed=o.seed, **shape),
-            validation=batches(held_out, tokenizer, epochs=1, **shape) if held_out else None,
-            prompts=[loop.prompt_of(example) for example in shown],
-            identity=loop.identity(
-                o, config, family, fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
-            )
-            | {"mtp": o.mtp_weight > 0},
-            objective=o.objective(),
-            mtp=o.mtp_weight > 0,
-        )
+        trained = loop.to_train(jax.jit(make, out_shardings=places), o, o.model, config, mesh, mtp=mtp)
+        loop.run(o, trained, task, mesh, tokenizer, folder.identity(o.model, config, source) | {"mtp": mtp})
 
 
 if __name__ == "__main__":
-    loop.command(main, Options)
+    command(main, PretrainOptions)

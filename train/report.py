@@ -12,6 +12,7 @@ from rich.text import Text
 
 from train.data.packing import Survey
 from train.data.records import find_files
+from train.options import Options
 from zoo.tokenizer import Tokenizer
 
 
@@ -23,8 +24,10 @@ def rows(title: str, content: dict[str, Any]) -> None:
     rich.print(table)
 
 
-def data(path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int) -> None:
-    """Files, keys, lengths, packing; and warnings of what the model will not learn from."""
+def data(
+    path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int, dry_run: bool
+) -> None:
+    """Files, keys, lengths, packing; and what the model will not learn from. In a dry run, three examples too."""
     percent = lambda n: f"{n:,} of {survey.sampled:,} looked at ({100 * n / survey.sampled:.1f} %)"
     names = lambda files: (
         ", ".join(str(file) for file in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
@@ -47,6 +50,8 @@ def data(path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size
             "vocabulary": f"{tokenizer.vocab_size:,} of the tokenizer, {vocab_size:,} of the model",
         },
     )
+    if dry_run:
+        examples(survey, tokenizer, seq_len=seq_len)
 
 
 def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
@@ -62,6 +67,14 @@ def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
                 shown = end
         rich.print(f"\n[bold]Example {number}[/bold], {len(example.ids):,} tokens, {sum(example.mask):,} to be learnt")
         rich.print(text)
+
+
+def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
+    """What a step of these arguments, after the state, takes of the devices, and the run of the disk."""
+    rows("Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr})
+    rows("Memory of a device", memory(step, state, *arguments))
+    rows("Disk", disk(out, state, o.keep + (o.patience > 0)))
+    rows("Mesh", devices(mesh))
 
 
 def memory(step: Any, *arguments: Any) -> dict[str, str]:
@@ -87,7 +100,7 @@ def disk(out: pathlib.Path, state: Any, keep: int) -> dict[str, str]:
     return {"a checkpoint": size(checkpoint), f"{keep + 1} of them": size((keep + 1) * checkpoint), "free": size(free)}
 
 
-def mesh(mesh: Mesh) -> dict[str, str]:
+def devices(mesh: Mesh) -> dict[str, str]:
     device = mesh.devices.flat[0]
     return {"devices": f"{mesh.size} x {device.device_kind}"} | {axis: str(size) for axis, size in mesh.shape.items()}
 

@@ -13,14 +13,15 @@ from typing import Any, ClassVar, Literal
 import train.tiny
 import zoo
 from train import finetune, loop, report
-from train.data.packing import batches, encode, fingerprint, survey
+from train.command import command
+from train.data.packing import batches, count, fingerprint, prompts_of, survey
 from train.data.records import open_records, weighted
-from train.options import LanguageModeling
+from train.options import LanguageModelingOptions, resolve_steps
 from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(LanguageModeling, finetune.Options):
+class SFTOptions(LanguageModelingOptions, finetune.FineTuningOptions):
     """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "sft"
@@ -43,18 +44,15 @@ class Options(LanguageModeling, finetune.Options):
     """Noise on the embeddings (NEFTune): the paper's alpha, 5 to 15. 0: none."""
 
 
-def main(o: Options) -> None:
+def main(o: SFTOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     embedded = o.data == (train.tiny.INSTRUCTIONS,)  # short and few, for a small model: other numbers do well
-    o = dataclasses.replace(
-        finetune.resolved(o),
-        seq_len=loop.row_length(o, config),
-        epochs=o.epochs or (8 if embedded else 3),
-        lr=o.lr or (100 * finetune.width_lr(o) if embedded else 0.0),
-    )
+    width_lr = finetune.width_lr(o)
+    epochs, lr = o.epochs or (8 if embedded else 3), o.lr or (100 * width_lr if embedded else 0.0)
+    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=width_lr)
 
     # ----------------------------------------------------------------------------------------------------------- data
     shape: dict[str, Any] = dict(
@@ -66,34 +64,19 @@ def main(o: Options) -> None:
         sets.append(records)
         held_out += [held] if held else []
         found = survey(records, tokenizer, **shape)
-        report.data(path, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len)
-        if o.dry_run:
-            report.examples(found, tokenizer, seq_len=o.seq_len)
+        report.data(path, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
     shape["batch"] = o.batch
     data = batches(weighted(sets, o.weights), tokenizer, seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
     validation = batches(weighted(held_out), tokenizer, epochs=1, **shape) if held_out else None
-    shown = [
-        encode(record, tokenizer, vocab_size=config.vocab_size)[-1]
-        for record in itertools.islice(itertools.chain(*(held_out or sets)), 3)
-    ]
+    prompts = prompts_of(itertools.chain(*(held_out or sets)), tokenizer, vocab_size=config.vocab_size)
     sources = {"sets": [fingerprint(path, tokenizer) for path in o.data], "weights": o.weights, "hold_out": o.hold_out}
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o, mtp = loop.resolve(o, config, o.steps or loop.count(data), width_lr=finetune.width_lr(o)), o.mtp_weight > 0
-    finetune.run(
-        o,
-        config,
-        mesh,
-        tokenizer,
-        source=sources | {"seed": o.seed} | shape,
-        mtp=mtp,
-        data=data,
-        objective=o.objective(),
-        validation=validation,
-        prompts=[loop.prompt_of(example) for example in shown],
-        neftune=o.neftune,
-    )
+    o = resolve_steps(o, o.steps or count(data))
+    task = loop.Task(data, o.objective(), validation=validation, prompts=prompts, neftune=o.neftune)
+    source = sources | {"seed": o.seed} | shape
+    finetune.run(o, config, mesh, tokenizer, task, source=source, mtp=o.mtp_weight > 0)
 
 
 if __name__ == "__main__":
-    loop.command(main, Options)
+    command(main, SFTOptions)

@@ -8,6 +8,7 @@ import json
 import pathlib
 import sys
 import time
+import typing
 
 import jax
 import numpy as np
@@ -15,8 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from train import cluster, loop
+from train import cluster
 from train.checkpoint import Checkpoints
+from train.command import command
 from train.state import TrainState
 from zoo.mesh import make_mesh
 
@@ -28,7 +30,7 @@ def script(name, *arguments):
     """The command line of a training script."""
     sys.argv = [name, *arguments]
     module = importlib.import_module(name)
-    loop.command(module.main, module.Options)
+    command(module.main, typing.get_type_hints(module.main)["o"])
 
 
 def generate():

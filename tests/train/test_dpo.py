@@ -26,7 +26,7 @@ from train.step import jit_train_step, train_step
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-LOSSES = ("dpo", "ipo", "orpo", "kto")
+LOSSES = tuple(dpo.LOSSES)
 
 
 class Given:
@@ -59,16 +59,17 @@ def rows():
     segments = row((number % 2 * 2 + 1 + number // trl.PAIRS) * ones, 0)
     batch = {"tokens": segments, "targets": row(GIVEN["tokens"], 0), "loss_mask": row(GIVEN["completion"], 0)}
     batch |= {"segments": segments, "positions": segments}
-    assert segments[1, :32].tolist() == np.repeat([1, 2, 3, 4], 8).tolist() and dpo.count(batch) == trl.PAIRS
+    assert segments[1, :32].tolist() == np.repeat([1, 2, 3, 4], 8).tolist()
     return batch, Given(row(GIVEN["logits"], 1e4)), Given(row(GIVEN["ref_logits"], 1e4))
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
 def test_the_objective_equals_trl(rows, loss):
     batch, model, reference = rows
-    o = dpo.Options(loss=loss, beta=trl.BETA)
+    o = dpo.DPOOptions(loss=loss, beta=trl.BETA)
     objective = lambda x, y: dpo.objective(Given(x), batch, Given(y), o=o)
-    total, (sums, _) = jax.jit(objective)(model.logits, reference.logits)
+    total, count, sums, _ = jax.jit(objective)(model.logits, reference.logits)
+    assert count == trl.PAIRS
     orpo = np.mean(-np.array(GOLDEN["orpo_chosen_logps"]) - np.array(GOLDEN["orpo_odds_ratio"]))
     expected = orpo if loss == "orpo" else GOLDEN[loss][0]
     np.testing.assert_allclose([total, sums["loss"]], 2 * [trl.PAIRS * expected], rtol=1e-5)
@@ -81,7 +82,7 @@ def test_the_objective_equals_trl(rows, loss):
 def test_what_is_not_there_counts_for_nothing(rows, loss):
     batch, model, reference = rows
     batch = batch | {"desirable": batch["loss_mask"]}
-    objective = lambda x: dpo.objective(Given(x), batch, reference, o=dpo.Options(loss=loss))[0]
+    objective = lambda x: dpo.objective(Given(x), batch, reference, o=dpo.DPOOptions(loss=loss))[0]
     value, gradient = jax.jit(jax.value_and_grad(objective))(model.logits)
     learnt = batch["loss_mask"] != 0
     learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # of its second documents there is no gradient
@@ -106,11 +107,11 @@ def test_kto_in_microbatches(rows):
     batch |= {"desirable": batch["loss_mask"] * (batch["segments"] < 3).astype(int), "tokens": batch["targets"]}
     random = np.random.RandomState(0)
     tables = [jnp.asarray(random.normal(size=(64, 64)), jnp.float32) for _ in range(2)]
-    optimizer, objective = optax.sgd(1.0), functools.partial(dpo.objective, o=dpo.Options(loss="kto"))
+    optimizer, objective = optax.sgd(1.0), functools.partial(dpo.objective, o=dpo.DPOOptions(loss="kto"))
     steps = [
         functools.partial(
             train_step, optimizer=optimizer, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
-            objective=objective, count=dpo.count, two_passes=True, microbatches=microbatches,
+            objective=objective, microbatches=microbatches,
         )
         for microbatches in (1, 2)
     ]  # fmt: skip
@@ -167,23 +168,23 @@ def rows_of(base, pairs, count, loss, **shape):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_packing_changes_nothing(base, pairs, model, loss):
     reference = jax.tree.map(lambda a: jnp.asarray(np.asarray(a) * np.float32(0.99)), model)
-    objective = jax.jit(functools.partial(dpo.objective, o=dpo.Options(loss=loss)))
+    objective = jax.jit(functools.partial(dpo.objective, o=dpo.DPOOptions(loss=loss)))
     packed, spread = (rows_of(base, pairs, 4, loss, seq_len=seq_len) for seq_len in (64, 20))
-    assert dpo.count(packed) == dpo.count(spread) == (8 if loss == "kto" else 4)
     assert packed["segments"].max() > 4 > spread["segments"].max()
-    sums = [objective(model, batch, reference)[1][0] for batch in (packed, spread)]
+    _, counts, sums, _ = zip(*(objective(model, batch, reference) for batch in (packed, spread)), strict=True)
+    assert counts[0] == counts[1] == (8 if loss == "kto" else 4)
     for name, value in sums[0].items():
         np.testing.assert_allclose(value, sums[1][name], rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("loss", ["orpo", "kto"])  # without and with a copy of the model to refer to
 def test_it_learns(base, pairs, model, loss):
-    o, optimizer = dpo.Options(loss=loss, beta=1.0 if loss == "orpo" else 0.1), adamw(optax.constant_schedule(1e-3))
+    o, optimizer = dpo.DPOOptions(loss=loss, beta=1.0 if loss == "orpo" else 0.1), adamw(optax.constant_schedule(1e-3))
     batch = rows_of(base, pairs, 8, loss, seq_len=64)
     state = init_state(model, optimizer)
     step = jit_train_step(
         state, optimizer=optimizer, schedule=optax.constant_schedule(1e-3), compute_dtype=jnp.float32,
-        objective=functools.partial(dpo.objective, o=o), count=dpo.count,
+        objective=functools.partial(dpo.objective, o=o),
     )  # fmt: skip
     history = []
     for _ in range(24):

@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 
 def options(folder, out, **changes):
-    return grpo.Options(
+    return grpo.GRPOOptions(
         model=str(folder / "model"), data=folder / "prompts.jsonl", reward=(f"{folder / 'reward.py'}:vowels",),
         out=out, prompts=4, group=4, max_new_tokens=6, seq_len=16, sample_tokens=4, **changes,
     )  # fmt: skip
@@ -126,8 +126,7 @@ def test_objective(folder, model, batch, expected):
         sgd, state = optax.sgd(1.0), init_state(moved, optax.sgd(1.0))
         step = jit_train_step(
             state, optimizer=sgd, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
-            objective=functools.partial(grpo.objective, o=o), count=functools.partial(grpo.count, o=o),
-            microbatches=parts,
+            objective=functools.partial(grpo.objective, o=o), microbatches=parts,
         )  # fmt: skip
         state, metrics = step(state, batch, None, model)
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5, err_msg=loss)
@@ -145,7 +144,7 @@ def test_the_reference_is_the_model_without_adapters(folder, model, batch):
     np.testing.assert_allclose(loss(adapted, None), loss(adapted, base), rtol=1e-6)
 
 
-def test_experience(folder, model):
+def test_rollout(folder, model):
     """Rows hold prompts and completions, `old` is what the model itself gives the tokens, advantages are of groups."""
     o = options(folder, pathlib.Path(), temperature=0.7, iterations=2, minibatches=2, compute_dtype="float32")
     o = dataclasses.replace(o, batch=8)
@@ -154,14 +153,14 @@ def test_experience(folder, model):
     prompts = [rollouts.encode(Record("here", {"prompt": word}), tokenizer) for word in words]
     mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.reward]
     with jax.set_mesh(mesh):
-        batches, numbers = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
-        again, _ = rollouts.experience(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
-        other, _ = rollouts.experience(model, prompts, 4, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
-        looks = jax.jit(lambda batch: grpo.objective(model, batch, o=o)[1][0])(batches[0])
+        batches, numbers = rollouts.rollout(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
+        again, _ = rollouts.rollout(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
+        other, _ = rollouts.rollout(model, prompts, 4, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
+        sums = jax.jit(lambda batch: grpo.objective(model, batch, o=o)[2])(batches[0])
     assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
     assert any((a["tokens"] != b["tokens"]).any() for a, b in zip(batches, other, strict=True))
-    assert float(looks["drift"]) < 1e-4 * batches[0]["loss_mask"].sum()
+    assert float(sums["drift"]) < 1e-4 * batches[0]["loss_mask"].sum()
     rows = {name: np.concatenate([batch[name] for batch in batches[:2]]) for name in batches[0]}
     found = {prompt.record["prompt"]: [] for prompt in prompts}
     for row in range(16):

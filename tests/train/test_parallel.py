@@ -15,7 +15,8 @@ import zoo
 from kernels.mesh import BATCH
 from tests.zoo import tiny
 from train.mesh import balanced, check_mesh, put_batch
-from train.step import REMAT, routings_of
+from train.remat import REMAT
+from train.router import routings_of
 from zoo import surgery
 from zoo.mesh import make_mesh
 from zoo.models import FAMILIES

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
-from train import loop
 from train.finetune import Lora
+from train.mesh import abstract_model
 from train.plan import __main__ as plan
 from train.plan import ahead, hlo, planner
 from train.plan.ahead import Program, TooLarge, compile_ahead, training
@@ -198,7 +198,7 @@ def test_activations_are_what_one_loop_leaves_to_another():
 
 
 def test_bytes_by_kind(config, made):
-    whole = loop.abstract_model(config, planner.family_of(config), made.mesh, mtp=False)
+    whole = abstract_model(config, planner.family_of(config), made.mesh, mtp=False)
     assert made.kinds["parameters"] == ahead.device_bytes(whole)
     assert made.kinds["optimizer"] == pytest.approx(2 * made.kinds["parameters"], rel=0.01)
     assert made.kinds["batch"] == 5 * 8 * 64 * 4 // 8

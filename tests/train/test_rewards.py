@@ -248,7 +248,7 @@ def test_rewards_that_raise_score_0(recwarn):
     def ratio(completion, record):
         return 1 / len(completion)
 
-    o = grpo.Options(reward=("ratio", "number"), group=3)
+    o = grpo.GRPOOptions(reward=("ratio", "number"), group=3)
     prompts = [rollouts.Prompt([1], {"answer": 2})]
     found, errors = rollouts.rewarded([["ab", "", "9" * 5000]], prompts, o, [ratio, rewards.number])
     np.testing.assert_allclose(found, [[[0.5, 0], [0, 0], [1 / 5000, 0]]], rtol=1e-6)

@@ -22,6 +22,7 @@ from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
 from train import cluster, distill, dpo, folder, grpo, loop, report, sft
+from train.command import command as end_in_a_sentence
 from train.data.packing import Example, Survey
 from train.stop import StopRequest
 
@@ -278,13 +279,13 @@ def test_pretrain(words, capsys):
 
 def test_options_in_python(untyped):
     """As on the command line: strings for paths, and one value or a list of them where there may be several."""
-    o = sft.Options(data="x.jsonl", weights=1, out="runs/x")
+    o = sft.SFTOptions(data="x.jsonl", weights=1, out="runs/x")
     assert (o.data, o.weights, o.out) == ((pathlib.Path("x.jsonl"),), (1.0,), pathlib.Path("runs/x"))
-    assert sft.Options(data=["a", pathlib.Path("b")]).data == (pathlib.Path("a"), pathlib.Path("b"))
-    assert dpo.Options(data="x.jsonl").data == pathlib.Path("x.jsonl")
-    assert grpo.Options(reward="number").reward == ("number",)
-    assert distill.Options(teacher="tiny", store="logits").store == pathlib.Path("logits")
-    assert distill.Options(teacher="tiny").store is None
+    assert sft.SFTOptions(data=["a", pathlib.Path("b")]).data == (pathlib.Path("a"), pathlib.Path("b"))
+    assert dpo.DPOOptions(data="x.jsonl").data == pathlib.Path("x.jsonl")
+    assert grpo.GRPOOptions(reward="number").reward == ("number",)
+    assert distill.DistillOptions(teacher="tiny", store="logits").store == pathlib.Path("logits")
+    assert distill.DistillOptions(teacher="tiny").store is None
 
 
 @pytest.mark.parametrize(
@@ -387,7 +388,7 @@ def test_faults_of_ours_end_a_run_of_several_processes(monkeypatch, capsys):
         raise KeyError("odd")
 
     with pytest.raises(KeyError):
-        loop.command(main, sft.Options)
+        end_in_a_sentence(main, sft.SFTOptions)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    loop.command(main, sft.Options)
+    end_in_a_sentence(main, sft.SFTOptions)
     assert ended == ["KeyError: 'odd'"] and "in main" in capsys.readouterr().err

@@ -15,8 +15,9 @@ from tests.zoo import tiny
 from train.checkpoint import Checkpoints
 from train.mesh import put_batch
 from train.optim import adamw, make_schedule
+from train.remat import REMAT
 from train.state import abstract_state, init_state
-from train.step import REMAT, cross_entropy, jit_train_step
+from train.step import cross_entropy, jit_train_step
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
 from zoo.nn.layers import Linear
@@ -115,6 +116,14 @@ def test_in_microbatches_on_a_mesh(model, batch, train):
     assert moments.count.sharding.is_fully_replicated
 
 
+def test_counting_runs_no_layers(model, batch, train):
+    """Parts are divided by the count of all. The passes that look for it are traced; only the count is compiled."""
+    state = abstract_state(model, SGD)
+    one, parts = (train(SGD, **o).lower(state, batch).as_text() for o in ({}, {"microbatches": 2}))
+    products = one.count("stablehlo.dot_general")
+    assert products > 20 and parts.count("stablehlo.dot_general") == 2 * products  # the first part, and the others
+
+
 def test_microbatches_must_fit(model, batch, train):
     with pytest.raises(ValueError, match="8 sequences can't be split into 3"):
         train(SGD, microbatches=3)(init_state(model, SGD), batch)
@@ -185,7 +194,7 @@ class Block(AbstractBlock):
         up, down = jax.random.split(key)
         self.up, self.down = Linear(16, 128, std=0.3, key=up), Linear(128, 16, std=0.3, key=down)
 
-    def __call__(self, x, cache, **_):
+    def __call__(self, x, cache, at):
         return x + self.down(jnp.sin(jnp.sin(self.up(x)))), cache
 
     def init_cache(self, layers, batch, length, dtype):

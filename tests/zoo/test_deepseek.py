@@ -344,8 +344,12 @@ def test_mtp_loss(model_with_further):
     positions = np.concatenate([index, index, np.zeros(2, int)])[None]
     batch = dict(tokens=tokens[:1], targets=np.roll(tokens[:1], -1, axis=1), segments=segments, positions=positions)
     batch = {key: jnp.asarray(value) for key, value in (batch | dict(loss_mask=(segments != 0).astype(int))).items()}
-    loss = lambda model: cross_entropy(model, batch, mtp_weight=1.0)
-    (_, (sums, _)), gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model_with_further)
+
+    def loss(model):
+        total, _, sums, _ = cross_entropy(model, batch, mtp_weight=1.0)
+        return total, sums
+
+    (_, sums), gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model_with_further)
 
     documents = np.zeros((2, 40), int)  # each with the token that its last one predicts; what follows is not looked at
     documents[:, :20] = tokens[0, :20], tokens[0, 19:39]

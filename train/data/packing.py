@@ -13,16 +13,18 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import grain
 import jax
 import numpy as np
+import rich
 from jaxtyping import Int32
 
 from convert import manifest
@@ -195,6 +197,23 @@ def batches(
 def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
     """Batches of so many rows; the last one is filled up with zeros."""
     return rows.batch(batch, batch_fn=functools.partial(grain.experimental.batch_and_pad, batch_size=batch))
+
+
+def count(data: grain.IterDataset) -> int:
+    """How many batches there are, found by making them all."""
+    with rich.get_console().status("Counting the batches of all epochs (--steps skips this)"):
+        return sum(1 for _ in data)
+
+
+def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: int) -> list[list[int]]:
+    """Tokens of the first three records, for a model to continue (`prompt_of`)."""
+    return [prompt_of(encode(record, tokenizer, vocab_size=vocab_size)[-1]) for record in itertools.islice(records, 3)]
+
+
+def prompt_of(example: Example) -> list[int]:
+    """What precedes the first token to be learnt; of a text, its first quarter."""
+    learnt = example.mask.index(1) if 1 in example.mask else len(example.ids)
+    return example.ids[:learnt] if learnt > 1 else example.ids[: max(1, min(64, len(example.ids) // 4))]
 
 
 def _columns(

@@ -1,4 +1,4 @@
-"""What reinforcement learning learns from: completions of prompts by the model itself, and what they are worth."""
+"""Rollouts: the model's own completions of prompts, with their rewards and advantages, as training batches."""
 
 import concurrent.futures
 import itertools
@@ -15,10 +15,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Float, Shaped
 
-from train import cluster, loop, loss
+from train import cluster, loss
 from train.data.packing import messages, tools_of
 from train.data.records import Record
 from train.data.rewards import BadRecord, Reward
+from train.mesh import generating
 from zoo.generation.engine import complete
 from zoo.generation.sampling import Sampler
 from zoo.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ class Prompt(NamedTuple):
 
 
 def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
-    """The tokens of a record's prompt, and its fields; of messages that end with the assistant's, that is the answer.
+    """The tokens of a record's prompt, and its fields. Messages that end with the assistant's lose it to "answer".
 
     Raises:
         ValueError: with file and line, if the record has no prompt, or one that the chat template refuses.
@@ -54,7 +55,7 @@ def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
     raise ValueError("the record has neither a prompt nor messages.")
 
 
-def experience(
+def rollout(
     model: Any,
     prompts: Sequence[Prompt],
     n: int,
@@ -64,14 +65,14 @@ def experience(
     mesh: Mesh,
     judges: Sequence[Reward],
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-    """The batches of step `n` of `train.grpo`, and numbers to look at: mean reward, length, speed.
+    """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, length, speed.
 
-    Batches have the rows of `train.data.packing`, one completion with its prompt in each, with "advantages" (the same
-    all along a row) and "old", the log-probability with which each target was drawn. `o` are `train.grpo.Options`,
-    and `judges` the rewards that they name.
+    A row has a prompt with one completion, in the arrays of `train.data.packing`, and beside them "advantages" (the
+    same all along a row) and "old", the log-probability with which each target was drawn. `o` are
+    `train.grpo.GRPOOptions`, and `judges` the rewards that they name.
     """
     started = time.monotonic()
-    with loop.generating(model, mesh, o.compute_dtype) as sampling:
+    with generating(model, mesh, o.compute_dtype) as sampling:
         groups = complete(
             sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
             sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, batch=o.rollout_batch,
@@ -121,9 +122,9 @@ def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
 def rewarded(
     texts: list[list[str]], prompts: Sequence[Prompt], o: Any, judges: Sequence[Reward]
 ) -> tuple[Float[np.ndarray, "prompts group names"], float]:
-    """Every reward of every completion, and how many raised an error or were not finite: these are 0.
+    """Every reward of every completion, and how many raised an error or were not finite; those are 0.
 
-    Of several processes the first decides, since a user's function may be random.
+    Of several processes the first computes them for all, since a user's function may be random.
 
     Raises:
         BadRecord: if a record lacks what a reward needs.

@@ -1,7 +1,7 @@
-"""A teacher's logits in files: the largest of each token, for distillation without the teacher.
+"""Stores a teacher's largest logits of each token in files, and reads them for distillation without the teacher.
 
-A folder has teacher.json, which says what they were made of, and one ArrayRecord file whose records are rows as
-`train.data.packing` makes them, with `top_values` (float16) and `top_indices` [seq, k] beside the rest.
+A folder has teacher.json, which says what the logits were made of, and one ArrayRecord file. Its records are rows of
+`train.data.packing` with two more arrays [seq, k]: `top_values` (float16) and `top_indices`.
 """
 
 import io
@@ -19,23 +19,23 @@ from jaxtyping import Float, Int
 
 from train.data.records import check_array_records
 from train.loss import by_chunks
-from train.step import Batch
+from train.step import Batch, features
 
 
 ROWS, ABOUT = "rows.array_record", "teacher.json"
 
 
 def top_k(model: Any, batch: Batch, k: int) -> tuple[Float[jax.Array, "batch seq k"], Int[jax.Array, "batch seq k"]]:
-    """The largest `k` logits of each token, and which they are; never all logits of all tokens at once."""
-    x, _ = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+    """The largest `k` logits of each token, and their indices, without all logits of all tokens at once."""
+    x, _ = features(model, batch)
     values, indices = by_chunks(lambda x: tuple(jax.lax.top_k(model.unembed(x).astype(jnp.float32), k)), x)
     return values, indices
 
 
 def write(folder: pathlib.Path, batches: Iterable[Mapping[str, np.ndarray]], about: Mapping[str, Any]) -> int:
-    """Writes batches that have `top_values` and `top_indices`. Returns how many rows there are.
+    """Writes batches that have `top_values` and `top_indices`. Returns how many rows it wrote.
 
-    teacher.json comes last, so a folder without it is not whole.
+    teacher.json comes last: a folder without it is incomplete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)

@@ -14,14 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.mesh import BATCH
-from train import loop
 from train.finetune import Lora
-from train.mesh import token_sharding
+from train.mesh import abstract_model, token_sharding
 from train.optim import make_optimizer
 from train.options import Options
 from train.plan.hlo import Collective, activations, collectives
+from train.remat import REMAT
 from train.state import abstract_state, beside
-from train.step import REMAT, jit_train_step
+from train.step import jit_train_step
 from zoo import lora, quantized
 from zoo.checkpoint import skeleton
 from zoo.nn.cache import partition_specs
@@ -88,7 +88,7 @@ def training(
     if adapters.rank:
         model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)
     else:
-        model = loop.abstract_model(config, family, mesh, mtp=False)
+        model = abstract_model(config, family, mesh, mtp=False)
     trained, kept = lora.split(model)
     state = abstract_state(trained, transform)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))

@@ -208,7 +208,7 @@ def main(out: tyro.conf.Positional[Path]) -> None:
 
     # Six epochs: five million tokens.
     pretrain.main(
-        pretrain.Options(
+        pretrain.PretrainOptions(
             model=str(out / "untrained"),
             data=out / "corpus.jsonl",
             out=out / "run",
