@@ -121,7 +121,7 @@ def with_zoo(
     ones, positions = np.ones((batch, seq), np.int32), np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq))
     arrays = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], loss_mask=ones, segments=ones, positions=positions)
     data = {name: jnp.asarray(array) for name, array in arrays.items()}
-    choices = kernels.explain(functools.partial(cross_entropy, remat=REMAT[remat]), jax.eval_shape(cast, net), data)
+    choices = kernels.explain(cross_entropy, surgery.with_remat(jax.eval_shape(cast, net), REMAT[remat]), data)
     trained, frozen = lora.split(net)
     parameters = {"parameters": size(net), "trained": size(trained)}
     state = init_state(trained, optimizer)

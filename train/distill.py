@@ -27,7 +27,7 @@ from train.data.packing import batches, count, file_hashes, fingerprint, padded,
 from train.data.records import open_records
 from train.mesh import put_batch
 from train.options import resolve_steps
-from train.step import Batch, Losses, Remat, Scalars, features
+from train.step import Batch, Losses, Scalars, features
 from zoo.gather import gathered
 from zoo.mesh import make_mesh
 
@@ -72,14 +72,13 @@ def objective(
     means: Scalars | None = None,
     *,
     o: DistillOptions,
-    remat: Remat = None,
 ) -> Losses:
     """The loss of a batch's targets, for `train.step.train_step`. `reference` is the teacher; None: the batch has its
     logits, "top_values" and "top_indices".
 
     The sums are "loss", "divergence", and "cross_entropy" and "accuracy" on the data's own tokens.
     """
-    x, reports = features(model, batch, remat=remat)
+    x, reports = features(model, batch)
     if reference is None:
         divergence = functools.partial(loss.divergence_top_k, temperature=o.temperature)
         given = (batch["top_values"].astype(jnp.float32), batch["top_indices"])

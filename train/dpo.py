@@ -24,7 +24,7 @@ from train.data.packing import count, fingerprint, prompt_of
 from train.data.preferences import PAIRS, batches, encode_pairs, survey
 from train.data.records import open_records
 from train.options import resolve_steps
-from train.step import Batch, Losses, Remat, Scalars, features
+from train.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
 
@@ -99,7 +99,6 @@ def objective(
     means: Scalars | None = None,
     *,
     o: DPOOptions,
-    remat: Remat = None,
 ) -> Losses:
     """The loss of a batch's pairs (see `train.data.preferences`), for `train.step.train_step`.
 
@@ -115,12 +114,12 @@ def objective(
     row, mask = LOSSES[o.loss], batch["loss_mask"]
     sums = functools.partial(loss.per_document, segments=batch["segments"], mask=mask, documents=2 * PAIRS)
 
-    def completions(model: Any, remat: Remat = None) -> tuple[Float[Array, "batch documents"], Any]:
+    def completions(model: Any) -> tuple[Float[Array, "batch documents"], Any]:
         """Log-probabilities of a row's completions."""
-        x, reports = features(model, batch, remat=remat)
+        x, reports = features(model, batch)
         return sums(loss.logprobs(model.unembed, x, batch["targets"])[0]), reports
 
-    logps, reports = completions(model, remat)
+    logps, reports = completions(model)
     lengths = sums(jnp.ones(mask.shape, jnp.float32))
     present, tokens = lengths[:, ::2] > 0, jnp.maximum(lengths, 1)
     if row.reference:

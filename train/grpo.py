@@ -25,7 +25,7 @@ from train.data.packing import fingerprint
 from train.data.records import open_records
 from train.data.rollouts import empty, encode, rollout
 from train.options import resolve_steps
-from train.step import Batch, Losses, Remat, Scalars, features
+from train.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
 
@@ -87,7 +87,6 @@ def objective(
     means: Scalars | None = None,
     *,
     o: GRPOOptions,
-    remat: Remat = None,
 ) -> Losses:
     """The loss of completions, for `train.step.train_step`; see `train.loss`.
 
@@ -97,12 +96,12 @@ def objective(
     """
     mask = batch["loss_mask"]
 
-    def logprobs(model: Any, remat: Remat = None) -> tuple[Any, Any]:
-        x, reports = features(model, batch, remat=remat)
+    def logprobs(model: Any) -> tuple[Any, Any]:
+        x, reports = features(model, batch)
         unembed = lambda x: model.unembed(x).astype(jnp.float32) / o.temperature
         return loss.logprobs(unembed, x, batch["targets"]), reports
 
-    (logps, entropy), reports = logprobs(model, remat)
+    (logps, entropy), reports = logprobs(model)
     values, clipped = loss.clipped_policy(
         logps, batch["old"], batch["advantages"][:, 0], mask,
         epsilon_low=o.epsilon, epsilon_high=o.epsilon_high or o.epsilon, level=o.level,

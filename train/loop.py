@@ -173,10 +173,11 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mappin
     rewarm, dtype = None, jnp.dtype(o.compute_dtype)
     optimizer, schedule = make_optimizer(o, task.updates)
     abstract = abstract_state(trained.abstract, optimizer)
+    rebalance = family.rebalance if o.router_bias_rate else None
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=task.objective,
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
-        rebalance=functools.partial(family.rebalance, rate=o.router_bias_rate) if family.rebalance else None,
+        rebalance=rebalance and functools.partial(rebalance, rate=o.router_bias_rate),
         neftune=task.neftune,
     )  # fmt: skip
     # A run without --patience does not keep its best checkpoint, so it cannot be resumed with it.

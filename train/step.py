@@ -18,7 +18,7 @@ from train.neftune import noisy
 from train.router import mean_of_layers, router_loss, routings_of
 from train.state import TrainState
 from zoo.lora import joined
-from zoo.surgery import cast
+from zoo.surgery import cast, with_remat
 
 
 T = TypeVar("T")
@@ -32,23 +32,20 @@ Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Any]  # total, count, 
 class Objective(Protocol):
     """What training minimises: total / count. Both are sums over rows, so those of a batch's parts add up."""
 
-    def __call__(
-        self, model: Any, batch: Batch, reference: Any = None, means: Scalars | None = None, *, remat: Remat = None
-    ) -> Losses:
+    def __call__(self, model: Any, batch: Batch, reference: Any = None, means: Scalars | None = None) -> Losses:
         """Returns the total, the count, sums to report ("loss" among them; divided by the count too), and what the
         model's layers reported.
 
         Args:
             reference: another model, which is not trained.
             means: if `batch` is only a part of the step's batch, the sums of all of it divided by its count.
-            remat: one of `train.remat.REMAT`.
         """
         ...
 
 
-def features(model: Any, batch: Batch, *, remat: Remat = None) -> tuple[Float[Array, "batch seq embed"], Any]:
+def features(model: Any, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Any]:
     """The features of a batch's tokens, and what the layers reported."""
-    return model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"], remat=remat)
+    return model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
 
 
 def cross_entropy(
@@ -57,7 +54,6 @@ def cross_entropy(
     reference: None = None,
     means: Scalars | None = None,
     *,
-    remat: Remat = None,
     chunk: int = 2048,
     z_loss: float = 0.0,
     mtp_weight: float = 0.0,
@@ -69,7 +65,7 @@ def cross_entropy(
     `model.further` predicts it (multi-token prediction, arXiv:2412.19437, section 2.2); its sum is "mtp_loss".
     """
     targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
-    x, reports = features(model, batch, remat=remat)
+    x, reports = features(model, batch)
     losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk)
     total, found = losses(x, targets, batch["loss_mask"], z_loss=z_loss)
     sums = {"loss": found["loss"], "accuracy": found["correct"]}
@@ -127,7 +123,7 @@ def train_step(
     def losses(low: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
         model = joined(eqx.combine(low, fixed), frozen)
         model = noisy(model, part["segments"], alpha=neftune, keys=keys) if neftune else model
-        return objective(model, part, reference, means, remat=remat)
+        return objective(with_remat(model, remat), part, reference, means)
 
     def look(part: tuple[Batch, Any]) -> tuple[Scalars, list[Array]]:
         _, _, sums, reports = losses(cast(parameters, compute_dtype), *part)

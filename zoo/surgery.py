@@ -16,6 +16,7 @@ from jaxtyping import PRNGKeyArray
 
 from kernels.mesh import FSDP, PARAMETERS, STAGE, TENSOR, fitting
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
+from zoo.nn.stack import Stack
 
 
 T = TypeVar("T")
@@ -39,6 +40,13 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     kept = lambda m: isinstance(m, Float32)
     one = lambda a: a.astype(dtype) if eqx.is_inexact_array(a) and a.dtype.itemsize > 1 else a
     return jax.tree.map(lambda a: a if kept(a) else one(a), tree, is_leaf=kept)
+
+
+def with_remat(model: T, remat: Callable[[Callable], Callable] | None) -> T:
+    """`model` with `remat`, such as `jax.checkpoint`, around each period of layers, which saves memory in training: the
+    backward pass computes again what `remat` does not keep. None: everything is kept."""
+    is_stack = lambda m: isinstance(m, Stack)
+    return jax.tree.map(lambda m: m.with_remat(remat) if is_stack(m) else m, model, is_leaf=is_stack)
 
 
 def map_linears(

@@ -35,7 +35,7 @@ class Given:
     def __init__(self, logits):
         self.logits = logits
 
-    def hidden(self, tokens, positions, segments, remat=None):
+    def hidden(self, tokens, positions, segments):
         return self.logits, ()
 
     def unembed(self, x):
@@ -94,7 +94,7 @@ class Bigram(eqx.Module):
 
     table: jax.Array
 
-    def hidden(self, tokens, positions, segments, remat=None):
+    def hidden(self, tokens, positions, segments):
         return self.table[tokens], ()
 
     def unembed(self, x):

@@ -67,7 +67,7 @@ def test_noise_depends_on_the_step_and_the_row(model, batch):
     """And on nothing else, so that a run goes on as if it had not been interrupted, and microbatches change nothing."""
     seen, optimizer = [], optax.sgd(0.0)
 
-    def objective(noisy, part, *_, remat):
+    def objective(noisy, part, *_):
         x = noisy.embed_tokens(part["tokens"])
         jax.debug.callback(lambda noise: seen.append(np.asarray(noise)), x - model.embed_tokens(part["tokens"]))
         return jnp.sum(x), jnp.ones(()), {"loss": jnp.sum(x)}, ()

@@ -28,6 +28,7 @@ from train.plan.planner import Options, candidates, suggestion
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
+from zoo.surgery import with_remat
 
 
 TINY = Options(model="tiny", topology="v6e:2x4", batch=8, seq=64)
@@ -570,6 +571,6 @@ def test_offload_trains_alike(config):
     family = planner.family_of(config)
     model = family.Model(config, key=jax.random.key(0))
     tokens = jnp.asarray(np.arange(64).reshape(2, 32) % config.vocab_size)
-    loss = lambda model, remat: jnp.mean(model.hidden(tokens, remat=remat)[0] ** 2)
+    loss = lambda model, remat: jnp.mean(with_remat(model, remat).hidden(tokens)[0] ** 2)
     full, offload = (jax.jit(jax.grad(loss), static_argnums=1)(model, ahead.REMAT[r]) for r in ("full", "offload"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), full, offload)

@@ -113,8 +113,8 @@ class Model(AbstractModel):
         self.config, self.embed_tokens = config, Embedding(config.vocab_size, config.hidden_size, std=1.0, key=embed)
         self.layers = Stack(lambda n, *, key: Recurrence(config, key=key), ["recurrent"] * 3, key=layers)
 
-    def hidden(self, tokens, cache=None, *, positions=None, segments=None, remat=None):
-        return self.layers(self.embed_tokens(tokens), cache, Tokens(positions, segments), remat=remat)
+    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
+        return self.layers(self.embed_tokens(tokens), cache, Tokens(positions, segments))
 
     def unembed(self, x):
         return self.embed_tokens.attend(x)

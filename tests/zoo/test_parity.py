@@ -14,6 +14,7 @@ import convert.tensors
 import zoo
 from tests.zoo import make_golden, tiny
 from tests.zoo.programs import STACKS, TOKENS, decode, error, forward, init_cache, packed
+from zoo import surgery
 
 
 GOLDEN = tiny.golden()
@@ -75,7 +76,7 @@ def test_transformers_loads_the_export(load, name, tmp_path):
 
 def test_remat_changes_nothing(load):
     model = load("qwen3")
-    value = lambda model, remat: jnp.mean(jnp.square(model.unembed(model.hidden(TOKENS, remat=remat)[0])))
+    value = lambda model, remat: jnp.mean(jnp.square(model.unembed(surgery.with_remat(model, remat).hidden(TOKENS)[0])))
     plain = eqx.filter_jit(eqx.filter_grad(value))(model, None)
     remat = eqx.filter_jit(eqx.filter_grad(value))(model, jax.checkpoint)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):

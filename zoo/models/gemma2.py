@@ -6,7 +6,6 @@ size.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -187,11 +186,10 @@ class Model(AbstractModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-        remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(3584) is 59.75 in bfloat16
-        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
+        x, cache = self.layers(x, cache, Tokens(positions, segments))
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

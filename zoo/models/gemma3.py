@@ -5,7 +5,7 @@ only their text model is read, and it is saved as a text model.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import equinox as eqx
@@ -195,11 +195,10 @@ class Model(AbstractModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-        remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(5376) is 73.5 in bfloat16
-        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
+        x, cache = self.layers(x, cache, Tokens(positions, segments))
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

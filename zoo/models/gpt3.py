@@ -8,7 +8,6 @@ trained with, is left out.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -197,13 +196,12 @@ class Model(AbstractModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-        remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.wte(tokens)
         if positions is None:
             self._check(x.shape[1])
         x += split_lookup(self.wpe.weight, jnp.arange(x.shape[1])[None] if positions is None else positions)
-        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
+        x, cache = self.layers(x, cache, Tokens(positions, segments))
         return self.ln_f(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

@@ -4,7 +4,6 @@ From v0.2 on there is no window and the rotary base is 1,000,000. v0.3 has a lar
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -167,10 +166,9 @@ class Model(AbstractModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-        remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
+        x, cache = self.layers(x, cache, Tokens(positions, segments))
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

@@ -6,7 +6,7 @@ others, and a sliding window in every layer; no released model uses either.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -248,10 +248,9 @@ class Model(AbstractModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-        remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         x = self.embed_tokens(tokens)
-        x, cache = self.layers(x, cache, Tokens(positions, segments), remat=remat)
+        x, cache = self.layers(x, cache, Tokens(positions, segments))
         return self.norm(x), cache
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

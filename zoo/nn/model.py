@@ -79,7 +79,6 @@ class AbstractModel(eqx.Module):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-        remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """Features that `unembed` turns into logits, and the new cache.
 
@@ -90,7 +89,6 @@ class AbstractModel(eqx.Module):
             positions: None means 0, 1, 2, ...; negative ones are padding, which a cache does not keep.
             segments: numbers of the documents packed into a row, which do not see each other; 0 is padding, which no
                 report counts.
-            remat: wraps the body of the scan over layers, such as `jax.checkpoint`.
         """
 
     @abc.abstractmethod

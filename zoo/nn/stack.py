@@ -1,6 +1,7 @@
 """Runs a model's layers, most of them under one `lax.scan`, so that a deep model compiles as fast as a shallow one."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -82,10 +83,11 @@ class Stack(eqx.Module):
     period: tuple[AbstractBlock, ...]
     tail: tuple[AbstractBlock, ...]
     num_layers: int = eqx.field(static=True)
+    remat: Callable[[Callable], Callable] | None = eqx.field(static=True)  # see `zoo.surgery.with_remat`
 
     def __init__(self, make: Callable[..., AbstractBlock], kinds: Sequence[Any], *, key: PRNGKeyArray):
         """`make(n, key=key)` builds layer n, which is of the kind `kinds[n]`."""
-        self.num_layers = len(kinds)
+        self.num_layers, self.remat = len(kinds), None
         start, period, end = self.plan(kinds)
         keys = jax.random.split(key, len(kinds))
         self.head = tuple(make(n, key=keys[n]) for n in range(start))
@@ -117,6 +119,13 @@ class Stack(eqx.Module):
         """How many periods there are."""
         return (self.num_layers - len(self.head) - len(self.tail)) // len(self.period)
 
+    def with_remat(self, remat: Callable[[Callable], Callable] | None) -> "Stack":
+        """This stack, whose scan's body `remat` wraps, such as `jax.checkpoint`."""
+        new = object.__new__(Stack)
+        for field in dataclasses.fields(self):
+            object.__setattr__(new, field.name, remat if field.name == "remat" else getattr(self, field.name))
+        return new
+
     def layer_numbers(self, part: str, j: int) -> range:
         """Returns the numbers of the layers that `head[j]`, `period[j]` or `tail[j]` holds."""
         start, end = len(self.head), self.num_layers - len(self.tail)
@@ -131,27 +140,24 @@ class Stack(eqx.Module):
         x: Float[Array, "batch seq embed"],
         cache: Any = None,
         at: Tokens = Tokens(),  # noqa: B008 (a value)
-        *,
-        remat: Callable[[Callable], Callable] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """Runs every layer. Returns `x` and the new cache, or without a cache the layers' reports in the same order.
 
-        `cache` is from `init_cache`, or None; `remat` (`jax.checkpoint`) wraps the scan's body. Where the mesh in scope
-        has stages, each has its part of the periods, and the sequences go through them as `zoo.nn.pipeline` says.
+        `cache` is from `init_cache`, or None. Where the mesh in scope has stages, each has its part of the periods, and
+        the sequences go through them as `zoo.nn.pipeline` says.
 
         Raises:
             ValueError: for a cache where there are stages.
         """
         # Outside a compiled function the scan would be traced and compiled at every call.
         run = Stack._run if isinstance(x, Tracer) else _compiled
-        return run(self, x, cache, at, remat)
+        return run(self, x, cache, at)
 
     def _run(
         self,
         x: Float[Array, "batch seq embed"],
         cache: Any,
         at: Tokens,
-        remat: Callable[[Callable], Callable] | None,
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
@@ -171,7 +177,7 @@ class Stack(eqx.Module):
 
         def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
             one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), at)
-            return jax.lax.scan(remat(one) if remat else one, x, arrays)
+            return jax.lax.scan(self.remat(one) if self.remat else one, x, arrays)
 
         # Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied
         # whole at every step.
