@@ -1,4 +1,4 @@
-"""Transform any model from outside: map its linear maps, cast it, or make its partition specs.
+"""Transform any model from outside: replace linear maps, cast, rematerialise, or make partition specs.
 
 Modules are selected by type and path, so families need no code for it.
 """
@@ -43,8 +43,10 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
 
 def with_remat(model: T, remat: Callable[[Callable], Callable] | None) -> T:
-    """`model` with `remat`, such as `jax.checkpoint`, around each period of layers, which saves memory in training: the
-    backward pass computes again what `remat` does not keep. None: everything is kept."""
+    """Put `remat`, such as `jax.checkpoint`, around each period of layers, to save memory in training.
+
+    The backward pass then computes again the values that `remat` does not keep. None: all values are kept.
+    """
     is_stack = lambda m: isinstance(m, Stack)
     return jax.tree.map(lambda m: m.with_remat(remat) if is_stack(m) else m, model, is_leaf=is_stack)
 
