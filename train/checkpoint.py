@@ -1,15 +1,15 @@
-"""Checkpoints that are whole, undamaged and of this run, or are not used.
+"""Saves and restores checkpoints of a run, and uses only those that are whole, undamaged and of this run.
 
     checkpoints/400/arrays/        the state: an Orbax checkpoint
-    checkpoints/400/meta.json      what run this is of, and where in its data it was
+    checkpoints/400/meta.json      the run's identity, and its position in the data
     checkpoints/400/manifest.json  the SHA-256 of every other file
 
-Orbax writes the arrays in the background, and reads them onto whatever devices the run has now. Which folder counts as
-a checkpoint is decided here: one gets its name, a number, when all of it is written, and its hashes are checked before
-it is used. (Orbax's own manager lists saves that failed or were cut off, and checks nothing.)
+Orbax writes the arrays in the background, and reads them onto whatever devices the run has now. This module decides
+which folder counts as a checkpoint: a folder gets its name, a number, when all of it is written, and its hashes are
+checked before it is used. (Orbax's own manager lists saves that failed or were cut off, and checks nothing.)
 
 In a run of several processes each writes and reads its own parts of the arrays, all in the same folder, and process 0
-does the rest. All call the same methods in the same order; what fails in one process then fails in all.
+does the rest. All call the same methods in the same order, and an error in one process is raised in all.
 """
 
 import concurrent.futures
@@ -39,26 +39,27 @@ from zoo.surgery import path_name
 
 
 FORMAT = 2
-DATA = "identity.data*.files.*"  # hashes of files, by the last part of their dotted path
+DATA = "identity.data*.files.*"  # dotted paths of hashes of files; the last part is the file's name
 MISSING = "missing"
-EVERY = 2**31 - 1  # bytes that are locked, for as many processes of a run
-FAILURES = 3  # saves that fail in a row until the run ends
+EVERY = 2**31 - 1  # bytes of the lock file, one for each process that a run may have
+FAILURES = 3  # saves that may fail in a row before the run ends
 
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks about each error that it raises
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks for each error that it raises
 
 
 class Checkpoints:
     """The checkpoints of one run, in a folder that only it writes to.
 
-    Used in a `with`, or with `close` at the end, whatever that end is: a save under way needs the process alive.
+    Use it in a `with`, or call `close` at the end, also after an error: a save in progress needs the process alive.
 
     Args:
-        folder: made if it is missing. What interrupted saves left in it is removed.
+        folder: made if it is missing. Leftovers of interrupted saves in it are removed.
         identity: JSON of all that must stay the same for the run to go on, such as the model's configuration and
             fingerprints of the data and the tokenizer.
         keep: how many of the newest checkpoints to keep.
         say: gets a line of text when something went wrong and the run can go on.
-        accept_data: files of the data may have changed since: hashes in `identity` whose dotted path is like DATA.
+        accept_data: lets the run go on although files of the data have changed, that is hashes in `identity` whose
+            dotted paths match DATA.
     """
 
     def __init__(
@@ -87,21 +88,21 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None or jax.process_count() == 1:
             self.close()
-        elif not issubclass(kind, jax.errors.JaxRuntimeError):  # after one, a save would wait for a dead process
+        elif not issubclass(kind, jax.errors.JaxRuntimeError):  # after that error, a save would wait for a dead process
             self._thread.shutdown()
 
     def steps(self) -> list[int]:
-        """The steps there is a checkpoint of, oldest first."""
+        """Returns the steps that have a checkpoint, oldest first."""
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
     def save(self, state: TrainState, data: Any, *, best: int | None = None) -> None:
-        """Saves the state in the background, and with it `data`: JSON that says where in the data the run is.
+        """Saves the state in the background, together with `data`: JSON of the run's position in the data.
 
-        The state may be donated as soon as this returns. A save that is still under way is waited for first. The
-        checkpoint of the step `best` is kept, however old it is.
+        It first waits for an earlier save that is still in progress. The state may be donated as soon as this returns.
+        The checkpoint of the step `best` is kept, however old it is.
 
         Raises:
-            FloatingPointError: naming an array of the state that is not finite. Nothing is saved.
+            FloatingPointError: an array of the state is not finite; names it. Nothing is saved.
             OSError: as `check`.
         """
         self.check(wait=True)
@@ -123,12 +124,12 @@ class Checkpoints:
             self._saving = self._thread.submit(self._finish, unfinished, writing.result, best)
 
     def check(self, *, wait: bool = False) -> None:
-        """Notices the end of a save, for which it may `wait`. Called at every step, so that a failure is soon known.
+        """Checks whether a save has ended, or waits for it with `wait`. Call it at every step, to learn of errors soon.
 
-        Several processes have to wait, since a save does not end at the same step in all of them.
+        With several processes it does so only with `wait`, since a save does not end at the same step in all of them.
 
         Raises:
-            OSError: with the reason, if three saves have failed in a row. `say` is told of the first two.
+            OSError: three saves have failed in a row; gives the reason. `say` is told of the first two.
         """
         if self._saving is not None and (wait or (jax.process_count() == 1 and self._saving.done())):
             saving, self._saving = self._saving, None
@@ -143,7 +144,7 @@ class Checkpoints:
         """Waits for the end of a save.
 
         Raises:
-            OSError: if the last save has failed.
+            OSError: the last save has failed.
         """
         self.check(wait=True)
         self._thread.shutdown()
@@ -151,14 +152,14 @@ class Checkpoints:
             raise OSError(f"The last checkpoint could not be saved; {self.folder} has those of steps {self.steps()}.")
 
     def restore(self, abstract: TrainState, *, step: int | None = None) -> tuple[TrainState, Any] | None:
-        """The newest checkpoint: a state with the shardings of `abstract`, and its `data`. None if there is none.
+        """Restores the newest checkpoint, with the shardings of `abstract`: returns state and `data`; None without one.
 
-        A damaged one is set aside under another name, `say` is told, and the one before it is used. With a `step` it is
-        that step's, or None.
+        A damaged checkpoint is renamed, `say` is told, and the one before it is used. With `step` it restores the
+        checkpoint of that step, or returns None.
 
         Raises:
-            ValueError: if it is of another run, naming what differs.
-            OSError: if all are damaged.
+            ValueError: the checkpoint is of another run; says what differs.
+            OSError: all are damaged.
         """
         self.check(wait=True)
         found = agree(together(functools.partial(self._newest, step)))
@@ -166,7 +167,7 @@ class Checkpoints:
             return None
         path = self.folder / str(found)
         meta = json.loads((path / "meta.json").read_text())
-        if step is None:  # one that is asked for was saved by this very run
+        if step is None:  # a checkpoint asked for by its step was saved by this very run
             self._refuse_another_run(path, meta, abstract)
         return ocp.load(str(path / "arrays"), abstract), meta["data"]
 
@@ -179,10 +180,11 @@ class Checkpoints:
             self._remove_unfinished()
 
     def _lock(self) -> None:
-        """Keeps other runs away until this process ends, in whatever way: each process of a run holds a byte of a file.
+        """Keeps other runs away until this process ends, however it ends: each process locks its own byte of a file.
 
-        Process 0 begins with all bytes: so no process of another run is alive. These are POSIX record locks, which NFS
-        and Lustre know, which the system takes off the dead, and which forked processes do not have.
+        Process 0 first locks all bytes, which fails while any process of another run is alive. These are POSIX record
+        locks: NFS and Lustre have them, the system releases them when a process dies, and forked processes do not
+        inherit them.
         """
         path = self.folder.with_name(f"{self.folder.name}.lock")
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -209,9 +211,9 @@ class Checkpoints:
             (unfinished / "meta.json").write_text(meta)
 
     def _newest(self, only: int | None) -> int:
-        """The step of the newest undamaged checkpoint, or -1: there is none, or this is not process 0, which looks.
+        """Returns the step of the newest undamaged checkpoint, or -1 without one and in all processes but 0.
 
-        Where `only` one step is asked for, it is that one or -1.
+        With `only`, it looks at the checkpoint of that step alone.
         """
         steps = self.steps() if self._first else []
         for step in reversed(steps) if only is None else {only} & {*steps}:
@@ -232,7 +234,7 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         for path in self.folder.glob("*.unfinished"):
-            shutil.rmtree(path, ignore_errors=True)  # a thread of Orbax may still be at work on a save that has failed
+            shutil.rmtree(path, ignore_errors=True)  # a thread of Orbax may still be writing a save that has failed
 
     def _set_aside(self, path: pathlib.Path, error: Exception) -> None:
         aside = path.with_suffix(".damaged")
@@ -241,13 +243,13 @@ class Checkpoints:
         self.say(f"WARNING: the checkpoint of step {path.name} is damaged ({error}). It is now {aside}.")
 
     def _refuse_another_run(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> None:
-        """Process 0, which alone has the hashes of files, decides and says why."""
+        """Raises ValueError in all processes if process 0, which alone has the hashes of files, says why."""
         why = self._compare(path, meta, abstract) if self._first else ""
         if agree(bool(why)):
             raise ValueError(why or "Process 0 says why this run does not go on.")
 
     def _compare(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> str:
-        """Why the run can't go on with a checkpoint; empty if it can."""
+        """Returns why the run can't go on with a checkpoint; empty if it can."""
         present = self._describe(abstract)
         changed = differences({key: meta[key] for key in present}, present)
         files = [name for name in changed if fnmatch.fnmatch(name, DATA)]
@@ -275,7 +277,7 @@ class Checkpoints:
         return ""
 
     def _describe(self, state: TrainState) -> dict[str, Any]:
-        """What must be the same of a checkpoint and the run that goes on with it."""
+        """Returns what must be the same in a checkpoint and in the run that goes on with it."""
         leaves = jax.tree_util.tree_leaves_with_path(state)
         arrays = {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
         return {"format": FORMAT, "identity": self.identity, "state": arrays}
@@ -290,7 +292,7 @@ class Checkpoints:
 
     def _failed(self, error: BaseException) -> None:
         if self._first:
-            self._remove_unfinished()  # or a full disk would stay full
+            self._remove_unfinished()  # otherwise a full disk would stay full
         self._failures += 1
         free = shutil.disk_usage(self.folder).free / 1e9
         text = f"A checkpoint could not be saved in {self.folder}, where {free:.1f} GB are free: {error}"
@@ -305,13 +307,13 @@ def _finite(arrays: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted path -> both values, sorted, of what differs in two trees of JSON; where one has none, MISSING."""
+    """Compares two trees of JSON: returns dotted path -> both values where they differ, or MISSING for one, sorted."""
     old, new = _flat(stored), _flat(present)
     both = {name: (old.get(name, MISSING), new.get(name, MISSING)) for name in sorted(old.keys() | new.keys())}
     return {name: (a, b) for name, (a, b) in both.items() if a != b}
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Dotted path -> value, of everything in a tree that JSON can hold."""
+    """Flattens a tree that JSON can hold to dotted path -> value."""
     leaves = jax.tree_util.tree_leaves_with_path(json.loads(json.dumps(tree)), is_leaf=lambda leaf: leaf is None)
     return {path_name(path): leaf for path, leaf in leaves}

@@ -1,7 +1,7 @@
-"""One run in several processes, on one machine or many: how they find each other, agree, and end together.
+"""Runs one training in several processes, on one machine or many: they find each other, agree, and end together.
 
-JAX runs the same program in every process, and each holds the parts of the arrays that lie on its own devices. What
-happens only once (printing, writing files, deciding) is done by process 0.
+JAX runs the same program in every process, and each holds the parts of the arrays that are on its own devices. Process
+0 does what has to be done once: printing, writing files, deciding.
 """
 
 import contextlib
@@ -20,30 +20,30 @@ from orbax.checkpoint import multihost
 
 
 T = TypeVar("T")
-TIMEOUT = 20  # seconds without a sign of life after which a process is taken for dead
-PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a process that lives, until it is named, and until the run ends
+TIMEOUT = 20  # seconds without a heartbeat after which a process counts as dead
+PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a live process until it is named, and until the run ends
 
 _passed = 0
 
 
 def initialize(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Joins the other processes of the run, if there are any. To be called before anything asks for devices.
+    """Joins the other processes of the run, if there are any. Call it before anything asks for devices.
 
     Args:
         coordinator: host:port of process 0, where it will listen.
-        processes: how many there are.
-        process: which of them this one is, from 0.
+        processes: the number of processes.
+        process: the number of this one, from 0.
 
-    What is not given is found by JAX on Cloud TPUs and under Slurm, Kubernetes (Jobs and JobSets) and Open MPI. Without
-    any of these, nothing happens: the run has one process. In all processes but the first, rich prints nothing.
+    On Cloud TPUs and under Slurm, Kubernetes (Jobs and JobSets) and Open MPI, JAX finds what is not given. Without any
+    of these, nothing happens: the run has one process. In all processes but process 0, rich prints nothing.
 
     Raises:
-        ValueError: if there are other processes, but not enough is known to reach them.
+        ValueError: there are other processes, but not enough is known to reach them.
     """
     asked = (coordinator, processes, process) != (None, None, None) or launched()
-    if not asked and "tpu" not in (jax.config.jax_platforms or ""):  # which JAX sets on Cloud TPUs
+    if not asked and "tpu" not in (jax.config.jax_platforms or ""):  # JAX sets it on Cloud TPUs
         return
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself, see train.stop
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, which train.stop does
     try:
         jax.distributed.initialize(
             coordinator, processes, process,
@@ -64,7 +64,7 @@ def launched() -> bool:
     several = lambda name: int(os.environ.get(name, 1)) > 1
     hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return (
-        (several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in os.environ)  # srun's, not those of salloc or sbatch
+        (several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in os.environ)  # set by srun, not by salloc or sbatch
         or several("OMPI_COMM_WORLD_SIZE")
         or several("MEGASCALE_NUM_SLICES")
         or "," in hosts
@@ -73,26 +73,26 @@ def launched() -> bool:
 
 
 def agree(value: int) -> int:
-    """The largest of the values with which the processes call this, each at the same point of the run."""
+    """Returns the largest value among the processes, which all have to call it at the same point of the run."""
     passing()
     return int(multihost_utils.process_allgather(np.int32(value)).max())
 
 
 def passing() -> None:
-    """Counts a point of the run that all processes pass in the same order, for `watching`."""
+    """Counts, for `watching`, a point of the run that all processes pass in the same order."""
     global _passed
     _passed += 1
 
 
 @contextlib.contextmanager
 def watching(every: float = 5) -> Iterator[None]:
-    """Meanwhile ends this process if another one of the run `end`s, and names one that the others wait for.
+    """Watches the other processes of the run: ends this one if another `end`s, and names one that keeps others waiting.
 
-    JAX notices processes that die or are suspended, and none that lives and hangs, such as in a function of the user's:
-    the others would wait in their next computation for ever. So each says every few seconds how many points it has
-    passed, and where one has waited `PATIENCE` seconds for another that has passed fewer, this is told on stderr. It
-    may be at work, reading or judging; after `LIMIT` seconds the run ends. One that hangs within a computation of all
-    has passed as many as the others, and is not noticed.
+    JAX notices processes that die or are suspended, but not one that lives and hangs, such as in a function of the
+    user's: the others would wait for it for ever in their next computation. So every process publishes every few
+    seconds how many points it has passed. When one has waited `PATIENCE` seconds for another that has passed fewer,
+    stderr says so. The late one may be at work, reading data or computing rewards; after `LIMIT` seconds the run ends.
+    A process that hangs within a common computation has passed as many points as the others, and is not noticed.
     """
     client, done = multihost.get_jax_distributed_client() if jax.process_count() > 1 else None, threading.Event()
     thread = threading.Thread(target=_watch, args=(client, every, done), daemon=True)
@@ -115,7 +115,7 @@ def _watch(client: Any, every: float, done: threading.Event) -> None:
             client.key_value_set(f"passed/{me}", str(here), allow_overwrite=True)
             passed = {int(key.rpartition("/")[2]): int(count) for key, count in client.key_value_dir_get("passed/")}
             ended = client.key_value_dir_get("ended/")
-        except jax.errors.JaxRuntimeError:  # another process has died, of which JAX tells
+        except jax.errors.JaxRuntimeError:  # another process has died: JAX reports it
             return
         if ended:
             end("Another process of this run has failed, and says why.")
@@ -133,10 +133,10 @@ def _watch(client: Any, every: float, done: threading.Event) -> None:
 
 
 def together(action: Callable[[], T]) -> T:
-    """`action()`, which fails in all processes if it does in one.
+    """Returns `action()`; if it raises in one process, raises in all.
 
     Raises:
-        OSError: the action's own; with the words of any other error of it; or saying that another process has failed.
+        OSError: the action's own; any other error of the action, with its message; or another process has failed.
     """
     result, failure = None, None
     try:
@@ -151,13 +151,13 @@ def together(action: Callable[[], T]) -> T:
 
 
 def end(reason: str) -> NoReturn:
-    """Ends this process with a sentence; in a run of several at once, since the others may never get to its end."""
+    """Ends this process with a message; with several processes immediately, since the others may never end."""
     if not jax.distributed.is_initialized():
         raise SystemExit(reason)
     print(f"Process {jax.process_index()}: {reason}", file=sys.stderr, flush=True)
-    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):  # where process 0 is lost, or there is none
+    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):  # process 0, or the client, may be gone
         client: Any = multihost.get_jax_distributed_client()
         client.key_value_set(f"ended/{jax.process_index()}", reason, allow_overwrite=True)
     if jax.process_index() == 0:
-        time.sleep(2)  # without it JAX aborts the others, which may be about to say the same
+        time.sleep(2)  # without process 0 JAX aborts the others, which should first read the reason
     os._exit(1)

@@ -20,10 +20,10 @@ from zoo.config import write as write_config
 from zoo.registry import family_of
 
 
-RUN = "run.json"  # in the folder of every run: what run it is
+RUN = "run.json"  # in the folder of every run: the run's identity and options
 ROOT = pathlib.Path("runs")
 
-# What may be another when a run goes on, since it learns the same from the same; or is compared by its contents.
+# Options that may change when a run goes on: the model learns the same, or what they name is compared by its contents.
 INCIDENTAL = {
     "--accept-data", "--coordinator", "--data", "--dry-run", "--keep", "--mesh", "--model", "--out", "--process",
     "--processes", "--push-to-hub", "--remat", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
@@ -31,10 +31,10 @@ INCIDENTAL = {
 
 
 def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
-    """The folder below runs/ in which `about` is being done or was done, or else a new one.
+    """Returns the folder below runs/ of the run that `about` describes, or else a new one.
 
     `about` is the run's identity and those of its options on which its numbers depend. So the same command goes on
-    where it was interrupted, and another one writes over nothing.
+    where it was interrupted, and another command overwrites nothing.
     """
     folder = lambda number: ROOT / (name if number == 1 else f"{name}-{number}")
     number, why = _choose(name, about, accept_data) if jax.process_index() == 0 else (0, "")
@@ -44,7 +44,7 @@ def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib
 
 
 def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int, str]:
-    """The folder's number, and what is in the newest of the others."""
+    """Returns the folder's number, and why the newest of the others was not taken, for a message."""
     taken, why = [], ""
     for path in ROOT.glob(f"{name}*"):
         if (match := re.fullmatch(rf"{name}(?:-(\d+))?", path.name)) and (path.is_file() or any(path.iterdir())):
@@ -73,13 +73,13 @@ def _completed(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
-    """Writes down what run a folder has."""
+    """Writes run.json, which says what run the folder has."""
     if jax.process_index() == 0:
         (folder / RUN).write_text(json.dumps(about, indent=1) + "\n")
 
 
 def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
-    """Option -> value, as JSON has it: of those options on which a run's numbers depend."""
+    """Returns option -> value, as JSON has it, for the options on which a run's numbers depend."""
     found = {}
     for field in dataclasses.fields(o):
         name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
@@ -95,18 +95,18 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to what an older version recorded of a run the options that it did not have, with their defaults."""
+    """Adds to the options that an older version recorded those that it did not have, with their defaults."""
     return telling(Options()) | dict(before)
 
 
 def identity(name: str, config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What must not change between a checkpoint and the run that goes on with it; also all that its export needs."""
+    """Returns what must not change of a run between checkpoints, with all that its export needs."""
     model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
     hub = write_config(config, family_of(config), export_dtype(config))
     return {"model": model, "config": hub, "data": dict(data)}
 
 
 def export_dtype(config: Any) -> np.dtype:
-    """The dtype of the checkpoint that a run began with."""
+    """Returns the dtype of the checkpoint that a run began with."""
     hub = json.loads((config.source / "config.json").read_text())
     return jnp.dtype(hub.get("dtype") or hub.get("torch_dtype") or "float32")

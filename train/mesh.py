@@ -1,4 +1,4 @@
-"""What a run asks of its mesh: that it divides model and batch, and where the batch lies on it."""
+"""Checks that a mesh divides model and batch, and places models and batches on it."""
 
 import contextlib
 import math
@@ -17,16 +17,19 @@ from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR, s
 from zoo.checkpoint import skeleton
 from zoo.mesh import AXES
 from zoo.nn.layers import AbstractExpertLinear
-from zoo.nn.model import Family
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.registry import family_of
 from zoo.surgery import cast, modules, shardings
 
 
-def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: int) -> None:
-    """Raises ValueError, saying what does divide, unless the mesh splits all that it has to split evenly.
+def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, seq_len: int) -> None:
+    """Checks that the mesh divides the batch, the rows, and the model's heads, layers, experts and matrices evenly.
 
     `model` may be made of `jax.ShapeDtypeStruct`; a step has `batch` sequences of `seq_len` tokens.
+
+    Raises:
+        ValueError: the mesh does not; names the numbers that would divide. Or it has an axis that the model cannot use.
     """
     c, size = model.config, mesh.shape
     shares = math.prod(size[axis] for axis in BATCH)
@@ -56,22 +59,22 @@ def check_mesh(mesh: Mesh, model: Any, family: Family, *, batch: int, seq_len: i
     shardings(model, family.partition_rules, mesh)
 
 
-def abstract_model(config: Any, family: Family, mesh: Mesh, *, mtp: bool) -> Any:
-    """Shapes of a model's float32 parameters, and where on the mesh they lie."""
+def abstract_model(config: AbstractConfig, family: Family, mesh: Mesh, *, mtp: bool) -> Any:
+    """Returns the shapes of a model's float32 parameters, with their shardings on the mesh."""
     model = skeleton(family, config, mtp=mtp)
     places = shardings(model, family.partition_rules, mesh)
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 
 
-def without_stages(mesh: Mesh, model: Any, family: Family) -> Mesh:
-    """The same devices with those of the stages along "fsdp", or along "replica" where that does not divide the model.
+def without_stages(mesh: Mesh, model: AbstractModel, family: Family) -> Mesh:
+    """Returns a mesh of the same devices without stages, for generating, where a pipeline would mostly be idle.
 
-    For generating: a pipeline would mostly stand idle.
+    The stages' devices join "fsdp", or "replica" if "fsdp" would then not divide the model.
     """
 
     def along(axis: str) -> Mesh:
         sizes = {**mesh.shape, STAGE: 1, axis: mesh.shape[STAGE] * mesh.shape[axis]}
-        devices = np.moveaxis(mesh.devices, 0, AXES.index(axis) - 1)  # the stages' next to those that they join
+        devices = np.moveaxis(mesh.devices, 0, AXES.index(axis) - 1)  # stages become neighbours of the axis they join
         return Mesh(devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
 
     try:
@@ -82,8 +85,8 @@ def without_stages(mesh: Mesh, model: Any, family: Family) -> Mesh:
 
 
 @contextlib.contextmanager
-def generating(model: Any, mesh: Mesh, dtype: DTypeLike) -> Iterator[Any]:
-    """The model to generate with, in `dtype`, on a mesh without stages: generation has no pipeline."""
+def generating(model: AbstractModel, mesh: Mesh, dtype: DTypeLike) -> Iterator[Any]:
+    """Yields the model to generate with, in `dtype`, on a mesh without stages: generation has no pipeline."""
     model, family = cast(model, dtype), family_of(model)
     there = without_stages(mesh, model, family)
     with jax.set_mesh(there):
@@ -93,12 +96,12 @@ def generating(model: Any, mesh: Mesh, dtype: DTypeLike) -> Iterator[Any]:
 def put_batch(
     batch: Mapping[str, Shaped[np.ndarray | Array, "batch seq ..."]], mesh: Mesh
 ) -> dict[str, Shaped[Array, "batch seq ..."]]:
-    """`batch` on the devices: its sequences split over the axes that do so, and the tokens of each over "context".
+    """Puts `batch` on the devices: sequences are split over the axes in `BATCH`, and the tokens of each over "context".
 
-    Every process gives the whole of it. The tokens of a row come back in the order of `balanced`.
+    Every process gives the whole batch. The tokens of a row are put in the order of `balanced`.
 
     Raises:
-        ValueError: if they can't be split evenly.
+        ValueError: sequences or tokens can't be split evenly.
     """
     shares, parts, place = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[CONTEXT], token_sharding(mesh)
     put = {}
@@ -111,18 +114,18 @@ def put_batch(
 
 
 def token_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays [batch, seq, ...]."""
+    """Returns the sharding of arrays [batch, seq, ...]."""
     return NamedSharding(mesh, P(BATCH, CONTEXT))
 
 
 def balanced(seq: int, parts: int) -> Int[np.ndarray, " seq"]:
-    """The order of a sequence's tokens in which each of so many devices along "context" has as much to attend to.
+    """Orders a sequence's tokens so that each of `parts` devices along "context" has the same attention work.
 
-    Early tokens see little, late ones much. So the sequence is cut into twice as many pieces, and each device gets one
-    from the front and its counterpart from the back (Llama 3, arXiv:2407.21783, section 3.3.2).
+    Under a causal mask early tokens see few keys, late ones many. So the sequence is cut into 2 * `parts` pieces, and
+    each device gets one from the front and its counterpart from the back (Llama 3, arXiv:2407.21783, section 3.3.2).
 
     Raises:
-        ValueError: if the sequence can't be cut evenly.
+        ValueError: the sequence can't be cut evenly.
     """
     if seq % (2 * parts):
         raise ValueError(f"{seq} tokens can't be cut into {2 * parts} pieces, two for each of context={parts}.")

@@ -1,4 +1,4 @@
-"""The numbers of a run: how they are counted, kept in a file, and shown while it goes."""
+"""Counts the FLOPs of a run, writes its metrics to a file, and shows its progress."""
 
 import collections
 import datetime
@@ -19,58 +19,60 @@ import rich.progress
 from train.plan.chips import chip_of
 from zoo.checkpoint import skeleton
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.model import AbstractConfig, AbstractMixtureConfig
 from zoo.nn.stack import Stack
 from zoo.registry import family_of
 from zoo.surgery import modules, path_name
 
 
 class Products(NamedTuple):
-    """Multiplications of one token's forward pass, each with its addition, by what they belong to."""
+    """Multiply-adds of one token's forward pass, by part of the model."""
 
-    layers: float  # with weights of the layers; of a mixture's experts those that a token goes to
-    head: float
-    attention: float  # scores, and sums of values
+    layers: float  # with the layers' weights; of a mixture's experts only those that a token goes to
+    head: float  # with the output head's weights
+    attention: float  # scores, and weighted sums of values
 
 
 @functools.lru_cache
-def products_per_token(config: Any, seq: int) -> Products:
-    """What is multiplied for a token, on average over a causal sequence of `seq`."""
+def products_per_token(config: AbstractConfig, seq: int) -> Products:
+    """Counts the multiply-adds of a token, on average over a causal sequence of `seq` tokens."""
     c, layers = config, 0.0
+    chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
     is_linear = lambda m: isinstance(m, AbstractLinear | AbstractExpertLinear)
     for _, stack in modules(skeleton(family_of(c), c), Stack):
         for path, m in jax.tree_util.tree_leaves_with_path(stack, is_leaf=is_linear):
             router = not is_linear(m) and len(m.shape) - path_name(path).startswith("period") == 2
             if is_linear(m) or router:
-                share = c.num_experts_per_tok / m.shape[-3] if isinstance(m, AbstractExpertLinear) else 1
+                share = chosen / m.shape[-3] if isinstance(m, AbstractExpertLinear) else 1
                 layers += math.prod(m.shape) * share
     attention = sum(c.attention_products(n, seq) for n in range(c.num_hidden_layers))
     return Products(layers, float(c.vocab_size * c.hidden_size), attention)
 
 
-def flops_per_token(config: Any, seq: int, *, frozen: bool = False) -> float:
-    """Floating point operations of training on one token, in sequences of `seq`: what MFU is counted in.
+def flops_per_token(config: AbstractConfig, seq: int, *, frozen: bool = False) -> float:
+    """Counts the floating point operations of training on one token, in sequences of `seq`, as MFU does.
 
-    6 for every weight of a matrix product (2 forward, 4 backward; the head and routers count, looking up an embedding
-    does not; of a mixture's experts those that a token goes to), and as many for every pair of numbers that causal
-    attention multiplies, each token seeing half of its sequence on average, or less through a window or in a chunk.
-    What remat computes again does not count. Of `frozen` weights there are no gradients: 4 for each of them; adapters
-    are not counted.
+    They are 6 for every weight of a matrix product, 2 forward and 4 backward. The head and routers count, embedding
+    look-ups do not; of a mixture's experts those count that a token goes to. And they are 6 for every multiply-add of
+    causal attention, in which a token sees half of its sequence on average, or less through a window or in a chunk.
+    What remat computes again does not count. `frozen` weights have no gradients: each counts 4, and adapters are not
+    counted.
     """
     layers, head, attention = products_per_token(config, seq)
     return (4.0 if frozen else 6.0) * (layers + head) + 6.0 * attention
 
 
 def peak_flops() -> float | None:
-    """bfloat16 peak of all devices together, in operations a second; None if it is not known."""
+    """Returns the bfloat16 peak of all devices together, in operations a second; None if it is not known."""
     chip = chip_of(jax.devices()[0].device_kind)
     return chip and chip.flops * jax.device_count()
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, with its "step"; each can be read as soon as it is written.
+    """metrics.jsonl: one JSON object a line, with its "step"; each line can be read as soon as it is written.
 
-    A run that goes on from `step` drops the lines after it, and so the file has every step once. What is no such line
-    is left out, of which `say` is told, and a copy of the file keeps it. Of several processes only the first writes.
+    A run that goes on from `step` drops the lines after it, so the file has every step once. Lines of any other kind
+    are left out: `say` is told, and a copy of the file keeps them. Of several processes only process 0 writes.
     """
 
     def __init__(self, path: str | os.PathLike, *, step: int = 0, say: Callable[[str], None] = print):
@@ -87,7 +89,7 @@ class MetricsFile:
         new.replace(self.path)
 
     def write(self, step: int, **values: Any) -> None:
-        """Appends a line. Arrays of one number become numbers, and what is not finite the words "nan" and "inf"."""
+        """Appends a line. Arrays of one number become numbers; NaN and infinities become "nan", "inf" and "-inf"."""
         if not self._writes:
             return
         line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
@@ -96,12 +98,12 @@ class MetricsFile:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without those that are no JSON object with a step."""
+    """Reads the lines of a metrics.jsonl, without those that are not JSON objects with a step."""
     return [line for line in _lines(pathlib.Path(path)).values() if line]
 
 
 def _lines(path: pathlib.Path) -> dict[int, dict[str, Any] | None]:
-    """Number of a line -> its object, or None if it is none with a step; without one that was cut off at the end."""
+    """Reads number of a line -> its object, or None if it has no step; ignores a last line that was cut off."""
     found = {}
     for number, text in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
@@ -113,14 +115,14 @@ def _lines(path: pathlib.Path) -> dict[int, dict[str, Any] | None]:
 
 
 class Progress:
-    """Step, loss, speed, MFU and time left: a bar on a terminal, elsewhere a line every `interval` seconds.
+    """Shows step, loss, speed, MFU and time left: a bar on a terminal, elsewhere a line every `interval` seconds.
 
-    Used as `with Progress(...) as progress:`, with `update` after every step. Speed is that of the last 50 steps,
-    pauses and all, but without the first, which compiles.
+    Use it as `with Progress(...) as progress:`, and call `update` after every step. Speed is that of the last 50 steps,
+    pauses included, but without the first step, which compiles.
 
-    `steps` is the number of the last step, `start` of the one to go on from. The MFU (model FLOPs utilisation) is what
-    `flops_per_token` makes of the speed, as a part of `peak_flops`, which stands beside it; where that is not known, as
-    on a CPU, there are the operations themselves.
+    `steps` is the number of the last step, `start` that of the step to go on from. The MFU (model FLOPs utilisation) is
+    speed times `flops_per_token`, divided by `peak_flops`, which is shown beside it. Where the peak is not known, as on
+    a CPU, the operations a second are shown instead.
     """
 
     def __init__(
@@ -148,13 +150,13 @@ class Progress:
         self._bar.stop()
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Prints a line of text above the bar."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(
         self, step: int, *, loss: SupportsFloat, tokens: SupportsInt, reward: SupportsFloat | None = None, **_: Any
     ) -> dict[str, float]:
-        """Shows that `step` is done. Of its metrics, the loss, the reward and the number of tokens are used.
+        """Shows that `step` is done, with its loss and reward, and the speed that its number of tokens makes.
 
         Returns the numbers that depend on the clock: "tokens_per_second", and "mfu" if the peak is known.
         """

@@ -1,4 +1,4 @@
-"""Curves, such as the losses of a run, as a picture. By Pillow: matplotlib would add a ninth to the install."""
+"""Draws curves, such as the losses of a run, with Pillow: matplotlib would make the install a ninth larger."""
 
 import math
 import os
@@ -17,14 +17,14 @@ WHAT = {
     "margin": "loss of a preference",
     "divergence": "divergence from the teacher in nats a token",
 }
-SIZE, SHARP = (1200, 675), 2  # pixels; drawn this many times larger, and scaled down for smooth lines
+SIZE, SHARP = (1200, 675), 2  # pixels; for smooth lines, drawn SHARP times larger and scaled down
 LEFT, TOP, RIGHT, BOTTOM = 90, 60, 1170, 610
 
 
 def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
     """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG; or "reward", if it has that.
 
-    What the loss is of, its other metrics tell: preferences have a margin, distillation a divergence.
+    The title says what the loss is, which the other metrics tell: preferences have a margin, distillation a divergence.
     """
     lines = read_metrics(metrics)
     curves, rewards = [], any("reward" in line for line in lines)
@@ -42,11 +42,11 @@ class Curve(NamedTuple):
     label: str
     color: str
     points: list[tuple[float, float]]
-    dots: list[tuple[float, float]]  # points to be marked
+    dots: list[tuple[float, float]]  # points to mark
 
 
 def draw(curves: list[Curve], title: str, below: str, picture: str | os.PathLike) -> None:
-    """A picture of curves, without those that have no points. `below` is what is written under the horizontal axis."""
+    """Draws the curves that have points. `below` is the label of the horizontal axis."""
     curves = [curve for curve in curves if curve.points]
     points = [point for curve in curves for point in curve.points] or [(0, 0.0)]
     (first, last), (low, high) = ((float(min(axis)), float(max(axis))) for axis in zip(*points, strict=True))
@@ -79,7 +79,7 @@ def draw(curves: list[Curve], title: str, below: str, picture: str | os.PathLike
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Up to about `count` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    """Returns about `count` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
     if high <= low:
         return [low]
     rough = (high - low) / count

@@ -1,4 +1,4 @@
-"""What a run is going to do, printed before it does it: data, lengths, examples, memory, mesh and disk."""
+"""Prints what a run is going to do before it begins: data, lengths, examples, memory, mesh and disk."""
 
 import pathlib
 import shutil
@@ -17,7 +17,7 @@ from zoo.tokenizer import Tokenizer
 
 
 def rows(title: str, content: dict[str, Any]) -> None:
-    """A table of two columns."""
+    """Prints a table of two columns."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in content.items():
         table.add_row(name, str(value))
@@ -27,7 +27,7 @@ def rows(title: str, content: dict[str, Any]) -> None:
 def data(
     path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int, dry_run: bool
 ) -> None:
-    """Files, keys, lengths, packing; and what the model will not learn from. In a dry run, three examples too."""
+    """Prints files, keys, lengths and packing, and records with nothing to learn; in a dry run, three examples, too."""
     percent = lambda n: f"{n:,} of {survey.sampled:,} looked at ({100 * n / survey.sampled:.1f} %)"
     names = lambda files: (
         ", ".join(str(file) for file in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
@@ -55,13 +55,13 @@ def data(
 
 
 def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
-    """Up to three examples as the model sees them; what it does not learn to write is dimmed."""
+    """Prints up to three examples as the model sees them; text that it does not learn to write is dimmed."""
     for number, example in enumerate(survey.examples, 1):
         ids, mask, text, shown = example.ids[: seq_len + 1], example.mask, Text(), 0
-        whole = tokenizer.decode(ids, special=True)  # since pieces by themselves lose spaces and parts of characters
+        whole = tokenizer.decode(ids, special=True)  # decoded by themselves, pieces lose spaces and parts of characters
         for at in range(1, len(ids) + 1):
             if at == len(ids) or mask[at] != mask[at - 1]:
-                part = tokenizer.decode(ids[:at], special=True)  # which may end within a character
+                part = tokenizer.decode(ids[:at], special=True)  # it may end within a character
                 end = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(part))
                 text.append(whole[shown:end], style="" if mask[at - 1] else "dim")
                 shown = end
@@ -70,7 +70,7 @@ def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
 
 
 def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
-    """What a step of these arguments, after the state, takes of the devices, and the run of the disk."""
+    """Prints what a step, of the state and these arguments, needs of a device's memory, and the run of the disk."""
     rows("Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr})
     rows("Memory of a device", memory(step, state, *arguments))
     rows("Disk", disk(out, state, o.keep + (o.patience > 0)))
@@ -78,7 +78,7 @@ def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *argum
 
 
 def memory(step: Any, *arguments: Any) -> dict[str, str]:
-    """Bytes a device needs for a compiled training step, by XLA's own account."""
+    """Returns the memory that a device needs for a compiled training step, by XLA's own account."""
     used = step.lower(*arguments).compile().memory_analysis()
     size = lambda n: f"{n / 2**20:,.0f} MiB"
     return {
@@ -90,7 +90,7 @@ def memory(step: Any, *arguments: Any) -> dict[str, str]:
 
 
 def disk(out: pathlib.Path, state: Any, keep: int) -> dict[str, str]:
-    """Bytes that the checkpoints and the export will take, and what is free."""
+    """Returns the size of a checkpoint, and of `keep` + 1 of them, and the free space of the disk."""
     checkpoint = sum(
         leaf.nbytes if hasattr(leaf, "nbytes") else leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
     )

@@ -1,4 +1,4 @@
-"""Leaving a run in good order when it is told to stop."""
+"""Turns SIGTERM and Ctrl-C into a request to stop, so that a run can save and end in order."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from train import cluster
 
 
 class StopRequest:
-    """Makes SIGTERM and Ctrl-C a request: `with StopRequest() as stop:`, and leave the loop if `stop.agreed()`.
+    """Catches SIGTERM and Ctrl-C: use `with StopRequest() as stop:`, and leave the loop if `stop.agreed()`.
 
     `requested` is the signal's name, or empty. A second signal ends the process at once.
     """
@@ -25,7 +25,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self) -> str:
-        """The request that any of the run's processes got. All ask at the same point of the loop, and so stop there."""
+        """Returns the signal that any process of the run got, or "". All call it at the same point, and stop there."""
         number = cluster.agree(signal.Signals[self.requested] if self.requested else 0)
         return signal.Signals(number).name if number else ""
 

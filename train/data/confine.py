@@ -1,12 +1,14 @@
-"""Runs a program that may not be trusted: `python -I confine.py FOLDER SECONDS BYTES PYTHON_ARGUMENT...`
+"""Runs untrusted Python code under limits: `python -I confine.py FOLDER SECONDS BYTES PYTHON_ARGUMENT...`
 
-A script of the standard library alone. It limits its own process, then becomes `python -I PYTHON_ARGUMENT...`, for
-which all limits stay. Every system bounds processor time, memory, and the size of files. Linux (x86-64 and arm64; as
-any user, inside containers too) forbids more:
+The script needs the standard library alone. It limits its own process, then becomes `python -I PYTHON_ARGUMENT...`,
+which keeps all limits. On every system it limits processor time, memory, and the size of files. On Linux (x86-64 and
+arm64; as any user, inside containers too) it forbids more:
 
-- seccomp: the network, signals, other processes' limits and memory, and new processes, so that none outlives this one;
-- Landlock (Linux 5.13, where it is switched on): all files but those in FOLDER and, for reading, the interpreter's and
-  the system's libraries. So /proc is out of reach, where a user's processes find each other's environment and memory.
+- by seccomp: the network, signals, other processes' limits and memory, and new processes, so that none outlives this
+  one;
+- by Landlock (from Linux 5.13, where it is switched on): all files but those in FOLDER and, for reading, the
+  interpreter's and the system's libraries. So the code cannot read /proc, through which a user's processes see each
+  other's environment and memory.
 
 `missing` names what the system cannot forbid.
 """
@@ -19,7 +21,7 @@ import sys
 
 
 # Numbers of system calls, by architecture (linux/include/uapi/asm-generic/unistd.h and arch/x86/entry/syscalls).
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, and as the kernel says it
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, and the kernel's AUDIT_ARCH
 CLONE, CLONE3 = (56, 220), (435, 435)
 DENIED = {
     "socket": (41, 198), "io_uring_setup": (425, 425),  # io_uring would open sockets unseen
@@ -32,12 +34,12 @@ DENIED = {
 }  # fmt: skip
 LIBRARIES = ("/usr", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-# Landlock's rights: to execute, and read files and folders; those that a file can have; all of its first version.
+# Landlock's rights: to execute and to read files and folders; all that a file can have; all of its first version.
 READ, FILE, EVERYTHING = 0b1101, 0b111, 2**13 - 1
 
 
 def missing() -> list[str]:
-    """Names, in words, what this system cannot forbid."""
+    """Lists in words what this system cannot forbid."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         return ["the network", "signals to other processes", "the user's files"]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -47,10 +49,10 @@ def missing() -> list[str]:
 
 
 def confine(folder: str) -> None:
-    """Forbids this process, for good, what the system can forbid.
+    """Forbids this process, for good, all that the system can forbid.
 
     Raises:
-        OSError: if the system refuses what it says it can do.
+        OSError: the system refuses a limit that it says it has.
     """
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         return
@@ -64,7 +66,7 @@ def confine(folder: str) -> None:
 
     call("PR_SET_NO_NEW_PRIVS", 38, 1, 0, 0, 0)
     if version := _landlock_version(libc):
-        # Renaming between folders came with version 2, truncation with 3; later rights do not matter here.
+        # Version 2 added renaming between folders, version 3 truncation; later rights do not matter here.
         everything = EVERYTHING | (version > 1) << 13 | (version > 2) << 14
         rules = call(444, struct.pack("=Q", everything), 8, 0)
         readable = (*LIBRARIES, sys.prefix, sys.base_prefix, *sys.path)
@@ -86,22 +88,22 @@ def _landlock_version(libc: ctypes.CDLL) -> int:
 
 
 def _steps(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
-    """The filter of system calls, as BPF instructions: (code, jump if true, jump if false, constant)."""
+    """Returns the filter of system calls, as BPF instructions: (code, jump if true, jump if false, constant)."""
     load, equal, least, overlaps, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38  # ENOSYS: the C library then takes clone for clone3
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, refuse), (load, 0, 0, 0)]
-    steps += [(least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # numbers of x32
+    steps += [(least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # refuses all system calls of x32
     for number in (numbers[column] for numbers in DENIED.values()):
         if number is not None:
             steps += [(equal, 0, 1, number), (give, 0, 0, refuse)]
     steps += [(equal, 0, 1, CLONE3[column]), (give, 0, 0, unknown)]
-    # Of clone, only CLONE_THREAD.
+    # Allows clone only with CLONE_THREAD.
     steps += [(equal, 0, 3, CLONE[column]), (load, 0, 0, 16), (overlaps, 1, 0, 0x10000), (give, 0, 0, refuse)]
     return [*steps, (give, 0, 0, allow)]
 
 
 if __name__ == "__main__":
-    import resource  # not on Windows, where the other rewards work
+    import resource  # here, since Windows lacks it, where the other rewards work
 
     for kind, most in (("CPU", int(sys.argv[2])), ("AS", int(sys.argv[3])), ("FSIZE", 2**20), ("CORE", 0)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (most, most))

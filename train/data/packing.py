@@ -1,4 +1,4 @@
-"""From records to batches: formats, tokens, and rows packed with documents. All through grain.
+"""Turns records into batches: detects formats, tokenizes, and packs documents into rows. All through grain.
 
     records, held_out = open_records("chats/")
     for batch in batches(records, tokenizer, vocab_size=model.config.vocab_size, seq_len=1024, batch=8, seed=0):
@@ -6,7 +6,7 @@
 
 A batch is a dict of int32 arrays, each [batch, seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1
 where the target is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and
-`positions`, from 0 in each document. Targets are taken before documents are packed, so none is of another document.
+`positions`, from 0 in each document. Targets are taken before documents are packed, so none is another document's.
 """
 
 import collections
@@ -39,28 +39,30 @@ FORMATS = (
 )
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
-BINS = 64  # rows that are packed together: more leave less padding, and mix the epochs of a small data set more
+BINS = 64  # rows that are packed at a time: more leave less padding, and mix the epochs of a small data set more
 
 Packing = Literal["fit", "cut", "off"]
 
 
 # ======================================================================================================================
-# Formats: a record's keys say what it is. The tokenizer makes of it ids, and a mask of those to be learnt.
+# Formats: a record's keys tell its format. The tokenizer turns it into ids, and a mask of those to be learnt.
 # ======================================================================================================================
 
 
 class Example(NamedTuple):
     ids: list[int]
     mask: list[int]  # 1: to be learnt
-    whole: bool  # of no use in pieces: a chat, or a prompt with its completion
+    whole: bool  # must not be cut into pieces: a chat, or a prompt with its completion
 
 
 def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions_only: bool = True) -> list[Example]:
-    """The tokens of a record. All are to be learnt, or with `completions_only` those that follow a prompt.
+    """Tokenizes a record. All tokens are to be learnt, or with `completions_only` those that follow a prompt.
 
-    Texts and completions get the tokenizer's first end token; chats are as their template writes them, and are several
-    examples where it writes an answer differently once others follow (`Tokenizer.encode_chat`). Raises ValueError with
-    the file and the line for a record of no known format, and for ids beyond the model's `vocab_size`.
+    Texts and completions get the tokenizer's first end token. Chats are written by their template, and become several
+    examples where it writes an answer differently once others follow (`Tokenizer.encode_chat`).
+
+    Raises:
+        ValueError: the record has no known format, or ids beyond the model's `vocab_size`; names file and line.
     """
     try:
         examples = _encode(record.fields, tokenizer, completions_only)
@@ -83,7 +85,7 @@ def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> list[E
             turns, given = messages(prompt + completion, tokenizer), len(prompt)
             return _encode_chat(turns, given, tools_of(fields), tokenizer, completions_only)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            # Together, because apart they can have other tokens: sentencepiece puts a space before each text.
+            # Encoded together, since apart they can have other tokens: sentencepiece puts a space before each text.
             text, start = prompt + completion, len(prompt) if completions_only else 0
             ids, mask = tokenizer.encode_spans(text, [(start, len(text))])
         case {"text": str(text)}:
@@ -102,11 +104,11 @@ def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> list[E
 
 
 def messages(turns: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The messages of a chat in any of the known layouts, with role and content.
+    """Brings the messages of a chat, in either known layout, to role and content.
 
     Raises:
-        ValueError: naming the first message that has neither layout, a weight other than 0 and 1, or a role that is
-            neither known here nor named in the chat template.
+        ValueError: a message has neither layout, a weight other than 0 and 1, or a role that is neither known here nor
+            named in the chat template; names the first such message.
     """
     found = []
     for number, turn in enumerate(turns, 1):
@@ -128,7 +130,7 @@ def messages(turns: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def tools_of(fields: dict[str, Any]) -> Any:
-    """The tools that a record's chat may call, or None; columnar files hold them as JSON."""
+    """Returns the tools that a record's chat may call, or None; columnar files hold them as JSON."""
     tools = fields.get("tools")
     return json.loads(tools) if isinstance(tools, str) else tools
 
@@ -162,17 +164,18 @@ def batches(
     seed: int | None = None,
     epochs: int | None = None,
 ) -> grain.IterDataset[dict[str, np.ndarray]]:
-    """Batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+    """Returns batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
 
-    `packing` says how rows are filled: "fit", with whole examples, as tightly as they go; "cut", with everything one
-    after the other, going on in the next row where a row is full, for pre-training; "off", with one example each. But
-    for "cut", a chat or completion longer than a row loses its end (`survey` counts them), and a text becomes several.
+    `packing` says how rows are filled. "fit": with whole examples, as tightly as possible. "cut", for pre-training:
+    with all examples one after another, continued in the next row where a row is full. "off": with one example each.
+    Except with "cut", a chat or completion longer than a row loses its end (`survey` counts them), and a longer text
+    becomes several examples.
 
-    `seed` shuffles, anew in each of the `epochs`, which without a number do not end. The last batch is filled up with
-    padding. `iter()` of the result has `get_state` and `set_state`, to go on exactly; the state is plain JSON.
+    `seed` shuffles, anew in each of the `epochs`; None of these means no end. The last batch is filled up with padding.
+    `iter()` of the result has `get_state` and `set_state`, to resume exactly; the state is plain JSON.
 
-    The batches are the same in every process of a run, whatever their number: each is a whole one, of which a process
-    puts on its devices what is theirs. So none runs out of batches before the others, and a state is good for all.
+    Every process of a run gets the same whole batches, however many processes there are, and puts on its devices the
+    rows that are theirs. So none runs out of batches before the others, and one state is good for all.
     """
     if seed is not None:
         records = records.shuffle(seed=seed)
@@ -195,7 +198,7 @@ def batches(
 
 
 def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
-    """Batches of so many rows; the last one is filled up with zeros."""
+    """Groups rows into batches of `batch`; the last one is filled up with zeros."""
     return rows.batch(batch, batch_fn=functools.partial(grain.experimental.batch_and_pad, batch_size=batch))
 
 
@@ -219,7 +222,7 @@ def prompt_of(example: Example) -> list[int]:
 def _columns(
     record: Record, tokenizer: Tokenizer, vocab_size: int, completions_only: bool, longest: int | None
 ) -> list[dict[str, Int32[np.ndarray, "length 3"]]]:
-    """Of each example with any target: token, target and mask of the target."""
+    """Returns for each example that has a target the columns token, target and mask of the target."""
     found = []
     for ids, mask, whole in encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only):
         columns = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T
@@ -228,7 +231,7 @@ def _columns(
 
 
 class _Pieces(grain.experimental.FlatMapTransform):
-    """Each example of a record by itself; what is longer than a row becomes several."""
+    """Takes each example of a record by itself, and cuts it into pieces if it is longer than a row."""
 
     max_fan_out = sys.maxsize
 
@@ -241,8 +244,11 @@ class _Pieces(grain.experimental.FlatMapTransform):
 
 
 class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
-    """Takes a state that went through JSON, too. In grain 0.2.18 the tuple (-1, -1) in a state means a whole document,
-    but the list that JSON makes of it a slice, so that the document would be lost."""
+    """Accepts a state that went through JSON, too.
+
+    In a state of grain 0.2.18 the tuple (-1, -1) means a whole document; the list that JSON makes of it would mean a
+    slice, and the document would be lost.
+    """
 
     def __iter__(self) -> grain.DatasetIterator:
         iterator = super().__iter__()
@@ -260,9 +266,11 @@ def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch se
 
 
 def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
-    """What the state of an iterator is good for, as plain JSON: the files, by name and SHA-256; the tokenizer, with the
-    tokens that it puts around texts; `settings`, which are to be the arguments of `batches`. Grain restores a state on
-    any data without a word: compare this first.
+    """Returns, as plain JSON, what must be the same for an iterator's state to be restored.
+
+    That is the files, by name and SHA-256; the tokenizer, with the tokens that it puts around texts; and `settings`,
+    which should be the arguments of `batches`. Grain restores a state on any other data, too, without an error: so
+    compare this first.
     """
     root = pathlib.Path(path)
     return {
@@ -275,20 +283,20 @@ def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any)
 
 
 def file_hashes(root: pathlib.Path, files: Sequence[pathlib.Path]) -> dict[str, str]:
-    """Name below `root` -> SHA-256. Of several processes only the first reads the files: it alone compares hashes."""
+    """Returns name below `root` -> SHA-256. Only process 0 reads the files, since it alone compares the hashes."""
     folder = root if root.is_dir() else root.parent
     return manifest.hashes(folder, [str(file.relative_to(folder)) for file in files if jax.process_index() == 0])
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Of all that makes tokens of records: the tokenizer, its chat template, and the date if that writes one."""
+    """Returns a SHA-256 of all that decides tokens: the tokenizer, its chat template, and the date if that is used."""
     template = tokenizer.chat_template or ""
     dated = str(tokenizer.date) if "strftime_now" in template else ""
     dated += "special tokens in contents" if tokenizer.special_in_content else ""
     file = tokenizer.folder / "tokenizer.json"
     if file.exists():
         content = file.read_bytes()
-    else:  # Kimi's, whose special tokens have their names in another file
+    else:  # Kimi's tokenizer, which has the names of special tokens in another file
         reserved = range(tokenizer.vocab_size - tiktoken.RESERVED, tokenizer.vocab_size)
         names = [tokenizer.decode([id], special=True) for id in reserved]
         content = (tokenizer.folder / tiktoken.NAME).read_bytes() + "".join(names).encode()
@@ -296,7 +304,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 # ======================================================================================================================
-# A look at the data before the training.
+# The survey: the data is looked at before training.
 # ======================================================================================================================
 
 
@@ -308,11 +316,11 @@ class Survey:
     sampled: int
     keys: dict[str, int]  # how many of the records have each key
     lengths: dict[str, int]  # tokens of an example, before anything is cut: "min", "median", "95%", "max"
-    shortened: int  # with chats or completions that lose their end, being longer than a row
+    shortened: int  # records with a chat or completion that is longer than a row and loses its end
     unlearnt: int  # records with no token to be learnt, or none within a row
     fill: float  # part of the rows that is not padding, from 0 to 1
     examples: list[Example]  # up to three: the first, the middle and the last
-    several: int = 0  # chats that are several examples, since the template writes an answer differently later on
+    several: int = 0  # chats that become several examples, since the template writes an answer differently later on
 
 
 def survey(

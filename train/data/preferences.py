@@ -1,11 +1,11 @@
-"""Preferences: from records to batches of pairs of documents. Files and tokens are `train.data.packing`'s.
+"""Turns records of preferences into batches of pairs of documents. `train.data.packing` reads and tokenizes them.
 
-A batch is what `train.data.packing` says, and its documents come in pairs, neighbours in a row: segments 1 and 2 are
-the row's first pair, 3 and 4 the next one. In a pair stand
+A batch is as in `train.data.packing`, and its documents come in pairs, neighbours in a row: segments 1 and 2 are the
+row's first pair, 3 and 4 the next one. A pair is
 
-- for losses that compare: the chosen completion after its prompt, and the rejected one;
-- for KTO (`unpaired`), which knows of each completion only whether it is desirable: the completion after its prompt,
-  and the completion of another record after the same prompt, from which the loss estimates its baseline. The array
+- for losses that compare: the chosen completion after its prompt, and the rejected one after the same prompt;
+- for KTO (`unpaired`), where each completion is only labelled desirable or not: the completion after its prompt, and
+  the completion of another record after the same prompt, from which the loss estimates its baseline. The array
   "desirable" [batch, seq] is 1 in pairs of a desirable completion.
 """
 
@@ -27,7 +27,7 @@ FORMATS = (
     "chosen and rejected (both strings or both lists of messages), and prompt of the same kind unless they share their "
     "beginning; or prompt, completion and label (true or false), for KTO"
 )
-PAIRS = 32  # of a row, at most
+PAIRS = 32  # most pairs of a row
 
 
 # ======================================================================================================================
@@ -36,21 +36,22 @@ PAIRS = 32  # of a row, at most
 
 
 class Completion(NamedTuple):
-    prompt: Any  # a string or a list of messages, and so is the next
-    completion: Any
+    prompt: Any  # a string or a list of messages
+    completion: Any  # the same kind as the prompt
     tools: Any
     desirable: bool
     where: str
 
 
 def completions(record: Record) -> list[Completion]:
-    """What a record says: of a pair the chosen completion and the rejected one, else the only one.
+    """Returns a record's completions: the chosen and the rejected one of a pair, or the only one.
 
-    Without a prompt, or with one that is also the first message, it is what chosen and rejected have in common at their
-    beginnings: messages or, of strings, characters. What two completions share changes nothing in a comparison.
+    Without a prompt, or with one that is also the first message, the prompt is the common beginning of chosen and
+    rejected: their messages or, for strings, their characters. What both completions share does not change a
+    comparison.
 
     Raises:
-        ValueError: for any other record, naming file and line.
+        ValueError: the record has another format; names file and line.
     """
     fields = record.fields
     match fields:
@@ -60,7 +61,7 @@ def completions(record: Record) -> list[Completion]:
             shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
             if shared is None:
                 raise ValueError(f"{record.where}: chosen and rejected are the same, or one begins with the other.")
-            shared -= chosen[shared - 1 : shared] == " "  # tokens begin with a space, rather than end with one
+            shared -= chosen[shared - 1 : shared] == " "  # a space belongs to the completion: tokens begin with spaces
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         case {"prompt": prompt, "completion": completion, "label": bool(label)} if _alike(prompt, completion):
             return [Completion(prompt, completion, fields.get("tools"), label, record.where)]
@@ -73,12 +74,12 @@ def completions(record: Record) -> list[Completion]:
 
 
 def _alike(*values: Any) -> bool:
-    """Whether all are strings, or all lists of messages."""
+    """Whether all are strings, or all are lists of messages."""
     return {type(value) for value in values} in ({str}, {list})
 
 
 def _is_within(prompt: Any, chosen: Any, rejected: Any) -> bool:
-    """Whether there is no prompt but what the two begin with."""
+    """Whether the only prompt is what chosen and rejected begin with."""
     if not _alike(chosen, rejected):
         return False
     return prompt is None or any(prompt in turn.values() for turn in chosen if isinstance(turn, dict))
@@ -91,10 +92,10 @@ class Pair(NamedTuple):
 
 
 def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_size: int, unpaired: bool) -> list[Pair]:
-    """The pairs of a record; if `unpaired`, one for each of its completions, with those of the `other` record.
+    """Tokenizes the pairs of a record; if `unpaired`, one for each completion, paired with one of the `other` record.
 
     Raises:
-        ValueError: for a record that is of no use here, naming file and line.
+        ValueError: the record cannot be used for this loss; names file and line.
     """
 
     def example(c: Completion) -> Example:
@@ -121,7 +122,7 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
 
 
 def shorten(pair: Pair, room: int) -> Pair:
-    """The pair without the ends of its documents, where they exceed `room` tokens together, the longer one's first."""
+    """Cuts the ends of a pair's documents if together they exceed `room` tokens, of the longer document first."""
     first, second, desirable = pair
     limit = max(room // 2, room - min(len(first.ids), len(second.ids)))
     cut = lambda example: Example(example.ids[:limit], example.mask[:limit], example.whole)
@@ -148,10 +149,10 @@ def batches(
     seed: int | None = None,
     epochs: int | None = None,
 ) -> grain.IterDataset[dict[str, np.ndarray]]:
-    """Batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+    """Returns batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
 
-    A pair that is longer than a row loses the ends of its completions (`shorten`), and one that is left without any
-    token of one of them is left out; `survey` counts both. All else is as in `train.data.batches`.
+    A pair that is longer than a row loses the ends of its completions (`shorten`). If no token is left of one of them,
+    the pair is left out. `survey` counts both. All else is as in `train.data.packing.batches`.
 
     KTO's other record is the one before: so in every epoch each completion is put after one other prompt.
     """
@@ -175,9 +176,9 @@ def batches(
 def _columns(
     records: tuple[Record, Record], tokenizer: Tokenizer, vocab_size: int, unpaired: bool, seq_len: int
 ) -> list[dict[str, Int32[np.ndarray, "length 6"]]]:
-    """Of each pair: token, target, mask of the target, 0 or 1 for the document, position in it, and whether desirable.
+    """Returns each pair's columns: token, target, mask of the target, document (0 or 1), position in it, desirable.
 
-    A document of n tokens has n - 1 targets, so two of them have room for two tokens more than a row.
+    A document of n tokens has n - 1 targets, so two documents may have two tokens more than a row.
     """
     found = []
     for pair in encode_pairs(*records, tokenizer, vocab_size=vocab_size, unpaired=unpaired):
@@ -219,8 +220,8 @@ def survey(
 ) -> Survey:
     """Looks at up to `sample` records, evenly spread, as `batches` would.
 
-    Lengths are those of pairs, both documents together; `shortened` and `unlearnt` are the records of which a pair is
-    cut, or left out; the examples are the first pair.
+    Lengths are of pairs, both documents together. `shortened` and `unlearnt` count records with a pair that is cut, or
+    left out. The examples are the first pair.
     """
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int).tolist()
     looked = [records[i] for i in indices]

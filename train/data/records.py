@@ -1,9 +1,9 @@
-"""Records in files: jsonl, json, parquet, text and ArrayRecord, with random access, as a `grain.MapDataset`.
+"""Reads records from jsonl, json, parquet, text and ArrayRecord files, with random access, as a `grain.MapDataset`.
 
     train, valid = open_records("chats/")
     train[0]  # Record(where="chats/train.jsonl, line 1", fields={"messages": [...]})
 
-Files stay where they are, and are read where they are asked for; `train.data.packing` makes tokens of the records.
+Records are read from the files when they are asked for; `train.data.packing` turns them into tokens.
 """
 
 import array
@@ -26,24 +26,26 @@ KEYS = (
     "messages", "conversations", "prompt", "completion", "text", "tools",
     "chosen", "rejected", "label", "answer", "tests",
 )  # fmt: skip
-PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last can have half as many more
-LINE = 2**23  # bytes of a .jsonl line: tokenizing takes 150 times as much memory
+PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last one can be half as long again
+LINE = 2**23  # most bytes of a .jsonl line: tokenizing it takes 150 times as much memory
 
 
 class Record(NamedTuple):
-    """What stands at one place of a file, as it stands there."""
+    """One record of a file, as it is in the file."""
 
     where: str  # file and line, for messages
     fields: Any
 
 
 def find_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-    """The files to train on and the files to validate on, sorted.
+    """Returns the files to train on and the files to validate on, both sorted.
 
-    In a folder the words train, valid, validation, dev and test in the names of files and subfolders tell them apart;
-    test files are for validation where there are no others. Without such words all files are to train on.
+    In a folder, the words train, valid, validation, val, dev and test in the names of files and subfolders tell them
+    apart. Test files are for validation where there are no others. Without such words all files are for training.
 
-    Raises FileNotFoundError or ValueError where there is nothing to train on, or files of several kinds.
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: there is nothing to train on, or files are of several kinds.
     """
     if path.is_file():
         train, valid = [path], []
@@ -69,10 +71,13 @@ def find_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Pat
 def open_records(
     path: str | pathlib.Path, holdout: float = 0.02
 ) -> tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None]:
-    """The records to train on, and those to validate on.
+    """Opens the records to train on, and those to validate on.
 
-    The latter are of the files that a folder has for it (see `find_files`), else the last `holdout` of the records, at
-    least one, else (for a holdout of 0, or a single record) None. Raises ValueError for an empty data set.
+    Records for validation come from the folder's files for it (see `find_files`); without such files they are the last
+    of the records, a share of `holdout` (from 0 to 1) and at least one; for a holdout of 0, or a single record, None.
+
+    Raises:
+        FileNotFoundError, ValueError: as `find_files`, or the data set is empty.
     """
     train, valid = find_files(pathlib.Path(path))
     records = _concatenated(train)
@@ -83,12 +88,12 @@ def open_records(
 
 
 def weighted(sets: Sequence[grain.MapDataset[Record]], weights: Sequence[float] = ()) -> grain.MapDataset[Record]:
-    """One data set of several, in which their numbers of records are to each other as `weights`; () leaves them so.
+    """Joins data sets into one, in which their numbers of records have the ratios of `weights`; () leaves them as are.
 
-    Every record is in it: the set that is largest for its weight once, and those of the others again and again.
+    Every record is in it: those of the set that is largest for its weight once, those of the others repeatedly.
 
     Raises:
-        ValueError: for weights that are not one positive number a set.
+        ValueError: `weights` are not one positive number for each set.
     """
     if not weights:
         return grain.MapDataset.concatenate(list(sets))
@@ -109,18 +114,18 @@ def _concatenated(files: Sequence[pathlib.Path]) -> grain.MapDataset[Record]:
 
 
 def _kind(file: pathlib.Path) -> str:
-    """The ending, without the number of a shard: ".array_record" for c4.array_record-00000-of-00008."""
+    """Returns a file's suffix, without a shard's number: ".array_record" for c4.array_record-00000-of-00008."""
     return pathlib.Path(re.sub(r"-\d+-of-\d+$", "", file.name)).suffix
 
 
 # ======================================================================================================================
-# Readers: the ways into a file.
+# Readers of each kind of file.
 # ======================================================================================================================
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """The records of one file, as what grain calls a source of random access."""
+    """The records of one file, as a random access data source of grain."""
 
     length: int
     read: Callable[[int], Record]
@@ -133,7 +138,7 @@ class File:
 
 
 def read_json_lines(file: pathlib.Path) -> File:
-    """One object a line; empty lines are none. Keeps where they begin, and reads each when it is asked for."""
+    """Opens a file of one JSON object a line; skips empty lines. Keeps where lines begin, and reads them on demand."""
     starts, numbers = array.array("Q"), array.array("Q")
     with open(file, "rb") as lines:
         at = 0
@@ -143,7 +148,7 @@ def read_json_lines(file: pathlib.Path) -> File:
                     f"{file}, line {number} has {len(line):,} bytes, and may have {LINE:,}: split its text."
                 )
             if not line.isspace():
-                # The rest is looked at when it is read, but a line that was cut off is better found before a long run.
+                # A line is parsed when it is read, but one that was cut off is better found before a long run.
                 if not line.rstrip().endswith(b"}"):
                     raise ValueError(f"{file}, line {number} is broken: each line must be a whole JSON object.")
                 starts.append(at)
@@ -166,7 +171,7 @@ def read_json_lines(file: pathlib.Path) -> File:
 
 
 def read_json(file: pathlib.Path) -> File:
-    """A list of objects, all in memory; or lines of them, which often have this ending too."""
+    """Opens a JSON list of objects, all in memory; or JSON lines, whose files often have this suffix, too."""
     with open(file, "rb") as stream:
         if stream.read(1024).lstrip()[:1] != b"[":
             return read_json_lines(file)
@@ -179,7 +184,7 @@ def read_json(file: pathlib.Path) -> File:
 
 
 def read_parquet(file: pathlib.Path) -> File:
-    """Rows, all in memory, since the format has no random access: for large data sets there is ArrayRecord."""
+    """Opens rows, all in memory, since the format has no random access: use ArrayRecord for large data sets."""
     try:
         from pyarrow import parquet
     except ImportError:
@@ -193,7 +198,7 @@ def read_parquet(file: pathlib.Path) -> File:
 
 
 def read_text(file: pathlib.Path) -> File:
-    """Pieces of a text, each of whole lines if it can be, all but the last marked as one that `continues`."""
+    """Opens a text in pieces, of whole lines where possible; all pieces but the last are marked by `continues`."""
     size = file.stat().st_size
     cuts = [0]
     with open(file, "rb") as stream:
@@ -218,14 +223,14 @@ def read_text(file: pathlib.Path) -> File:
 
 
 def _cut(block: bytes) -> int:
-    """Where a piece may end: after the last line, else before the last space, else before the last character."""
+    """Returns where to end a piece: after the last whole line, else before the last space, or the last character."""
     cut = block.rfind(b"\n") + 1 or block.rfind(b" ")
     if cut > 0:
         return cut
     return next((i for i in range(len(block) - 1, len(block) - 5, -1) if block[i] & 0xC0 != 0x80), len(block))
 
 
-# Reads everything. Says which file it is at, so that the last one named is the one that ended it.
+# Reads all records. Prints each file's name first, so that the last name is that of the file that ended the process.
 READ_ARRAY_RECORDS = """
 import sys
 from array_record.python.array_record_module import ArrayRecordReader
@@ -243,10 +248,10 @@ for file in sys.argv[1:]:
 
 
 def check_array_records(files: Sequence[pathlib.Path]) -> None:
-    """Reads all records of ArrayRecord files once, in a process of its own: native code, which damaged files can crash.
+    """Reads all records of ArrayRecord files once, in another process: damaged files can crash the native code.
 
     Raises:
-        ValueError: naming a file that is damaged.
+        ValueError: a file is damaged; names it.
     """
     if not files:
         return
@@ -262,7 +267,7 @@ def check_array_records(files: Sequence[pathlib.Path]) -> None:
 
 
 def read_array_record(file: pathlib.Path) -> File:
-    """Records that are each a tf.train.Example of strings, or a text in UTF-8."""
+    """Opens a file whose records are each a tf.train.Example of strings, or a text in UTF-8."""
     try:
         source = grain.sources.ArrayRecordDataSource([str(file)])
         length = len(source)  # pyright: ignore[reportArgumentType] (its type differs on Windows)
@@ -284,7 +289,7 @@ def read_array_record(file: pathlib.Path) -> File:
 
 
 def _example_fields(data: bytes) -> dict[str, Any]:
-    """The strings of a serialized tf.train.Example; empty if it is none.
+    """Parses the strings of a serialized tf.train.Example; returns an empty dict for anything else.
 
     Example { Features features = 1 }, Features { map<string, Feature> feature = 1 }, Feature { one of BytesList = 1 and
     two lists of numbers }, BytesList { repeated bytes value = 1 }.
@@ -304,8 +309,10 @@ def _example_fields(data: bytes) -> dict[str, Any]:
 
 
 def _protobuf(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The number and the bytes of each field of a message that has no other fields than those with a length, as all on
-    the way to the strings of an Example. https://protobuf.dev/programming-guides/encoding"""
+    """Yields the number and the bytes of each field of a protobuf message whose fields all have a length.
+
+    So have all messages on the way to the strings of an Example. https://protobuf.dev/programming-guides/encoding
+    """
     at = 0
 
     def varint() -> int:

@@ -2,7 +2,7 @@
 
     def reward(completion: str, record: Mapping[str, Any]) -> float: ...
 
-`find` knows those below by name, and takes others from files of the user's.
+`find` knows those below by name, and loads others from the user's files.
 """
 
 import functools
@@ -26,13 +26,13 @@ Reward = Callable[[str, Mapping[str, Any]], float]
 
 
 class BadRecord(ValueError):
-    """A record lacks what a reward needs of it. Any other error is of a completion, which gets 0."""
+    """A record lacks a field that a reward needs. Any other error is the completion's fault, which gets 0."""
 
 
-SECONDS, BYTES = 10, 2**29  # that a program may take
-# Runs the code and then its tests, and says that both ran to their end by writing what it was told to descriptor
-# argv[1]. The code shares the process, so what it was told has no name: it waits on the interpreter's stack, beside
-# the iterators that run both parts. The hook closes the ways to look there from Python. Nor can the hook be reached.
+SECONDS, BYTES = 10, 2**29  # most time and memory of a program
+# Runs the code and then its tests. If both ran to their ends, writes the secret from its standard input to descriptor
+# argv[1]. The code shares the process, so the secret has no name: it waits on the interpreter's stack, beside the
+# iterators that run both parts. The hook closes the ways to look there from Python, and cannot be reached itself.
 PROGRAM = """
 import json, os, sys
 def refuse(event, args, *, denied=DENIED, native=NATIVE, error=PermissionError, absent=ImportError):
@@ -45,25 +45,25 @@ del refuse
 parts = lambda: [compile(text, name, "exec") for name, text in json.load(open(0))]
 os.write(int(sys.argv[1]), (os.read(0, 32), *map(exec, parts(), [{"__name__": "__main__"}] * 2))[0])
 """
-# Audit events, by how they begin, and modules that read any address. Where the system forbids the same, the code gets
-# an error that says so; elsewhere this is all that does.
+# Audit events to refuse, by how their names begin. PROGRAM also refuses modules that read any address. Where the system
+# forbids the same, this only makes the error clearer; on other systems it is the only protection.
 DENIED = (
     "subprocess", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.kill", "signal.pthread_kill",
     "resource.prlimit", "socket.connect", "socket.bind", "socket.send", "socket.getaddrinfo", "socket.gethostby",
     "gc.", "sys.settrace", "sys._current_frames", "ctypes.",
 )  # fmt: skip
 PROGRAM = PROGRAM.replace("DENIED", repr(DENIED)).replace("NATIVE", repr(("ctypes", "_ctypes", "_cffi_backend")))
-DIGITS = 4000  # Python reads no integer of more than 4,300
+DIGITS = 4000  # most characters of a number; Python reads no integer of more than 4,300 digits
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
 
 
 def find(name: str) -> Reward:
-    """The reward of a name: exact, number, python, regex:PATTERN, or file.py:function.
+    """Returns the reward of a name: exact, number, python, regex:PATTERN, or file.py:function.
 
     Raises:
-        ValueError: if there is none.
-        OSError: if the file cannot be read.
-        RuntimeError: if this system cannot run programs as `python` does.
+        ValueError: there is no such reward.
+        OSError: the file cannot be read.
+        RuntimeError: this system cannot run programs as `python` has to.
     """
     known: dict[str, Reward] = {"exact": exact, "number": number, "python": python}
     if name == "python":
@@ -96,17 +96,17 @@ def find(name: str) -> Reward:
 
 
 def exact(completion: str, record: Mapping[str, Any]) -> float:
-    """1 for the record's answer, but for white space around it."""
+    """Gives 1 if the completion is the record's answer, ignoring white space around both."""
     return float(completion.strip() == str(_answer(record)).strip())
 
 
 def matches(completion: str, record: Mapping[str, Any], *, pattern: re.Pattern[str]) -> float:
-    """1 for what the pattern matches as a whole, but for white space around it."""
+    """Gives 1 if the pattern matches the whole completion, ignoring white space around it."""
     return float(pattern.fullmatch(completion.strip()) is not None)
 
 
 def number(completion: str, record: Mapping[str, Any]) -> float:
-    r"""1 for the right number: that in the last \\boxed{}, after the last "####", or else the last one of the text.
+    r"""Gives 1 for the right number: that in the last \\boxed{}, else after the last "####", else the text's last one.
 
     1/2, 0.5 and .50 are one number, and so are 1,000 and 1000. The record's answer is read in the same way.
     """
@@ -115,7 +115,7 @@ def number(completion: str, record: Mapping[str, Any]) -> float:
 
 
 def value(text: str) -> Fraction | None:
-    r"""The number that a text comes to, unless it is one of more than 4,000 characters."""
+    r"""Returns the number that a text gives as its answer; None without one, or if longer than 4,000 characters."""
     text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
     for end in (*re.findall(r"\\boxed\{([^{}]*)\}", text)[-1:], *text.rsplit("####", 1)[1:], text):
         if found := re.findall(NUMBER, re.sub(r"(?<!\d)\.(?=\d)", "0.", end)):
@@ -127,16 +127,16 @@ def value(text: str) -> Fraction | None:
 
 
 def python(completion: str, record: Mapping[str, Any]) -> float:
-    """1 if the completion's Python code, and then the record's `tests`, run to their ends in one process.
+    """Gives 1 if the completion's Python code, and then the record's `tests`, run to their ends in one process.
 
-    The code is what stands in the first ``` fence, or all of it. An exit before the end earns nothing, whatever its
-    status; so tests must not exit either, as `unittest.main()` does. The process has 10 seconds, 512 MiB, an empty
-    folder and no environment. The interpreter refuses new processes, signals and connections, and Linux forbids them,
-    as it does the user's files: see `train.data.confine`. Code can still please tests without solving anything,
-    such as by an object that equals all others, since both share the process.
+    The code is the content of the first ``` fence, or the whole completion. An exit before the end earns 0, whatever
+    its status; so tests must not exit either, as `unittest.main()` does. The process has 10 seconds, 512 MiB, an empty
+    folder and no environment. The interpreter refuses new processes, signals and connections; Linux forbids these, and
+    the user's files, too: see `train.data.confine`. Code can still pass tests without solving anything, such as by an
+    object that equals all others, since both share the process.
 
     Raises:
-        BadRecord: if the record has no `tests`.
+        BadRecord: the record has no `tests`.
     """
     if "tests" not in record:
         raise BadRecord("The reward python needs a field `tests` in the record: code that fails if the answer does.")

@@ -20,13 +20,16 @@ from jaxtyping import Float, Int
 from train.data.records import check_array_records
 from train.loss import by_chunks
 from train.step import Batch, features
+from zoo.nn.model import AbstractModel
 
 
 ROWS, ABOUT = "rows.array_record", "teacher.json"
 
 
-def top_k(model: Any, batch: Batch, k: int) -> tuple[Float[jax.Array, "batch seq k"], Int[jax.Array, "batch seq k"]]:
-    """The largest `k` logits of each token, and their indices, without all logits of all tokens at once."""
+def top_k(
+    model: AbstractModel, batch: Batch, k: int
+) -> tuple[Float[jax.Array, "batch seq k"], Int[jax.Array, "batch seq k"]]:
+    """Returns each token's `k` largest logits and their indices; it never holds all logits of all tokens at once."""
     x, _ = features(model, batch)
     values, indices = by_chunks(lambda x: tuple(jax.lax.top_k(model.unembed(x).astype(jnp.float32), k)), x)
     return values, indices
@@ -54,11 +57,11 @@ def write(folder: pathlib.Path, batches: Iterable[Mapping[str, np.ndarray]], abo
 
 
 def read(folder: pathlib.Path) -> tuple[grain.MapDataset[dict[str, np.ndarray]], dict[str, Any]]:
-    """The rows, and what teacher.json says.
+    """Opens the rows, and reads teacher.json.
 
     Raises:
-        OSError: if the folder is not whole.
-        ValueError: if the rows are damaged.
+        OSError: the folder is not complete.
+        ValueError: the rows are damaged.
     """
     if not (folder / ABOUT).is_file():
         raise FileNotFoundError(f"{folder} has no {ABOUT}: store a teacher's logits there with --store, to the end.")

@@ -1,1 +1,1 @@
-"""Whether a model fits on devices that are not at hand, and what a step of its training costs there."""
+"""Plans runs on devices that are not at hand: whether a model fits there, and what a training step costs."""

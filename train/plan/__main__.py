@@ -1,14 +1,13 @@
-"""Whether a model trains, or decodes, on a fleet of chips, and what it costs: found on this CPU, before any is rented.
+"""Tells on this CPU whether a model trains, or decodes, on a fleet of chips, and what it costs, before any is rented.
 
     python -m train.plan llama3.1-8b --topology v6e:2x4 --mesh fsdp=-1 --batch 16 --seq 8192
 
-The step of a run is compiled ahead of time for the real devices. Bytes are XLA's own account, and what devices send
-each other is read from the compiled program. Times are what the chip's published figures allow at the best.
+It compiles the step of a run ahead of time for the real devices. Bytes are XLA's own account, and traffic between
+devices is read from the compiled program. Times are lower bounds, from the chip's published figures.
 """
 
 import pathlib
 import pickle
-from typing import Any
 
 import jax
 import rich
@@ -21,14 +20,15 @@ from train.plan.ahead import Compiled
 from train.plan.chips import fleet
 from train.plan.hlo import by_axis
 from train.plan.planner import Options, Plan, candidates, gb, plan, suggestion
+from zoo.nn.model import AbstractConfig
 
 
 DURATION = "10 seconds to some minutes, the longest for large meshes and mixtures of experts"
 BOUNDS = "Times are bounds that follow from the chip's published figures, not measurements."
 
 
-def report(made: Plan, config: Any) -> None:
-    """Prints everything that is known of a plan."""
+def report(made: Plan, config: AbstractConfig) -> None:
+    """Prints all about a plan: bytes, traffic, bounds; or what to change so that it fits."""
     o, c = made.o, made.compiled
     table = Table(title=f"{o.model} on {o.topology}, {o.mesh}", title_justify="left", show_header=False, box=None)
     table.add_row("[bold]fits[/bold]" if c else "[bold red]does not fit[/bold red]", "")
@@ -61,7 +61,7 @@ def report(made: Plan, config: Any) -> None:
 
 
 def rank(plans: list[Plan]) -> None:
-    """Prints what was searched, the fastest first."""
+    """Prints the plans that were compiled, ranked by their bounds, the fastest first."""
     columns = ("batch", "remat", "a device needs", "tokens a second, at most", "MFU, at most")
     table = Table(Column("mesh", overflow="fold"), *columns, title="Ranked by their bounds", title_justify="left")
     for p in sorted(plans, key=lambda p: (p.compiled is None, -p.tokens_per_second)):
@@ -103,7 +103,7 @@ def main(o: Options) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # the fleet is not here
-    jax.config.update("jax_enable_compilation_cache", False)  # what comes from the cache is not dumped
+    jax.config.update("jax_enable_compilation_cache", False)  # XLA does not dump a program that comes from the cache
     try:
         main(tyro.cli(Options))
     except (ValueError, OSError, ImportError) as error:

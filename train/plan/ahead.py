@@ -25,7 +25,7 @@ from train.step import jit_train_step
 from zoo import lora, quantized
 from zoo.checkpoint import skeleton
 from zoo.nn.cache import partition_specs
-from zoo.nn.model import Family
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.quantized import Format
 from zoo.surgery import cast, shardings
 
@@ -34,7 +34,7 @@ NONE = Lora()  # no adapters
 
 
 class Program(NamedTuple):
-    """A function still to be compiled, its arguments (`jax.ShapeDtypeStruct` with shardings), and what these are."""
+    """A function to compile, and its arguments (`jax.ShapeDtypeStruct` with shardings)."""
 
     function: Any
     arguments: tuple[Any, ...]
@@ -43,17 +43,17 @@ class Program(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A program that fits, in bytes of one device."""
+    """A compiled program, with bytes of one device."""
 
     executable: Any
     arguments: int
-    temporaries: int  # gradients and all else that is there while it runs, of which
-    activations: int  # are what layers keep for the backward pass
-    results: int  # of which
-    reused: int  # lie where arguments lay
-    host: int  # kept in the host's memory
+    temporaries: int  # gradients and all else that is there only while it runs, activations included
+    activations: int  # what layers keep for the backward pass
+    results: int
+    reused: int  # results that are written over donated arguments
+    host: int  # temporaries in the host's memory
     collectives: list[Collective]
-    seconds: float  # of compiling
+    seconds: float  # that compiling took
 
     @property
     def needed(self) -> int:
@@ -61,7 +61,7 @@ class Compiled(NamedTuple):
 
 
 class TooLarge(Exception):
-    """XLA refuses a program that needs so many bytes of a device, where so many are available."""
+    """XLA refuses a program, since it needs more bytes of a device than are available."""
 
     def __init__(self, needed: float, available: float):
         super().__init__(needed, available)
@@ -69,7 +69,7 @@ class TooLarge(Exception):
 
 
 def training(
-    config: Any,
+    config: AbstractConfig,
     family: Family,
     mesh: Mesh,
     *,
@@ -103,16 +103,16 @@ def training(
 
 
 def frozen(
-    config: Any,
+    config: AbstractConfig,
     family: Family,
     mesh: Mesh,
     *,
     quantize: Literal["none"] | Format,
     adapters: Lora = NONE,
-) -> Any:
+) -> AbstractModel:
     """Makes the shapes of a model with frozen weights, in bfloat16 or quantized, and of its adapters, if any."""
 
-    def make(model: Any) -> Any:
+    def make(model: AbstractModel) -> AbstractModel:
         model = cast(model, jnp.bfloat16)
         model = model if quantize == "none" else quantized.quantize(model, quantize)
         if adapters.rank:
@@ -125,7 +125,13 @@ def frozen(
 
 
 def decoding(
-    config: Any, family: Family, mesh: Mesh, *, batch: int, seq: int, quantize: Literal["none"] | Format = "none"
+    config: AbstractConfig,
+    family: Family,
+    mesh: Mesh,
+    *,
+    batch: int,
+    seq: int,
+    quantize: Literal["none"] | Format = "none",
 ) -> Program:
     """Makes the step that decodes one token a row, in bfloat16, with a cache of `seq` positions, updated in place."""
     model = frozen(config, family, mesh, quantize=quantize)

@@ -1,4 +1,4 @@
-"""What is published of the chips that models train on, and how to name many of them: "v5p:4x4x4", "h200:16"."""
+"""The published figures of the chips that models train on, and topologies by name, such as "v5p:4x4x4" or "h200:16"."""
 
 import importlib.util
 import os
@@ -11,30 +11,30 @@ from jax.experimental import topologies
 
 
 class Chip(NamedTuple):
-    """Of one device as JAX counts them, which is a chip; of TPU7x half of one."""
+    """The figures of one device as JAX counts them: a chip, or half of a TPU7x."""
 
-    kind: str  # its `device_kind`; of a TPU how that begins
-    flops: float  # dense bfloat16 operations a second, a multiplication and an addition being two
+    kind: str  # its `device_kind`; for a TPU, how that begins
+    flops: float  # dense bfloat16 operations a second; a multiplication and an addition are two
     memory: float  # bytes of HBM
     bandwidth: float  # bytes a second from and to HBM
     link: float  # bytes a second that it can send to its neighbours: all ICI links of a TPU, NVLink, or PCIe
-    network: float = 0.0  # bytes a second that it can send out of its node of `NODE` GPUs; 0: that is not published
-    cores: int = 0  # of a GPU: its multiprocessors,
-    cache: int = 0  # the bytes of its L2 cache,
-    clock: float = 0.0  # GHz
-    capability: str = ""  # and its CUDA compute capability
+    network: float = 0.0  # bytes a second that it can send out of its node of `NODE` GPUs; 0: not published
+    cores: int = 0  # a GPU's multiprocessors
+    cache: int = 0  # bytes of a GPU's L2 cache
+    clock: float = 0.0  # a GPU's, in GHz
+    capability: str = ""  # a GPU's CUDA compute capability
 
 
 GIB = 2**30
-NODE = 8  # GPUs of a board, or of a host at the most
-# TPUs: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x, where the links' sums are given, mostly there and back;
-# `link` is one direction. GPUs: the data sheets of A100 SXM (NVLink 600 GB/s there and back), H100 SXM, H200 SXM, HGX
-# B200, L4 (PCIe 4, 64 GB/s there and back; of its bfloat16 half, which is what is dense) and T4 (PCIe 3, 32 GB/s); for
-# the RTX 4090 the white paper on the Ada architecture (bfloat16 summed in float32). A T4 has no bfloat16: XLA computes
-# in float32, whose peak is given. Networks: ConnectX-6 and ConnectX-7, of which a DGX A100 has a port of 200 Gbit/s for
-# each GPU, later ones of 400. The rest as in XLA's xla/backends/gpu/target_config/specs; of L4, T4 and RTX 4090, which
-# are not there, memory as CUDA's deviceQuery prints it.
-# The first TPU whose kind matches is meant, so "TPU v5 lite" comes before "TPU v5".
+NODE = 8  # most GPUs of a board or a host
+# Sources. TPUs: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x, which give the sum of all links, mostly in both
+# directions; `link` is one direction. GPUs: the data sheets of A100 SXM (NVLink 600 GB/s in both directions), H100 SXM,
+# H200 SXM, HGX B200, L4 (PCIe 4, 64 GB/s in both directions; half of its bfloat16 figure, which is sparse) and T4 (PCIe
+# 3, 32 GB/s); for the RTX 4090 the white paper on the Ada architecture (bfloat16 summed in float32). A T4 has no
+# bfloat16: XLA computes in float32, whose peak is given. Networks: ConnectX-6 and ConnectX-7; a DGX A100 has a port of
+# 200 Gbit/s for each GPU, later ones of 400. The rest is from XLA's xla/backends/gpu/target_config/specs; L4, T4 and
+# RTX 4090 are not there, and their memory is what CUDA's deviceQuery prints.
+# A TPU is the first whose kind matches, so "TPU v5 lite" comes before "TPU v5".
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.2e12, 300e9),
     "v5e": Chip("TPU v5 lite", 197e12, 16 * GIB, 0.819e12, 200e9),
@@ -50,7 +50,7 @@ CHIPS = {
     "h200": Chip("NVIDIA H200", 989e12, 151397597184, 4.8e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0"),
     "b200": Chip("NVIDIA B200", 2250e12, 191514411008, 8.0e12, 900e9, 50e9, 148, 132644864, 1.965, "10.0"),
 }
-# How Google Cloud calls the slices of a TPU, what it counts of each chip, and how many axes a slice has.
+# Google Cloud's name for slices of a TPU -> our name, the cores it counts for each chip, and the axes of a slice.
 CLOUD = {
     "v4": ("v4", 2, 3),
     "v5p": ("v5p", 2, 3),
@@ -59,8 +59,8 @@ CLOUD = {
     "v6e": ("v6e", 1, 2),
 }
 
-# What follows from a compute capability (CUDA C++ Programming Guide, technical specifications): bytes of shared memory
-# of a multiprocessor, of which a block can have all but 1 kB (of 7.5 all), threads of it, and its float32 units.
+# By compute capability, a multiprocessor's bytes of shared memory, threads, and float32 units (CUDA C++ Programming
+# Guide, technical specifications). A block can have all of the shared memory but 1 kB (for 7.5 all of it).
 LIMITS = {
     "7.5": (65536, 1024, 64),
     "8.0": (167936, 2048, 64),
@@ -69,7 +69,7 @@ LIMITS = {
     "10.0": (233472, 2048, 128),
 }
 
-# What XLA has to know of a GPU to compile for it: a stream_executor.GpuTargetConfigProto.
+# A stream_executor.GpuTargetConfigProto: what XLA has to know of a GPU to compile for it.
 TARGET = """gpu_device_info {{
   runtime_version: "12.8.0"  # of CUDA: XLA knows no float8 of an unknown one
   threads_per_block_limit: 1024
@@ -110,20 +110,20 @@ QUIET = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls so; None if it is not known here."""
+    """Returns the chip of a `device_kind`; None if it is not in `CHIPS`."""
     same = lambda chip: device_kind == chip.kind if chip.cores else device_kind.startswith(chip.kind)
     return next((chip for chip in CHIPS.values() if same(chip)), None)
 
 
 def fleet(text: str) -> tuple[Chip, list[Any]]:
-    """The chip of a topology, and its devices, which nobody has to hold: programs can be compiled for them.
+    """Returns the chip of a topology, and its devices: they need not be at hand for programs to be compiled for them.
 
-    `text` is a TPU's name and the shape of the slice in chips, as "v6e:4x4"; a slice by Google Cloud's name for it, as
-    "v5litepod-16"; or a GPU's name and how many there are.
+    `text` is a TPU's name and the shape of the slice in chips, such as "v6e:4x4"; a slice by Google Cloud's name, such
+    as "v5litepod-16"; or a GPU's name and their number.
 
     Raises:
-        ValueError: if there is no such chip, or it does not come in that shape.
-        ImportError: if the compiler for it is not installed.
+        ValueError: there is no such chip, or it does not come in that shape.
+        ImportError: the compiler for it is not installed.
     """
     name, _, shape = slice_of(text).partition(":")
     chip = CHIPS.get(name)
@@ -147,7 +147,7 @@ def fleet(text: str) -> tuple[Chip, list[Any]]:
         found = topologies.get_topology_desc(platform="cuda", target_config=target(chip), topology=nodes)
         return chip, list(found.devices)
     os.environ.update(QUIET)
-    # Both cores of a v4 are one device where it is used, but not by default here.
+    # In use, both cores of a v4 are one device; a topology has to be told so.
     options = {"chip_config_name": "megacore"} if name == "v4" else {}
     try:
         found = topologies.get_topology_desc(f"{name}:{shape}", platform="tpu", **options)
@@ -157,9 +157,10 @@ def fleet(text: str) -> tuple[Chip, list[Any]]:
 
 
 def slice_of(text: str) -> str:
-    """ "v5litepod-16", a slice as Google Cloud names it, as "v5e:4x4"; any other text as it is.
+    """Translates Google Cloud's name of a slice, "v5litepod-16", to "v5e:4x4", and returns any other text as it is.
 
-    Slices are as near to squares or cubes as powers of two allow; others, such as v5p-1536, have no one shape.
+    Slices are as near to squares or cubes as powers of two allow. Sizes that are no power of two, such as v5p-1536,
+    come in several shapes, and stay as they are.
     """
     name, _, count = text.partition("-")
     if name not in CLOUD or not count.isdecimal():
@@ -173,7 +174,7 @@ def slice_of(text: str) -> str:
 
 
 def target(chip: Chip) -> str:
-    """What XLA is told of a GPU."""
+    """Returns the description of a GPU for XLA."""
     shared, threads, units = LIMITS[chip.capability]
     major, minor = chip.capability.split(".")
     version = f"major: {major}" + (f" minor: {minor}" if minor != "0" else "")
@@ -185,6 +186,6 @@ def target(chip: Chip) -> str:
 
 
 def slowest_link(chip: Chip, group: Iterable[Any]) -> float:
-    """Bytes a second that each of a group of devices can send to the others."""
+    """Returns the bytes a second that each of a group of devices can send to the others."""
     hosts = {device.process_index for device in group}
     return chip.network if chip.network and len(hosts) > 1 else chip.link

@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices and keeps between its loops, read from the text that XLA dumps of it.
+"""Reads from XLA's dump of a compiled program what devices send each other, and the activations that are kept.
 
 `compiled.as_text()` would be the same text, but fails for TPUs with jaxlib 0.10.2.
 """
@@ -14,10 +14,10 @@ import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-# TPU7x's SparseCores run collectives, which are then in a computation that a custom call has.
+# TPU7x's SparseCores run collectives, which are then in a computation called by a custom call.
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|(?:branch|called)_computations=\{([^}]*)\}")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
-# What has its operand's values; so do fusions of one operand, such as of a conversion.
+# Instructions whose result has the operand's values; fusions of one operand count too, such as of a conversion.
 ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape")
 
 
@@ -26,13 +26,13 @@ class Collective(NamedTuple):
 
     kind: str
     sent: float  # bytes that each device of its group sends, by the algorithm that sends the fewest
-    group: tuple[int, ...]  # devices, numbered in the order of the mesh, that this one works with
-    times: int  # that a step runs it
-    even: float = 0.0  # bytes sent by a ragged exchange, if routers choose all experts equally often
+    group: tuple[int, ...]  # the devices of the first group, numbered in the order of the mesh
+    times: int  # how often a step runs it
+    even: float = 0.0  # bytes sent by a ragged all-to-all, if routers choose all experts equally often
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """All of them, of the text of an optimized module. What is in a loop whose length is not known counts once."""
+    """Lists the collectives in the text of an optimized module. In a loop of unknown length they count once."""
     computations = dict(_computations(text))
     entry = next(name for name in computations if name.startswith("ENTRY "))
     times: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def collectives(text: str, devices: int) -> list[Collective]:
         for line in lines:
             if times[name] and (match := COLLECTIVE.search(line)):
                 result, kind, start = match.groups()
-                # A TPU's reduce-scatter is an all-reduce in a fusion that goes on with a part of the result.
+                # A TPU's reduce-scatter is an all-reduce in a fusion that uses only a part of the result.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
                 group = _group(line, devices)
                 size = _bytes(result, bool(start))
@@ -61,9 +61,9 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
 
 def by_axis(found: list[Collective], shape: Mapping[str, int], *, even: bool = False) -> dict[tuple[str, str], float]:
-    """Bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp".
+    """Sums the bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp".
 
-    They are the least that it sends, or with `even` those of ragged exchanges whose rows are spread evenly.
+    These are the fewest that it sends; with `even`, those of ragged all-to-alls whose rows are spread evenly.
     """
     total: dict[tuple[str, str], float] = {}
     for each in found:
@@ -76,18 +76,18 @@ def by_axis(found: list[Collective], shape: Mapping[str, int], *, even: bool = F
 
 
 def activations(text: str) -> float:
-    """Bytes of a device that one loop writes and a later one reads: what the layers keep for the backward pass.
+    """Returns the bytes of a device that one loop writes and a later one reads: activations kept for the backward pass.
 
-    What a loop only passes on, such as weights, and what lies in the host's memory do not count. Of computations which
-    run one after another, such as microbatches, the one that keeps the most does.
+    Values that a loop only passes on, such as weights, and values in the host's memory do not count. Of computations
+    that run one after another, such as microbatches, the largest counts.
     """
     computations = {name.removeprefix("ENTRY "): lines for name, lines in _computations(text)}
     return max(_between_loops(lines, computations) for lines in computations.values())
 
 
 def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> float:
-    sizes: dict[str, float] = {}  # of each element that a loop writes, by its name
-    aliases: dict[str, str] = {}  # other names of these
+    sizes: dict[str, float] = {}  # name of an element that a loop writes -> its bytes
+    aliases: dict[str, str] = {}  # other name of an element -> its name
     tuples: dict[str, list[str]] = {}
     read: set[str] = set()
     for line in lines:
@@ -109,13 +109,13 @@ def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> f
 
 
 def _written(body: list[str]) -> set[int]:
-    """Which elements of its tuple a loop's body does not only pass on."""
+    """Returns the indices of the tuple's elements that a loop's body changes, and not only passes on."""
     elements = _elements(body)
     return {i for i, name in enumerate(_results(body)) if elements.get(name) != i}
 
 
 def _elements(loop: list[str]) -> dict[str, int]:
-    """The names in a loop's body, or condition, of the elements of the tuple that it is given."""
+    """Maps names in a loop's body, or condition, to the indices of the elements of its tuple that they stand for."""
     given = next(match[1] for line in loop if (match := INSTRUCTION.match(line)) and match[3] == "parameter")
     found = {f"{given}#{index}": int(index) for index in re.findall(rf"%{re.escape(given)}#(\d+)", "\n".join(loop))}
     for line in loop:
@@ -125,7 +125,7 @@ def _elements(loop: list[str]) -> dict[str, int]:
 
 
 def _results(body: list[str]) -> list[str]:
-    """The names of the values that a loop's body returns, or nothing, if it does not put them together itself."""
+    """Returns the names of the values that a loop's body returns, or nothing, if it makes no tuple of them itself."""
     (root,) = (line for line in body if line.lstrip().startswith("ROOT "))
     found = re.search(r" tuple\(([^)]*)\)", root)
     return _names(found[1]) if found else []
@@ -136,7 +136,7 @@ def _names(operands: str) -> list[str]:
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and instructions of each computation; the name of the one that is run has "ENTRY " before it."""
+    """Yields name and instructions of each computation; "ENTRY " comes before the name of the entry computation."""
     name, lines = "", []
     for line in text.splitlines():
         if match := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
@@ -149,7 +149,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _trips(line: str, computations: Mapping[str, list[str]]) -> int:
-    """How often a loop runs: as XLA says, or, as it does not for TPUs, by its counter, which begins with zero."""
+    """Returns how often a loop runs: XLA's count; for TPUs, which have none, from its counter, which starts at zero."""
     if known := re.search(r"known_trip_count[^\d]*(\d+)", line):
         return int(known[1])
     condition, body = (computations[re.findall(rf"{word}=%?([\w.-]+)", line)[0]] for word in ("condition", "body"))
@@ -160,7 +160,7 @@ def _trips(line: str, computations: Mapping[str, list[str]]) -> int:
 
 
 def _step(condition: list[str], body: list[str]) -> int:
-    """By how much a loop's counter grows: 2 where devices pass something round, as such loops are unrolled."""
+    """Returns by how much a loop's counter grows: 2 in loops that pass data round the devices, which XLA unrolls."""
     named = {match[1]: match for line in body if (match := INSTRUCTION.match(line))}
     given, results = _elements(condition), _results(body)
     for compared in re.findall(r" compare\(%([\w.#-]+)", "\n".join(condition)):
@@ -172,7 +172,7 @@ def _step(condition: list[str], body: list[str]) -> int:
 
 
 def _group(line: str, devices: int) -> tuple[int, ...]:
-    """The first of the groups that exchange data, in any of the three notations of XLA; of a permutation, a pair."""
+    """Returns the first group of devices that exchange data, in any of XLA's notations; of a permutation, a pair."""
     if pair := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
         return int(pair[1]), int(pair[2])
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
@@ -198,7 +198,7 @@ def _group(line: str, devices: int) -> tuple[int, ...]:
 
 
 def _bytes(result: str, start: bool) -> float:
-    """Of a result, "bf16[8,128]{1,0}" or a tuple of such; of an asynchronous one without its operands."""
+    """Returns the bytes of a result, "bf16[8,128]{1,0}" or a tuple of such; of an asynchronous one without operands."""
     shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
     if start and result.startswith("(("):
         shapes = shapes[len(shapes) // 2 :]
@@ -209,11 +209,11 @@ def _bytes(result: str, start: bool) -> float:
 
 
 def _sent(kind: str, size: float, devices: int, computation: str) -> float:
-    """Bytes that a device sends at the least, given those of its result and the size of the group."""
+    """Returns the fewest bytes that a device sends, given the bytes of its result and the number of devices."""
     match kind:
         case "collective-permute":
             return size
-        case "ragged-all-to-all":  # as many of the rows as routers choose, which may be none
+        case "ragged-all-to-all":  # routers choose how many rows, which may be none
             return 0.0
         case "all-reduce":
             return 2 * size * (devices - 1) / devices
@@ -223,9 +223,9 @@ def _sent(kind: str, size: float, devices: int, computation: str) -> float:
 
 
 def _even(line: str, size: float, lines: list[str], devices: int) -> float:
-    """Bytes that a device sends by a ragged exchange if each gets as many of its rows.
+    """Returns the bytes that a device sends by a ragged all-to-all if every device gets as many of its rows.
 
-    One of the two arrays has room for its own rows, and the other for those that all devices might send it.
+    Of operand and result, the smaller has room for a device's own rows, the other for all that it might be sent.
     """
     named = {match[1]: match[2] for each in lines if (match := INSTRUCTION.match(each))}
     match = INSTRUCTION.match(line)

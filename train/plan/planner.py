@@ -20,6 +20,7 @@ from train.plan.chips import Chip, slowest_link
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
+from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.nn.pipeline import rounds_of
 from zoo.registry import family_of
 from zoo.surgery import modules
@@ -30,7 +31,7 @@ REMATS = ("none", "dots", "full", "offload")  # from most memory to least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Plan a run: compile its step for devices that nobody holds, and print what it needs of each."""
+    """Plan a run: compile its step for devices that are not at hand, and print what it needs of each."""
 
     model: tyro.conf.Positional[str]
     """A zoo name, a folder with a config.json, or a Hub repository org/name; weights are not read."""
@@ -43,7 +44,7 @@ class Options:
     batch: int
     """Rows of a step, on all devices together."""
     seq: int
-    """Tokens of a row; with --decode positions of the cache."""
+    """Tokens of a row; with --decode, positions of the cache."""
     remat: Literal["none", "dots", "full", "offload"] = "full"
     """What the backward pass recomputes, as for training."""
     microbatches: int = 1
@@ -57,7 +58,7 @@ class Options:
     """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or quantised to eight
     or four bits."""
     decode: bool = False
-    """Plan the step that writes one more token of each row, with weights in bfloat16, instead of training."""
+    """Plan the step that adds a token to each row, with weights in bfloat16, instead of training."""
     search: bool = False
     """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
     save: pathlib.Path | None = None
@@ -90,11 +91,11 @@ class Plan:
         return self.o.tokens / max(self.bounds.values())
 
 
-def plan(o: Options, config: Any, chip: Chip, devices: list[Any]) -> Plan:
+def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> Plan:
     """Compiles the step that the options describe, unless its arguments alone do not fit.
 
     Raises:
-        ValueError: if the mesh does not divide model and batch, or the model is larger than all devices together.
+        ValueError: the mesh does not divide model and batch, or the model is larger than all devices together.
     """
     mesh = make_mesh(o.mesh, devices)
     program = _program(o, config, mesh)
@@ -124,7 +125,7 @@ def _bytes(program: Program) -> tuple[dict[str, int], int]:
     return {kind: device_bytes(tree) for kind, tree in program.kinds.items()}, device_bytes(program.gradients)
 
 
-def _program(o: Options, config: Any, mesh: Mesh) -> Program:
+def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
     family, shape = family_of(config), dict[str, Any](batch=o.batch, seq=o.seq, quantize=o.quantize)
     if o.decode and o.lora.rank:
         raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
@@ -141,23 +142,23 @@ def _program(o: Options, config: Any, mesh: Mesh) -> Program:
     )  # fmt: skip
 
 
-def _bounds(o: Options, model: Any, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
+def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
     """Lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known."""
     p = products_per_token(model.config, o.seq)
     again = {"none": 0.0, "dots": p.attention, "full": p.layers + p.attention, "offload": p.layers + p.attention}
-    weights = p.layers + p.head  # without a gradient where they are frozen
+    weights = p.layers + p.head  # frozen ones have no gradient
     products = sum(p) if o.decode else 3 * p.attention + (2 if o.lora.rank else 3) * weights + again[o.remat]
     bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
     if compiled:
-        # What a step starts from is read, what it leaves is written, and what it holds in between is written and read.
-        written = compiled.results - (compiled.reused if o.decode else 0)  # of a cache only one position is
+        # A step reads its arguments, writes its results, and writes and reads its temporaries.
+        written = compiled.results - (compiled.reused if o.decode else 0)  # only one position of a cache is written
         bounds["HBM"] = (compiled.arguments + written + 2 * compiled.temporaries) / chip.bandwidth
         link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
         bounds["interconnect"] = sum(each.sent * each.times / link(each) for each in compiled.collectives)
     return bounds
 
 
-def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
+def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
     """Factor by which a step is longer because stages idle while the pipeline fills and drains."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
@@ -166,24 +167,24 @@ def _ticks(o: Options, model: Any, mesh: Mesh) -> float:
     return (busy + stages - 1) / busy
 
 
-def kept(config: Any, mesh: Mesh, o: Options) -> float:
+def kept(config: AbstractConfig, mesh: Mesh, o: Options) -> float:
     """Estimates the bytes of a device for activations kept for the backward pass, to choose what to compile."""
     rows = o.batch / o.microbatches / math.prod(mesh.shape[axis] for axis in BATCH)
     tokens = rows * o.seq / mesh.shape[CONTEXT]
     inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
     inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
-    # Each product's result has, on average, as many numbers as weights over the model's width.
+    # A product's result has for each token, on average, as many numbers as its weights divided by the model's width.
     results = 2 * tokens * products_per_token(config, o.seq).layers / config.hidden_size / mesh.shape[TENSOR]
     return {"none": inputs + 2 * results, "dots": inputs + results, "full": inputs, "offload": 0.0}[o.remat]
 
 
-def held(kinds: Mapping[str, int], gradients: int, config: Any, mesh: Mesh, o: Options) -> float:
+def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, o: Options) -> float:
     """Estimates the bytes of a device during a step: what is there before it, gradients, activations."""
     activations = 0.0 if o.decode else kept(config, mesh, o)
     return sum(kinds.values()) + gradients + activations
 
 
-def suggestion(made: Plan, config: Any) -> str:
+def suggestion(made: Plan, config: AbstractConfig) -> str:
     """Proposes the first change that saves the missing bytes: remat, fsdp, the batch, or more devices."""
     o, mesh = made.o, made.mesh
     missing, state = made.needed - made.available, sum(made.kinds.values())
@@ -207,7 +208,7 @@ def suggestion(made: Plan, config: Any) -> str:
     return f"a larger fsdp over at least {more:,} devices, if all that is held is split over them."
 
 
-def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[Options]:
+def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> list[Options]:
     """Lists other meshes, batches and remats that should fit, fastest first, by rough estimates of bytes and times."""
     found, sizes = [], (1, 2, 4, 8, 16)
     pairs = [{REPLICA: n, TENSOR: m} for n, m in itertools.product(sizes, sizes)]
@@ -230,7 +231,7 @@ def candidates(o: Options, config: Any, chip: Chip, devices: list[Any]) -> list[
     return [other for *_, other in sorted(found, key=lambda each: each[:2])]
 
 
-def _seconds(o: Options, model: Any, chip: Chip, mesh: Mesh) -> float:
+def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
     """Estimates the seconds of a step: the longer of computing, and of sending weights and activations."""
     size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
     experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
@@ -239,7 +240,7 @@ def _seconds(o: Options, model: Any, chip: Chip, mesh: Mesh) -> float:
     tokens = o.tokens / (size[REPLICA] * split * size[STAGE])
     # Sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys, values.
     numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
-    numbers += 2 * getattr(c, "num_experts_per_tok", 0) * c.hidden_size * (size[EXPERT] > 1)
+    numbers += 2 * (c.num_experts_per_tok if experts else 0) * c.hidden_size * (size[EXPERT] > 1)
     numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
     sent = weights / size[TENSOR] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
     return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
