@@ -1,4 +1,4 @@
-"""Chunks of a batch's tokens, for what is too wide to be held for all of them at once, such as logits."""
+"""Cuts a batch's tokens into chunks, for results too wide to hold for all tokens at once, such as logits."""
 
 import math
 from typing import NamedTuple
@@ -16,12 +16,12 @@ class Chunks(NamedTuple):
     rows: int  # parts that devices split the rows into
     parts: int  # parts that devices split the positions into
     part: int  # positions of such a part
-    size: int  # positions of it in a chunk, of which the last may have some too many
-    count: int  # chunks
+    size: int  # positions of a part that are in one chunk; the last chunk is padded
+    count: int  # number of chunks
 
     @classmethod
     def of(cls, batch: int, seq: int, tokens: int) -> "Chunks":
-        """Chunks of about so many tokens on each device."""
+        """Plans chunks of about `tokens` tokens on each device."""
         rows = math.prod(map(mesh.split, mesh.splitting(batch, *mesh.BATCH)))
         parts = math.prod(map(mesh.split, mesh.splitting(seq, mesh.CONTEXT)))
         part = seq // parts
@@ -29,14 +29,14 @@ class Chunks(NamedTuple):
         return cls(batch, rows, parts, part, size, math.ceil(part / size))
 
     def cut(self, a: Array) -> Array:
-        """[batch, seq, ...] -> [count, batch, parts * size, ...]"""
+        """Cuts [batch, seq, ...] into [count, batch, parts * size, ...]."""
         a = a.reshape(self.batch, self.parts, self.part, *a.shape[2:])
         a = jnp.pad(a, ((0, 0), (0, 0), (0, self.count * self.size - self.part), *((0, 0),) * (a.ndim - 3)))
         a = jnp.moveaxis(a.reshape(self.batch, self.parts, self.count, self.size, *a.shape[3:]), 2, 0)
         return a.reshape(self.count, self.batch, self.parts * self.size, *a.shape[4:])
 
     def joined(self, a: Array) -> Array:
-        """The inverse of `cut`."""
+        """Inverts `cut`."""
         a = jnp.moveaxis(a.reshape(self.count, self.batch, self.parts, self.size, *a.shape[3:]), 0, 2)
         a = a.reshape(self.batch, self.parts, self.count * self.size, *a.shape[4:])[:, :, : self.part]
         return a.reshape(self.batch, self.parts * self.part, *a.shape[3:])

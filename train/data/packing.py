@@ -203,18 +203,18 @@ def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
 
 
 def count(data: grain.IterDataset) -> int:
-    """How many batches there are, found by making them all."""
+    """Counts the batches, by making them all."""
     with rich.get_console().status("Counting the batches of all epochs (--steps skips this)"):
         return sum(1 for _ in data)
 
 
 def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: int) -> list[list[int]]:
-    """Tokens of the first three records, for a model to continue (`prompt_of`)."""
+    """Returns the prompts (`prompt_of`) of the first three records, for a model to continue."""
     return [prompt_of(encode(record, tokenizer, vocab_size=vocab_size)[-1]) for record in itertools.islice(records, 3)]
 
 
 def prompt_of(example: Example) -> list[int]:
-    """What precedes the first token to be learnt; of a text, its first quarter."""
+    """Returns the tokens before the first one to be learnt; for a text, its first quarter, at most 64 tokens."""
     learnt = example.mask.index(1) if 1 in example.mask else len(example.ids)
     return example.ids[:learnt] if learnt > 1 else example.ids[: max(1, min(64, len(example.ids) // 4))]
 

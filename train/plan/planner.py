@@ -55,8 +55,8 @@ class Options:
     """Data type of the optimizer's moments, as for training."""
     lora: Lora = NONE
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """How weights are kept that are not trained, beside adapters or with --decode: in bfloat16, or quantised to eight
-    or four bits."""
+    """How frozen weights are kept, under adapters or with --decode: in bfloat16 (none), or quantised to eight or four
+    bits."""
     decode: bool = False
     """Plan the step that adds a token to each row, with weights in bfloat16, instead of training."""
     search: bool = False
@@ -83,7 +83,7 @@ class Plan:
     available: float
     bounds: dict[str, float]  # "compute", "HBM" and "interconnect": a step takes at least the longest of these
     flops: float  # of one token, as MFU counts them
-    mfu: float  # at the most
+    mfu: float  # an upper bound, from 0 to 1
 
     @property
     def tokens_per_second(self) -> float:
