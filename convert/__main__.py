@@ -40,7 +40,7 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     # zoo.save copies the tokenizer's files from the folder that the run began with.
     source = zoo.tokenizer(identity["model"], revision=identity.get("revision")).folder
     config = read(family, identity["config"], source)
-    abstract = skeleton(family, config, mtp=identity["mtp"])
+    abstract = skeleton(family, config, [part for part in family.parts if identity.get(part)])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract)
     context = ocp.Context()
@@ -64,7 +64,7 @@ def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: st
         raise FileExistsError(f"{out} exists already; name a folder that does not.")
     loaded = zoo.load(model, revision=revision)
     dtype = jax.tree.leaves(loaded)[0].dtype
-    identity = {"model": model, "config": write(loaded.config, family_of(loaded), dtype), "mtp": False}
+    identity = {"model": model, "config": write(loaded.config, family_of(loaded), dtype)}
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     ocp.save(str(unfinished.resolve() / "arrays"), {"model": loaded})

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -13,6 +13,7 @@ import convert.hub
 import zoo
 from train import folder, loop, options
 from zoo import lora
+from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.registry import family_of
 from zoo.surgery import shardings
 from zoo.tokenizer import Tokenizer
@@ -71,19 +72,19 @@ def width_lr(o: FineTuningOptions) -> float:
     return 2e-4 if o.lora.rank else 2e-5
 
 
-def load(o: FineTuningOptions, mesh: Mesh, *, mtp: bool = False) -> Any:
+def load(o: FineTuningOptions, mesh: Mesh, parts: Sequence[str] = ()) -> AbstractModel:
     """The model that the options name, placed on the mesh; with new adapters if they are asked for."""
     if not o.lora.rank:
-        return zoo.load(o.model, revision=o.revision, mesh=mesh, mtp=mtp)
-    model = frozen(o, mesh, mtp=mtp)
+        return zoo.load(o.model, revision=o.revision, mesh=mesh, parts=parts)
+    model = frozen(o, mesh, parts)
     model = lora.add(model, rank=o.lora.rank, alpha=o.lora.alpha, where=o.lora.where, key=jax.random.key(o.seed))
     return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))
 
 
-def frozen(o: FineTuningOptions, mesh: Mesh, *, mtp: bool = False) -> Any:
+def frozen(o: FineTuningOptions, mesh: Mesh, parts: Sequence[str] = ()) -> AbstractModel:
     """The model that the options name, for what is not trained: in --compute-dtype, or quantized."""
     quantize = None if o.quantize == "none" else o.quantize
-    return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, mtp=mtp)
+    return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, parts=parts)
 
 
 def weights_hash(source: str, revision: str | None = None) -> str:
@@ -96,13 +97,13 @@ def weights_hash(source: str, revision: str | None = None) -> str:
 
 def run(
     o: FineTuningOptions,
-    config: Any,
+    config: AbstractConfig,
     mesh: Mesh,
     tokenizer: Tokenizer,
     task: loop.Task,
     *,
     source: Mapping[str, Any],
-    mtp: bool = False,
+    parts: Sequence[str] = (),
 ) -> None:
     """`train.loop.run` of the model that the options name, or of its adapters, and the upload of the result.
 
@@ -110,13 +111,13 @@ def run(
     """
     rank, alpha, where = o.lora.rank, o.lora.alpha, o.lora.where
     adapters = {"rank": rank, "scale (alpha / rank)": alpha / max(rank, 1), "where": where}
-    identity = folder.identity(o.model, config, source) | {"lora": adapters, "quantize": o.quantize, "mtp": mtp}
+    identity = folder.identity(o.model, config, source, parts) | {"lora": adapters, "quantize": o.quantize}
     identity["revision"] = o.revision
     if rank or task.reference is not None:  # a resumed run reads the model that it began with again
         identity["weights"] = weights_hash(o.model, o.revision)
     with jax.set_mesh(mesh):
-        model = functools.partial(load, o, mesh, mtp=mtp)
-        trained = loop.to_train(model, o, o.model, config, mesh, adapters=rank > 0, mtp=mtp)
+        model = functools.partial(load, o, mesh, parts)
+        trained = loop.to_train(model, o, o.model, config, mesh, adapters=rank > 0, parts=parts)
         exported = loop.run(o, trained, task, mesh, tokenizer, identity)
     if exported and o.push_to_hub and jax.process_index() == 0:
         rich.print(f"Uploaded: {convert.hub.push(exported, o.push_to_hub)}")

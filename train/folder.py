@@ -5,7 +5,7 @@ import fnmatch
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from train.checkpoint import DATA, differences
 from train.cluster import agree
 from train.options import Options
 from zoo.config import write as write_config
+from zoo.nn.model import AbstractConfig
 from zoo.registry import family_of
 
 
@@ -99,11 +100,12 @@ def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
     return telling(Options()) | dict(before)
 
 
-def identity(name: str, config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+def identity(name: str, config: AbstractConfig, data: Mapping[str, Any], parts: Sequence[str] = ()) -> dict[str, Any]:
     """Returns what must not change of a run between checkpoints, with all that its export needs."""
     model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
     hub = write_config(config, family_of(config), export_dtype(config))
-    return {"model": model, "config": hub, "data": dict(data)}
+    # The model's optional parts. Earlier runs, which still go on, always say whether they have "mtp".
+    return {"model": model, "config": hub, "data": dict(data), "mtp": False} | dict.fromkeys(parts, True)
 
 
 def export_dtype(config: Any) -> np.dtype:

@@ -308,14 +308,14 @@ def to_train(
     mesh: Mesh,
     *,
     adapters: bool = False,
-    mtp: bool = False,
+    parts: Sequence[str] = (),
 ) -> Trained:
     """What `load()` loads, as what is trained: all of its weights, or its adapters. The mesh must divide it."""
     family, shape = family_of(config), dict(batch=o.batch // o.microbatches, seq_len=o.seq_len)
-    check_mesh(mesh, skeleton(family, config, mtp=mtp), family, **shape)
+    check_mesh(mesh, skeleton(family, config, parts), family, **shape)
     prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
     if not adapters:
-        abstract = abstract_model(config, family, mesh, mtp=mtp)
+        abstract = abstract_model(config, family, mesh, parts)
         return Trained(name, config, prepared(abstract), lambda: prepared(load()))
     model, frozen = lora.split(prepared(load()))
     return Trained(name, config, model, lambda: model, frozen)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,9 +59,9 @@ def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, 
     shardings(model, family.partition_rules, mesh)
 
 
-def abstract_model(config: AbstractConfig, family: Family, mesh: Mesh, *, mtp: bool) -> Any:
-    """Returns the shapes of a model's float32 parameters, with their shardings on the mesh."""
-    model = skeleton(family, config, mtp=mtp)
+def abstract_model(config: AbstractConfig, family: Family, mesh: Mesh, parts: Sequence[str] = ()) -> AbstractModel:
+    """Returns the shapes of a model's float32 parameters with their shardings. `parts` are names in `family.parts`."""
+    model = skeleton(family, config, parts)
     places = shardings(model, family.partition_rules, mesh)
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 

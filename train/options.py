@@ -176,5 +176,10 @@ class LanguageModelingOptions(Options):
     """Weight of the loss of the token after the next, which DeepSeek V3 has a module for; 0.3, then 0.1 in its paper.
     0: without that module."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the optional parts of the model that are trained with it."""
+        return ("mtp",) if self.mtp_weight else ()
+
     def objective(self) -> Objective:
         return functools.partial(cross_entropy, z_loss=self.z_loss, mtp_weight=self.mtp_weight)

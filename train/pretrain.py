@@ -43,7 +43,7 @@ def main(o: PretrainOptions) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, **vars(o.chat))
     config = dataclasses.replace(zoo.config(o.model), source=tokenizer.folder)
-    o, mtp = resolve(o, config, width_lr=3e-4), o.mtp_weight > 0
+    o = resolve(o, config, width_lr=3e-4)
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out)
@@ -61,11 +61,11 @@ def main(o: PretrainOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o, family = resolve_steps(o, o.steps), family_of(config)
-    places = jax.tree.map(lambda a: a.sharding, abstract_model(config, family, mesh, mtp=mtp))
-    make = lambda: family.Model(config, key=jax.random.key(o.seed), **({"mtp": True} if mtp else {}))
+    places = jax.tree.map(lambda a: a.sharding, abstract_model(config, family, mesh, o.parts))
+    make = lambda: family.init_model(config, key=jax.random.key(o.seed), parts=o.parts)
     with jax.set_mesh(mesh):
-        trained = loop.to_train(jax.jit(make, out_shardings=places), o, o.model, config, mesh, mtp=mtp)
-        loop.run(o, trained, task, mesh, tokenizer, folder.identity(o.model, config, source) | {"mtp": mtp})
+        trained = loop.to_train(jax.jit(make, out_shardings=places), o, o.model, config, mesh, parts=o.parts)
+        loop.run(o, trained, task, mesh, tokenizer, folder.identity(o.model, config, source, o.parts))
 
 
 if __name__ == "__main__":

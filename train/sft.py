@@ -75,7 +75,7 @@ def main(o: SFTOptions) -> None:
     o = resolve_steps(o, o.steps or count(data))
     task = loop.Task(data, o.objective(), validation=validation, prompts=prompts, neftune=o.neftune)
     source = sources | {"seed": o.seed} | shape
-    finetune.run(o, config, mesh, tokenizer, task, source=source, mtp=o.mtp_weight > 0)
+    finetune.run(o, config, mesh, tokenizer, task, source=source, parts=o.parts)
 
 
 if __name__ == "__main__":

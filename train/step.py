@@ -18,6 +18,8 @@ from train.neftune import noisy
 from train.router import mean_of_layers, router_loss, routings_of
 from train.state import TrainState
 from zoo.lora import joined
+from zoo.nn.model import AbstractModel
+from zoo.nn.mtp import module_of
 from zoo.surgery import cast, with_remat
 
 
@@ -43,13 +45,13 @@ class Objective(Protocol):
         ...
 
 
-def features(model: Any, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Any]:
+def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Any]:
     """The features of a batch's tokens, and what the layers reported."""
     return model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
 
 
 def cross_entropy(
-    model: Any,
+    model: AbstractModel,
     batch: Batch,
     reference: None = None,
     means: Scalars | None = None,
@@ -62,7 +64,7 @@ def cross_entropy(
 
     The sums are "loss", in nats, and "accuracy", the number of targets whose logit is the largest. With `mtp_weight`,
     every target whose next token is a target of the same document adds so much of the cross-entropy of that one, as
-    `model.further` predicts it (multi-token prediction, arXiv:2412.19437, section 2.2); its sum is "mtp_loss".
+    the model's module for it predicts it (`zoo.nn.mtp`); its sum is "mtp_loss".
     """
     targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
     x, reports = features(model, batch)
@@ -70,7 +72,8 @@ def cross_entropy(
     total, found = losses(x, targets, batch["loss_mask"], z_loss=z_loss)
     sums = {"loss": found["loss"], "accuracy": found["correct"]}
     if mtp_weight:
-        y, routing = model.further(x, targets, positions=batch["positions"], segments=segments)
+        mtp, embed_tokens = module_of(model)
+        y, routing = mtp(x, embed_tokens(targets), None, kernels.Tokens(batch["positions"], segments))
         both = mask & next_token(mask) & (segments == next_token(segments))
         more, further = losses(y, next_token(targets), both.astype(jnp.int32))
         total += mtp_weight * more

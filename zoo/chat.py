@@ -13,6 +13,7 @@ import tyro
 import zoo
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.harmony import Parts
+from zoo.nn.model import AbstractModel
 from zoo.tokenizer import Tokenizer
 
 
@@ -132,9 +133,9 @@ def chat(
 
 def load(
     source: str, adapter: pathlib.Path | None, draft: str | None, num_draft_tokens: int, **options: Any
-) -> tuple[Any, AbstractDraft | None]:
+) -> tuple[AbstractModel, AbstractDraft | None]:
     """Loads a model with its adapter, and its draft: "mtp" or a model's name, loaded with the same options."""
-    model = zoo.load(source, mtp=draft == "mtp", **options)
+    model = zoo.load(source, parts=("mtp",) if draft == "mtp" else (), **options)
     if adapter:
         model = zoo.peft.load(model, adapter)
         for warning in zoo.peft.warnings_of(adapter, quantize=options["quantize"]):

@@ -11,11 +11,10 @@ be redundant. Otherwise the checkpoint is refused.
 import concurrent.futures
 import fnmatch
 import functools
-import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -39,22 +38,20 @@ from zoo.surgery import modules, path_name, shardings
 
 
 T = TypeVar("T")
+M = TypeVar("M", bound=AbstractModel)
 
 # The quantization_config of an export with `fp8`.
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 
 
-def skeleton(family: Family, config: Any, *, mtp: bool = False) -> Any:
-    """A model whose arrays are `jax.ShapeDtypeStruct`; `mtp`: with the module that predicts one more token.
+def skeleton(family: Family, config: AbstractConfig, parts: Sequence[str] = ()) -> AbstractModel:
+    """A model with these of the family's `parts`, whose arrays are `jax.ShapeDtypeStruct`.
 
     Raises:
-        ValueError: if the family has no such module, or the config describes no model.
+        ValueError: if there are no such parts, or the config describes no model.
     """
-    if mtp and "mtp" not in inspect.signature(family.Model).parameters:
-        raise ValueError(f"{family.name} has no module that predicts one more token (mtp).")
-    parts = {"mtp": True} if mtp else {}
     try:
-        return eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0), **parts))
+        return eqx.filter_eval_shape(lambda: family.init_model(config, key=jax.random.key(0), parts=parts))
     except ValueError as error:
         raise ValueError(f"{config.source / 'config.json'}: {error}" if config.source else str(error)) from error
 
@@ -114,7 +111,7 @@ def standard_names(tensors: Mapping[str, T], family: Family) -> dict[str, T]:
 
 
 def fill(
-    skeleton: Any,
+    skeleton: M,
     tensors: Mapping[str, Source],
     family: Family,
     *,
@@ -123,7 +120,7 @@ def fill(
     format: Format | None = None,
     check_values: bool = True,
     mmap: bool = True,
-) -> Any:
+) -> M:
     """Fill a skeleton's arrays from tensors.
 
     Args:

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,7 +24,7 @@ from zoo import registry
 from zoo.config import read as read_config
 from zoo.config import write as write_config
 from zoo.mesh import make_mesh
-from zoo.nn.model import AbstractModel, Family
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.quantized import STORED
 from zoo.tokenizer import Tokenizer
 
@@ -43,11 +44,11 @@ def load(
     mesh: Mesh | str | None = None,
     revision: str | None = None,
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
-    mtp: bool = False,
+    parts: Sequence[str] = (),
     verify: bool = True,
     check_values: bool = True,
     mmap: bool = True,
-) -> Any:
+) -> AbstractModel:
     """Load a checkpoint as the family's `Model`, called as `model(tokens)`.
 
     Args:
@@ -60,7 +61,8 @@ def load(
         quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
             four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
             all others keep their dtype.
-        mtp: also load the module that predicts one more token (DeepSeek V3 and R1 have it).
+        parts: names of optional parts to load too, as the family's `FAMILY.parts` lists them. DeepSeek V3 and R1 have
+            "mtp", a module that predicts the token after the next.
         verify: before reading a folder that `save` wrote, check its files against the hashes beside them, at 1 to 2
             GB/s per core. Several processes share this work. False skips it.
         check_values: while reading, refuse tensors with NaN or infinities, and matrices of zeros alone (biases and
@@ -87,7 +89,7 @@ def load(
     zoo.checkpoint.check_sizes(parsed, tensors)
     if verify:
         convert.tensors.verify_files(folder, slice(jax.process_index(), None, jax.process_count()))
-    skeleton = zoo.checkpoint.skeleton(family, parsed, mtp=mtp)
+    skeleton = zoo.checkpoint.skeleton(family, parsed, parts)
     return zoo.checkpoint.fill(
         skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap
     )
@@ -133,14 +135,14 @@ def _write(
                 os.replace(folder / f"{path.name}.tmp", folder / path.name)
 
 
-def config(source: str | os.PathLike, *, revision: str | None = None) -> Any:
+def config(source: str | os.PathLike, *, revision: str | None = None) -> AbstractConfig:
     """The `Config` of a model. For a zoo name nothing is read; otherwise config.json is, after a download if needed."""
     if source in registry.CONFIGS:
         return registry.CONFIGS[str(source)]
     return family_and_config(folder_of(source, revision, weights=False))[1]
 
 
-def inspect(source: str, *, revision: str | None = None) -> Any:
+def inspect(source: str, *, revision: str | None = None) -> AbstractConfig:
     """Read a checkpoint's `Config`, and check that its tensors are those that the config calls for.
 
     From a Hub repository only config.json and the headers of the safetensors are downloaded. A folder without weights
@@ -201,7 +203,7 @@ def folder_of(
     return convert.hub.folder(repositories.get(name, source), revision, weights=weights, companions=companions)
 
 
-def family_and_config(folder: pathlib.Path) -> tuple[Family, Any]:
+def family_and_config(folder: pathlib.Path) -> tuple[Family, AbstractConfig]:
     hub = convert.hub.read_json(folder / "config.json")
     kind = hub.get("model_type")
     if kind not in registry.FAMILIES:

@@ -31,7 +31,7 @@ from zoo.checkpoint import parameters, skeleton
 from zoo.gather import gathered, write_once
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
-from zoo.nn.model import AbstractModel, Family
+from zoo.nn.model import AbstractModel
 from zoo.reading import Scan
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
@@ -90,7 +90,7 @@ def save(
     kinds = {(m.a.shape[-2], m.scale) for m in adapters.values()}
     if len(kinds) != 1:
         raise ValueError(f"The model has adapters of {len(kinds)} kinds (rank and scale); PEFT's layout is of one.")
-    if homeless := [path for path in adapters if path.startswith("mtp.")]:
+    if homeless := sorted(adapters.keys() - names.keys()):  # of an optional part
         raise ValueError(f"{homeless[0]} has an adapter, but transformers has no such module.")
     ((rank, scale),) = kinds
     tensors: dict[str, convert.tensors.Lazy] = {}
@@ -116,13 +116,13 @@ def save(
             else:
                 module, parameter, part = expert_place(name)
                 places.setdefault(module, {}).setdefault(parameter, {})[part] = (path, at)
-    several = set()
+    several, swapped = set(), family.experts_swapped_in_peft
     for module, of_module in places.items():
         for parameter, parts in of_module.items():
-            get = lambda parts=parts: fused({part: pair_of(*where) for part, where in parts.items()}, swapped(family))
+            get = lambda parts=parts: fused({part: pair_of(*where) for part, where in parts.items()}, swapped)
             ranks, m = rank * len(parts), adapters[next(iter(parts.values()))[0]]
             experts, out, in_ = (*m.shape[-3:-2], m.shape[-2] * (1 if None in parts else 2), m.shape[-1])
-            out, in_ = (in_, out) if swapped(family) else (out, in_)
+            out, in_ = (in_, out) if swapped else (out, in_)
             put(wrapper(module, parameter, set(of_module)), (experts * ranks, in_), (out, ranks * experts), get)
             several |= {f"experts.{parameter}"} if len(parts) > 1 else set()
     linears = {path: m for path, m in modules(model, AbstractLinear) if path in names}
@@ -233,7 +233,7 @@ def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_valu
         if parameter not in wrapped:
             return None
         whole = stored(wrapper(module, parameter, wrapped), f"{module}.{parameter}")
-        return whole and part_of(whole, part, experts, swapped(family))
+        return whole and part_of(whole, part, experts, family.experts_swapped_in_peft)
 
     def adapted(path: str, linear: Any) -> Any:
         find = functools.partial(of_experts, experts=linear.shape[-3]) if is_experts(linear) else lambda n: stored(n, n)
@@ -325,11 +325,6 @@ def expert_place(name: str) -> tuple[str, str, int | None]:
 def wrapper(module: str, parameter: str, wrapped: set[str]) -> str:
     """The module under which PEFT stores a parameter's adapter: with both adapted, down_proj's wraps gate_up_proj's."""
     return f"{module}.base_layer" if parameter == GATE_UP and DOWN in wrapped else module
-
-
-def swapped(family: Family) -> bool:
-    """Whether PEFT exchanges in and out of experts: for Llama 4, whose (experts, in, out) are not marked as such."""
-    return family.name == "llama4"
 
 
 def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:

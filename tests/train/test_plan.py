@@ -199,7 +199,7 @@ def test_activations_are_what_one_loop_leaves_to_another():
 
 
 def test_bytes_by_kind(config, made):
-    whole = abstract_model(config, planner.family_of(config), made.mesh, mtp=False)
+    whole = abstract_model(config, planner.family_of(config), made.mesh)
     assert made.kinds["parameters"] == ahead.device_bytes(whole)
     assert made.kinds["optimizer"] == pytest.approx(2 * made.kinds["parameters"], rel=0.01)
     assert made.kinds["batch"] == 5 * 8 * 64 * 4 // 8

@@ -25,6 +25,7 @@ from zoo import surgery
 from zoo.config import read as read_config
 from zoo.lora import LoRALinear
 from zoo.models import deepseek2, deepseek3
+from zoo.nn.mtp import module_of
 from zoo.quantized import QuantizedLinear
 
 
@@ -41,13 +42,13 @@ def hidden(model, tokens):
 @eqx.filter_jit
 def further(model, x, following):
     """Logits of one more token, what they are of, and the router's report."""
-    x, report = model.further(x, following)
+    x, report = model.mtp(x, model.embed_tokens(following), None, Tokens())
     return model.unembed(x), x, report
 
 
 @pytest.fixture(scope="module")
 def model_with_further(with_further):
-    return zoo.load(with_further, mtp=True)
+    return zoo.load(with_further, parts=("mtp",))
 
 
 def abstract(make, config):
@@ -288,17 +289,17 @@ def test_further_is_transformers(with_further, model_with_further, monkeypatch):
 def test_without_mtp_nothing_changes(load, with_further, model_with_further):
     without = zoo.load(with_further)
     assert same(without, load("deepseek3"))
-    with pytest.raises(ValueError, match="mtp=True"):
-        without.further(jnp.zeros((1, 2, 32)), jnp.zeros((1, 2), int))
+    with pytest.raises(ValueError, match=r'load DeepSeek V3 or R1 with parts=\("mtp",\)'):
+        module_of(without)
     assert same(eqx.tree_at(lambda m: m.mtp, model_with_further, None), without)
     assert error(hidden(model_with_further, TOKENS[:, :-1])[0], tiny.golden()["deepseek3"][:, :-1]) < 1e-4
 
 
 def test_mtp_needs_the_module(folders, tmp_path):
     with pytest.raises(ValueError, match=r"lacks \d+ tensors .*model\.layers\.3\."):
-        zoo.load(folders["deepseek3"], mtp=True)
-    with pytest.raises(ValueError, match="num_nextn_predict_layers=1, not 0"):
-        zoo.load(tiny.write(tmp_path, "deepseek3-kimi"), mtp=True)
+        zoo.load(folders["deepseek3"], parts=("mtp",))
+    with pytest.raises(ValueError, match="mtp needs num_nextn_predict_layers=1, not 0"):
+        zoo.load(tiny.write(tmp_path, "deepseek3-kimi"), parts=("mtp",))
 
 
 def test_mtp_shares_the_embedding(with_further, further_tensors, tmp_path):
@@ -307,8 +308,8 @@ def test_mtp_shares_the_embedding(with_further, further_tensors, tmp_path):
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
     tiny.write(tmp_path, "deepseek3")
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-    for mtp in (True, False):
-        ours, theirs = zoo.load(tmp_path, mtp=mtp), zoo.load(with_further, mtp=mtp)
+    for parts in (("mtp",), ()):
+        ours, theirs = zoo.load(tmp_path, parts=parts), zoo.load(with_further, parts=parts)
         assert same(ours, theirs)
 
 
@@ -327,7 +328,7 @@ def test_mtp_round_trip(model_with_further, further_tensors, tmp_path):
     copies = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
     assert after.keys() == before.keys() - copies
     assert all((after[name].view() == before[name]).all() for name in after)
-    assert same(zoo.load(tmp_path, mtp=True), model_with_further)
+    assert same(zoo.load(tmp_path, parts=("mtp",)), model_with_further)
 
 
 def test_mtp_has_rules_for_every_array(model_with_further):
@@ -428,7 +429,7 @@ def test_fp8_round_trip(tmp_path):
     tensors = {
         name: tiny.deepseek3.values(name, random.standard_normal(s)).astype(np.float32) for name, s in shapes.items()
     }
-    model = zoo.load(write_wide(tmp_path / "plain", tensors), mtp=True)
+    model = zoo.load(write_wide(tmp_path / "plain", tensors), parts=("mtp",))
     zoo.save(model, tmp_path / "fp8", fp8=True)
     assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"] == QUANTIZED
     saved = convert.tensors.open_tensors(tmp_path / "fp8")
@@ -439,7 +440,7 @@ def test_fp8_round_trip(tmp_path):
         error = np.abs(saved[name].view().astype(np.float32) * scale - tensors[name])
         # Half a unit in the last of 4 binary digits; below 2**-6, where these are as fine as they get, of 2**-9.
         assert (error <= np.maximum(np.abs(tensors[name]) / 16, scale * 2.0**-10) * (1 + 1e-5)).all()
-    again = zoo.load(tmp_path / "fp8", dtype="float32", mtp=True)
+    again = zoo.load(tmp_path / "fp8", dtype="float32", parts=("mtp",))
     assert jax.tree.structure(again) == jax.tree.structure(model)
     largest = lambda a: np.abs(np.asarray(a)).max()
     away = jax.tree.map(lambda a, b: largest(np.asarray(a) - np.asarray(b)) / largest(a), model, again)

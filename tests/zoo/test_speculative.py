@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import zoo
+from kernels import Tokens
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise
 from zoo.generation.sampling import Sampler
@@ -32,7 +33,7 @@ def noisy(model, size):
 
 @pytest.fixture(scope="module")
 def model_with_further(with_further):
-    return zoo.load(with_further, mtp=True)
+    return zoo.load(with_further, parts=("mtp",))
 
 
 def assert_same(got, want):
@@ -75,12 +76,12 @@ def test_greedy_with_mtp(model_with_further):
 
 
 def test_mtp_remembers(model_with_further):
-    """Prefilled, token by token and several at once, some of them taken back: as `further` on the whole sequence."""
+    """Prefilled, token by token and several at once, some of them taken back: as without a cache."""
 
     @eqx.filter_jit
     def whole(model):
         x, _ = model.hidden(TOKENS[:, :-1])
-        return x, model.further(x, TOKENS[:, 1:])[0]
+        return x, model.mtp(x, model.embed_tokens(TOKENS[:, 1:]), None, Tokens())[0]
 
     x, want = map(np.asarray, whole(model_with_further))
     draft, call = zoo.MTPDraft(model_with_further), eqx.filter_jit(lambda draft, *args: draft(*args))
@@ -181,7 +182,7 @@ def test_text():
 
 def test_refusals(load):
     model = load("qwen3")
-    with pytest.raises(ValueError, match="no module to draft with"):
+    with pytest.raises(ValueError, match=r'load DeepSeek V3 or R1 with parts=\("mtp",\)'):
         zoo.MTPDraft(model)
     with pytest.raises(ValueError, match="tokens=0"):
         zoo.ModelDraft(model, 0)

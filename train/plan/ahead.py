@@ -88,7 +88,7 @@ def training(
     if adapters.rank:
         model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)
     else:
-        model = abstract_model(config, family, mesh, mtp=False)
+        model = abstract_model(config, family, mesh)
     trained, kept = lora.split(model)
     state = abstract_state(trained, transform)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))

@@ -20,6 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels import Tokens
 from zoo.generation.decoding import Drawn, Rows, State, logprob, write
 from zoo.generation.sampling import HostArray
+from zoo.nn.model import AbstractModel
+from zoo.nn.mtp import module_of
 
 
 class DraftState(eqx.Module):
@@ -43,7 +45,7 @@ class AbstractDraft(eqx.Module):
     `model.unembed(y)` are the draft's logits of the tokens two positions later.
     """
 
-    model: eqx.AbstractVar[Any]
+    model: eqx.AbstractVar[AbstractModel]
     tokens: eqx.AbstractVar[int]
 
     @property
@@ -100,7 +102,7 @@ class ModelDraft(AbstractDraft):
     The vocabularies may be padded to different sizes, as those of Qwen2.5's and Gemma 3's small and large models are.
     """
 
-    model: Any
+    model: AbstractModel
     tokens: int = eqx.field(static=True, default=4)
 
     @property
@@ -122,17 +124,16 @@ class ModelDraft(AbstractDraft):
 
 
 class MTPDraft(AbstractDraft):
-    """The model's module for the token after the next, `further`, which for more tokens reads what it wrote itself.
+    """The model's own module for the token after the next, which for more tokens reads its own features.
 
-    DeepSeek V3 and R1 have one, which `zoo.load(..., mtp=True)` brings.
+    DeepSeek V3 and R1 have one, which `zoo.load(..., parts=("mtp",))` loads.
     """
 
-    model: Any
+    model: AbstractModel
     tokens: int = eqx.field(static=True, default=1)
 
     def __check_init__(self):
-        if getattr(self.model, "mtp", None) is None:
-            raise ValueError("The model has no module to draft with; load DeepSeek V3 or R1 with mtp=True.")
+        module_of(self.model)  # raises if there is none
 
     @property
     def features(self) -> int:
@@ -145,26 +146,16 @@ class MTPDraft(AbstractDraft):
         cache: Any,
         positions: Int[Array, "batch seq"],
     ) -> tuple[Float[Array, "batch seq draft"], Any]:
-        model = eqx.tree_at(lambda m: m.mtp.block, self.model, _Remembering(self.model.mtp.block, cache))
-        return model.further(x, following, positions=positions)
+        mtp, embed_tokens = module_of(self.model)
+        return mtp(x, embed_tokens(following), cache, Tokens(positions))
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
-        return self.model.mtp.block.init_cache(1, batch, length, dtype)
-
-
-class _Remembering(eqx.Module):
-    """`further` knows of no cache: this block brings its own, and reports the new one."""
-
-    block: Any
-    cache: Any
-
-    def __call__(self, x: Array, cache: None, at: Tokens) -> tuple[Array, Any]:
-        return self.block(x, self.cache, at)
+        return module_of(self.model)[0].init_cache(batch, length, dtype)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def advance(
-    inputs: tuple[tuple[Any, AbstractDraft], Int[HostArray, " stops"], Rows],
+    inputs: tuple[tuple[AbstractModel, AbstractDraft], Int[HostArray, " stops"], Rows],
     state: State,
     steps: int,
     enough: Int[HostArray, ""],

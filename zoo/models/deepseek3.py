@@ -7,7 +7,7 @@ weights are published in fp8.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -23,7 +23,8 @@ from kernels.sums import pick, spread
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear, RMSNorm
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
+from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.rope import InterleavedRotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Stack
 
@@ -256,15 +257,42 @@ class Block(AbstractDecoderBlock):
         return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
 
 
-class MTP(eqx.Module):  # multi-token prediction (arXiv:2412.19437, section 2.2): see `Model.further`
+class MTP(AbstractMTP):
+    """Multi-token prediction (section 2.2): `norm(block(eh_proj([enorm(following), hnorm(x)])))`.
+
+    `x` is from `Model.hidden`, so it is normed. The paper leaves that open; vLLM, SGLang and transformers agree on it.
+    """
+
     enorm: RMSNorm
     hnorm: RMSNorm
     eh_proj: AbstractLinear
     block: Block
     norm: RMSNorm
 
+    def __init__(self, config: Config, *, keys: Sequence[PRNGKeyArray]):
+        c, (project, block) = config, keys
+        self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, key=project)
+        self.block = Block(c, "moe", key=block)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-class Model(AbstractModel):
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        following: Float[Array, "batch seq embed"],
+        cache: LatentKV | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | moe.Routing | None]:
+        y = jnp.concatenate([self.enorm(following), self.hnorm(x)], axis=-1)
+        y, result = self.block(self.eh_proj(y), cache, at)
+        return self.norm(y), result
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
+        return self.block.init_cache(1, batch, length, dtype)
+
+
+class Model(AbstractMTPModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm
@@ -272,20 +300,18 @@ class Model(AbstractModel):
     mtp: MTP | None
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: PRNGKeyArray, mtp: bool = False):
-        """Random weights, in float32. `mtp`: with what `further` needs."""
-        c, (embed, layers, head, project, block) = config, jax.random.split(key, 5)
-        if mtp and c.num_nextn_predict_layers != 1:
-            raise ValueError(f"mtp=True needs num_nextn_predict_layers=1, not {c.num_nextn_predict_layers}.")
-        norm = lambda: RMSNorm(c.hidden_size, c.rms_norm_eps)
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Random weights, in float32; `parts` are of `FAMILY.parts`."""
+        c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
+        if "mtp" in parts and c.num_nextn_predict_layers != 1:
+            raise ValueError(f"The part mtp needs num_nextn_predict_layers=1, not {c.num_nextn_predict_layers}.")
         kinds = ["dense" if n < c.first_k_dense_replace else "moe" for n in range(c.num_hidden_layers)]
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, kinds[n], key=key), kinds, key=layers)
-        self.norm = norm()
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
-        eh_proj = Linear(2 * c.hidden_size, c.hidden_size, key=project)
-        self.mtp = MTP(norm(), norm(), eh_proj, Block(c, "moe", key=block), norm()) if mtp else None
+        self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
 
     def hidden(
         self,
@@ -299,25 +325,6 @@ class Model(AbstractModel):
         x, cache = self.layers(x, cache, Tokens(positions, segments))
         return self.norm(x), cache
 
-    def further(
-        self,
-        x: Float[Array, "batch seq embed"],
-        following: Int[Array, "batch seq"],
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """What `unembed` turns into logits of the token after the next, and what the router did.
-
-        `norm(block(eh_proj([enorm(embedding of following), hnorm(x)])))`: `following` is the token after each, and `x`
-        is from `hidden`, so it is normed. The paper leaves that open; vLLM, SGLang and transformers agree on it.
-        """
-        if self.mtp is None:
-            raise ValueError("The model has no module for this; load it with mtp=True.")
-        y = jnp.concatenate([self.mtp.enorm(self.embed_tokens(following)), self.mtp.hnorm(x)], axis=-1)
-        y, routing = self.mtp.block(self.mtp.eh_proj(y), None, Tokens(positions, segments))
-        return self.mtp.norm(y), routing
-
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.lm_head(x)
 
@@ -328,7 +335,7 @@ class Model(AbstractModel):
 def rebalance(model: Model, reports: Any, rate: float) -> Model:
     """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
 
-    `reports` is what the routers did in a step: from `Model.hidden`, and with `mtp` the pair of that and `further`'s.
+    `reports` is what the routers did in a step: from `Model.hidden`, or the pair of that and of what `MTP` reports.
     """
     sought = lambda m: isinstance(m, Router | moe.Routing)
     find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
@@ -393,5 +400,6 @@ FAMILY = Family(
         "topk_method": "noaux_tc",
     },
     standard_form=standard_form,
+    parts={"mtp": "a module that predicts the token after the next (multi-token prediction)"},
     rebalance=rebalance,
 )

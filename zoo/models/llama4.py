@@ -357,4 +357,5 @@ FAMILY = Family(
         "for_llm_compressor": False,
     },
     standard_form=standard_form,
+    experts_swapped_in_peft=True,
 )

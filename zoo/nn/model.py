@@ -9,13 +9,13 @@ import abc
 import dataclasses
 import inspect
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from zoo.nn.stack import Stack
 
@@ -138,7 +138,7 @@ class Family:
 
     Config: type[AbstractConfig]
     Model: Callable[..., AbstractModel]
-    """`Model(config, key=key)` has random weights, in float32."""
+    """`Model(config, key=key)` has random weights, in float32. Where the family has `parts`, it takes `parts=` too."""
 
     configs: Mapping[str, AbstractConfig]
     """Zoo name -> config."""
@@ -171,6 +171,13 @@ class Family:
     """Brings a parsed config.json, of which there may be several forms, into the one that `Config` and `implied` speak
     of. Raises ValueError for what it can't."""
 
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name of a part that a model has only if it is asked for, and of its field in `Model` -> what it is."""
+
+    experts_swapped_in_peft: bool = False
+    """Whether PEFT exchanges in and out in the adapters of experts. It takes transformers' parameters of experts for
+    (experts, out, in) unless they are marked as transposed, and Llama 4's are (experts, in, out) without the mark."""
+
     rebalance: Callable[..., Any] | None = None
     """`rebalance(model, reports, rate)` moves the biases of the routers towards an even load; None: they have none."""
 
@@ -179,9 +186,20 @@ class Family:
         if not (issubclass(config, AbstractConfig) and dataclasses.is_dataclass(config)):
             raise TypeError(f"{where} is no dataclass that derives from zoo.nn.model.AbstractConfig, as a family's is.")
         annotated = {name for kind in config.__mro__ for name in inspect.get_annotations(kind)}
-        lacking = {name for name in annotated if name not in config.__dataclass_fields__ and not hasattr(config, name)}
+        lacking = annotated - config.__dataclass_fields__.keys() - set(dir(config))
         if lacking := sorted(lacking | config.__abstractmethods__):
             raise TypeError(f"{where} has no {', '.join(lacking)}, which a family needs.")
+
+    def init_model(self, config: AbstractConfig, *, key: PRNGKeyArray, parts: Sequence[str] = ()) -> AbstractModel:
+        """A model with random weights, in float32, and with these of the family's `parts`.
+
+        Raises:
+            ValueError: if the family or the config has no such part, naming it and those that there are.
+        """
+        if unknown := [part for part in parts if part not in self.parts]:
+            known = "; ".join(f"parts=({part!r},) adds {what}" for part, what in self.parts.items())
+            raise ValueError(f"{self.name} has no part {unknown[0]!r}: {known or 'it has no optional parts'}.")
+        return self.Model(config, key=key, parts=parts) if parts else self.Model(config, key=key)
 
     @property
     def name(self) -> str:

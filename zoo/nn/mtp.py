@@ -1,0 +1,62 @@
+"""Multi-token prediction (arXiv:2412.19437, section 2.2): a module of a model that predicts the token after the next.
+
+Losses learn from it, and drafts of speculative decoding come from it.
+"""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kernels import Tokens
+from zoo.nn.cache import AbstractCache
+from zoo.nn.layers import Embedding
+from zoo.nn.model import AbstractModel
+
+
+class AbstractMTP(eqx.Module):
+    """The module: `y, cache = mtp(x, embedding(following), cache, at)`, then `model.unembed(y)`."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        following: Float[Array, "batch seq embed"],
+        cache: AbstractCache | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        """Features that the model's `unembed` turns into logits of the token after the next, and the new cache.
+
+        Args:
+            x: features of each token, from the model's `hidden`.
+            following: the embedding of the token after each.
+            cache: from `init_cache`. None: these tokens are all there is, and the second result is what the module's
+                layer reports of them, such as a router's `zoo.nn.moe.Routing`.
+            at: where the tokens stand.
+        """
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        """An empty cache for positions 0 to `length` - 1 of each row."""
+
+
+class AbstractMTPModel(AbstractModel):
+    """A model that has the module if it is made with the part "mtp"."""
+
+    embed_tokens: eqx.AbstractVar[Embedding]
+    mtp: eqx.AbstractVar[AbstractMTP | None]
+
+
+def module_of(model: AbstractModel) -> tuple[AbstractMTP, Embedding]:
+    """The model's module, and the embedding that both share.
+
+    Raises:
+        ValueError: if the model has none.
+    """
+    if not isinstance(model, AbstractMTPModel) or model.mtp is None:
+        raise ValueError(
+            'The model has no module for the token after the next; load DeepSeek V3 or R1 with parts=("mtp",).'
+        )
+    return model.mtp, model.embed_tokens
