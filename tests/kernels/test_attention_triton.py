@@ -130,5 +130,5 @@ def test_what_it_refuses():
     q, k, v = given(dim=24)
     with pytest.raises(ValueError, match=r"multiples of 16 features, 576 at most, and these 24 and 24"):
         decode(q[:, 0], k, v)
-    with pytest.raises(ValueError, match=r"the scale is -1.0"):
+    with pytest.raises(ValueError, match=r"a scale above 0, and this is -1.0"):
         kernels.attention(*given(), scale=-1.0, implementation="triton")

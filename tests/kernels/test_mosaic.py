@@ -123,7 +123,7 @@ def test_what_is_refused():
     assert "indices" in reason(q_tokens=given)
     assert "multiples of 64 features" in reason(q[..., :40])
     assert "multiples of 128 tokens" in reason(q[:, :100])
-    assert "the scale is -1.0" in reason(scale=-1.0)
+    assert "a scale above 0, and this is -1.0" in reason(scale=-1.0)
     x, w, sizes = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16), jnp.zeros(2, jnp.int32)
     assert "cannot be interpreted" in (ragged_dot_mosaic.refusal(x, w, sizes) or "")
     assert "int8" in (ragged_dot_mosaic.refusal(x, w.astype(jnp.int8), sizes) or "")
