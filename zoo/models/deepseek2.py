@@ -282,8 +282,9 @@ class Model(AbstractModel):
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop two sizes that transformers 5 writes and does not read: they follow from others."""
-    return {key: value for key, value in hub.items() if key not in ("head_dim", "qk_head_dim")}
+    """Drop two sizes that transformers 5 writes: they follow from others."""
+    rotary = hub.get("qk_rope_head_dim", 64)
+    return {k: v for k, v in hub.items() if k != "qk_head_dim" and (k, v) != ("head_dim", rotary)}
 
 
 FAMILY = Family(

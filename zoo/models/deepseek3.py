@@ -345,12 +345,12 @@ def rebalance(model: Model, reports: Any, rate: float) -> Model:
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop two sizes that transformers 5 writes and does not read, and replace null as it does."""
-    null = dict(norm_topk_prob=False, rope_interleave=False)
+    """Drop two sizes that transformers 5 writes and that follow from others, and replace null as it does."""
+    null, rotary = dict(norm_topk_prob=False, rope_interleave=False), hub.get("qk_rope_head_dim", 64)
     return {
         key: null[key] if key in null and value is None else value
         for key, value in hub.items()
-        if key not in ("head_dim", "qk_head_dim")
+        if key != "qk_head_dim" and (key, value) != ("head_dim", rotary)
     }
 
 

@@ -316,11 +316,12 @@ BESIDE = {
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json, and rename a key of Maverick's as transformers does."""
+    """Take the text part of config.json, and drop a key of Maverick's that says the default of no_rope_layer_interval.
+
+    transformers ignores that key, so with another value it is refused as unknown.
+    """
     hub = text_config(hub, BESIDE) if "text_config" in hub else dict(hub)
-    if "nope_layer_interval" in hub:
-        hub["no_rope_layer_interval"] = hub.pop("nope_layer_interval")
-    return hub
+    return {key: value for key, value in hub.items() if (key, value) != ("nope_layer_interval", 4)}
 
 
 FAMILY = Family(
