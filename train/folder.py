@@ -29,6 +29,7 @@ INCIDENTAL = {
     "--accept-data", "--coordinator", "--data", "--dry-run", "--keep", "--mesh", "--model", "--out", "--process",
     "--processes", "--push-to-hub", "--remat", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
 }  # fmt: skip
+RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
 
 
 def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
@@ -96,8 +97,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to the options that an older version recorded those that it did not have, with their defaults."""
-    return telling(Options()) | dict(before)
+    """Says what an older version recorded of a run in today's options: renamed, and new ones with their defaults."""
+    return telling(Options()) | {RENAMED.get(name, name): value for name, value in before.items()}
 
 
 def identity(name: str, config: AbstractConfig, data: Mapping[str, Any], parts: Sequence[str] = ()) -> dict[str, Any]:
