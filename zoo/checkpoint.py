@@ -45,7 +45,7 @@ FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_b
 
 
 def skeleton(family: Family, config: AbstractConfig, parts: Sequence[str] = ()) -> AbstractModel:
-    """A model with these of the family's `parts`, whose arrays are `jax.ShapeDtypeStruct`.
+    """Make a model with these of the family's `parts`, whose arrays are `jax.ShapeDtypeStruct`.
 
     Raises:
         ValueError: if there are no such parts, or the config describes no model.

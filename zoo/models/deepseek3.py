@@ -301,7 +301,7 @@ class Model(AbstractMTPModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Random weights, in float32; `parts` are of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
         c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
         if "mtp" in parts and c.num_nextn_predict_layers != 1:
             raise ValueError(f"The part mtp needs num_nextn_predict_layers=1, not {c.num_nextn_predict_layers}.")
@@ -335,7 +335,7 @@ class Model(AbstractMTPModel):
 def rebalance(model: Model, reports: Any, rate: float) -> Model:
     """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
 
-    `reports` is what the routers did in a step: from `Model.hidden`, or the pair of that and of what `MTP` reports.
+    `reports` holds the routers' loads in a step: from `Model.hidden`, or a pair of that and of `MTP`'s.
     """
     sought = lambda m: isinstance(m, Router | moe.Routing)
     find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
@@ -372,7 +372,7 @@ FAMILY = Family(
         "*.gate.*": P(),
         "*norm.weight": P(),
     },
-    checkpoint_names={  # MTP is stored as one more layer
+    checkpoint_names={  # MTP is stored like one more layer
         "lm_head.*": "lm_head.{}",
         "mtp.block.*.experts.*.weight": "model.layers.{config.mtp_layer}.{}.experts.{expert}.{}.weight",
         "mtp.block.*_bias.value": "model.layers.{config.mtp_layer}.{}_bias",
@@ -386,7 +386,7 @@ FAMILY = Family(
     fp8_blocks=["*.self_attn.*_proj*.weight", "*.mlp.*_proj.weight"],
     redundant={
         "model.layers.*.self_attn.rotary_emb.inv_freq": None,
-        "model.layers.{config.mtp_layer}.*": None,  # of MTP: all, or its copies of embedding and head
+        "model.layers.{config.mtp_layer}.*": None,  # MTP: all of it, or its copies of embedding and head
     },
     implied={
         "architectures": ["DeepseekV3ForCausalLM"],
