@@ -59,8 +59,8 @@ class Drawn(eqx.Module):
 
 
 def room(draft: Any, max_tokens: int) -> int:
-    """Returns the length of a row: with a draft there are `draft.tokens` + 1 more positions, for rejected tokens."""
-    return max_tokens + (0 if draft is None else draft.tokens + 1)
+    """Returns the length of a row: a draft needs `num_draft_tokens` + 1 more positions, for rejected tokens."""
+    return max_tokens + (0 if draft is None else draft.num_draft_tokens + 1)
 
 
 def init_caches(

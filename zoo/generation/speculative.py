@@ -5,7 +5,7 @@ min(1, p(x) / q(x)). In place of the first rejected token one is drawn from max(
 accepted, one more is drawn from p. So tokens have the model's distribution whatever the draft proposes, and greedy text
 is the model's own.
 
-    zoo.generate(model, tokenizer, prompts, draft=zoo.ModelDraft(smaller, tokens=4))
+    zoo.generate(model, tokenizer, prompts, draft=zoo.ModelDraft(smaller, num_draft_tokens=4))
 """
 
 import abc
@@ -39,14 +39,14 @@ class DraftState(eqx.Module):
 
 
 class AbstractDraft(eqx.Module):
-    """Proposes `tokens` tokens a round: `y, cache = draft(x, following, cache, positions)`.
+    """Proposes `num_draft_tokens` tokens a round: `y, cache = draft(x, following, cache, positions)`.
 
     `x` are the first `features` of the model's features at `positions`, and `following` the tokens one position later.
     `model.unembed(y)` are the draft's logits of the tokens two positions later.
     """
 
     model: eqx.AbstractVar[AbstractModel]
-    tokens: eqx.AbstractVar[int]
+    num_draft_tokens: eqx.AbstractVar[int]
 
     @property
     @abc.abstractmethod
@@ -67,15 +67,17 @@ class AbstractDraft(eqx.Module):
         """Makes the draft's own cache, as a model's `init_cache` does."""
 
     def __check_init__(self):
-        if self.tokens < 1:
-            raise ValueError(f"A draft of tokens={self.tokens} proposes nothing; it must be at least 1.")
+        if self.num_draft_tokens < 1:
+            raise ValueError(
+                f"A draft of num_draft_tokens={self.num_draft_tokens} proposes nothing; it must be at least 1."
+            )
 
     def init_state(self, batch: int) -> DraftState:
         """Makes the state before the first round, with zeros for the prompt's features."""
         dtype = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))[0].dtype
         return DraftState(
-            jnp.zeros((batch, self.tokens + 1, self.features), dtype),
-            jnp.zeros((batch, self.tokens + 1), jnp.int32),
+            jnp.zeros((batch, self.num_draft_tokens + 1, self.features), dtype),
+            jnp.zeros((batch, self.num_draft_tokens + 1), jnp.int32),
             jnp.zeros(batch, jnp.int32),
             jnp.zeros((batch, self.model.config.vocab_size), jnp.float32),
         )
@@ -103,7 +105,7 @@ class ModelDraft(AbstractDraft):
     """
 
     model: AbstractModel
-    tokens: int = eqx.field(static=True, default=4)
+    num_draft_tokens: int = eqx.field(static=True, default=4)
 
     @property
     def features(self) -> int:
@@ -130,7 +132,7 @@ class MTPDraft(AbstractDraft):
     """
 
     model: AbstractModel
-    tokens: int = eqx.field(static=True, default=1)
+    num_draft_tokens: int = eqx.field(static=True, default=1)
 
     def __check_init__(self):
         module_of(self.model)  # raises if there is none
@@ -162,11 +164,11 @@ def advance(
 ) -> tuple[State, Drawn]:
     """Decodes as `decoding.advance` does, in rounds of one call of the model.
 
-    A round draws up to `draft.tokens` + 1 tokens a row. There are as many rounds as cannot exceed `steps` tokens, but
-    at least one. Penalties apply to the model's logits alone, so with them fewer draft tokens are accepted.
+    A round draws up to `num_draft_tokens` + 1 tokens a row. There are as many rounds as cannot exceed `steps` tokens,
+    but at least one. Penalties apply to the model's logits alone, so with them fewer draft tokens are accepted.
     """
     (model, draft), stops, rows = inputs
-    batch, k, settings = len(rows.left), draft.tokens, rows.settings
+    batch, k, settings = len(rows.left), draft.num_draft_tokens, rows.settings
     vocab, draft_vocab = state.logits.shape[1], draft.model.config.vocab_size
     rounds = max(1, steps // (k + 1))
     prompt = rows.positions - rows.drawn
