@@ -40,6 +40,9 @@ if hurry.HURRY:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+OF_NO_FAMILY = ("tests/zoo/test_engine.py", "tests/zoo/test_speculative.py")  # whatever checkpoint they take
+
+
 def pytest_addoption(parser):
     parser.addoption("--seconds", metavar="FILE", help="write the CPU seconds of each file and family to this file")
 
@@ -56,29 +59,46 @@ def pytest_configure(config):
             shutil.rmtree(cache)  # of which most are programs that the code no longer has
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if config.getoption("dist", "no") == "load":
-        config.option.dist = "loadgroup"  # what shares programs and fixtures goes to one worker
+
+
+@pytest.hookimpl(optionalhook=True)  # where xdist is not installed
+def pytest_xdist_make_scheduler(config, log):
+    """What shares programs and fixtures goes to one worker.
+
+    xdist 3.8's own `loadgroup` sends each test alone: since pytest 9.2 it writes groups where nothing reads them.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    if config.getvalue("dist") == "load":
         config.option.loadscopereorder = False  # but in the order below
+        return Groups(config, log)
+
+
+def group(nodeid: str) -> str:
+    """The family of the tiny checkpoint that a test is about, or else its file."""
+    file, _, case = nodeid.rstrip("]").partition("[")
+    words = case.split("-") if not file.startswith(OF_NO_FAMILY) else []
+    names = ("-".join(words[i:j]) for i in range(len(words)) for j in range(len(words), i, -1))
+    return next((tiny.FAMILIES[name] for name in names if name in tiny.FAMILIES), file.split("::")[0])
 
 
 @pytest.hookimpl(trylast=True)  # when those of other tiers are gone
 def pytest_collection_modifyitems(config, items):
-    """Tests of a family run on one worker, whatever file they are in, and those of a file: they share programs.
-
-    What takes longest comes first, so that no worker is left with it when the others have ended.
-    """
-    groups = collections.defaultdict(list)
+    """What takes longest comes first, so that no worker is left with it when the others have ended."""
     for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            names = item.callspec.params.values() if hasattr(item, "callspec") else ()
-            families = [tiny.FAMILIES[name] for name in names if isinstance(name, str) and name in tiny.FAMILIES]
-            item.add_marker(pytest.mark.xdist_group(families[0] if families else item.location[0]))
-        groups[item.get_closest_marker("xdist_group").args[0]].append(item)
+        item.add_marker(pytest.mark.xdist_group(group(item.nodeid)))
     if hasattr(config, "workerinput"):
+        groups = collections.defaultdict(list)
+        for item in items:
+            groups[group(item.nodeid)].append(item)
         counted = read(README.read_text())
-        seconds = lambda group: max(counted.get((group, tier(item)), 0) for item in groups[group])
-        order = sorted(groups, key=lambda group: (-seconds(group), -len(groups[group])))
-        items[:] = [item for group in order for item in groups[group]]
+        seconds = lambda name: max(counted.get((name, tier(item)), 0) for item in groups[name])
+        order = sorted(groups, key=lambda name: (-seconds(name), -len(groups[name])))
+        items[:] = [item for name in order for item in groups[name]]
 
 
 def pytest_collection_finish():

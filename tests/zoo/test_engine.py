@@ -16,8 +16,6 @@ from zoo.generation.sampling import Sampler, settings
 from zoo.mesh import make_mesh
 
 
-pytestmark = pytest.mark.xdist_group("tests/zoo/test_engine.py")  # not with the families: it is about none
-
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
 NEVER = range(64, 72)  # stop tokens that are not drawn, as many as of those that are: their number is in the programs
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)

@@ -17,8 +17,6 @@ from zoo.generation.sampling import Sampler
 from zoo.mesh import make_mesh
 
 
-pytestmark = pytest.mark.xdist_group("tests/zoo/test_speculative.py")  # not with the families: it is about none
-
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12])]
 STOPS = range(8, 40, 8)
 SMALL = zoo.qwen3.Config(5, 16, 32, 2, 2, 1, 8, 64, 2)  # with a vocabulary of five
