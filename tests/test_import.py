@@ -1,11 +1,14 @@
 """What importing zoo costs, what it must not pull in, and what happens where another package has one of our names."""
 
+import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from tests.train.conftest import command
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -19,6 +22,15 @@ def python(code: str, *path: pathlib.Path, cwd: pathlib.Path) -> subprocess.Comp
 def run(script: pathlib.Path) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+
+
+def test_scripts_in_tests_leave_no_instrumented_bytecode(monkeypatch, capsys):
+    """Which `python -m train.sft` would run the next time."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    with pytest.raises(SystemExit):
+        command("train.sft", "--help")
+    code = pathlib.Path(importlib.util.cache_from_source(str(ROOT / "train" / "sft.py")))
+    assert not code.exists() or b"_import_hook" not in code.read_bytes()
 
 
 def test_cost(tmp_path):

@@ -45,6 +45,8 @@ def command(script, *arguments):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that the module has been imported before
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
+        # Otherwise runpy, which goes past jaxtyping's hook, keeps instrumented code where plain Python finds it.
+        patch.setattr(sys, "dont_write_bytecode", True)
         patch.setattr(rich.get_console(), "width", 300)  # or long paths are cut
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 

@@ -2,8 +2,8 @@
 
 import functools
 import json
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,7 @@ from train.metrics import read_metrics
 from train.optim import adamw
 from train.state import init_state
 from train.step import jit_train_step, train_step
+from zoo.nn.model import AbstractModel
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -29,13 +30,17 @@ pytestmark = pytest.mark.usefixtures("quick")
 LOSSES = tuple(dpo.LOSSES)
 
 
-class Given:
+class Given(AbstractModel):
     """A model whose logits are known beforehand."""
 
-    def __init__(self, logits):
-        self.logits = logits
+    logits: Any
+    config: Any = None
+    layers: Any = None
 
-    def hidden(self, tokens, positions, segments):
+    def init_cache(self, batch, length, dtype):
+        raise NotImplementedError
+
+    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
         return self.logits, ()
 
     def unembed(self, x):
@@ -89,12 +94,17 @@ def test_what_is_not_there_counts_for_nothing(rows, loss):
     assert jnp.isfinite(value) and jnp.array_equal(jnp.any(gradient != 0, axis=2), learnt)
 
 
-class Bigram(eqx.Module):
+class Bigram(AbstractModel):
     """A model whose logits are a row of a table each."""
 
     table: jax.Array
+    config: Any = None
+    layers: Any = None
 
-    def hidden(self, tokens, positions, segments):
+    def init_cache(self, batch, length, dtype):
+        raise NotImplementedError
+
+    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
         return self.table[tokens], ()
 
     def unembed(self, x):

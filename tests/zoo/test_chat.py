@@ -122,5 +122,6 @@ def test_the_command():
 def test_the_command_refuses(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["zoo", "chat", "nothing"])
     monkeypatch.delitem(sys.modules, "zoo.__main__", raising=False)  # of which other tests import parts
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # see tests/train/conftest.py
     with pytest.raises(SystemExit, match="'nothing' is no zoo name"):
         runpy.run_module("zoo", run_name="__main__")
