@@ -27,6 +27,7 @@ import convert.formats
 import convert.hub
 import convert.tensors
 import zoo
+from kernels import Tokens
 from zoo import checkpoint
 from zoo.config import NOT_CARRIED
 from zoo.load import family_and_config, folder_of
@@ -71,9 +72,9 @@ class Recorder(eqx.Module):
     stack: Stack
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: None, **shared: Any
+        self, x: Float[Array, "batch seq embed"], cache: None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], list[Float[Array, "batch seq embed"]]]:
-        run = eqx.filter_jit(lambda block, x: block(x, cache, **{k: v for k, v in shared.items() if k != "remat"})[0])
+        run = eqx.filter_jit(lambda block, x: block(x, cache, at)[0])
         outputs = []
         for block in self.blocks():
             x = run(block, x)

@@ -83,7 +83,7 @@ def test_transformers_5_reads_and_writes_the_same_config(name):
     released = transformers.Llama4Config(**json.loads((FACTS / f"{name}.json").read_text())["config"])
     for config in (released, released.text_config):
         assert read(llama4.FAMILY, json.loads(config.to_json_string())) == zoo.config(name)
-    text, ours = released.text_config.to_dict(), write(zoo.config(name), llama4, np.dtype(np.float32))
+    text, ours = released.text_config.to_dict(), write(zoo.config(name), llama4.FAMILY, np.dtype(np.float32))
     back = transformers.Llama4TextConfig(**json.loads(json.dumps(ours))).to_dict()
     fields = set(ours) & set(text) - {"architectures"}
     assert {key: back[key] for key in fields} == {key: text[key] for key in fields}
