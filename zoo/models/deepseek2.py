@@ -125,10 +125,7 @@ class Attention(eqx.Module):
         self.o_proj = Linear(heads * c.v_head_dim, c.hidden_size, key=o)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: LatentKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
         c = self.config
         heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
@@ -229,10 +226,7 @@ class Block(AbstractDecoderBlock):
         self.mlp = MoE(c, key=mlp) if kind == "moe" else MLP(Linear, c.hidden_size, c.intermediate_size, key=mlp)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: LatentKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | moe.Routing | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y

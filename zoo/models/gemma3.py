@@ -108,10 +108,7 @@ class Attention(eqx.Module):
         self.k_norm = OffsetRMSNorm(c.head_dim, c.rms_norm_eps)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
@@ -156,10 +153,7 @@ class Block(AbstractDecoderBlock):
         self.post_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + self.post_attention_layernorm(y)

@@ -118,10 +118,7 @@ class Attention(eqx.Module):
         self.c_proj = Linear(c.n_embd, c.n_embd, bias=True, std=0.02 * (2 * c.n_layer) ** -0.5, key=proj)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], self.n_head, -1)
         q, k, v = (heads(y) for y in jnp.split(self.c_attn(x), 3, axis=-1))
@@ -159,10 +156,7 @@ class Block(AbstractDecoderBlock):
         self.mlp = MLP(config, key=mlp)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         y, cache = self.attn(self.ln_1(x), cache, at)
         x = x + y

@@ -146,10 +146,7 @@ class Attention(eqx.Module):
         self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         q, k, v = (y(x).reshape(*x.shape[:2], -1, self.head_dim) for y in (self.q_proj, self.k_proj, self.v_proj))
         kv = at
@@ -255,10 +252,7 @@ class Block(AbstractDecoderBlock):
             self.feed_forward = MLP(c.hidden_size, c.intermediate_size_mlp, key=feed_forward)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | moe.Routing | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y

@@ -99,10 +99,7 @@ class Attention(eqx.Module):
         self.o_proj = Linear(queries, c.hidden_size, key=o)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(heads(self.q_proj(x)), at)
@@ -143,10 +140,7 @@ class Block(AbstractDecoderBlock):
         self.mlp = MLP(config, key=mlp)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y

@@ -109,10 +109,7 @@ class Attention(eqx.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
@@ -153,10 +150,7 @@ class Block(AbstractDecoderBlock):
         self.mlp = MLP(config, key=mlp)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y

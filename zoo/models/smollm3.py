@@ -104,10 +104,7 @@ class Attention(eqx.Module):
         self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
@@ -149,10 +146,7 @@ class Block(AbstractDecoderBlock):
         self.mlp = MLP(config, key=mlp)
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: KV | WindowKV | None,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y

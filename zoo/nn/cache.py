@@ -10,7 +10,7 @@ The first axis of every array is the layers, the second the batch; `layer` is a 
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -23,8 +23,6 @@ from kernels import Tokens
 from kernels.mesh import BATCH, TENSOR, fitting
 from kernels.quantize import Quantized, dequantize, quantize
 
-
-C = TypeVar("C", bound="AbstractCache")
 
 NEVER = jnp.iinfo(jnp.int32).max  # the position of what was never written: causality hides it from every query
 
@@ -86,10 +84,7 @@ class KV(AbstractCache):
         return cls(zeros, zeros.copy(), jnp.array(0, jnp.int32))
 
     def update(
-        self,
-        k: Float[Array, "batch seq heads dim"],
-        v: Float[Array, "batch seq heads dim"],
-        at: Tokens,
+        self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads dim"], at: Tokens
     ) -> tuple["KV", Float[Array, "batch length heads dim"], Float[Array, "batch length heads dim"], Tokens]:
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
@@ -126,10 +121,7 @@ class WindowKV(AbstractCache):
         return cls(zeros, zeros.copy(), jnp.full((layers, batch, length), NEVER, jnp.int32), jnp.array(0, jnp.int32))
 
     def update(
-        self,
-        k: Float[Array, "batch seq heads dim"],
-        v: Float[Array, "batch seq heads dim"],
-        at: Tokens,
+        self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads dim"], at: Tokens
     ) -> tuple["WindowKV", Float[Array, "batch keys heads dim"], Float[Array, "batch keys heads dim"], Tokens]:
         """Writes new keys and values. Returns the cache, the keys and values to attend to, and where they stand.
 
@@ -150,9 +142,8 @@ class WindowKV(AbstractCache):
         keys, values = (jnp.concatenate([_read(old, self.layer, x.dtype), x], axis=1) for old, x in pairs)
         positions = jnp.where(positions < 0, NEVER, positions)
         old = self.positions[self.layer]
-        old = jnp.where(
-            old < jnp.min(positions, axis=1, keepdims=True), old, NEVER
-        )  # stale: this call writes those positions anew
+        # From its first position on, this call writes anew.
+        old = jnp.where(old < jnp.min(positions, axis=1, keepdims=True), old, NEVER)
         return new, keys, values, Tokens(jnp.concatenate([old, positions], axis=1))
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "WindowKV":
@@ -184,10 +175,7 @@ class LatentKV(AbstractCache):
         return cls(zeros(rank), zeros(rope), jnp.array(0, jnp.int32))
 
     def update(
-        self,
-        c_kv: Float[Array, "batch seq rank"],
-        k_pe: Float[Array, "batch seq rope"],
-        at: Tokens,
+        self, c_kv: Float[Array, "batch seq rank"], k_pe: Float[Array, "batch seq rope"], at: Tokens
     ) -> tuple["LatentKV", Float[Array, "batch length rank"], Float[Array, "batch length rope"], Tokens]:
         """Writes new vectors. Returns the cache, this layer's vectors, and where they stand."""
         where = (self.layer, jnp.arange(len(c_kv))[:, None], _indices(at, c_kv, self.c_kv.shape[2]))

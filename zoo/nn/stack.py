@@ -154,10 +154,7 @@ class Stack(eqx.Module):
         return run(self, x, cache, at)
 
     def _run(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: Any,
-        at: Tokens,
+        self, x: Float[Array, "batch seq embed"], cache: Any, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
