@@ -1,0 +1,197 @@
+"""Compiles one decode step of a model for an H200 or a TPU, on any machine, and lists its large results.
+
+What a step has to read is its weights and what the queries see of its caches. An instruction of the compiled program
+whose result is as large as a layer's cache, or as all experts of a layer, has copied them. To look at one:
+
+    python -m tests.kernels.decode_step h200 qwen3-8b 8 8192 [layers] [queries] [dtype of the cache]
+"""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from tests.kernels.gpu import H200
+from tests.kernels.tpu import CHIPS, ENVIRONMENT
+from train.plan import hlo
+from zoo import registry
+from zoo.nn.cache import init_cache
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax-cuda13-plugin is not installed"
+)
+# XLA would choose by measuring between cuBLAS and its own Triton products; unmeasured, the latter have tiny blocks.
+GPU_FLAGS = "--xla_gpu_enable_triton_gemm=false"
+# Instructions that make no array: they name one, run others, or write into one in place.
+NAMES = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
+IN_PLACE = {"dynamic-update-slice", "scatter"}
+
+
+class Step(NamedTuple):
+    """One decode step to compile: `layers` layers of a model, `queries` tokens in each row, bfloat16 weights."""
+
+    model: str
+    batch: int
+    length: int  # slots of the cache
+    layers: int = 2
+    queries: int = 1
+    cache: str = "bfloat16"
+
+
+class Result(NamedTuple):
+    """What one instruction of the compiled program makes, and how often in a step."""
+
+    name: str
+    kind: str
+    shape: str
+    bytes: float
+    times: int
+
+
+class Compiled(NamedTuple):
+    results: list[Result]  # largest first
+    temporary: int  # bytes beside arguments and results
+    cache: float  # bytes of one layer's keys, or of its values, or latents: the smallest large array of any cache
+
+
+def measure(chip: str, *steps: Step) -> list[Compiled]:
+    """Compiles the steps for "h200" or one of the TPUs of `tests.kernels.tpu`, in a process of their own."""
+    with tempfile.NamedTemporaryFile() as result:
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.kernels.decode_step", "--compile", chip, json.dumps(steps), result.name],
+            cwd=Path(__file__).parents[2],
+            env={**environment, **({"XLA_FLAGS": GPU_FLAGS} if chip == "h200" else ENVIRONMENT)},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr[-5000:]
+        found = json.loads(Path(result.name).read_text())
+    return [Compiled([Result(*each) for each in results], *rest) for results, *rest in found]
+
+
+def copies(compiled: Compiled, least: float) -> list[str]:
+    """Describes the results of at least so many bytes, each of which is a copy of something that need not be copied."""
+    found = [f"{r.times} x {r.kind} {r.name} {r.shape}" for r in compiled.results if r.bytes >= least]
+    return found + ([f"{compiled.temporary} temporary bytes"] if compiled.temporary >= least else [])
+
+
+def results(text: str, least: float = 1e5) -> list[Result]:
+    """Lists what the program's instructions make, outside of fusions, if it has so many bytes; largest first.
+
+    What is written in place counts with the bytes of the whole array only where nothing in it is a write in place.
+    """
+    computations = {name.removeprefix("ENTRY "): lines for name, lines in hlo._computations(text)}
+    entry = next(name for name, _ in hlo._computations(text) if name.startswith("ENTRY ")).removeprefix("ENTRY ")
+    found: list[Result] = []
+
+    def visit(name: str, times: int) -> None:
+        for line in computations[name]:
+            if not (match := hlo.INSTRUCTION.match(line)):
+                continue
+            made, shape, kind, _ = match.groups()
+            if kind in ("while", "conditional", "call"):
+                trips = hlo._trips(line, computations) if kind == "while" else 1
+                for one, several in hlo.CALLED.findall(line):
+                    for called in [one] if one else re.findall(r"[\w.-]+", several):
+                        if f"condition=%{called}" not in line and f"condition={called}" not in line:
+                            visit(called, times * trips)
+            size = hlo._bytes(shape, kind.endswith("-start"))
+            if kind in NAMES or kind in IN_PLACE or kind.endswith("-start") or size < least:
+                continue
+            if (
+                kind == "fusion"
+                and (body := re.search(r"calls=%?([\w.-]+)", line))
+                and _in_place(computations[body[1]], shape)
+            ):
+                continue
+            found.append(Result(made, kind, re.sub(r"\{[^}]*\}", "", shape), size, times))
+
+    visit(entry, 1)
+    return sorted(found, key=lambda result: -result.bytes)
+
+
+def _in_place(fusion: list[str], shape: str) -> bool:
+    """Whether a fusion writes a part of an array of this shape, which it was given."""
+    plain = lambda shape: re.sub(r"\{[^}]*\}", "", shape)
+    writes = [m for line in fusion if (m := hlo.INSTRUCTION.match(line)) and m[3] in IN_PLACE]
+    dims = lambda shape: math.prod(int(n) for n in re.findall(r"\d+", re.sub(r"^\(?\w+", "", plain(shape))))
+    return any(dims(plain(m[2])) == dims(shape) for m in writes)
+
+
+def program(step: Step) -> tuple[Any, tuple[Any, ...], float]:
+    """The decode step, the shapes of its arguments (cache, model, tokens, positions), and what `Compiled.cache` is."""
+    config: Any = zoo.config(step.model)
+    changes: dict[str, Any] = dict(num_hidden_layers=step.layers)
+    if hasattr(config, "layer_types"):
+        changes["layer_types"] = config.layer_types[-step.layers :]  # the last are of all kinds that there are
+    if hasattr(config, "first_k_dense_replace"):
+        changes["first_k_dense_replace"] = 0
+    config = dataclasses.replace(config, **changes)
+    family = registry.family_of(config)
+    model = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
+    in_bf16 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype)
+    model = jax.tree.map(in_bf16, model)
+    cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache), model)
+    of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in jax.tree.leaves(cache) if x.ndim >= 4]
+    tokens = jax.ShapeDtypeStruct((step.batch, step.queries), jnp.int32)
+    arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+
+    def decode(cache: Any, arrays: Any, tokens: Any, positions: Any) -> Any:
+        return eqx.combine(arrays, static).decode(tokens, cache, positions=positions)
+
+    return jax.jit(decode, donate_argnums=0), (cache, arrays, tokens, tokens), min(of_layer)
+
+
+def _compile(chip: str, steps: list[Step]) -> list[Compiled]:
+    jax.config.update("jax_platforms", "cpu")
+    if chip == "h200":
+        topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
+    else:
+        topology = topologies.get_topology_desc(CHIPS[chip], platform="tpu")
+    mesh = Mesh(np.array(topology.devices)[:1], ("device",))
+    on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    found = []
+    for step in steps:
+        with jax.set_mesh(mesh):
+            function, arguments, cache = program(step)
+            compiled = function.lower(*jax.tree.map(on_mesh, arguments)).compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+        if dump := os.environ.get("DECODE_STEP_TEXT"):
+            Path(dump).write_text(text)
+        assert memory is not None
+        found.append(Compiled(results(text), memory.temp_size_in_bytes, cache))
+    return found
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["--compile", chip, steps, result]:
+            Path(result).write_text(json.dumps(_compile(chip, [Step(*step) for step in json.loads(steps)])))
+        case [chip, model, batch, length, *more]:
+            options: dict[str, Any] = {"cache": more[2]} if len(more) > 2 else {}
+            options |= dict(zip(("layers", "queries"), map(int, more[:2]), strict=False))
+            (compiled,) = measure(chip, Step(model, int(batch), int(length), **options))
+            print(f"{compiled.temporary:,} temporary bytes; an array of a layer's cache has {compiled.cache:,.0f}")
+            for result in compiled.results[:20]:
+                print(f"{result.bytes:15,.0f} bytes, {result.times} x {result.kind} {result.name} {result.shape}")
+        case _:
+            sys.exit(__doc__)
