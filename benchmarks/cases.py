@@ -71,6 +71,7 @@ class Attention(Case):
     window: int = 0
     chunk: int = 0
     documents: int = 0  # of one length, packed into each sequence
+    positions: bool = False  # are given, and begin anew in each document
     softcap: float = 0.0
     sinks: bool = False
     dtype: str = "bfloat16"
@@ -259,6 +260,7 @@ CASES: tuple[Case, ...] = (
     Attention(name="sinks D128 T8k", sinks=True),
     Attention(name="softcap D128 T8k", softcap=50.0),
     Attention(name="8 documents D128 T8k", documents=8),
+    Attention(name="8 documents with positions D128 T8k", documents=8, positions=True),
     Attention(name="window 1024 D128 T8k", window=1024),
     Decode(name="decode Llama 3 8B, 16 ragged", ragged=True),
     Attention(name="full D128 T8k", causal=False),

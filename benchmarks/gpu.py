@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import fnmatch
 import importlib
 import json
 import multiprocessing
@@ -109,6 +110,11 @@ def regions(queue: Callable[[int], float], *, seconds: float, count: int) -> lis
     return [1e3 * queue(calls) / calls for _ in range(count if took < 0.2 else min(count, 3))]
 
 
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether the name is one of those that the patterns, such as "*D128*", stand for."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def prepare(rehearse: bool, memory: float) -> None:
     """What processes inherit: JAX takes GPU memory as it needs it, up to this fraction; or all is on the CPU."""
     os.environ.update(XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_PYTHON_CLIENT_MEM_FRACTION=str(memory))
@@ -161,11 +167,12 @@ def report(
     for row in rows:
         table.add_row(*(_text(show(row)) for show in columns.values()))
     console.print(table)
-    title = f"targets, {device}"
-    table = rich.table.Table("target", "measured", "acceptable", "aim", "", title=title, box=rich.box.SIMPLE)
-    for target in targets:
-        table.add_row(target.name, *map(_text, (target.value, target.acceptable, target.aim)), target.verdict)
-    console.print(table)
+    if targets:
+        title = f"targets, {device}"
+        table = rich.table.Table("target", "measured", "acceptable", "aim", "", title=title, box=rich.box.SIMPLE)
+        for target in targets:
+            table.add_row(target.name, *map(_text, (target.value, target.acceptable, target.aim)), target.verdict)
+        console.print(table)
 
     record = {
         "device": device,

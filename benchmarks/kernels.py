@@ -7,14 +7,14 @@ opponents, compute on fresh random data; their results are compared with float32
 have a process each, which is replaced if a kernel fails or never ends. A wrong result of ours makes the run fail.
 """
 
-import fnmatch
 import pathlib
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cases import CASES, Case, Grouped
-from benchmarks.gpu import Failed, Target, Worker, device, folder, prepare, ratio, report
+from benchmarks.gpu import Failed, Target, Worker, device, folder, matches, prepare, ratio, report
 
 
 BY_NAME: dict[str, Any] = {case.name: case for case in CASES}
@@ -62,7 +62,8 @@ def targets(r: Results) -> list[Target]:
         Target("... backward, own / best known", ratio(max(own), rate(r.best(plain, "backward"))), 0.8, 1),
         Target("attention backward D256 T8k, ours / 201 TFLOP/s", ratio(d256, 201), 1, 2),
     ]
-    for name in ("sinks D128 T8k", "softcap D128 T8k", "8 documents D128 T8k", "window 1024 D128 T8k"):
+    documents = ("8 documents D128 T8k", "8 documents with positions D128 T8k")
+    for name in ("sinks D128 T8k", "softcap D128 T8k", *documents, "window 1024 D128 T8k"):
         for which in ("forward", "backward"):
             # Blocks of 128 x 128 that have to be visited, in the time that they take.
             speeds = []
@@ -86,8 +87,8 @@ def targets(r: Results) -> list[Target]:
     return found
 
 
-def contest(case: Case, jax: Worker, torch: Worker, results: Results, **timing: Any) -> None:
-    """Adds the rows of all contestants for a case."""
+def contest(case: Case, by: Sequence[str], jax: Worker, torch: Worker, results: Results, **timing: Any) -> None:
+    """Adds the rows, for a case, of all contestants whose names these patterns match."""
     contestants = [(jax, "in_jax", name, False) for name in case.in_jax]
     contestants += [(torch, "in_torch", name, False) for name in case.in_torch]
     try:
@@ -100,6 +101,7 @@ def contest(case: Case, jax: Worker, torch: Worker, results: Results, **timing: 
             results.add(case, "", name, True, note=f"refuses: {refusal}")
         else:
             contestants.append((jax, "in_jax", name, True))
+    contestants = [contestant for contestant in contestants if matches(contestant[2], by)]
     for which in case.passes:
         for worker, module, name, ours in contestants:
             try:
@@ -111,7 +113,8 @@ def contest(case: Case, jax: Worker, torch: Worker, results: Results, **timing: 
 
 
 def main(
-    only: str = "*",
+    only: tuple[str, ...] = ("*",),
+    by: tuple[str, ...] = ("*",),
     seconds: float = 540,
     regions: int = 7,
     region: float = 20,
@@ -121,7 +124,8 @@ def main(
     """Errors and times of all kernels of ours on this machine's GPU, beside those of others.
 
     Args:
-        only: cases whose names this pattern matches, such as "*D128*" or "gpt-oss*".
+        only: cases whose names one of these patterns matches, such as "*D128*" "gpt-oss*".
+        by: contestants whose names one of these patterns matches, such as triton mosaic "torch*".
         seconds: after so many no further case is begun; those left out are listed.
         regions: measurements of each time, of which the table has the median, and the file all.
         region: milliseconds that each of them lasts at least.
@@ -130,7 +134,7 @@ def main(
     """
     begin = time.monotonic()
     prepare(rehearse, memory=0.7)
-    chosen = [case for case in CASES if fnmatch.fnmatchcase(case.name, only)]
+    chosen = [case for case in CASES if matches(case.name, only)]
     if rehearse:
         chosen = [case.tiny() for case in {type(case): case for case in reversed(chosen)}.values()][::-1]
         regions, region = 2, 1
@@ -141,7 +145,7 @@ def main(
             if time.monotonic() - begin > seconds:
                 skipped.append(case.name)
                 continue
-            contest(case, jax, torch, results, seconds=region / 1e3, count=regions)
+            contest(case, by, jax, torch, results, seconds=region / 1e3, count=regions)
             print(f"{time.monotonic() - begin:4.0f} s  {case.name}", flush=True)
 
     def against(row: dict[str, Any]) -> float | None:
@@ -154,7 +158,7 @@ def main(
     shown = {name: lambda row, name=name: row.get(name) for name in ("case", "pass", "by", "ms", "TFLOP/s", "TB/s")}
     shown |= {"speed / best opponent": against, "% of matmul": of_matmul}
     shown |= {name: lambda row, name=name: row.get(name) for name in ("error", "note")}
-    settings = dict(only=only, seconds=seconds, regions=regions, region_ms=region, skipped=skipped)
+    settings = dict(only=only, by=by, seconds=seconds, regions=regions, region_ms=region, skipped=skipped)
     out = folder(out, rehearse)
     report("kernels", card, out, columns=shown, rows=results.rows, targets=targets(results), settings=settings)
     print(f"{time.monotonic() - begin:.0f} s. Left out, as there was no more time: {', '.join(skipped) or 'nothing'}.")

@@ -88,11 +88,11 @@ class Attention(Program):
             )  # fmt: skip
 
         def attention(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-            ids = None
-            if c.documents:
-                ids = jnp.broadcast_to(jnp.arange(c.seq)[None] // (c.seq // c.documents), q.shape[:2])
+            length, index = c.seq // max(c.documents, 1), jnp.arange(c.seq)
+            ids = jnp.broadcast_to(index // length, q.shape[:2]) if c.documents else None
+            positions = jnp.broadcast_to(index % length, q.shape[:2]) if c.positions else None
             return kernels.attention(
-                q, k, v, kernels.Tokens(segments=ids), scale=c.dim**-0.5, mask=self.mask(),
+                q, k, v, kernels.Tokens(positions, ids), scale=c.dim**-0.5, mask=self.mask(),
                 softcap=c.softcap or None, sinks=sinks, implementation=name,
             )  # fmt: skip
 

@@ -10,7 +10,6 @@ bfloat16.
 
 import contextlib
 import dataclasses
-import fnmatch
 import functools
 import importlib.util
 import json
@@ -26,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.common import import_transformers
-from benchmarks.gpu import Failed, Target, Worker, device, folder, prepare, ratio, regions, report
+from benchmarks.gpu import Failed, Target, Worker, device, folder, matches, prepare, ratio, regions, report
 
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -88,10 +87,13 @@ def describe(model: Model, seq: int) -> dict[str, Any]:
     return {"hub": hub, "flops": flops, "peak_flops": peak_flops()}
 
 
-def with_zoo(
-    model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str, timing: dict[str, Any]
-) -> dict[str, Any]:
-    """In a process of its own: our steps, by `train.step.jit_train_step`."""
+def zoo_steps(
+    model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str
+) -> tuple[Callable[[int], float], dict[str, Any]]:
+    """`queue(steps)`, which takes so many of our steps (`train.step.jit_train_step`) and returns their seconds.
+
+    Also what is known of them: "parameters", how many are "trained", the "losses" so far, and "how" kernels serve.
+    """
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -123,12 +125,13 @@ def with_zoo(
     data = {name: jnp.asarray(array) for name, array in arrays.items()}
     choices = kernels.explain(cross_entropy, surgery.with_remat(jax.eval_shape(cast, net), REMAT[remat]), data)
     trained, frozen = lora.split(net)
-    parameters = {"parameters": size(net), "trained": size(trained)}
+    losses: list[float] = []
+    how = ", ".join(sorted({f"{choice.operation}: {choice.implementation}" for choice in choices}))
+    known = {"parameters": size(net), "trained": size(trained), "losses": losses, "how": how}
     state = init_state(trained, optimizer)
     options: dict[str, Any] = dict(optimizer=optimizer, schedule=schedule)
     step = jit_train_step(state, compute_dtype=jnp.bfloat16, remat=REMAT[remat], **options)
     del net, trained
-    losses = []
 
     def queue(steps: int) -> float:
         nonlocal state
@@ -138,11 +141,20 @@ def with_zoo(
         losses.append(float(metrics["loss"]))  # waits for it
         return time.perf_counter() - begin
 
+    return queue, known
+
+
+def with_zoo(
+    model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str, timing: dict[str, Any]
+) -> dict[str, Any]:
+    """In a process of its own: our steps, timed."""
+    import jax
+
+    queue, known = zoo_steps(model, arithmetic, batch, seq, remat)
     first = queue(1)
     ms = regions(queue, **timing)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    how = ", ".join(sorted({f"{choice.operation}: {choice.implementation}" for choice in choices}))
-    return parameters | {"ms": ms, "first": first, "peak": peak, "losses": losses, "how": how}
+    return known | {"ms": ms, "first": first, "peak": peak}
 
 
 def with_torch(
@@ -216,11 +228,12 @@ def with_torch(
 
 
 def main(
-    only: str = "*",
+    only: tuple[str, ...] = ("*",),
+    by: tuple[str, ...] = ("*",),
     seconds: float = 540,
-    tokens: int = 4096,
-    seq: int = 4096,
-    remat: str = "none",
+    tokens: int = 8192,
+    seq: int = 8192,
+    remat: str = "dots",
     compiled: bool = True,
     region: float = 1,
     rehearse: bool = False,
@@ -229,7 +242,8 @@ def main(
     """Tokens a second, use of the device's peak, memory and start of training steps on this machine's GPU.
 
     Args:
-        only: models whose names this pattern matches, such as "llama*" or "*LoRA*".
+        only: models whose names one of these patterns matches, such as "llama*" "*LoRA*".
+        by: contestants whose names one of these patterns matches, such as zoo "zoo, fp8".
         seconds: after so many no further contestant is started; those left out are listed.
         tokens: of a step.
         seq: tokens of a sequence.
@@ -248,7 +262,7 @@ def main(
     skipped: list[str] = []
     with Worker() as worker:
         card = device(worker, rehearse)
-    for model, who in ((m, w) for m, w in RUNS if fnmatch.fnmatchcase(m.name, only)):
+    for model, who in ((m, w) for m, w in RUNS if matches(m.name, only) and matches(w, by)):
         if time.monotonic() - begin > seconds:
             skipped.append(f"{model.name} by {who}")
             continue
@@ -287,7 +301,9 @@ def main(
     columns = {name: lambda row, name=name: row.get(name) for name in ("model", "by", "ms", "tokens/s", "MFU")}
     columns |= {"/ torch": against, "peak memory, GB": gigabytes, "first step, s": lambda row: row.get("first")}
     columns |= {"how": lambda row: row["note"] or row["how"]}
-    settings = dict(only=only, seconds=seconds, tokens=tokens, seq=seq, remat=remat, region=region, skipped=skipped)
+    settings = dict(
+        only=only, by=by, seconds=seconds, tokens=tokens, seq=seq, remat=remat, region=region, skipped=skipped
+    )
     report("train", card, folder(out, rehearse), columns=columns, rows=rows, targets=targets, settings=settings)
     print(f"{time.monotonic() - begin:.0f} s. Left out, as there was no more time: {', '.join(skipped) or 'nothing'}.")
 

@@ -10,7 +10,6 @@ use by more than chance would is written for this kind of device. All else in th
 """
 
 import contextlib
-import fnmatch
 import functools
 import json
 import math
@@ -18,17 +17,18 @@ import pathlib
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.cases import CASES, Case
-from benchmarks.gpu import Failed, Worker, device, prepare
+from benchmarks.gpu import Failed, Worker, device, matches, prepare
 
 
 Lookup = tuple[str, str, str, str]  # module, kernel, dtype, class of shapes
 Sizes = dict[str, int]
 
 TABLES = pathlib.Path(__file__).parents[1] / "kernels" / "block_sizes"
+SHORTLIST = pathlib.Path(__file__).with_name("shortlist.json")
 PATIENCE = 60  # seconds for one candidate
 GAIN = 0.02  # of the time: what is less may be chance
 
@@ -112,6 +112,13 @@ def search(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: int
     return best, 1.0 if best == start else milliseconds(best) / milliseconds(start)
 
 
+def quickest(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: Sequence[Sizes]) -> tuple[Sizes, float]:
+    """As `search`, but among these candidates alone."""
+    times = {json.dumps(sizes): milliseconds(sizes) for sizes in (start, *candidates)}
+    best = json.loads(min(times, key=lambda key: times[key]))
+    return best, 1.0 if best == start else milliseconds(best) / milliseconds(start)
+
+
 def write(folder: pathlib.Path, kind: str, lookup: Lookup, sizes: Sizes) -> None:
     """Puts one row into its file."""
     module, kernel, dtype, shape_class = lookup
@@ -125,9 +132,10 @@ def write(folder: pathlib.Path, kind: str, lookup: Lookup, sizes: Sizes) -> None
 
 
 def main(
-    only: str = "*",
-    kernels: str = "*",
+    only: tuple[str, ...] = ("*",),
+    kernels: tuple[str, ...] = ("*",),
     candidates: int = 40,
+    shortlist: bool = False,
     seconds: float = 1500,
     regions: int = 5,
     region: float = 20,
@@ -137,9 +145,11 @@ def main(
     """Tries sizes of blocks on this machine's GPU, and writes the best into the tables that the kernels read.
 
     Args:
-        only: cases whose names this pattern matches, such as "causal*".
-        kernels: what to tune, as a pattern of module.kernel, such as "attention_triton.*" or "*.dkv".
+        only: cases whose names one of these patterns matches, such as "causal*".
+        kernels: what to tune, as patterns of module.kernel, such as "attention_triton.*" or "*.dkv".
         candidates: that are tried at most, for each kernel, dtype and class of shapes.
+        shortlist: tries only what benchmarks/shortlist.json has, in which `python -m benchmarks.shortlist` has put the
+            sizes that compile for an H200 without spilled registers; a kernel that is not there stays as it is.
         seconds: after so many no further candidate is tried.
         regions: measurements of each candidate's time, of which the median counts.
         region: milliseconds that each of them lasts at least.
@@ -151,8 +161,9 @@ def main(
     end = time.monotonic() + seconds
     prepare(rehearse, memory=0.9)
     timing = dict(seconds=region / 1e3, count=regions)
-    chosen = [case.tiny() if rehearse else case for case in CASES if fnmatch.fnmatchcase(case.name, only)]
+    chosen = [case.tiny() if rehearse else case for case in CASES if matches(case.name, only)]
     seen: set[Lookup] = set()
+    listed: dict[str, list[Sizes]] = json.loads(SHORTLIST.read_text()) if shortlist else {}
     with Worker() as worker:
         kind = device(worker, rehearse)
 
@@ -178,12 +189,18 @@ def main(
                 (name, w) for name, refusal in refusals.items() if refusal is None for w in case.passes
             ):
                 for lookup, start in ask("tune.lookups", case, name, which).items():
-                    wanted = fnmatch.fnmatchcase(".".join(lookup[:2]), kernels)
+                    wanted = matches(".".join(lookup[:2]), kernels)
                     if lookup in seen or not wanted or time.monotonic() > end:
                         continue
                     seen.add(lookup)
+                    if shortlist and " ".join(lookup) not in listed:
+                        continue
                     print(f"{' '.join(lookup)}, by {case.name}, {which}")
-                    best, part = search(functools.partial(milliseconds, case, name, which, lookup), start, candidates)
+                    time_of = functools.partial(milliseconds, case, name, which, lookup)
+                    if shortlist:
+                        best, part = quickest(time_of, start, listed[" ".join(lookup)])
+                    else:
+                        best, part = search(time_of, start, candidates)
                     if part < 1 - GAIN:
                         write(out, kind, lookup, best)
                         print(f"  {start} -> {best}: {part:.3f} of the time", flush=True)

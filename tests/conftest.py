@@ -1,5 +1,5 @@
 """Set before jax starts: eight fake CPU devices, every way in which JAX can be strict about types and shapes, and
-compilers that hurry (hurry.py).
+compilers that hurry (hurry.py). `JAX_PLATFORMS=cuda,cpu pytest tests/kernels -k triton` tests kernels on a GPU instead.
 
 What was compiled is kept in one cache, which all workers share and the next run finds; `pytest --cache-clear` empties
 it.
@@ -21,7 +21,7 @@ from tests import hurry
 # run would be looking through it for garbage.
 gc.set_threshold(10_000, 10, 10)
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {hurry.FLAGS}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin otherwise, and starve the other process

@@ -1,13 +1,14 @@
 """How the suite compiles: in a hurry, since most of a test is XLA compiling what then runs for milliseconds.
 
-JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment of pytest leaves all optimisations in, as users have them.
+JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment of pytest leaves all optimisations in, as users have them. So does
+another platform than the CPU, as JAX_PLATFORMS says.
 """
 
 import importlib.metadata
 import os
 
 
-HURRY = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+HURRY = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
 FLAGS = ""
 if HURRY:
     FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # one LLVM module a program, not 32

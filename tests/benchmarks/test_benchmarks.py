@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu, kernels, train, tune
+from benchmarks import gpu, kernels, profile, serve, train, tune
 from benchmarks.cases import CASES, Attention
 from benchmarks.gpu import Failed, Target, Worker, regions
 from benchmarks.tune import TABLES, neighbours, write
@@ -60,7 +60,7 @@ def written(folder):
 
 
 def test_kernels(tmp_path, capsys, here):
-    kernels.main(rehearse=True, only="Qwen3-30B-A3B up", out=tmp_path)
+    kernels.main(rehearse=True, only=("Qwen3-30B-A3B up",), out=tmp_path)
     record = written(tmp_path)
     for name in ("xla", "triton", "lax.ragged_dot"):
         rows = [row for row in record["rows"] if row["by"] == name]
@@ -77,20 +77,20 @@ def test_a_wrong_kernel_makes_the_run_fail(tmp_path, monkeypatch):
     answers = {"platform": ("cpu", "cpu"), "refusals": {"mosaic": None, "cudnn": "it has no softcap"}, "measure": wrong}
     monkeypatch.setattr(Worker, "__call__", lambda _, function, *__, **___: answers[function.split(".")[-1]])
     with pytest.raises(SystemExit, match="WRONG: mosaic in causal D128 T8k, forward"):
-        kernels.main(rehearse=True, only="causal D128 T8k", out=tmp_path)
+        kernels.main(rehearse=True, only=("causal D128 T8k",), out=tmp_path)
     rows = written(tmp_path)["rows"]
     assert [row["note"] for row in rows if row["by"] == "mosaic"] == ["WRONG", "WRONG"]
     assert [row["note"] for row in rows if row["by"] == "cudnn"] == ["refuses: it has no softcap"]
 
 
 def test_what_is_left_out_is_listed(tmp_path, here):
-    kernels.main(rehearse=True, only="*D128*", seconds=0, out=tmp_path)
+    kernels.main(rehearse=True, only=("*D128*",), seconds=0, out=tmp_path)
     assert written(tmp_path)["settings"]["skipped"] == ["causal D128 T8k"]
 
 
 def test_tune(tmp_path, capsys, here):
     pattern = "ragged_dot_triton.matrices"
-    tune.main(rehearse=True, only="Qwen3-30B-A3B up", kernels=pattern, candidates=1, out=tmp_path)
+    tune.main(rehearse=True, only=("Qwen3-30B-A3B up",), kernels=(pattern,), candidates=1, out=tmp_path)
     printed = capsys.readouterr().out
     assert printed.startswith("ragged_dot_triton matrices bfloat16 rows16, by Qwen3-30B-A3B up, forward\n")
     assert printed.count(" ms\n") >= 2 and "WRONG" not in printed and "Error" not in printed
@@ -116,6 +116,13 @@ def test_a_tuned_row_changes_nothing_else(tmp_path):
     assert table == before
 
 
+def test_a_shortlist_is_tried_and_nothing_else():
+    times = {16: 3.0, 32: 2.0, 64: 1.0}
+    milliseconds = lambda sizes: times[sizes["kv"]]
+    assert tune.quickest(milliseconds, {"kv": 16}, [{"kv": 32}]) == ({"kv": 32}, 2 / 3)
+    assert tune.quickest(milliseconds, {"kv": 32}, [{"kv": 16}]) == ({"kv": 32}, 1.0)
+
+
 def test_neighbours_differ_by_one_step():
     sizes = {"kv": 16, "warps": 8, "stages": 2}
     assert neighbours(sizes) == [
@@ -124,11 +131,50 @@ def test_neighbours_differ_by_one_step():
 
 
 def test_train(tmp_path, here):
-    train.main(rehearse=True, only="qwen3-8b*", out=tmp_path)
+    train.main(rehearse=True, only=("qwen3-8b*",), out=tmp_path)
     zoo, torch = written(tmp_path)["rows"]
     assert zoo["tokens/s"] > 0 and 0 < zoo["trained"] < zoo["parameters"] and not zoo["note"]
     assert abs(zoo["losses"][0] - np.log(256)) < 0.5
     assert not torch["note"] or torch["note"].startswith("not installed")
+
+
+def test_a_loop_has_the_time_that_its_body_leaves():
+    event = profile.Event
+    lines = [[event("dot.3", 2, 3), event("while.1", 0, 10), event("dot.2", 6, 2)], [event("dot.9", 0, 5)]]
+    rows = profile.summed(lines, steps=2)
+    assert [(row["kernel"], row["kind"], row["calls"], row["ms"] * 2e6) for row in rows] == [
+        ("dot", "products", 1.5, 10.0),
+        ("while", "other", 0.5, 5.0),
+    ]
+    assert sum(row["share"] for row in rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "products"),
+        ("attention_forward__1", "attention"),
+        ("loop_dynamic_slice_fusion_4", "copies"),
+        ("input_scatter_fusion_2", "scatters"),
+        ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+        ("loop_add_fusion", "elementwise"),
+    ],
+)
+def test_kinds_of_kernels(name, kind):
+    assert profile.kind(name) == kind
+
+
+@pytest.mark.slow
+def test_profile_and_serve(tmp_path, here):
+    profile.main(rehearse=True, only=("llama3.2-3b",), out=tmp_path / "profile")
+    rows = written(tmp_path / "profile")["rows"]
+    whole = next(row for row in rows if row["kernel"] == "all")
+    kinds = [row for row in rows if row["kernel"].startswith("all ")]
+    assert whole["ms"] > 0 and np.isclose(sum(row["ms"] for row in kinds), whole["ms"])
+    assert any(row["kind"] == "products" for row in kinds)
+    serve.main(rehearse=True, only=("qwen3-8b, bf16, batch 1",), out=tmp_path / "serve")
+    (row,) = written(tmp_path / "serve")["rows"]
+    assert not row["note"] and row["tokens/s"] > 0 and 0 < row["cache"] < row["weights"]
 
 
 @pytest.mark.parametrize("case", [case.tiny() for case in CASES if isinstance(case, Attention)], ids=lambda c: c.name)
