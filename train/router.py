@@ -2,23 +2,23 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.nn.moe import Routing
+from zoo.nn.stack import Reports
 
 
-def routings_of(reports: Any) -> list[Routing]:
+def routings_of(reports: Reports) -> list[Routing]:
     """What routers did, of all that a model's layers reported: one for each entry of the `Stack` that has a router."""
     is_routing = lambda report: isinstance(report, Routing)
     return [report for report in jax.tree.leaves(reports, is_leaf=is_routing) if is_routing(report)]
 
 
 def router_loss(
-    reports: Any, tokens: Int[Array, ""], loads: Sequence[Array] = (), *, balance: float, z: float
+    reports: Reports, tokens: Int[Array, ""], loads: Sequence[Array] = (), *, balance: float, z: float
 ) -> Float[Array, ""]:
     """The load-balancing loss and the router z-loss with these weights, each a mean over the layers.
 

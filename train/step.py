@@ -20,6 +20,7 @@ from train.state import TrainState
 from zoo.lora import joined
 from zoo.nn.model import AbstractModel
 from zoo.nn.mtp import module_of
+from zoo.nn.stack import Reports
 from zoo.surgery import cast, with_remat
 
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 Batch = Mapping[str, Shaped[Array, "batch seq ..."]]
 Remat = Callable[[Callable], Callable] | None
 Scalars = dict[str, Float[Array, ""]]
-Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Any]  # total, count, sums, reports
+Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Reports]  # total, count, sums, reports
 
 
 @runtime_checkable
@@ -45,9 +46,10 @@ class Objective(Protocol):
         ...
 
 
-def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Any]:
+def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
     """The features of a batch's tokens, and what the layers reported."""
-    return model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+    x, _, reports = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+    return x, reports
 
 
 def cross_entropy(
@@ -73,11 +75,11 @@ def cross_entropy(
     sums = {"loss": found["loss"], "accuracy": found["correct"]}
     if mtp_weight:
         mtp, embed_tokens = module_of(model)
-        y, routing = mtp(x, embed_tokens(targets), None, kernels.Tokens(batch["positions"], segments))
+        y, _, report = mtp(x, embed_tokens(targets), None, kernels.Tokens(batch["positions"], segments))
         both = mask & next_token(mask) & (segments == next_token(segments))
         more, further = losses(y, next_token(targets), both.astype(jnp.int32))
         total += mtp_weight * more
-        reports, sums = (reports, routing), sums | {"mtp_loss": further["loss"]}
+        reports, sums = (*reports, (report,)), sums | {"mtp_loss": further["loss"]}
     return total, jnp.sum(mask), sums, reports
 
 

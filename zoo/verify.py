@@ -32,7 +32,7 @@ from zoo import checkpoint
 from zoo.config import NOT_CARRIED
 from zoo.load import family_and_config, folder_of
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
-from zoo.nn.stack import Stack
+from zoo.nn.stack import Reports, Stack
 from zoo.surgery import modules
 
 
@@ -73,13 +73,13 @@ class Recorder(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], list[Float[Array, "batch seq embed"]]]:
+    ) -> tuple[Float[Array, "batch seq embed"], None, Reports]:
         run = eqx.filter_jit(lambda block, x: block(x, cache, at)[0])
         outputs = []
         for block in self.blocks():
             x = run(block, x)
             outputs.append(x)
-        return x, outputs
+        return x, None, (tuple(outputs),)
 
     def blocks(self) -> Iterator[Any]:
         """Yield every layer, in order."""
@@ -187,7 +187,7 @@ def compare(
 ) -> tuple[list[Check], list[rich.table.Table]]:
     """Compare our logits, and the output of each of our layers, with those of transformers."""
     where = lambda m: [stack for _, stack in modules(m, Stack)]
-    hidden, ours = eqx.tree_at(where, model, [Recorder(stack) for stack in where(model)]).hidden(ids)
+    hidden, _, (ours,) = eqx.tree_at(where, model, [Recorder(stack) for stack in where(model)]).hidden(ids)
     ours = [*map(np.asarray, ours[:-1]), np.asarray(hidden)]
     table = new_table("after each layer", "layer", "largest difference", "mean", "largest value", "relative")
     first = None

@@ -41,7 +41,7 @@ class Given(AbstractModel):
         raise NotImplementedError
 
     def hidden(self, tokens, cache=None, *, positions=None, segments=None):
-        return self.logits, ()
+        return self.logits, None, ()
 
     def unembed(self, x):
         return x
@@ -105,7 +105,7 @@ class Bigram(AbstractModel):
         raise NotImplementedError
 
     def hidden(self, tokens, cache=None, *, positions=None, segments=None):
-        return self.table[tokens], ()
+        return self.table[tokens], None, ()
 
     def unembed(self, x):
         return x

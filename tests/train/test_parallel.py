@@ -80,7 +80,7 @@ def compiled(model, batch, places=None):
     def loss(parameters, batch):
         model = eqx.combine(parameters, fixed)
         where = dict(positions=batch["positions"], segments=batch["segments"])
-        x, reports = surgery.with_remat(model, REMAT["dots"]).hidden(batch["tokens"], **where)
+        x, _, reports = surgery.with_remat(model, REMAT["dots"]).hidden(batch["tokens"], **where)
         total, _ = kernels.cross_entropy(model.unembed, x, batch["targets"], batch["loss_mask"])
         return total, (model.unembed(x), reports)
 

@@ -57,7 +57,7 @@ def test_the_loss_of_the_routers(model, batch, routed):
     """Against the formulas, with the means over layers written out."""
 
     def loss(model):
-        x, reports = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+        x, _, reports = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
         losses = optax.softmax_cross_entropy_with_integer_labels(model.unembed(x), batch["targets"])
         weights = batch["loss_mask"].astype(jnp.float32)
         _, (routing,), _ = reports

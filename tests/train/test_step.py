@@ -81,7 +81,7 @@ def assert_same(got, want):
 
 def test_the_update_is_that_of_the_mean_loss(model, batch, train):
     def mean_loss(model):
-        x, _ = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+        x, _, _ = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
         logits = model.unembed(x)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         losses = log_z - jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
@@ -195,7 +195,7 @@ class Block(AbstractBlock):
         self.up, self.down = Linear(16, 128, std=0.3, key=up), Linear(128, 16, std=0.3, key=down)
 
     def __call__(self, x, cache, at):
-        return x + self.down(jnp.sin(jnp.sin(self.up(x)))), cache
+        return x + self.down(jnp.sin(jnp.sin(self.up(x)))), cache, None
 
 
 def test_remat():

@@ -26,7 +26,7 @@ def packed(model, tokens=TOKENS, positions=POSITIONS, segments=SEGMENTS):
 
 @eqx.filter_jit
 def _packed(model, tokens, positions, segments):
-    x, reports = model.hidden(tokens, positions=positions, segments=segments)
+    x, _, reports = model.hidden(tokens, positions=positions, segments=segments)
     return model.unembed(x), x, reports
 
 

@@ -84,7 +84,7 @@ class Recurrence(AbstractDecoderBlock):
         state, y = jax.lax.scan(step, start, tokens)
         if cache is not None:
             cache = State(cache.kv.at[cache.layer].set(state), cache.layer)
-        return x + self.out(jnp.moveaxis(y, 0, 1).reshape(batch, seq, -1)), cache
+        return x + self.out(jnp.moveaxis(y, 0, 1).reshape(batch, seq, -1)), cache, None
 
     def init_cache(self, layers, batch, length, dtype):
         return State(jnp.zeros((layers, batch, HEADS, DIM, DIM)), jnp.array(0, jnp.int32))
@@ -201,7 +201,7 @@ def test_its_products_are_counted(monkeypatch):
 def test_an_encoder_has_no_cache():
     class Encoder(zoo.nn.stack.AbstractBlock):
         def __call__(self, x, cache, at):
-            return x, None
+            return x, None, None
 
     stack = Stack(lambda n, *, key: Encoder(), ["encoder"], key=jax.random.key(0))
     with pytest.raises(TypeError, match="A Encoder is no decoder's block"):

@@ -35,14 +35,14 @@ KEY, E4M3 = jax.random.key(0), ml_dtypes.float8_e4m3fn
 @eqx.filter_jit
 def hidden(model, tokens):
     """Logits, what they are of, and the routers' reports."""
-    x, reports = model.hidden(tokens)
+    x, _, reports = model.hidden(tokens)
     return model.unembed(x), x, reports
 
 
 @eqx.filter_jit
 def further(model, x, following):
     """Logits of one more token, what they are of, and the router's report."""
-    x, report = model.mtp(x, model.embed_tokens(following), None, Tokens())
+    x, _, report = model.mtp(x, model.embed_tokens(following), None, Tokens())
     return model.unembed(x), x, report
 
 
@@ -218,7 +218,7 @@ def test_the_bias_stays_float32(folders, tmp_path):
 def test_rebalance_evens_the_load(load):
     @eqx.filter_jit
     def step(model):
-        reports = model.hidden(TOKENS)[1]
+        reports = model.hidden(TOKENS)[2]
         return deepseek3.rebalance(model, reports, 0.005), reports
 
     def imbalance(reports):
@@ -366,7 +366,7 @@ def test_mtp_loss(model_with_further):
 def test_rebalance_with_mtp(model_with_further):
     model = model_with_further
     _, x, reports = hidden(model, TOKENS[:, :-1])
-    moved = deepseek3.rebalance(model, (reports, further(model, x, TOKENS[:, 1:])[2]), 0.25)
+    moved = deepseek3.rebalance(model, (*reports, (further(model, x, TOKENS[:, 1:])[2],)), 0.25)
     bias = lambda model: np.asarray(model.mtp.block.mlp.gate.e_score_correction_bias.value)
     assert set(np.abs(bias(moved) - bias(model)).round(6).tolist()) <= {0, 0.25}
     assert (bias(moved) != bias(model)).any()

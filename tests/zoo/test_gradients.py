@@ -28,7 +28,7 @@ def test_nothing_is_summed_in_bfloat16(load, name):
     model = jax.eval_shape(lambda model: cast(model, jnp.bfloat16), load(name))
 
     def loss(model):
-        x, _ = model.hidden(TOKENS, positions=POSITIONS, segments=SEGMENTS)
+        x, _, _ = model.hidden(TOKENS, positions=POSITIONS, segments=SEGMENTS)
         return jnp.sum(model.unembed(x).astype(jnp.float32))
 
     choices = getattr(model.config, "num_experts_per_tok", 0)  # gpt-oss has the softmax of these in its dtype
@@ -65,7 +65,7 @@ def test_long_text_that_repeats_itself(load, name):
     shared = lambda m: [embedding(m), *biases(m)]
 
     def loss(arrays, model, tokens):
-        x, _ = eqx.tree_at(shared, model, arrays).hidden(tokens, positions=positions)
+        x, _, _ = eqx.tree_at(shared, model, arrays).hidden(tokens, positions=positions)
         return jnp.sum(x.astype(jnp.float32) * weights)
 
     def gradients(arrays, tokens):

@@ -121,6 +121,15 @@ def test_every_router_reports_and_padding_does_not_count(load, name, layers):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+def test_a_cache_and_reports_stand_side_by_side(load):
+    """Reports are the third result with a cache as without one, which is then None."""
+    shapes = eqx.filter_eval_shape
+    cache, plain = shapes(lambda model: (model.init_cache(2, 40, jnp.float32), model.hidden(TOKENS)), load("mixtral"))
+    cached = shapes(lambda model, cache: model.hidden(TOKENS, cache), load("mixtral"), cache)
+    assert plain[1] is None and jax.tree.structure(cached[1]) == jax.tree.structure(cache)
+    assert isinstance(plain[2][1][0], moe.Routing) and eqx.tree_equal(cached[2], plain[2])
+
+
 @pytest.mark.live
 @pytest.mark.parametrize(
     "name, padded", [("mixtral", False), ("mixtral", True), ("qwen3_moe-dense-new", True), ("gpt_oss-new", True)]
@@ -145,7 +154,7 @@ def test_the_losses_teach_the_router_and_what_feeds_it():
     @eqx.filter_jit
     @eqx.filter_grad
     def gradient(model, balance, z):
-        _, (routing,), _ = model.hidden(TOKENS)[1]
+        _, (routing,), _ = model.hidden(TOKENS)[2]
         return jnp.sum(balance * routing.balance_loss() + z * routing.z_loss())
 
     model = noise(lambda: mixtral.Model(config, key=jax.random.key(0)))

@@ -78,7 +78,7 @@ def test_mtp_remembers(model_with_further):
 
     @eqx.filter_jit
     def whole(model):
-        x, _ = model.hidden(TOKENS[:, :-1])
+        x, _, _ = model.hidden(TOKENS[:, :-1])
         return x, model.mtp(x, model.embed_tokens(TOKENS[:, 1:]), None, Tokens())[0]
 
     x, want = map(np.asarray, whole(model_with_further))

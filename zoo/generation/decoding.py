@@ -96,7 +96,8 @@ def prefill(
     """Reads right-padded prompts into new caches. Padding gets position -1, which a cache does not keep."""
     cache, draft_cache = init_caches(model, draft, len(prompts), max_tokens, cache_dtype)
     indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    x, cache = model.hidden(jnp.asarray(prompts), cache, positions=jnp.where(indices < lengths[:, None], indices, -1))
+    positions = jnp.where(indices < lengths[:, None], indices, -1)
+    x, cache, _ = model.hidden(jnp.asarray(prompts), cache, positions=positions)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     logits = model.unembed(last)[:, 0].astype(jnp.float32)
     draft_state, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)

@@ -119,7 +119,8 @@ class ModelDraft(AbstractDraft):
         positions: Int[Array, "batch seq"],
     ) -> tuple[Float[Array, "batch seq draft"], Any]:
         known = jnp.minimum(following, self.model.config.vocab_size - 1)
-        return self.model.hidden(known, cache, positions=positions + 1)
+        x, cache, _ = self.model.hidden(known, cache, positions=positions + 1)
+        return x, cache
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         return self.model.init_cache(batch, length, dtype)
@@ -149,7 +150,8 @@ class MTPDraft(AbstractDraft):
         positions: Int[Array, "batch seq"],
     ) -> tuple[Float[Array, "batch seq draft"], Any]:
         mtp, embed_tokens = module_of(self.model)
-        return mtp(x, embed_tokens(following), cache, Tokens(positions))
+        y, cache, _ = mtp(x, embed_tokens(following), cache, Tokens(positions))
+        return y, cache
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
         return module_of(self.model)[0].init_cache(batch, length, dtype)
@@ -220,7 +222,7 @@ def advance(
 
         # The model reads them all at once.
         tokens = jnp.concatenate([token[:, None], drafts], axis=1)
-        x, cache = model.hidden(tokens, cache, positions=at(start + index))
+        x, cache, _ = model.hidden(tokens, cache, positions=at(start + index))
         logits = model.unembed(x).astype(jnp.float32)
         written = write(state.tokens, tokens, at(start + index))
         penalized = jax.vmap(settings.penalized, (1, None, None, 1), 1)(logits, written, prompt, start + 1 + index)

@@ -26,7 +26,7 @@ from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, Exper
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.rope import InterleavedRotary, YarnScaling
-from zoo.nn.stack import AbstractDecoderBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,12 +239,12 @@ class Block(AbstractDecoderBlock):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | moe.Routing | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None, moe.Routing | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
         y = self.post_attention_layernorm(x)
         y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
-        return x + y, routing if cache is None else cache
+        return x + y, cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
         c = self.self_attn.config
@@ -277,10 +277,10 @@ class MTP(AbstractMTP):
         following: Float[Array, "batch seq embed"],
         cache: LatentKV | None,
         at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | moe.Routing | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None, moe.Routing | None]:
         y = jnp.concatenate([self.enorm(following), self.hnorm(x)], axis=-1)
-        y, result = self.block(self.eh_proj(y), cache, at)
-        return self.norm(y), result
+        y, cache, report = self.block(self.eh_proj(y), cache, at)
+        return self.norm(y), cache, report
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
         return self.block.init_cache(1, batch, length, dtype)
@@ -310,26 +310,26 @@ class Model(AbstractMTPModel):
     def hidden(
         self,
         tokens: Int[Array, "batch seq"],
-        cache: Any = None,
+        cache: Caches | None = None,
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache = self.layers(x, cache, Tokens(positions, segments))
-        return self.norm(x), cache
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.lm_head(x)
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         return self.layers.init_cache(batch, length, dtype)
 
 
-def rebalance(model: Model, reports: Any, rate: float) -> Model:
+def rebalance(model: Model, reports: Reports, rate: float) -> Model:
     """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
 
-    `reports` holds the routers' loads in a step: from `Model.hidden`, or a pair of that and of `MTP`'s.
+    `reports` holds the routers' loads in a step: from `Model.hidden`, and after them `MTP`'s.
     """
     sought = lambda m: isinstance(m, Router | moe.Routing)
     find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))

@@ -6,7 +6,6 @@ than the model (3,072).
 """
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,7 +20,7 @@ from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
-from zoo.nn.stack import AbstractDecoderBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +115,10 @@ class Block(AbstractDecoderBlock):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None, None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return x + self.mlp(self.post_attention_layernorm(x)), cache, None
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
         head_dim = self.self_attn.head_dim
@@ -145,20 +144,20 @@ class Model(AbstractModel):
     def hidden(
         self,
         tokens: Int[Array, "batch seq"],
-        cache: Any = None,
+        cache: Caches | None = None,
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(3072) is 55.5 in bfloat16
-        x, cache = self.layers(x, cache, Tokens(positions, segments))
-        return self.norm(x), cache
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         return self.layers.init_cache(batch, length, dtype)
 
 

@@ -8,7 +8,6 @@ trained with, is left out.
 """
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,7 +22,7 @@ from kernels.mesh import split_lookup
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
-from zoo.nn.stack import AbstractDecoderBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +156,10 @@ class Block(AbstractDecoderBlock):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None, None]:
         y, cache = self.attn(self.ln_1(x), cache, at)
         x = x + y
-        return x + self.mlp(self.ln_2(x)), cache
+        return x + self.mlp(self.ln_2(x)), cache, None
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
         heads, embed = self.attn.n_head, self.attn.c_proj.shape[-1]
@@ -186,22 +185,22 @@ class Model(AbstractModel):
     def hidden(
         self,
         tokens: Int[Array, "batch seq"],
-        cache: Any = None,
+        cache: Caches | None = None,
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.wte(tokens)
         if positions is None:
             self._check(x.shape[1])
         x += split_lookup(self.wpe.weight, jnp.arange(x.shape[1])[None] if positions is None else positions)
-        x, cache = self.layers(x, cache, Tokens(positions, segments))
-        return self.ln_f(x), cache
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.ln_f(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.wte.attend(x)
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """An empty cache for positions 0 to `length` - 1. Raises ValueError if the model has fewer positions."""
         self._check(length)
         return self.layers.init_cache(batch, length, dtype)

@@ -26,7 +26,7 @@ from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import Rotary, YarnScaling
-from zoo.nn.stack import AbstractDecoderBlock, Stack
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
 YARN = YarnScaling(32.0, 4096, truncate=False)
@@ -200,11 +200,11 @@ class Block(AbstractDecoderBlock):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | moe.Routing]:
+    ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None, moe.Routing]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
         y, routing = self.mlp(self.post_attention_layernorm(x), at.segments)
-        return x + y, routing if cache is None else cache
+        return x + y, cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
@@ -231,19 +231,19 @@ class Model(AbstractModel):
     def hidden(
         self,
         tokens: Int[Array, "batch seq"],
-        cache: Any = None,
+        cache: Caches | None = None,
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache = self.layers(x, cache, Tokens(positions, segments))
-        return self.norm(x), cache
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         return self.layers.init_cache(batch, length, dtype)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from zoo.nn.stack import Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 class _Sizes(abc.ABC):
@@ -75,17 +75,17 @@ class AbstractModel(eqx.Module):
     def hidden(
         self,
         tokens: Int[Array, "batch seq"],
-        cache: Any = None,
+        cache: Caches | None = None,
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Features that `unembed` turns into logits, and the new cache.
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        """Features that `unembed` turns into logits, the new cache, and what the layers report of these tokens.
 
         Args:
             tokens: ids.
-            cache: what earlier calls left, from `init_cache`. None: these tokens are all there is, and the second
-                result is what the layers report of them, such as a router's `zoo.nn.moe.Routing`.
+            cache: what earlier calls left, from `init_cache`. None: these tokens are all there is, and the new
+                cache is None.
             positions: None means 0, 1, 2, ...; negative ones are padding, which a cache does not keep.
             segments: numbers of the documents packed into a row, which do not see each other; 0 is padding, which no
                 report counts.
@@ -96,7 +96,7 @@ class AbstractModel(eqx.Module):
         """Logits of the token that follows each, of features from `hidden`."""
 
     @abc.abstractmethod
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """An empty cache for positions 0 to `length` - 1 of each row."""
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
@@ -104,11 +104,11 @@ class AbstractModel(eqx.Module):
         return self.unembed(self.hidden(tokens)[0])
 
     def decode(
-        self, tokens: Int[Array, "batch seq"], cache: Any, *, positions: Int[Array, "batch seq"]
-    ) -> tuple[Float[Array, "batch seq vocab"], Any]:
+        self, tokens: Int[Array, "batch seq"], cache: Caches, *, positions: Int[Array, "batch seq"]
+    ) -> tuple[Float[Array, "batch seq vocab"], Caches | None]:
         """Logits for tokens at these positions, given what `cache` (from `init_cache`) remembers; and the new cache."""
-        x, cache = self.hidden(tokens, cache, positions=positions)
-        return self.unembed(x), cache
+        x, new, _ = self.hidden(tokens, cache, positions=positions)
+        return self.unembed(x), new
 
     def __hash__(self) -> int:
         """As of every module, which has no hash while it holds arrays: so `jax.jit(model)` ends here.

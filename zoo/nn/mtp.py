@@ -4,7 +4,6 @@ Losses learn from it, and drafts of speculative decoding come from it.
 """
 
 import abc
-from typing import Any
 
 import equinox as eqx
 from jax.typing import DTypeLike
@@ -14,10 +13,11 @@ from kernels import Tokens
 from zoo.nn.cache import AbstractCache
 from zoo.nn.layers import Embedding
 from zoo.nn.model import AbstractModel
+from zoo.nn.stack import Report
 
 
 class AbstractMTP(eqx.Module):
-    """The module: `y, cache = mtp(x, embedding(following), cache, at)`, then `model.unembed(y)`."""
+    """The module: `y, cache, report = mtp(x, embedding(following), cache, at)`, then `model.unembed(y)`."""
 
     @abc.abstractmethod
     def __call__(
@@ -26,14 +26,14 @@ class AbstractMTP(eqx.Module):
         following: Float[Array, "batch seq embed"],
         cache: AbstractCache | None,
         at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Features that the model's `unembed` turns into logits of the token after the next, and the new cache.
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+        """Features that the model's `unembed` turns into logits of the token after the next, the new cache, and what
+        the module's layer reports of these tokens.
 
         Args:
             x: features of each token, from the model's `hidden`.
             following: the embedding of the token after each.
-            cache: from `init_cache`. None: these tokens are all there is, and the second result is what the module's
-                layer reports of them, such as a router's `zoo.nn.moe.Routing`.
+            cache: from `init_cache`. None: these tokens are all there is.
             at: where the tokens stand.
         """
 

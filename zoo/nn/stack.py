@@ -44,8 +44,17 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
     return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.TENSOR)))
 
 
+Report = eqx.Module | Array | None
+"""What a layer says of the tokens that it has read, such as a router's `zoo.nn.moe.Routing`: sums over tokens, of which
+losses and metrics are made. Most layers say nothing."""
+Caches = tuple[tuple[AbstractCache, ...], ...]
+"""A cache for each block of a stack's `head`, `period` and `tail`."""
+Reports = tuple[tuple[Report, ...], ...]
+"""The reports of the same blocks, those of a period's layers stacked."""
+
+
 class AbstractBlock(eqx.Module):
-    """One layer: `x, _ = block(x, None, at)`. A layer of an encoder has no cache."""
+    """One layer: `x, _, report = block(x, None, at)`. A layer of an encoder has no cache."""
 
     ordered: ClassVar[bool] = False
     """Whether the tokens of a row must be in order, as a recurrence or a convolution needs them. Attention does not
@@ -54,15 +63,12 @@ class AbstractBlock(eqx.Module):
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Returns the new features and the new cache.
-
-        Without a cache the second result is what the layer reports of the tokens, such as a router's choices.
-        """
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+        """Returns the new features, the new cache (None without one), and the layer's report of these tokens."""
 
 
 class AbstractDecoderBlock(AbstractBlock):
-    """A layer with a cache: `x, cache = block(x, cache, at)`."""
+    """A layer with a cache: `x, cache, report = block(x, cache, at)`."""
 
     @abc.abstractmethod
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
@@ -138,10 +144,10 @@ class Stack(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
-        cache: Any = None,
+        cache: Caches | None = None,
         at: Tokens = Tokens(),  # noqa: B008 (a value)
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
-        """Runs every layer. Returns `x` and the new cache, or without a cache the layers' reports in the same order.
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        """Runs every layer. Returns `x`, the new cache (None without one), and the layers' reports.
 
         `cache` is from `init_cache`, or None. Where the mesh in scope has stages, each has its part of the periods, and
         the sequences go through them as `zoo.nn.pipeline` says.
@@ -154,55 +160,61 @@ class Stack(eqx.Module):
         return run(self, x, cache, at)
 
     def _run(
-        self, x: Float[Array, "batch seq embed"], cache: Any, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+        self, x: Float[Array, "batch seq embed"], cache: Caches | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
         staged = mesh.split(mesh.STAGE) > 1
         # With pipeline stages, spread_tokens makes XLA for TPUs abort (libtpu 0.0.51).
         between = split_tokens if staged else spread_tokens
-        head, period, tail = cache or (none(self.head), none(self.period), none(self.tail))
+        caches: Any = cache or (none(self.head), none(self.period), none(self.tail))
+        head, period, tail = caches
 
         def run(
             blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[AbstractCache | None], at: Tokens
-        ) -> tuple[Array, tuple]:
-            x, new = checkpoint_name(between(x), LAYER_INPUT), []
+        ) -> tuple[Array, tuple, tuple[Report, ...]]:
+            x, new, reports = checkpoint_name(between(x), LAYER_INPUT), [], []
             for block, layer_cache in zip(blocks, caches, strict=True):
-                x, layer_cache = block(split_tokens(x), layer_cache, at)
+                x, layer_cache, report = block(split_tokens(x), layer_cache, at)
                 new.append(layer_cache)
-            return between(x), tuple(new)
+                reports.append(report)
+            return between(x), tuple(new), tuple(reports)
 
         def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
-            one = lambda x, arrays: run(eqx.combine(arrays, static), x, none(self.period), at)
+            def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
+                x, _, reports = run(eqx.combine(arrays, static), x, none(self.period), at)
+                return x, reports
+
             return jax.lax.scan(self.remat(one) if self.remat else one, x, arrays)
 
         # Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied
         # whole at every step.
-        def cached_period(carry: Any, slices: Any) -> tuple[Any, None]:
+        def cached_period(carry: Any, slices: Any) -> tuple[Any, tuple[Report, ...]]:
             (x, caches), (layer, arrays) = carry, slices
             caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
-            return run(eqx.combine(arrays, static), x, caches, at), None
+            x, caches, reports = run(eqx.combine(arrays, static), x, caches, at)
+            return (x, caches), reports
 
-        x, head = run(self.head, x, head, at)
+        x, head, first = run(self.head, x, head, at)
         if cache is None:
-            x, period = pipeline(periods, arrays, x, at) if staged else periods(arrays, x, at)
+            x, middle = pipeline(periods, arrays, x, at) if staged else periods(arrays, x, at)
         elif staged:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
         else:
-            (x, period), _ = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), arrays))
-        x, tail = run(self.tail, x, tail, at)
-        return split_tokens(x), (head, period, tail)
+            (x, period), middle = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), arrays))
+        x, tail, last = run(self.tail, x, tail, at)
+        return split_tokens(x), (head, period, tail) if cache else None, (first, middle, last)
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> tuple[tuple[AbstractCache, ...], ...]:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """Makes the caches of all layers: one for each entry of `head`, `period` and `tail`."""
 
-        def of(block: AbstractBlock, layers: int) -> AbstractCache:
+        caches = []
+        for layers, block in self.blocks():
             if not isinstance(block, AbstractDecoderBlock):
                 raise TypeError(f"A {type(block).__name__} is no decoder's block, and so has no cache.")
-            return block.init_cache(layers, batch, length, dtype)
-
-        parts = ((self.head, 1), (self.period, self.repeats), (self.tail, 1))
-        return tuple(tuple(of(block, layers) for block in blocks) for blocks, layers in parts)
+            caches.append(block.init_cache(len(layers), batch, length, dtype))
+        start, end = len(self.head), len(self.head) + len(self.period)
+        return tuple(caches[:start]), tuple(caches[start:end]), tuple(caches[end:])
 
     def blocks(self) -> Iterator[tuple[range, AbstractBlock]]:
         """Yields each block of `head`, `period` and `tail`, in the order of `init_cache`, with its layers' numbers."""

@@ -72,7 +72,7 @@ def score(
 
     Logits exist for 128 positions at a time, to save memory. The numbers of the last position mean nothing.
     """
-    x, _ = model.hidden(tokens)
+    x, _, _ = model.hidden(tokens)
     chunks = Chunks.of(1, tokens.shape[1], 128)
 
     def numbers(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:
