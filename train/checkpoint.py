@@ -13,6 +13,7 @@ does the rest. All call the same methods in the same order, and an error in one 
 """
 
 import concurrent.futures
+import dataclasses
 import errno
 import fcntl
 import fnmatch
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+import rich
 
 from convert import manifest
 from train.cluster import agree, together
@@ -45,6 +47,20 @@ EVERY = 2**31 - 1  # bytes of the lock file, one for each process that a run may
 FAILURES = 3  # saves that may fail in a row before the run ends
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks for each error that it raises
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """When checkpoints are saved and used, in `Options`."""
+
+    save_every: int = 200
+    """Number of steps between checkpoints."""
+    keep: int = 2
+    """Number of the newest checkpoints that are kept."""
+    accept_data: bool = False
+    """Resume although files of --data have changed since the checkpoint was saved, such as for a record that was
+    mended. The run keeps its place in the order of the records. If their number or lengths have changed, some may come
+    twice in this epoch, and some not at all."""
 
 
 class Checkpoints:
@@ -68,7 +84,7 @@ class Checkpoints:
         *,
         identity: Mapping[str, Any],
         keep: int = 3,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = rich.print,
         accept_data: bool = False,
     ):
         self.folder, self.identity = pathlib.Path(folder).resolve(), identity

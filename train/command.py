@@ -1,10 +1,12 @@
 """The command line of a training script."""
 
+import dataclasses
 import os
 import pathlib
 import traceback
+import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import tyro
@@ -12,7 +14,33 @@ import tyro
 from train import cluster
 
 
-def command(main: Callable[[Any], None], options: type) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """What `command` needs, in `Options`: how the processes of a run find each other."""
+
+    name: ClassVar[str]  # of the script
+
+    coordinator: str | None = None
+    """host:port of process 0. Only for several processes that were started by no launcher known to JAX: see
+    docs/clusters.md."""
+    processes: int | None = None
+    """Number of processes."""
+    process: int | None = None
+    """Which of them this one is, counted from 0."""
+
+    def __post_init__(self) -> None:
+        """Takes what one writes in Python, too: strings for paths, and one value or a list of them for a tuple."""
+        for field in dataclasses.fields(self):
+            value, kinds = getattr(self, field.name), typing.get_args(field.type)
+            if typing.get_origin(field.type) is tuple:
+                values = (value,) if isinstance(value, str | os.PathLike | float | int) else value
+                value = tuple(kinds[0](each) for each in values)
+            elif value is not None and pathlib.Path in (field.type, *kinds):
+                value = pathlib.Path(value)
+            object.__setattr__(self, field.name, value)
+
+
+def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
     """Calls `main` with the options of the command line. Errors that the user can mend are one sentence, no traceback.
 
     Programs that XLA compiles are kept for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.

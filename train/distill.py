@@ -20,13 +20,13 @@ import kernels
 import train.tiny
 import zoo
 from kernels.mesh import CONTEXT
-from train import finetune, loop, loss, report
+from train import finetune, folder, loop, loss, report
 from train.command import command
 from train.data import teacher
 from train.data.packing import batches, count, file_hashes, fingerprint, padded, prompts_of, survey, tokenizer_hash
 from train.data.records import open_records
+from train.defaults import resolve_steps, width_lr
 from train.mesh import put_batch
-from train.options import resolve_steps
 from train.step import Batch, Losses, Scalars, features
 from zoo.gather import gathered
 from zoo.mesh import make_mesh
@@ -106,7 +106,7 @@ def main(o: DistillOptions) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
-    o = finetune.resolve(o, config, width_lr=finetune.width_lr(o))
+    o = finetune.resolve(o, config, width_lr=width_lr(o.lora))
     if o.teacher and (vocab := zoo.config(o.teacher).vocab_size) != config.vocab_size:
         raise ValueError(f"{o.teacher} has {vocab} tokens and {o.model} {config.vocab_size}: they must have the same.")
 
@@ -134,7 +134,7 @@ def main(o: DistillOptions) -> None:
         prompts = prompts_of(held_out or records, tokenizer, vocab_size=config.vocab_size)
         source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed} | shape
     if o.teacher:
-        source |= {"teacher": o.teacher, "teacher_weights": finetune.weights_hash(o.teacher)}
+        source |= {"teacher": o.teacher, "teacher_weights": folder.weights_hash(o.teacher)}
     if o.store:
         return store(o, o.store, mesh, data, source)
 
@@ -150,7 +150,7 @@ def main(o: DistillOptions) -> None:
     finetune.run(o, config, mesh, tokenizer, task, source=source)
 
 
-def store(o: DistillOptions, folder: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
+def store(o: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
     """Writes the teacher's largest logits of all batches."""
     if jax.process_count() > 1 or mesh.shape[CONTEXT] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
@@ -163,8 +163,8 @@ def store(o: DistillOptions, folder: pathlib.Path, mesh: Any, data: Any, source:
             return batch | {"top_values": values, "top_indices": indices}
 
         bar = rich.progress.track(data, "Storing logits", console=rich.get_console())
-        rows = teacher.write(folder, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.seq_len})
-    rich.print(f"{rows:,} rows of {o.seq_len:,} tokens are in {folder}, with {o.top_k} logits of each token.")
+        rows = teacher.write(to, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.seq_len})
+    rich.print(f"{rows:,} rows of {o.seq_len:,} tokens are in {to}, with {o.top_k} logits of each token.")
 
 
 if __name__ == "__main__":

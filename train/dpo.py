@@ -23,7 +23,7 @@ from train.command import command
 from train.data.packing import count, fingerprint, prompt_of
 from train.data.preferences import PAIRS, batches, encode_pairs, survey
 from train.data.records import open_records
-from train.options import resolve_steps
+from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
@@ -153,8 +153,8 @@ def main(o: DPOOptions) -> None:
     embedded = o.data == train.tiny.PREFERENCES  # few, for a small model: other numbers do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.lr or (2e-4 if embedded else 0.0)
     # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).
-    width_lr, row = finetune.width_lr(o) / 20, LOSSES[o.loss]
-    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=width_lr)
+    rate, row = width_lr(o.lora) / 20, LOSSES[o.loss]
+    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out)

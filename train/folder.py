@@ -1,4 +1,4 @@
-"""Chooses a run's folder where --out does not (runs/sft, or runs/sft-2 and so on), and says what run a folder has."""
+"""The folder of a run: chooses it where --out does not, says what run it has, and exports the result into it."""
 
 import dataclasses
 import fnmatch
@@ -13,12 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import rich
 
+import zoo
 from train.checkpoint import DATA, differences
 from train.cluster import agree
 from train.options import Options
+from train.state import Trained
+from zoo import peft
 from zoo.config import write as write_config
-from zoo.nn.model import AbstractConfig
+from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.registry import family_of
+from zoo.surgery import cast
+from zoo.tokenizer import Tokenizer
 
 
 RUN = "run.json"  # in the folder of every run: the run's identity and options
@@ -32,11 +37,16 @@ INCIDENTAL = {
 RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
 
 
-def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
-    """Returns the folder below runs/ of the run that `about` describes, or else a new one.
+def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all that says whether a run is the same: what must not change, and the options its numbers depend on."""
+    # A run without --patience does not keep its best checkpoint, so it cannot be resumed with it.
+    return {"identity": dict(identity) | {"patience": o.patience > 0}, "options": telling(o)}
 
-    `about` is the run's identity and those of its options on which its numbers depend. So the same command goes on
-    where it was interrupted, and another command overwrites nothing.
+
+def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
+    """Returns the folder of the run that `about` describes: runs/NAME, or runs/NAME-2 and so on. Else a new one.
+
+    So the same command goes on where it was interrupted, and another command overwrites nothing.
     """
     folder = lambda number: ROOT / (name if number == 1 else f"{name}-{number}")
     number, why = _choose(name, about, accept_data) if jax.process_index() == 0 else (0, "")
@@ -107,6 +117,28 @@ def identity(name: str, config: AbstractConfig, data: Mapping[str, Any], parts: 
     hub = write_config(config, family_of(config), export_dtype(config))
     # The model's optional parts. Earlier runs, which still go on, always say whether they have "mtp".
     return {"model": model, "config": hub, "data": dict(data), "mtp": False} | dict.fromkeys(parts, True)
+
+
+def weights_hash(source: str, revision: str | None = None) -> str:
+    """`zoo.fingerprint`, in process 0, which alone compares it with a checkpoint's."""
+    if jax.process_index():
+        return ""
+    with rich.get_console().status(f"Hashing the weights of {source}"):
+        return zoo.fingerprint(source, revision=revision)
+
+
+def export(
+    out: pathlib.Path, model: AbstractModel, trained: Trained, tokenizer: Tokenizer, identity: Mapping[str, Any]
+) -> pathlib.Path:
+    """Writes the model, or its adapter, into the run's folder `out`. Returns the path of the one or the other."""
+    if trained.frozen is not None:
+        over = {name: identity[name] for name in peft.OVER}
+        peft.save(model, out / "adapter", base=trained.name, over=over)
+        return out / "adapter"
+    zoo.save(cast(model, export_dtype(trained.config)), out / "model")
+    if jax.process_index() == 0:
+        tokenizer.save_eos(out / "model")
+    return out / "model"
 
 
 def export_dtype(config: Any) -> np.dtype:

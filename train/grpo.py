@@ -24,7 +24,7 @@ from train.data import rewards
 from train.data.packing import fingerprint
 from train.data.records import open_records
 from train.data.rollouts import empty, encode, rollout
-from train.options import resolve_steps
+from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
@@ -135,7 +135,7 @@ def main(o: GRPOOptions) -> None:
     embedded = o.data == train.tiny.INSTRUCTIONS  # short prompts, for a small model
     seq_len, lr = o.seq_len or (96 if embedded else 0), o.lr or (3e-4 if embedded else 0.0)
     o = dataclasses.replace(o, batch=rows // o.minibatches, seq_len=seq_len, lr=lr)
-    o = finetune.resolve(o, config, width_lr=finetune.width_lr(o) / 20)
+    o = finetune.resolve(o, config, width_lr=width_lr(o.lora) / 20)
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, _ = open_records(o.data, 0.0)

@@ -1,7 +1,6 @@
 """The training loop: starts or resumes a run, takes its steps, and exports the model. All training scripts share it."""
 
 import dataclasses
-import functools
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,37 +13,22 @@ import numpy as np
 import optax
 import rich
 from jax.sharding import Mesh
-from rich.markup import escape
 
-import zoo
-from train import cluster, folder, report
+from train import cluster, folder, optim, report
 from train.checkpoint import Checkpoints
-from train.mesh import abstract_model, check_mesh, generating, put_batch
-from train.metrics import MetricsFile, Progress, flops_per_token
-from train.optim import make_optimizer
+from train.mesh import put_batch
+from train.metrics import MetricsFile, Progress, flops_per_token, mean_of_updates
 from train.options import Options
-from train.plot import plot_losses
 from train.remat import REMAT
-from train.state import TrainState, abstract_state, init_state
+from train.router import rebalancing
+from train.samples import Samples
+from train.state import Trained, TrainState, abstract_state, init_state
 from train.step import Objective, jit_train_step
 from train.stop import StopRequest
-from zoo import lora, peft
-from zoo.checkpoint import skeleton
-from zoo.quantized import quantize_training
+from train.validation import Validation
+from zoo import lora
 from zoo.registry import family_of
-from zoo.surgery import cast
 from zoo.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What is trained: a model, or adapters of one."""
-
-    name: str  # of the model that the run begins with, as in the options
-    config: Any
-    abstract: Any  # shapes, dtypes and shardings of `make()`
-    make: Callable[[], Any]
-    frozen: Any = None  # of a model with adapters, all but these (`zoo.lora.split`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,27 +55,20 @@ class Run:
     out: pathlib.Path  # the folder that it writes to
     trained: Trained
     task: Task
-    mesh: Mesh
     checkpoints: Checkpoints
-    step: Callable[..., tuple[TrainState, dict[str, Any]]]  # compiled, and so is the next
-    losses: Callable[[Any, Any, Any], tuple[Any, Any]]  # the objective's count and sums
+    validation: Validation
+    step: Callable[..., tuple[TrainState, dict[str, Any]]]  # compiled
     schedule: optax.Schedule
-    rewarm: dict[str, Any] | None  # see train.optim.rewarmed
+    rewarm: Mapping[str, Any] | None  # see train.optim.rewarmed
     data: Any  # iterator
     state: TrainState
     n: int  # steps that are done
-    evaluations: list[list]  # [step, validation loss]
 
     def model(self) -> Any:
         return lora.joined(self.state.model, self.trained.frozen)
 
-    def best(self) -> int:
-        """The step with the lowest validation loss."""
-        return min(self.evaluations, key=lambda evaluation: evaluation[1])[0]
-
     def ended(self) -> bool:
-        waited = self.o.patience and self.n - self.best() >= self.o.patience * self.o.eval_every
-        return self.n >= self.o.steps or bool(waited)
+        return self.n >= self.o.steps or self.validation.waited(self.n)
 
     def due(self, every: int) -> bool:
         return self.n % every == 0 or self.ended()
@@ -112,13 +89,12 @@ def run(
     """
     if (run := start(o, trained, task, mesh, identity)) is None:
         return None
-    reason = ""
-    metrics, samples = (
-        MetricsFile(run.out / name, step=run.n or -1, say=rich.print) for name in ("metrics.jsonl", "samples.jsonl")
-    )
+    reason, validation = "", run.validation
+    metrics, texts = (MetricsFile(run.out / f"{name}.jsonl", step=run.n or -1) for name in ("metrics", "samples"))
+    samples = Samples(tokenizer, task.prompts, o.sample_tokens, mesh, o.compute_dtype, texts)
     if run.n == 0:
-        metrics.write(0, **evaluate(run))
-        sample(run, tokenizer, samples)
+        metrics.write(0, **validation.evaluate(run.model(), 0))
+        samples.write(0, run.model())
         if o.patience:
             save(run)
     flops = flops_per_token(trained.config, o.seq_len, frozen=trained.frozen is not None)
@@ -147,175 +123,64 @@ def run(
             run.n, reason = run.n + 1, stop.agreed()
             # ------------------------------------------------------------------------------ and what is done at times
             if run.due(o.eval_every):
-                numbers |= evaluate(run)
+                numbers |= validation.evaluate(run.model(), run.n)
             metrics.write(run.n, **numbers, **progress.update(run.n, **numbers))
             if run.due(o.sample_every):
-                sample(run, tokenizer, samples)
+                samples.write(run.n, run.model())
             if run.due(o.eval_every if o.patience else o.save_every) or reason:
                 save(run)
             run.checkpoints.check()
         if reason:
-            saved = f"after step {run.n:,}, which is saved"
-            rich.print(f"Stopped by {reason} {saved}; the same command goes on from there.")
+            rich.print(f"Stopped by {reason} after step {run.n:,}, which is saved; the same command goes on from it.")
             return None
-        restore_best(run)
-    return export(run, tokenizer, identity, metrics.path)
+        run.state, run.n = validation.restore_best(run.checkpoints, run.state, run.n, task.updates)
+    exported = folder.export(run.out, run.model(), trained, tokenizer, identity)
+    report.result(exported, run.n, validation.looks, metrics.path)
+    return exported
 
 
 def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mapping[str, Any]) -> Run | None:
     """The run at its first step, or at that of its last checkpoint. After a dry run, which reports memory, None."""
-    family, adapters = family_of(trained.config), trained.frozen is not None
-    if o.patience and task.validation is None:
-        raise ValueError(f"--patience {o.patience} waits for a lower loss on validation data, and there is none.")
-    if o.router_bias_rate and (adapters or family.rebalance is None):
-        why = "adapters leave routers alone" if adapters else f"the routers of {family.name} have no biases"
-        raise ValueError(f"--router-bias-rate {o.router_bias_rate}, but {why}.")
-    rewarm, dtype = None, jnp.dtype(o.compute_dtype)
-    optimizer, schedule = make_optimizer(o, task.updates)
-    abstract = abstract_state(trained.abstract, optimizer)
-    rebalance = family.rebalance if o.router_bias_rate else None
+    dtype, rewarm = jnp.dtype(o.compute_dtype), None
+    validation = Validation(o, task.validation, task.objective, mesh, dtype, task.reference)
+    rebalance = rebalancing(o, family_of(trained.config), adapters=trained.frozen is not None)
+    optimizer, schedule = optim.make_optimizer(o, task.updates)
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=task.objective,
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
-        rebalance=rebalance and functools.partial(rebalance, rate=o.router_bias_rate),
-        neftune=task.neftune,
+        rebalance=rebalance, neftune=task.neftune,
     )  # fmt: skip
-    # A run without --patience does not keep its best checkpoint, so it cannot be resumed with it.
-    about = {"identity": dict(identity) | {"patience": o.patience > 0}, "options": folder.telling(o)}
+    abstract = abstract_state(trained.abstract, optimizer)
+    about = folder.about(o, identity)
     out = o.out or folder.choose(o.name, about, accept_data=o.accept_data)
     if o.dry_run:
         batch = put_batch(task.example or next(iter(task.data)), mesh)
         report.run(o, out, mesh, abstract, step(abstract), batch, trained.frozen, task.reference)
         return None
-    checkpoints = Checkpoints(
-        out / "checkpoints", identity=about["identity"], keep=o.keep, say=rich.print, accept_data=o.accept_data
-    )
-    data, n, evaluations = iter(task.data), 0, []
+    checkpoints = Checkpoints(out / "checkpoints", identity=about["identity"], keep=o.keep, accept_data=o.accept_data)
+    data, n = iter(task.data), 0
     if found := checkpoints.restore(abstract):
         state, saved = found
         data.set_state(saved["data"])
-        n, evaluations, rewarm = int(state.step) // task.updates, saved["looks"], saved["rewarm"]
+        n, validation.looks = int(state.step) // task.updates, saved["looks"]
         rich.print(f"Going on from step {n:,} of {out}.")
         if changed := folder.changes(saved["options"], about["options"]):
             rich.print(f"Not as before: {changed}.")
-        optimizer, schedule = make_optimizer(o, task.updates, rewarm)
-        was, now = saved["rate"], rate(schedule, n * task.updates)
-        if now > 1.01 * was and n < o.steps:
-            if o.rewarm:
-                rewarm = {"start": n * task.updates, "rate": was, "steps": o.rewarm * task.updates}
-                optimizer, schedule = make_optimizer(o, task.updates, rewarm)
-            how = f"over {o.rewarm:,} steps" if o.rewarm else "at once; --rewarm 100 would take 100 steps for it"
-            rich.print(f"The learning rate rises from {was:.2g}, where the old schedule was, to {now:.2g} {how}.")
+        optimizer, schedule, rewarm = optim.resumed(o, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"])
     else:
         state = init_state(trained.make(), optimizer)
     folder.describe(out, about)
-    losses = jax.jit(lambda model, batch, reference: task.objective(cast(model, dtype), batch, reference)[1:3])
-    return Run(
-        o, out, trained, task, mesh, checkpoints, step(state), losses, schedule, rewarm, data, state, n, evaluations
-    )
-
-
-def rate(schedule: optax.Schedule, update: int) -> float:
-    return float(jnp.asarray(schedule(update)))
+    return Run(o, out, trained, task, checkpoints, validation, step(state), schedule, rewarm, data, state, n)
 
 
 def save(run: Run) -> None:
     """Starts to save a checkpoint. Its JSON says where the run is, and keeps its keys: older runs have them."""
+    updates, best = run.task.updates, run.validation.best()
     position = {
         "data": run.data.get_state(),
-        "looks": run.evaluations,
+        "looks": run.validation.looks,
         "options": folder.telling(run.o),
         "rewarm": run.rewarm,
-        "rate": rate(run.schedule, run.n * run.task.updates),
+        "rate": optim.rate_of(run.schedule, run.n * updates),
     }
-    best = run.best() * run.task.updates if run.o.patience else None
-    run.checkpoints.save(run.state, position, best=best)
-
-
-def evaluate(run: Run) -> dict[str, float]:
-    """The objective's means over the validation data, such as "validation_loss"; nothing without such data."""
-    if run.task.validation is None:
-        return {}
-    found = [
-        run.losses(run.model(), put_batch(batch, run.mesh), run.task.reference)
-        for _, batch in zip(range(run.o.eval_batches), run.task.validation, strict=False)
-    ]
-    count, sums = jax.tree.map(lambda *a: sum(map(float, a)), *jax.device_get(found))
-    means = {f"validation_{name}": value / count for name, value in sums.items()}
-    run.evaluations.append([run.n, means["validation_loss"]])
-    return means
-
-
-def sample(run: Run, tokenizer: Tokenizer, samples: MetricsFile) -> None:
-    """Shows how the model continues the prompts."""
-    room = run.trained.config.max_position_embeddings - run.o.sample_tokens
-    prompts = [prompt[-room:] for prompt in run.task.prompts]
-    with generating(run.model(), run.mesh, run.o.compute_dtype) as model:
-        texts = zoo.generate(model, tokenizer, prompts, max_new_tokens=run.o.sample_tokens)
-    for prompt, text in zip(map(tokenizer.decode, prompts), texts, strict=True):
-        rich.print(f"[dim]step {run.n:,}: {escape(prompt)}[/dim][bold]{escape(text)}[/bold]\n")
-        samples.write(run.n, prompt=prompt, text=text)
-
-
-def restore_best(run: Run) -> None:
-    """With --patience, goes back to the step with the lowest validation loss."""
-    best = run.best() if run.o.patience else run.n
-    if run.n < run.o.steps:
-        rich.print(f"Validation has not improved since step {best:,}, so the run ends at step {run.n:,}.")
-    if best != run.n:
-        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), run.state)
-        if found := run.checkpoints.restore(abstract, step=best * run.task.updates):
-            run.state, run.n = found[0], best
-            rich.print(f"The model of step {best:,} is exported, where validation was best.")
-        else:
-            rich.print(f"WARNING: step {best:,} was best, but is damaged; the model of step {run.n:,} is exported.")
-
-
-def export(run: Run, tokenizer: Tokenizer, identity: Mapping[str, Any], metrics: pathlib.Path) -> pathlib.Path:
-    """Writes the model, or its adapter, and the curve of the losses. Returns the folder."""
-    adapters, out = run.trained.frozen is not None, run.out
-    exported = out / ("adapter" if adapters else "model")
-    if adapters:
-        peft.save(run.model(), exported, base=run.trained.name, over={name: identity[name] for name in peft.OVER})
-    else:
-        zoo.save(cast(run.state.model, folder.export_dtype(run.trained.config)), exported)
-    if jax.process_index():
-        return exported
-    if not adapters:
-        tokenizer.save_eos(exported)
-    if len(run.evaluations) > 1:
-        losses = {step: loss for step, loss in run.evaluations}
-        own = f", {losses[run.n]:.3f} of the {exported.name} that is exported" if run.n in losses else ""
-        first = run.evaluations[0][1]
-        rich.print(f"Validation loss: {first:.3f} at first, {min(losses.values()):.3f} at best{own}.")
-    plot_losses(metrics, out / "loss.png")
-    how = f'zoo.peft.load(model, "{exported}")' if adapters else f'zoo.load("{exported}")'
-    rich.print(f"The loss curve is {out / 'loss.png'}. The {exported.name} loads with {how}.")
-    return exported
-
-
-def mean_of_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The metrics of a step: means over its updates, but of tokens and targets sums; finite, if all were."""
-    together = {"tokens": np.sum, "targets": np.sum, "finite": np.all}
-    return {name: together.get(name, np.mean)([update[name] for update in updates]) for name in updates[0]}
-
-
-def to_train(
-    load: Callable[[], Any],
-    o: Options,
-    name: str,
-    config: Any,
-    mesh: Mesh,
-    *,
-    adapters: bool = False,
-    parts: Sequence[str] = (),
-) -> Trained:
-    """What `load()` loads, as what is trained: all of its weights, or its adapters. The mesh must divide it."""
-    family, shape = family_of(config), dict(batch=o.batch // o.microbatches, seq_len=o.seq_len)
-    check_mesh(mesh, skeleton(family, config, parts), family, **shape)
-    prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
-    if not adapters:
-        abstract = abstract_model(config, family, mesh, parts)
-        return Trained(name, config, prepared(abstract), lambda: prepared(load()))
-    model, frozen = lora.split(prepared(load()))
-    return Trained(name, config, model, lambda: model, frozen)
+    run.checkpoints.save(run.state, position, best=None if best is None else best * updates)

@@ -9,10 +9,12 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat, SupportsInt
 
 import jax
+import numpy as np
+import rich
 import rich.console
 import rich.progress
 
@@ -68,6 +70,12 @@ def peak_flops() -> float | None:
     return chip and chip.flops * jax.device_count()
 
 
+def mean_of_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics of a step: means over its updates, but of tokens and targets sums; finite, if all were."""
+    together = {"tokens": np.sum, "targets": np.sum, "finite": np.all}
+    return {name: together.get(name, np.mean)([update[name] for update in updates]) for name in updates[0]}
+
+
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, with its "step"; each line can be read as soon as it is written.
 
@@ -75,7 +83,7 @@ class MetricsFile:
     are left out: `say` is told, and a copy of the file keeps them. Of several processes only process 0 writes.
     """
 
-    def __init__(self, path: str | os.PathLike, *, step: int = 0, say: Callable[[str], None] = print):
+    def __init__(self, path: str | os.PathLike, *, step: int = 0, say: Callable[[str], None] = rich.print):
         self.path, self._writes = pathlib.Path(path), jax.process_index() == 0
         if not self._writes:
             return

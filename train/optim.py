@@ -1,5 +1,6 @@
 """The optimizer of a run and its learning rate schedules: optax, put together for language models."""
 
+import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
@@ -7,16 +8,48 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+import rich
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from train.options import Options
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.surgery import path_name
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """How gradients become updates, in `Options`."""
+
+    steps: int = 0
+    """Number of optimizer steps of the whole run."""
+    lr: float = 0.0
+    """Peak learning rate, reached after the warmup. 0: in inverse proportion to the model's width."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """How the learning rate falls after the warmup. cosine: along half a cosine. wsd: in a straight line over the last
+    --decay steps."""
+    warmup: int = -1
+    """Number of steps over which the learning rate rises to --lr. -1: 3 % of --steps."""
+    decay: int = -1
+    """Number of steps over which wsd lowers the learning rate. -1: 20 % of --steps."""
+    rewarm: int = 0
+    """Number of steps over which a resumed run raises its learning rate, where a new schedule, such as that of more
+    --steps, is above the old one. 0: the learning rate jumps."""
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
+    """Algorithm that turns gradients into updates. muon: Muon for the matrices of the layers' linear maps, AdamW for
+    all other parameters; its updates have AdamW's size, so --lr and --weight-decay mean the same. adafactor: without
+    momentum. sgd: with a momentum of 0.9; it needs a far larger --lr. See docs/optimizers.md."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which the optimizer keeps its moments between steps, at 4 or 2 bytes each. Updates are computed in
+    float32."""
+    weight_decay: float = -1.0
+    """Fraction of each linear map's matrix that every step subtracts, times the learning rate, with any optimizer.
+    -1: 0.1, but 0 for adapters."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradients; larger gradients are scaled down to it."""
+
+
 def make_optimizer(
-    o: Options, updates: int = 1, rewarm: Mapping[str, Any] | None = None
+    o: OptimizerOptions, updates: int = 1, rewarm: Mapping[str, Any] | None = None
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Makes the optimizer that the options name, and its learning rate.
 
@@ -36,6 +69,34 @@ def make_optimizer(
     if o.optimizer == "adafactor":
         raise ValueError("--moments bfloat16 is of no use to adafactor, which keeps no moments: leave it out.")
     return rounded(optimizer, o.moments), schedule
+
+
+def resumed(
+    o: OptimizerOptions, updates: int, n: int, *, rate: float, rewarm: Mapping[str, Any] | None
+) -> tuple[optax.GradientTransformation, optax.Schedule, Mapping[str, Any] | None]:
+    """`make_optimizer` for a run that goes on at step `n`; the third result is its `rewarm` from now on.
+
+    If the learning rate of the options is higher than that of the checkpoint, it rises as --rewarm says, and a line
+    tells so.
+
+    Args:
+        rate: the learning rate of the checkpoint.
+        rewarm: as the checkpoint has it, from an earlier time that the run was resumed.
+    """
+    optimizer, schedule = make_optimizer(o, updates, rewarm)
+    now = rate_of(schedule, n * updates)
+    if now > 1.01 * rate and n < o.steps:
+        if o.rewarm:
+            rewarm = {"start": n * updates, "rate": rate, "steps": o.rewarm * updates}
+            optimizer, schedule = make_optimizer(o, updates, rewarm)
+        how = f"over {o.rewarm:,} steps" if o.rewarm else "at once; --rewarm 100 would take 100 steps for it"
+        rich.print(f"The learning rate rises from {rate:.2g}, where the old schedule was, to {now:.2g} {how}.")
+    return optimizer, schedule, rewarm
+
+
+def rate_of(schedule: optax.Schedule, update: int) -> float:
+    """The learning rate of an update, as a Python number."""
+    return float(jnp.asarray(schedule(update)))
 
 
 def make_schedule(

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import jax
 
 import zoo
-from train import folder, loop, report
+from train import folder, loop, report, state
 from train.command import command
 from train.data.packing import batches, fingerprint, prompts_of, survey
 from train.data.records import open_records
+from train.defaults import resolve, resolve_steps
 from train.mesh import abstract_model
-from train.options import LanguageModelingOptions, resolve, resolve_steps
+from train.options import LanguageModelingOptions
 from zoo.mesh import make_mesh
 from zoo.registry import family_of
 
@@ -64,7 +65,7 @@ def main(o: PretrainOptions) -> None:
     places = jax.tree.map(lambda a: a.sharding, abstract_model(config, family, mesh, o.parts))
     make = lambda: family.init_model(config, key=jax.random.key(o.seed), parts=o.parts)
     with jax.set_mesh(mesh):
-        trained = loop.to_train(jax.jit(make, out_shardings=places), o, o.model, config, mesh, parts=o.parts)
+        trained = state.to_train(jax.jit(make, out_shardings=places), o, o.model, config, mesh, parts=o.parts)
         loop.run(o, trained, task, mesh, tokenizer, folder.identity(o.model, config, source, o.parts))
 
 

@@ -1,13 +1,41 @@
-"""What the backward pass computes again, to save memory: the values of --remat."""
+"""How a step fits into memory: the options that say so, and what each --remat keeps for the backward pass."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
 from kernels.matmul import SAVED
 from zoo.nn.stack import LAYER_INPUT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """The size of a step, and what it computes in and where, in `Options`."""
+
+    seq_len: int = 0
+    """Number of tokens of a row. 0: as many as the model has positions, at most 2,048."""
+    batch: int = 4
+    """Number of rows of a step."""
+    microbatches: int = 1
+    """Number of parts in which a step computes its rows, one after another, to save memory. The update is the same.
+    With --router-balance, and for the kto loss, each part needs one more forward pass."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
+    matmul: Literal["float", "int8", "fp8"] = "float"
+    """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
+    activations are rounded row by row; fp8 rounds gradients too. Weights are kept in float32 with all three. Embedding,
+    head, routers and experts are not rounded."""
+    remat: Literal["none", "dots", "full", "offload"] = "dots"
+    """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products. full: whole
+    layers. offload: whole layers, whose inputs are kept in the memory of a GPU's or TPU's host."""
+    mesh: str = "fsdp=-1"
+    """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
+    the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's
+    experts; stage the layers."""
 
 
 # What is kept of each layer, from most memory to least: a function around the body of the layers' scan.

@@ -1,7 +1,8 @@
-"""Prints what a run is going to do before it begins: data, lengths, examples, memory, mesh and disk."""
+"""Prints what a run is going to do (data, lengths, examples, memory, mesh and disk), and what has come of it."""
 
 import pathlib
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from rich.text import Text
 from train.data.packing import Survey
 from train.data.records import find_files
 from train.options import Options
+from train.plot import plot_losses
 from zoo.tokenizer import Tokenizer
 
 
@@ -75,6 +77,23 @@ def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *argum
     rows("Memory of a device", memory(step, state, *arguments))
     rows("Disk", disk(out, state, o.keep + (o.patience > 0)))
     rows("Mesh", devices(mesh))
+
+
+def result(exported: pathlib.Path, step: int, losses: Sequence[Sequence[Any]], metrics: pathlib.Path) -> None:
+    """Prints how the validation loss fell and how to load what was exported, at `step`; draws the losses' curve.
+
+    `losses` are pairs of a step and a validation loss. Of several processes only process 0 does so.
+    """
+    if jax.process_index():
+        return
+    kind, curve = exported.name, metrics.with_name("loss.png")
+    if len(losses) > 1:
+        at = {step: loss for step, loss in losses}
+        own = f", {at[step]:.3f} of the {kind} that is exported" if step in at else ""
+        rich.print(f"Validation loss: {losses[0][1]:.3f} at first, {min(at.values()):.3f} at best{own}.")
+    plot_losses(metrics, curve)
+    how = f'zoo.peft.load(model, "{exported}")' if kind == "adapter" else f'zoo.load("{exported}")'
+    rich.print(f"The loss curve is {curve}. The {kind} loads with {how}.")
 
 
 def memory(step: Any, *arguments: Any) -> dict[str, str]:

@@ -1,14 +1,48 @@
-"""The losses of the routers of a mixture of experts, beside a batch's own: see `zoo.nn.moe.Routing`."""
+"""What routers of a mixture of experts learn from, beside the objective: their losses, and their biases."""
 
+import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zoo.nn.model import Family
 from zoo.nn.moe import Routing
 from zoo.nn.stack import Reports
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """How the routers of a mixture of experts are kept balanced, in `Options`."""
+
+    router_balance: float = 0.0
+    """Weight of the load-balancing loss in a mixture of experts, on the scale of transformers' router_aux_loss_coef. If
+    all experts are used alike, this loss is the number of experts that a token chooses. 0.01 in Switch Transformers,
+    0.001 in Qwen3. 0: without it."""
+    router_z: float = 0.0
+    """Weight of the router z-loss in a mixture of experts, which keeps the routers' logits from growing; 0.001 in
+    ST-MoE. 0: without it."""
+    router_bias_rate: float = 0.0
+    """Amount by which each step moves the biases of DeepSeek V3's routers towards an even load; 0.001 in its paper. 0:
+    they stay as they are."""
+
+
+def rebalancing(o: RouterOptions, family: Family, *, adapters: bool) -> Callable[[Any, Any], Any] | None:
+    """The family's `rebalance` by --router-bias-rate; None without that option.
+
+    Raises:
+        ValueError: the routers have no biases, or only adapters are trained.
+    """
+    if not o.router_bias_rate:
+        return None
+    if adapters or family.rebalance is None:
+        why = "adapters leave routers alone" if adapters else f"the routers of {family.name} have no biases"
+        raise ValueError(f"--router-bias-rate {o.router_bias_rate}, but {why}.")
+    return functools.partial(family.rebalance, rate=o.router_bias_rate)
 
 
 def routings_of(reports: Reports) -> list[Routing]:

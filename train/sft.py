@@ -16,7 +16,8 @@ from train import finetune, loop, report
 from train.command import command
 from train.data.packing import batches, count, fingerprint, prompts_of, survey
 from train.data.records import open_records, weighted
-from train.options import LanguageModelingOptions, resolve_steps
+from train.defaults import resolve_steps, width_lr
+from train.options import LanguageModelingOptions
 from zoo.mesh import make_mesh
 
 
@@ -50,9 +51,9 @@ def main(o: SFTOptions) -> None:
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     embedded = o.data == (train.tiny.INSTRUCTIONS,)  # short and few, for a small model: other numbers do well
-    width_lr = finetune.width_lr(o)
-    epochs, lr = o.epochs or (8 if embedded else 3), o.lr or (100 * width_lr if embedded else 0.0)
-    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=width_lr)
+    rate = width_lr(o.lora)
+    epochs, lr = o.epochs or (8 if embedded else 3), o.lr or (100 * rate if embedded else 0.0)
+    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)
 
     # ----------------------------------------------------------------------------------------------------------- data
     shape: dict[str, Any] = dict(
@@ -75,7 +76,7 @@ def main(o: SFTOptions) -> None:
     o = resolve_steps(o, o.steps or count(data))
     task = loop.Task(data, o.objective(), validation=validation, prompts=prompts, neftune=o.neftune)
     source = sources | {"seed": o.seed} | shape
-    finetune.run(o, config, mesh, tokenizer, task, source=source, parts=o.parts)
+    finetune.run(o, config, mesh, tokenizer, task, source=source)
 
 
 if __name__ == "__main__":

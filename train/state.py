@@ -1,17 +1,58 @@
 """The state of a training run: float32 parameters, the optimizer's arrays, the number of steps; and where each lies."""
 
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from kernels.mesh import REPLICA
+from train.mesh import abstract_model, check_mesh
+from train.remat import StepOptions
+from zoo import lora
+from zoo.checkpoint import skeleton
+from zoo.nn.model import AbstractConfig
+from zoo.quantized import quantize_training
+from zoo.registry import family_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What is trained: a model, or adapters of one."""
+
+    name: str  # of the model that the run begins with, as in the options
+    config: AbstractConfig
+    abstract: Any  # shapes, dtypes and shardings of `make()`
+    make: Callable[[], Any]
+    frozen: Any = None  # of a model with adapters, all but these (`zoo.lora.split`)
+
+
+def to_train(
+    load: Callable[[], Any],
+    o: StepOptions,
+    name: str,
+    config: AbstractConfig,
+    mesh: Mesh,
+    *,
+    adapters: bool = False,
+    parts: Sequence[str] = (),
+) -> Trained:
+    """What `load()` loads, as what is trained: all of its weights, or its adapters. The mesh must divide it."""
+    family, shape = family_of(config), dict(batch=o.batch // o.microbatches, seq_len=o.seq_len)
+    check_mesh(mesh, skeleton(family, config, parts), family, **shape)
+    prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
+    if not adapters:
+        abstract = abstract_model(config, family, mesh, parts)
+        return Trained(name, config, prepared(abstract), lambda: prepared(load()))
+    model, frozen = lora.split(prepared(load()))
+    return Trained(name, config, model, lambda: model, frozen)
 
 
 class TrainState(eqx.Module):

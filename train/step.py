@@ -1,7 +1,6 @@
 """One training step: the gradients of an objective over a batch, and the optimizer's update."""
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -13,13 +12,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, Num, Shaped
 
 import kernels
-from train.mesh import next_token
+from train.microbatches import split, summed
+from train.mtp import mtp_loss
 from train.neftune import noisy
 from train.router import mean_of_layers, router_loss, routings_of
 from train.state import TrainState
 from zoo.lora import joined
 from zoo.nn.model import AbstractModel
-from zoo.nn.mtp import module_of
 from zoo.nn.stack import Reports
 from zoo.surgery import cast, with_remat
 
@@ -65,22 +64,16 @@ def cross_entropy(
     """The objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
 
     The sums are "loss", in nats, and "accuracy", the number of targets whose logit is the largest. With `mtp_weight`,
-    every target whose next token is a target of the same document adds so much of the cross-entropy of that one, as
-    the model's module for it predicts it (`zoo.nn.mtp`); its sum is "mtp_loss".
+    so much of `train.mtp.mtp_loss` is added to the total; its sum is "mtp_loss".
     """
-    targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
     x, reports = features(model, batch)
     losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk)
-    total, found = losses(x, targets, batch["loss_mask"], z_loss=z_loss)
+    total, found = losses(x, batch["targets"], batch["loss_mask"], z_loss=z_loss)
     sums = {"loss": found["loss"], "accuracy": found["correct"]}
     if mtp_weight:
-        mtp, embed_tokens = module_of(model)
-        y, _, report = mtp(x, embed_tokens(targets), None, kernels.Tokens(batch["positions"], segments))
-        both = mask & next_token(mask) & (segments == next_token(segments))
-        more, further = losses(y, next_token(targets), both.astype(jnp.int32))
-        total += mtp_weight * more
-        reports, sums = (*reports, (report,)), sums | {"mtp_loss": further["loss"]}
-    return total, jnp.sum(mask), sums, reports
+        more, sums["mtp_loss"], report = mtp_loss(model, x, batch, losses)
+        total, reports = total + mtp_weight * more, (*reports, (report,))
+    return total, jnp.sum(batch["loss_mask"] != 0), sums, reports
 
 
 def train_step(
@@ -146,7 +139,7 @@ def train_step(
         return per(count, total), (per(count, sums), reports)
 
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), len(batch["tokens"]))
-    parts, whole = _split((batch, keys), microbatches), ()
+    parts, whole = split((batch, keys), microbatches), ()
     if microbatches > 1:
         # XLA runs only what is used of these passes: of the first what counts, and nothing of the second unless the
         # objective asks for means (as kto does), or the router's balance for loads.
@@ -158,12 +151,7 @@ def train_step(
         low = cast(parameters, compute_dtype)
         return cast(jax.grad(loss, has_aux=True)(low, *part, *whole), jnp.float32)
 
-    # The sum over parts starts from the first: from zeros it would cost one more buffer of the size of the model.
-    first, rest = (jax.tree.map(operator.itemgetter(index), parts) for index in (0, slice(1, None)))
-    gradients, (means, reports) = gradients_of(first)
-    if microbatches > 1:
-        add = lambda total, part: (jax.tree.map(jnp.add, total, gradients_of(part)), None)
-        gradients, (means, reports) = jax.lax.scan(add, (gradients, (means, reports)), rest)[0]
+    gradients, (means, reports) = summed(gradients_of, parts)
 
     def update(state: TrainState, gradients: Any) -> TrainState:
         updates, opt_state = optimizer.update(gradients, state.opt_state, parameters)
@@ -199,11 +187,3 @@ def per(count: Num[Array, ""], sums: T) -> T:
     """Sums over a count, or as they are if that is 0."""
     n = jnp.maximum(count, 1).astype(jnp.float32)
     return jax.tree.map(lambda total: total / n.astype(total.dtype), sums)
-
-
-def _split(rows: T, parts: int) -> T:
-    """[batch, ...] -> [parts, batch / parts, ...]. Every part takes rows from all over, so from every device."""
-    size = len(jax.tree.leaves(rows)[0])
-    if size % parts:
-        raise ValueError(f"A batch of {size} sequences can't be split into {parts} microbatches of one size.")
-    return jax.tree.map(lambda a: a.reshape(size // parts, parts, *a.shape[1:]).swapaxes(0, 1), rows)

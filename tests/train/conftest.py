@@ -16,7 +16,7 @@ import rich
 import zoo
 import zoo.mesh
 from tests.zoo import tiny
-from train import loop, sft
+from train import loop, optim, sft
 from train.metrics import read_metrics
 from train.stop import StopRequest
 
@@ -94,7 +94,7 @@ def quick():
     with pytest.MonkeyPatch.context() as patch:
         devices(patch, 1)
         patch.setattr(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts))
-        patch.setattr(loop, "make_optimizer", remembered(loop.make_optimizer, rates))
+        patch.setattr(optim, "make_optimizer", remembered(optim.make_optimizer, rates))
         patch.setattr(loop, "jit_train_step", remembered(loop.jit_train_step, step))
         yield
 

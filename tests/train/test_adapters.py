@@ -19,7 +19,8 @@ import zoo.__main__
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
 from tests.zoo.programs import error, same
-from train import finetune, loop
+from train import finetune, folder, loop
+from train.adapters import Lora
 from train.optim import make_schedule
 from zoo import lora, peft
 from zoo.surgery import modules
@@ -27,7 +28,7 @@ from zoo.surgery import modules
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-LORA = finetune.Lora(rank=2)
+LORA = Lora(rank=2)
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))
 
 
@@ -41,7 +42,7 @@ def adapted(base, out, **changes):
     models = []
     with pytest.MonkeyPatch.context() as patch:
         save = peft.save
-        patch.setattr(loop.peft, "save", lambda model, *args, **kw: (models.append(model), save(model, *args, **kw)))
+        patch.setattr(folder.peft, "save", lambda model, *args, **kw: (models.append(model), save(model, *args, **kw)))
         metrics = run(base, out, **dict(lora=LORA, lr=3e-2) | changes)
     return metrics, *models
 
@@ -174,12 +175,12 @@ def test_more_steps_rewarm(base, tuned, tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(lora=finetune.Lora(rank=4)), r"identity\.lora\.rank is 2, and now it is 4"),
+        (dict(lora=Lora(rank=4)), r"identity\.lora\.rank is 2, and now it is 4"),
         (
-            dict(lora=finetune.Lora(rank=2, alpha=2.0)),
+            dict(lora=Lora(rank=2, alpha=2.0)),
             r"identity\.lora\.scale \(alpha / rank\) is 2\.0, and now it is 1\.0",
         ),
-        (dict(lora=finetune.Lora(rank=2, where="*.q_proj")), r"identity\.lora\.where is layers\.\*, and now .*q_proj"),
+        (dict(lora=Lora(rank=2, where="*.q_proj")), r"identity\.lora\.where is layers\.\*, and now .*q_proj"),
         (dict(lora=LORA, quantize="int8"), r"identity\.quantize is none, and now it is int8"),
         (dict(), r"identity\.lora\.rank is 2, and now it is 0"),
     ],

@@ -9,8 +9,17 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.optim import OPTIMIZERS, adamw, is_decayed, make_optimizer, make_schedule, matrices, rewarmed, rounded
-from train.options import Options
+from train.optim import (
+    OPTIMIZERS,
+    OptimizerOptions,
+    adamw,
+    is_decayed,
+    make_optimizer,
+    make_schedule,
+    matrices,
+    rewarmed,
+    rounded,
+)
 from train.state import abstract_state
 from zoo.mesh import make_mesh
 from zoo.models import gpt_oss, qwen3
@@ -254,10 +263,10 @@ def test_moments_in_bfloat16(tree):
 
 
 def test_options():
-    o = Options(steps=4, lr=1.0, warmup=0, decay=0, weight_decay=0.0, optimizer="muon", moments="bfloat16")
+    o = OptimizerOptions(steps=4, lr=1.0, warmup=0, decay=0, weight_decay=0.0, optimizer="muon", moments="bfloat16")
     parameters = {"layers": Linear(3, 2, bias=True, key=jax.random.key(0))}
     state = make_optimizer(o)[0].init(parameters)
     muon = state[1][0].inner_states["muon"].inner_state[0]
     assert muon.mu["layers"].weight.dtype == jnp.bfloat16 and isinstance(muon.mu["layers"].bias, optax.MaskedNode)
     with pytest.raises(ValueError, match="--moments bfloat16 is of no use to adafactor"):
-        make_optimizer(Options(steps=4, lr=1.0, warmup=0, decay=0, optimizer="adafactor", moments="bfloat16"))
+        make_optimizer(OptimizerOptions(steps=4, lr=1.0, warmup=0, decay=0, optimizer="adafactor", moments="bfloat16"))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
-from train.finetune import Lora
+from train.adapters import Lora
 from train.mesh import abstract_model
 from train.plan import __main__ as plan
 from train.plan import ahead, hlo, planner

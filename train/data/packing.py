@@ -11,6 +11,7 @@ where the target is to be learnt; `segments`, which number the documents of a ro
 
 import collections
 import dataclasses
+import datetime
 import functools
 import hashlib
 import itertools
@@ -42,6 +43,17 @@ ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "ass
 BINS = 64  # rows that are packed at a time: more leave less padding, and mix the epochs of a small data set more
 
 Packing = Literal["fit", "cut", "off"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """How the model's template turns chats into text: options of `zoo.tokenizer`."""
+
+    date: datetime.date = datetime.date(2026, 1, 1)
+    """Date for templates that write one. It is fixed, so that a run that goes on tomorrow has the same tokens."""
+    special_in_content: bool = False
+    """Read control tokens, such as <|im_end|>, from the same letters in what users and tools say, as transformers
+    does. By default they stay text."""
 
 
 # ======================================================================================================================

@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.mesh import BATCH
-from train.finetune import Lora
+from train.adapters import Lora
 from train.mesh import abstract_model, token_sharding
-from train.optim import make_optimizer
-from train.options import Options
+from train.optim import OptimizerOptions, make_optimizer
 from train.plan.hlo import Collective, activations, collectives
 from train.remat import REMAT
 from train.state import abstract_state, beside
@@ -83,7 +82,7 @@ def training(
     quantize: Literal["none"] | Format = "none",
 ) -> Program:
     """Makes the step of `train.loop`: float32 parameters, bfloat16 products. With a rank, only adapters are trained."""
-    options = Options(optimizer=optimizer, moments=moments, lr=1e-4, steps=1000, warmup=30, decay=200)
+    options = OptimizerOptions(optimizer=optimizer, moments=moments, lr=1e-4, steps=1000, warmup=30, decay=200)
     transform, schedule = make_optimizer(options)
     if adapters.rank:
         model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)

@@ -12,7 +12,7 @@ import tyro
 from jax.sharding import Mesh
 
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
-from train.finetune import Lora
+from train.adapters import Lora
 from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
 from train.plan.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training

@@ -1,0 +1,52 @@
+"""Makes the choices that the options leave to us, as the help of each option says: what stands for 0, -1 or auto."""
+
+import dataclasses
+import math
+from typing import TypeVar
+
+import jax
+
+from train.adapters import Lora
+from train.options import Options
+from zoo.nn.model import AbstractConfig
+
+
+O = TypeVar("O", bound=Options)
+
+
+def resolve(o: O, config: AbstractConfig, *, width_lr: float, weight_decay: float = 0.1) -> O:
+    """`o` with a value for every option that the user has left to us, but those that depend on the number of steps.
+
+    `width_lr` is the learning rate of a model of width 4,096.
+
+    Raises:
+        ValueError: if the model has fewer positions than --seq-len.
+    """
+    if o.seq_len > config.max_position_embeddings:
+        raise ValueError(f"--seq-len {o.seq_len} exceeds the model's {config.max_position_embeddings} positions.")
+    dtype = {"cpu": "float32"}.get(jax.default_backend(), "bfloat16")
+    return dataclasses.replace(
+        o,
+        seq_len=o.seq_len or min(config.max_position_embeddings, 2048),
+        lr=o.lr or width_lr * 4096 / config.hidden_size,
+        weight_decay=weight_decay if o.weight_decay < 0 else o.weight_decay,
+        compute_dtype=dtype if o.compute_dtype == "auto" else o.compute_dtype,
+    )
+
+
+def width_lr(adapters: Lora) -> float:
+    """The learning rate for fine-tuning a model of width 4,096: adapters do well with ten times that of weights (QLoRA,
+    arXiv:2305.14314, table 9)."""
+    return 2e-4 if adapters.rank else 2e-5
+
+
+def resolve_steps(o: O, steps: int) -> O:
+    """`o` for a run of so many steps."""
+    return dataclasses.replace(
+        o,
+        steps=steps,
+        warmup=math.ceil(0.03 * steps) if o.warmup < 0 else o.warmup,
+        decay=math.ceil(0.2 * steps) if o.decay < 0 else o.decay,
+        eval_every=o.eval_every or math.ceil(steps / 10),
+        sample_every=o.sample_every or math.ceil(steps / 4),
+    )

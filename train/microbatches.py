@@ -1,0 +1,34 @@
+"""Microbatches: a batch worked through in parts, one after another, so that less of it is in memory at a time."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+
+T = TypeVar("T")
+
+
+def split(rows: T, parts: int) -> T:
+    """[batch, ...] -> [parts, batch / parts, ...]. Every part takes rows from all over, so from every device.
+
+    Raises:
+        ValueError: the parts would not be of one size.
+    """
+    size = len(jax.tree.leaves(rows)[0])
+    if size % parts:
+        raise ValueError(f"A batch of {size} sequences can't be split into {parts} microbatches of one size.")
+    return jax.tree.map(lambda a: a.reshape(size // parts, parts, *a.shape[1:]).swapaxes(0, 1), rows)
+
+
+def summed(function: Callable[[Any], T], parts: Any) -> T:
+    """The sum of `function(part)` over parts, the leading axis of `parts`, one after another."""
+    # It starts from the first part: from zeros it would cost one more buffer of the size of the model.
+    first, rest = (jax.tree.map(operator.itemgetter(index), parts) for index in (0, slice(1, None)))
+    total = function(first)
+    if len(jax.tree.leaves(parts)[0]) == 1:
+        return total
+    add = lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None)
+    return jax.lax.scan(add, total, rest)[0]

@@ -1,0 +1,49 @@
+"""Multi-token prediction while training: the loss of the token after the next (see `zoo.nn.mtp`)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+import kernels
+from train.mesh import next_token
+from zoo.nn.model import AbstractModel
+from zoo.nn.mtp import module_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPOptions:
+    """Whether the module is trained, in `train.options.LanguageModelingOptions`."""
+
+    mtp_weight: float = 0.0
+    """Weight of the loss of the token after the next, for which DeepSeek V3 has a module; 0.3, then 0.1 in its paper.
+    0: without that module."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the optional parts of the model that are trained with it."""
+        return ("mtp",) if self.mtp_weight else ()
+
+
+def mtp_loss(
+    model: AbstractModel,
+    x: Float[Array, "batch seq embed"],
+    batch: Mapping[str, Shaped[Array, "batch seq ..."]],
+    losses: Callable[..., tuple[Float[Array, ""], dict[str, Array]]],
+) -> tuple[Float[Array, ""], Float[Array, ""], Any]:
+    """The module's loss on every target whose next token is a target of the same document.
+
+    Args:
+        x: features of the batch's tokens.
+        losses: `kernels.cross_entropy` of the model's head, from features, targets and their weights.
+
+    Returns the loss to learn from, the cross-entropy to report (both sums), and what the module's layer reports.
+    """
+    targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
+    mtp, embed_tokens = module_of(model)
+    y, _, report = mtp(x, embed_tokens(targets), None, kernels.Tokens(batch["positions"], segments))
+    both = mask & next_token(mask) & (segments == next_token(segments))
+    total, found = losses(y, next_token(targets), both.astype(jnp.int32))
+    return total, found["loss"], report
