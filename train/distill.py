@@ -30,6 +30,7 @@ from train.mesh import put_batch
 from train.step import Batch, Losses, Scalars, features
 from zoo.gather import gathered
 from zoo.mesh import make_mesh
+from zoo.nn.model import AbstractModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class DistillOptions(finetune.FineTuningOptions):
 
 
 def objective(
-    model: Any,
+    model: AbstractModel,
     batch: Batch,
     reference: Any = None,
     means: Scalars | None = None,

@@ -27,6 +27,8 @@ from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
+from zoo.nn.model import AbstractModel
+from zoo.nn.stack import Reports
 
 
 class Pairs(NamedTuple):
@@ -93,7 +95,7 @@ class DPOOptions(finetune.FineTuningOptions):
 
 
 def objective(
-    model: Any,
+    model: AbstractModel,
     batch: Batch,
     reference: Any = None,
     means: Scalars | None = None,
@@ -114,7 +116,7 @@ def objective(
     row, mask = LOSSES[o.loss], batch["loss_mask"]
     sums = functools.partial(loss.per_document, segments=batch["segments"], mask=mask, documents=2 * PAIRS)
 
-    def completions(model: Any) -> tuple[Float[Array, "batch documents"], Any]:
+    def completions(model: AbstractModel) -> tuple[Float[Array, "batch documents"], Reports]:
         """Log-probabilities of a row's completions."""
         x, reports = features(model, batch)
         return sums(loss.logprobs(model.unembed, x, batch["targets"])[0]), reports

@@ -141,7 +141,8 @@ def export(
     return out / "model"
 
 
-def export_dtype(config: Any) -> np.dtype:
+def export_dtype(config: AbstractConfig) -> np.dtype:
     """Returns the dtype of the checkpoint that a run began with."""
+    assert config.source is not None  # it was read from there
     hub = json.loads((config.source / "config.json").read_text())
     return jnp.dtype(hub.get("dtype") or hub.get("torch_dtype") or "float32")

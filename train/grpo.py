@@ -28,6 +28,8 @@ from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
+from zoo.nn.model import AbstractModel
+from zoo.nn.stack import Reports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class GRPOOptions(finetune.FineTuningOptions):
 
 
 def objective(
-    model: Any,
+    model: AbstractModel,
     batch: Batch,
     reference: Any = None,
     means: Scalars | None = None,
@@ -96,7 +98,7 @@ def objective(
     """
     mask = batch["loss_mask"]
 
-    def logprobs(model: Any) -> tuple[Any, Any]:
+    def logprobs(model: AbstractModel) -> tuple[Any, Reports]:
         x, reports = features(model, batch)
         unembed = lambda x: model.unembed(x).astype(jnp.float32) / o.temperature
         return loss.logprobs(unembed, x, batch["targets"]), reports

@@ -34,7 +34,9 @@ Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Reports]  # total, cou
 class Objective(Protocol):
     """What training minimises: total / count. Both are sums over rows, so those of a batch's parts add up."""
 
-    def __call__(self, model: Any, batch: Batch, reference: Any = None, means: Scalars | None = None) -> Losses:
+    def __call__(
+        self, model: AbstractModel, batch: Batch, reference: Any = None, means: Scalars | None = None
+    ) -> Losses:
         """Returns the total, the count, sums to report ("loss" among them; divided by the count too), and what the
         model's layers reported.
 

@@ -52,7 +52,7 @@ class Validation:
         self.looks: list[list] = []
         self._sums = jax.jit(lambda model, batch, reference: objective(cast(model, dtype), batch, reference)[1:3])
 
-    def evaluate(self, model: Any, n: int) -> dict[str, float]:
+    def evaluate(self, model: AbstractModel, n: int) -> dict[str, float]:
         """The objective's means over the data after step `n`, such as "validation_loss"; nothing without data."""
         if self.data is None:
             return {}

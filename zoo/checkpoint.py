@@ -85,7 +85,7 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
         experts = range(array.shape[stacked]) if per_expert else range(1)
         if len(each) * len(experts) > most:
             raise ValueError(
-                f"{model.config.source / 'config.json'} calls for {len(each) * len(experts)} tensors {template}, but "
+                f"{model.config.source}/config.json calls for {len(each) * len(experts)} tensors {template}, but "
                 f"there are only {most}."
             )
         name = template.removesuffix("^T")

@@ -27,10 +27,10 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def modules(model: Any, kind: Any) -> Iterator[tuple[str, Any]]:
+def modules(tree: Any, kind: Any) -> Iterator[tuple[str, Any]]:
     """Path and module of every outermost module of a type (or of a tuple of types)."""
     is_kind = lambda m: isinstance(m, kind)
-    for path, module in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kind):
+    for path, module in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind):
         if is_kind(module):
             yield path_name(path), module
 

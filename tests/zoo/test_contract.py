@@ -97,6 +97,7 @@ class Config(AbstractConfig):
     num_hidden_layers: int = 3
     num_attention_heads: int = HEADS
     num_key_value_heads: int = HEADS
+    head_dim: int = DIM
     max_position_embeddings: int = 64
 
     def attention_products(self, layer, seq):

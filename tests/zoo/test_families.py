@@ -167,7 +167,7 @@ def test_own_families_that_are_refused(own, untyped):
         num_hidden_layers: int
 
     where = rf"{__name__}\.Config"
-    lacking = "attention_products, max_position_embeddings, num_attention_heads, num_key_value_heads"
+    lacking = "attention_products, head_dim, max_position_embeddings, num_attention_heads, num_key_value_heads"
     with pytest.raises(TypeError, match=f"^{where} has no {lacking}, which a family needs.$"):
         make(Config=Config)
     with pytest.raises(TypeError, match=r"^builtins.dict is no dataclass that derives from zoo\.nn\.model"):

@@ -22,6 +22,7 @@ from train.data.rewards import BadRecord, Reward
 from train.mesh import generating
 from zoo.generation.engine import complete
 from zoo.generation.sampling import Sampler
+from zoo.nn.model import AbstractModel
 from zoo.tokenizer import Tokenizer
 
 
@@ -56,7 +57,7 @@ def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
 
 
 def rollout(
-    model: Any,
+    model: AbstractModel,
     prompts: Sequence[Prompt],
     n: int,
     *,

@@ -20,7 +20,7 @@ from train.plan.chips import Chip, slowest_link
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
-from zoo.nn.model import AbstractConfig, AbstractModel
+from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, AbstractModel
 from zoo.nn.pipeline import rounds_of
 from zoo.registry import family_of
 from zoo.surgery import modules
@@ -240,7 +240,8 @@ def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
     tokens = o.tokens / (size[REPLICA] * split * size[STAGE])
     # Sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys, values.
     numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
-    numbers += 2 * (c.num_experts_per_tok if experts else 0) * c.hidden_size * (size[EXPERT] > 1)
+    chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
+    numbers += 2 * chosen * c.hidden_size * (size[EXPERT] > 1)
     numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
     sent = weights / size[TENSOR] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
     return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)

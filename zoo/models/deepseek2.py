@@ -67,7 +67,9 @@ class Config(AbstractMixtureConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
 
-    head_dim = property(lambda self: self.qk_nope_head_dim + self.qk_rope_head_dim)  # of queries and keys
+    @property
+    def head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 # fmt: off

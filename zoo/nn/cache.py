@@ -10,7 +10,7 @@ The first axis of every array is the layers, the second the batch; `layer` is a 
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -202,7 +202,14 @@ def init_kv(
     return WindowKV.init(layers, batch, window, heads, dim, dtype)
 
 
-def init_cache(model: Any, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
+@runtime_checkable
+class HasCache(Protocol):
+    """A model, or a draft."""
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any: ...
+
+
+def init_cache(model: HasCache, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
     """Makes an empty cache of a model, for positions 0 to `length` - 1.
 
     `dtype` None is the model's own. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent

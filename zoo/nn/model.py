@@ -28,6 +28,7 @@ class _Sizes(abc.ABC):
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
+    head_dim: int  # of queries and keys
     max_position_embeddings: int
 
 
@@ -68,7 +69,7 @@ class AbstractModel(eqx.Module):
     `layers` are the decoder's, and `config` is static.
     """
 
-    config: eqx.AbstractVar[Any]
+    config: eqx.AbstractVar[AbstractConfig]
     layers: eqx.AbstractVar[Stack]
 
     @abc.abstractmethod
