@@ -1,7 +1,8 @@
 """The optimizer of a run and its learning rate schedules: optax, put together for language models."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -12,8 +13,11 @@ import rich
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from kernels import mesh
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
-from zoo.surgery import path_name
+from zoo.nn.mtp import AbstractMTP
+from zoo.nn.stack import AbstractBlock
+from zoo.surgery import is_stacked, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,9 +186,10 @@ def muon(
 
 
 def _orthogonal() -> optax.GradientTransformation:
-    """Makes `optax.contrib.scale_by_muon` of arrays [..., out, in], vmapped over the leading axes.
+    """Makes `optax.contrib.scale_by_muon` of arrays [..., out, in]: a stack's layers one after another, and a layer's
+    experts together.
 
-    optax would flatten these into one, for which XLA gathers the experts of all devices on each of them.
+    optax would flatten the leading axes into one, for which XLA gathers the experts of all devices on each of them.
     """
     one: Any = optax.contrib.scale_by_muon()
 
@@ -193,17 +198,28 @@ def _orthogonal() -> optax.GradientTransformation:
             direction, new = one.update(gradient, state._replace(mu=momentum))
             return direction, new.mu
 
-        def of_array(gradient: Array, momentum: Array) -> tuple[Array, Array]:
-            function = of_matrix
-            for _ in gradient.shape[:-2]:
+        def of_array(path: Any, gradient: Array, momentum: Array) -> tuple[Array, Array]:
+            function, stacked = of_matrix, is_stacked(path)
+            for _ in gradient.shape[stacked:-2]:
                 function = jax.vmap(function)
-            return function(gradient, momentum)
+            return _by_layer(function, gradient, momentum) if stacked else function(gradient, momentum)
 
-        both = jax.tree.map(of_array, updates, state.mu)
+        both = jax.tree_util.tree_map_with_path(of_array, updates, state.mu)
         updates, momenta = jax.tree.transpose(jax.tree.structure(updates), None, both)
         return updates, state._replace(count=optax.safe_increment(state.count), mu=momenta)
 
     return optax.GradientTransformation(one.init, update)
+
+
+def _by_layer(function: Callable[..., Any], *stacks: Float[Array, "layers ..."]) -> Any:
+    """Maps the layers of a stack one after another, so that a device has gathered one layer's matrix at a time.
+
+    Where stages or replicas split the layers (`train.state`), each takes its own.
+    """
+    devices = math.prod(map(mesh.split, mesh.splitting(len(stacks[0]), mesh.STAGE, mesh.REPLICA)))
+    turns = [a.reshape(devices, -1, *a.shape[1:]).swapaxes(0, 1) for a in stacks]
+    mapped = jax.lax.map(lambda turn: jax.vmap(function)(*turn), turns)
+    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), mapped)
 
 
 def adafactor(
@@ -283,9 +299,10 @@ def is_decayed(parameters: Any) -> Any:
 
 
 def matrices(parameters: Any) -> Any:
-    """`parameters` with True for each array that holds matrices of the layers' linear maps, and False for the others.
+    """`parameters` with True for each array that holds matrices of a layer's linear maps, and False for the others.
 
-    Embeddings, the head, routers, norms and biases are among the others. Of an adapter both matrices are told.
+    Embeddings, the head, routers, norms and biases are among the others. Of an adapter both matrices are told. A module
+    for the token after the next is a layer too.
     """
-    of_layer = lambda path, decayed: decayed and path_name(path).startswith("layers.")
-    return jax.tree_util.tree_map_with_path(of_layer, is_decayed(parameters))
+    layer = lambda module: isinstance(module, AbstractBlock | AbstractMTP)
+    return jax.tree.map(lambda m: is_decayed(m) if layer(m) else False, parameters, is_leaf=layer)

@@ -14,6 +14,7 @@ from train.checkpoint import Checkpoints
 from train.mesh import put_batch
 from train.state import TrainState
 from train.step import Objective
+from zoo.nn.model import AbstractModel
 from zoo.surgery import cast
 
 

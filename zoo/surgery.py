@@ -27,6 +27,11 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def is_stacked(path: Any) -> bool:
+    """Whether the array at a key path of jax has an axis of layers in front: `Stack.period` is in the path."""
+    return any(getattr(key, "name", None) == "period" for key in path)
+
+
 def modules(tree: Any, kind: Any) -> Iterator[tuple[str, Any]]:
     """Path and module of every outermost module of a type (or of a tuple of types)."""
     is_kind = lambda m: isinstance(m, kind)
@@ -104,8 +109,7 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
             raise ValueError(f"No partition rule matches {name!r}; add one to the family's partition_rules.")
         linear = isinstance(module, AbstractLinear | AbstractExpertLinear)
         specs = module.partition_specs(spec) if linear else jax.tree.map(lambda _: spec, module)
-        stacked = any(getattr(key, "name", None) == "period" for key in path)
-        layers = (STAGE,) if stacked else ()
+        layers = (STAGE,) if is_stacked(path) else ()
         whole = lambda array, s: (None,) * (array.ndim - len(layers) - len(s))
         return jax.tree.map(lambda array, s: P(*layers, *whole(array, s), *s), module, specs)
 

@@ -22,8 +22,9 @@ from train.optim import (
 )
 from train.state import abstract_state
 from zoo.mesh import make_mesh
-from zoo.models import gpt_oss, qwen3
+from zoo.models import deepseek3, gpt_oss, qwen3
 from zoo.nn.layers import Embedding, ExpertLinear, Linear
+from zoo.nn.stack import AbstractBlock, Stack
 from zoo.surgery import path_name
 
 
@@ -109,26 +110,47 @@ def test_muon_is_for_matrices_of_layers():
         *(f"self_attn.{name}_proj.weight" for name in "qkvo"), "mlp.experts.gate_up_proj.weight",
         "mlp.experts.down_proj.weight",
     }  # fmt: skip
+    further = eqx.filter_eval_shape(
+        lambda: deepseek3.Model(deepseek3.CONFIGS["deepseek-v3"], key=jax.random.key(0), parts=("mtp",))
+    )
+    told = {path_name(path): is_matrix for path, is_matrix in jax.tree_util.tree_leaves_with_path(matrices(further))}
+    of = lambda start: {path.removeprefix(start) for path in told if path.startswith(start) and told[path]}
+    assert of("mtp.block.") == of("layers.period.0.") != set() and told["mtp.eh_proj.weight"]
+
+
+class Block(AbstractBlock):
+    """Linear maps of a layer."""
+
+    maps: dict
+
+    def __call__(self, x, cache, at):
+        raise NotImplementedError
 
 
 class Tree(eqx.Module):
-    """What a model is to an optimizer: linear maps in stacks, an embedding, a head."""
+    """What a model is to an optimizer: a stack of layers, an embedding, a head."""
 
-    layers: dict
+    layers: Stack
     embed_tokens: Embedding
     lm_head: Linear
 
 
 @pytest.fixture(scope="module")
 def tree():
-    keys = iter(jax.random.split(jax.random.key(0), 9))
-    stack = lambda make: eqx.filter_vmap(lambda key: make(key))(jax.random.split(next(keys), 2))
-    layers = {
-        "wide": stack(lambda key: Linear(6, 4, bias=True, key=key)),
-        "tall": stack(lambda key: Linear(3, 5, key=key)),
-        "experts": stack(lambda key: ExpertLinear(3, 4, 5, bias=True, key=key)),
-    }
-    return Tree(layers, Embedding(7, 4, key=next(keys)), Linear(4, 7, key=next(keys)))
+    layers, embed, head = jax.random.split(jax.random.key(0), 3)
+
+    def block(layer, *, key):
+        wide, tall, experts = jax.random.split(key, 3)
+        return Block(
+            {
+                "wide": Linear(6, 4, bias=True, key=wide),
+                "tall": Linear(3, 5, key=tall),
+                "experts": ExpertLinear(3, 4, 5, bias=True, key=experts),
+            }
+        )
+
+    layers = Stack(block, ["first", "other", "other"], key=layers)
+    return Tree(layers, Embedding(7, 4, key=embed), Linear(4, 7, key=head))
 
 
 def trained(tree, optimizer):
@@ -207,16 +229,37 @@ def test_muon(tree):
     assert_near(got, expected(tree, gradients, direction))
 
 
-def test_muon_leaves_experts_where_they_are():
-    """Each device makes its own experts' matrices orthogonal: none are gathered, nor made so twice."""
-    mesh, keys = make_mesh("expert=8"), jax.random.split(jax.random.key(0), 3)
-    stack = eqx.filter_eval_shape(lambda: eqx.filter_vmap(lambda key: ExpertLinear(8, 4, 6, key=key))(keys))
-    place = NamedSharding(mesh, P(None, "expert", None, None))
-    model = {"layers": eqx.tree_at(lambda m: m.weight, stack, jax.ShapeDtypeStruct((3, 8, 6, 4), "f4", sharding=place))}
+def compiled(layers, make, mesh, *spec):
+    """Muon's update of a stack of so many linear maps, compiled for eight devices that split the weights so."""
+    mesh = make_mesh(mesh)
+    init = lambda: Stack(lambda n, *, key: Block({"map": make(key)}), ["block"] * layers, key=jax.random.key(0))
+    place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*spec)))
+    model = jax.tree.map(place, eqx.filter_eval_shape(init))
     optimizer = OPTIMIZERS["muon"](lambda step: 0.1)
     state = abstract_state(model, optimizer)
-    program = jax.jit(lambda *args: optimizer.update(*args)).lower(model, state.opt_state, model).compile().as_text()
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda *args: optimizer.update(*args)).lower(model, state.opt_state, model).compile()
+
+
+def test_muon_leaves_experts_where_they_are():
+    """Each device makes its own experts' matrices orthogonal: none are gathered, nor made so twice."""
+    program = compiled(3, lambda key: ExpertLinear(8, 4, 6, key=key), "expert=8", None, "expert").as_text()
     assert "all-reduce" in program and "all-gather" not in program  # the norm of all gradients
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        ("fsdp=4,tensor=2", (None, "tensor", "fsdp")),
+        ("stage=2,fsdp=4", ("stage", None, "fsdp")),
+        ("replica=2,fsdp=4", (None, None, "fsdp")),  # ZeRO-1: a replica updates its own layers
+    ],
+)
+def test_muon_gathers_a_layer_at_a_time(mesh, spec):
+    """In memory are a few copies of one layer's whole matrix, and of the device's own eighth of all 16 layers."""
+    memory = compiled(16, lambda key: Linear(128, 128, key=key), mesh, *spec).memory_analysis()
+    matrix = 4 * 128 * 128
+    assert memory.temp_size_in_bytes < 6 * matrix + 4 * 16 * matrix / 8, memory
 
 
 def test_sgd(tree):
@@ -264,9 +307,9 @@ def test_moments_in_bfloat16(tree):
 
 def test_options():
     o = OptimizerOptions(steps=4, lr=1.0, warmup=0, decay=0, weight_decay=0.0, optimizer="muon", moments="bfloat16")
-    parameters = {"layers": Linear(3, 2, bias=True, key=jax.random.key(0))}
+    parameters = Block({"map": Linear(3, 2, bias=True, key=jax.random.key(0))})
     state = make_optimizer(o)[0].init(parameters)
     muon = state[1][0].inner_states["muon"].inner_state[0]
-    assert muon.mu["layers"].weight.dtype == jnp.bfloat16 and isinstance(muon.mu["layers"].bias, optax.MaskedNode)
+    assert muon.mu.maps["map"].weight.dtype == jnp.bfloat16 and isinstance(muon.mu.maps["map"].bias, optax.MaskedNode)
     with pytest.raises(ValueError, match="--moments bfloat16 is of no use to adafactor"):
         make_optimizer(OptimizerOptions(steps=4, lr=1.0, warmup=0, decay=0, optimizer="adafactor", moments="bfloat16"))
