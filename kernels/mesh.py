@@ -46,6 +46,12 @@ def split(axis: str) -> int:
     return free().get(axis, 1)
 
 
+def manual(axis: str) -> int:
+    """Returns over how many devices an enclosing `shard_map` splits along an axis, or 1 if none does."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[axis] if axis in mesh.manual_axes else 1
+
+
 def splitting(size: int, *axes: str) -> tuple[str, ...]:
     """Returns those of these axes, in order, that are free and together split `size` evenly."""
     return fitting(size, {axis: split(axis) for axis in axes if split(axis) > 1})

@@ -81,6 +81,9 @@ class LoRAExpertLinear(AbstractExpertLinear):
         low = kernels.ragged_dot(x, self.a.astype(x.dtype), group_sizes)
         return self.base(x, group_sizes) + self.scale * kernels.ragged_dot(low, self.b.astype(x.dtype), group_sizes)
 
+    def part(self, axis: str) -> "LoRAExpertLinear":
+        return eqx.tree_at(lambda m: m.base, self, self.base.part(axis))
+
     def partition_specs(self, spec: P) -> "LoRAExpertLinear":
         experts, out, in_ = spec
         parts = (self.base.partition_specs(spec), P(experts, None, in_), P(experts, out, None))

@@ -24,7 +24,7 @@ import kernels
 import kernels.quantize
 from kernels.quantize import LARGEST
 from kernels.sums import spread
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear, on_first
 from zoo.nn.stack import Stack
 from zoo.surgery import map_linears, modules
 
@@ -160,6 +160,15 @@ class QuantizedExpertLinear(AbstractExpertLinear):
             weight = dequantize_weight(self.weight, self.scale, self.format).astype(x.dtype)
             y = kernels.ragged_dot(x, weight, group_sizes)
         return y if self.bias is None else y + each(self.bias)
+
+    def part(self, axis: str) -> "QuantizedExpertLinear":
+        scale, bias = self.scale, None if self.bias is None else on_first(self.bias, axis)
+        if self.format == "nf4":  # the scales are whole: where a block is split, both devices take its scale
+            devices, blocks = jax.lax.axis_size(axis), scale.shape[-1]
+            scale = jnp.repeat(scale, devices // math.gcd(devices, blocks), axis=-1)
+            size = scale.shape[-1] // devices
+            scale = jax.lax.dynamic_slice_in_dim(scale, jax.lax.axis_index(axis) * size, size, axis=-1)
+        return eqx.tree_at(lambda m: (m.scale, m.bias), self, (scale, bias), is_leaf=lambda x: x is None)
 
     def partition_specs(self, spec: P) -> "QuantizedExpertLinear":
         return placed(self, spec)

@@ -2,7 +2,10 @@
 
 import contextlib
 import fnmatch
+import functools
 import json
+import math
+import re
 
 import equinox as eqx
 import jax
@@ -11,17 +14,21 @@ import numpy as np
 import pytest
 
 import convert.tensors
+import kernels
 import zoo
 from kernels import ragged_dot_xla
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise, packed
 from zoo import surgery
+from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
 from zoo.models import mixtral
 from zoo.nn import moe
-from zoo.nn.layers import ExpertLinear
+from zoo.nn.layers import AbstractExpertLinear, ExpertLinear
+from zoo.quantized import QuantizedExpertLinear
 
 
+WIDTH = 24  # of the experts' hidden layer: in nf4 three blocks of 8
 PADDED = (np.arange(40)[None] < np.array([[29], [12]])).astype(int)  # the segments of right-padded rows
 
 
@@ -40,19 +47,38 @@ def pooled(reports):
 # ------------------------------------------------------------------------------------------------------------- grouping
 
 
+class Experts(eqx.Module):
+    up: AbstractExpertLinear
+    down: AbstractExpertLinear
+
+    def __init__(self):
+        self.up, self.down = (
+            ExpertLinear(8, *sizes, bias=True, key=jax.random.key(0)) for sizes in ((8, WIDTH), (WIDTH, 8))
+        )
+
+    def __call__(self, x, sizes):
+        return self.down(jnp.tanh(self.up(x, sizes)), sizes)
+
+
+def summed(chosen, experts, x, weights):
+    """The sum of the sines of what every expert says of each token."""
+    return jnp.sum(jnp.sin(moe.dispatch(experts, x, jnp.asarray(chosen), weights, lambda experts: experts.down)))
+
+
 @pytest.fixture(scope="module")
 def mixture():
     """Experts, tokens, choices and weights: with an expert that nobody chose, one that all of a sequence want, and a
-    token that chose one twice; and the value and gradients of a sum of the sines of what every expert says of each."""
+    token that chose one twice; and the value and gradients of `summed`, by all experts at once."""
     random = np.random.RandomState(0)
     x, weights = (random.normal(size=shape).astype(np.float32) for shape in ((3, 10, 8), (3, 10, 2)))
     chosen = random.choice([0, 1, 3, 4, 5, 6, 7], (3, 10, 2))
     chosen[0, 3], chosen[1] = 4, 5
-    experts = noise(lambda: ExpertLinear(8, 8, 8, bias=True, key=jax.random.key(0)))
+    experts = noise(Experts, 0.2)
 
     @jax.jit
     def dense(experts, x, weights):
-        y = jnp.einsum("btd,eod->bteo", x, experts.weight) + experts.bias[None, None]
+        y = jnp.tanh(jnp.einsum("btd,eod->bteo", x, experts.up.weight) + experts.up.bias[None, None])
+        y = jnp.einsum("bted,eod->bteo", y, experts.down.weight) + experts.down.bias[None, None]
         y = jnp.einsum("btk,btko->bto", weights, jnp.take_along_axis(y, jnp.asarray(chosen)[..., None], axis=2))
         return jnp.sum(jnp.sin(y))
 
@@ -63,11 +89,42 @@ def mixture():
 def test_dispatch_equals_all_experts_at_once(mixture, text):
     """Value and gradients, on meshes too, which have more devices than there are sequences."""
     arguments, chosen, want = mixture
-    summed = lambda experts, x, weights: jnp.sum(jnp.sin(moe.dispatch(experts, x, jnp.asarray(chosen), weights)))
     with jax.set_mesh(make_mesh(text)) if text else contextlib.nullcontext():
-        ours = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(*arguments)
+        ours = jax.jit(jax.value_and_grad(functools.partial(summed, chosen), (0, 1, 2)))(*arguments)
     for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_split_experts_adapted_and_quantised(mixture):
+    """Where "tensor" splits the hidden layer, and in it blocks of nf4 (three for two devices): as on one device."""
+    (experts, *tokens), chosen, _ = mixture
+    experts = eqx.tree_at(lambda m: (m.up, m.down), experts, (QuantizedExpertLinear(experts.up, "int8"),
+                                                             QuantizedExpertLinear(experts.down, "nf4")))  # fmt: skip
+    adapt = lambda m: LoRAExpertLinear.new(m, jax.random.key(1), rank=2, alpha=2.0)
+    experts = eqx.tree_at(lambda m: (m.up, m.down), experts, (adapt(experts.up), adapt(experts.down)))
+    trained, frozen = eqx.partition(noise(lambda: experts, 0.2), lambda a: a.dtype == jnp.float32)
+    gradient = lambda trained, *tokens: summed(chosen, eqx.combine(trained, frozen), *tokens)
+    gradient = jax.value_and_grad(gradient, (0, 1, 2))
+    want = jax.jit(gradient)(trained, *tokens)
+    with jax.set_mesh(make_mesh("fsdp=2,expert=2,tensor=2")):
+        ours = jax.jit(lambda *arguments: gradient(*arguments))(trained, *tokens)
+    for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, text, implementation",
+    [
+        ("qwen3_moe", "tensor=2", "triton"),
+        ("gpt_oss", "fsdp=2,tensor=2", "tpu"),
+        ("llama4-alternating", "expert=2,tensor=2", "triton"),
+    ],
+)
+def test_kernels_serve_split_experts(load, name, text, implementation):
+    devices = math.prod(int(size) for size in re.findall("[0-9]+", text))
+    with kernels.prefer(implementation), jax.set_mesh(make_mesh(text, jax.devices()[:devices])):
+        calls = kernels.explain(load(name), TOKENS)
+    assert {call.implementation for call in calls if call.operation == "ragged_dot"} == {implementation}
 
 
 # --------------------------------------------------------------------------------------------------------------- losses

@@ -210,7 +210,8 @@ class MoE(eqx.Module):
             kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
             scores = jnp.where(kept[..., None], by_group, 0).reshape(scores.shape)
         weights, chosen = moe.top_k(scores, c.num_experts_per_tok)
-        y = moe.dispatch(self.experts, x, chosen, (c.routed_scaling_factor * weights).astype(x.dtype))
+        weights = (c.routed_scaling_factor * weights).astype(x.dtype)
+        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)
 
 

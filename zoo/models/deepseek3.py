@@ -222,7 +222,8 @@ class MoE(eqx.Module):
         weights = pick(scores, chosen)
         if c.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        y = moe.dispatch(self.experts, x, chosen, (c.routed_scaling_factor * weights).astype(x.dtype))
+        weights = (c.routed_scaling_factor * weights).astype(x.dtype)
+        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
         return y + self.shared_experts(x), routing
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
-from kernels import Tokens
+from kernels import Tokens, mesh
 from kernels.sums import pick, scaled
 from zoo.config import text_config
 from zoo.nn import moe
@@ -201,8 +201,26 @@ class Experts(eqx.Module):
         self.down_proj = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        gate, up = jnp.split(self.gate_up_proj(x, sizes), 2, axis=-1)
+        gate, up = halves(self.gate_up_proj(x, sizes))
         return self.down_proj(jax.nn.silu(gate) * up, sizes)
+
+
+def halves(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
+    """Splits the features in two halves; under "tensor", where a device has neighbours, into its part of each.
+
+    Of n devices the i-th has the parts 2i and 2i + 1 of 2n, the first n of which are the first half. It sends one of
+    them to the device that needs it of the first half and is even, or of the second and is odd; then the other one.
+    """
+    first, second = jnp.split(y, 2, axis=-1)
+    if (devices := mesh.manual(mesh.TENSOR)) == 1:
+        return first, second
+    device, received = jax.lax.axis_index(mesh.TENSOR), []
+    for odd in (0, 1):
+        sent = [p for p in range(2 * devices) if (p % devices + p // devices) % 2 == odd]
+        sends_second = jnp.asarray([p % 2 == 1 for p in sent])[device]
+        pairs = [(p // 2, p % devices) for p in sent]
+        received.append(jax.lax.ppermute(jnp.where(sends_second, second, first), mesh.TENSOR, pairs))
+    return tuple(jnp.where(device % 2 == half, *received) for half in (0, 1))
 
 
 class MoE(eqx.Module):
@@ -228,9 +246,8 @@ class MoE(eqx.Module):
         y = self.shared_expert(x)
         for i in range(self.top_k):  # weights scale the experts' inputs, so each choice has its own rows
             choice = chosen[..., i : i + 1]
-            y = y + moe.dispatch(
-                self.experts, scaled(x, weights[..., i : i + 1]), choice, jnp.ones_like(choice, x.dtype)
-            )
+            rows, ones = scaled(x, weights[..., i : i + 1]), jnp.ones_like(choice, x.dtype)
+            y = y + moe.dispatch(self.experts, rows, choice, ones, lambda experts: experts.down_proj)
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

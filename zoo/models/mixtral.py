@@ -143,7 +143,7 @@ class MoE(eqx.Module):
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         weights, chosen = moe.top_k(probability, self.top_k)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype))
+        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.w2)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
 

@@ -186,7 +186,7 @@ class MoE(eqx.Module):
         weights, chosen = moe.top_k(probability, self.top_k)
         if self.rescale:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype))
+        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
 

@@ -77,6 +77,13 @@ class AbstractExpertLinear(eqx.Module):
         """The first `group_sizes[0]` rows through the first expert's map, the next ones through the second's, ..."""
 
     @abc.abstractmethod
+    def part(self, axis: str) -> "AbstractExpertLinear":
+        """Returns what a device computes in a `shard_map` over `axis`, which splits `in`, where the outputs are added.
+
+        Adds a bias once, on the first device. Arrays are split as `partition_specs` says.
+        """
+
+    @abc.abstractmethod
     def partition_specs(self, spec: P) -> "AbstractExpertLinear":
         """Replaces each array of this module by its `PartitionSpec`, given the one for `(experts, out, in)`."""
 
@@ -111,9 +118,17 @@ class ExpertLinear(AbstractExpertLinear):
         experts = jnp.arange(len(self.bias))
         return y + lookup(self.bias, jnp.repeat(experts, group_sizes, total_repeat_length=len(x)))
 
+    def part(self, axis: str) -> "ExpertLinear":
+        return self if self.bias is None else eqx.tree_at(lambda m: m.bias, self, on_first(self.bias, axis))
+
     def partition_specs(self, spec: P) -> "ExpertLinear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))
+
+
+def on_first(array: Float[Array, "*shape"], axis: str) -> Float[Array, "*shape"]:
+    """Returns the array on the first device along an axis of a `shard_map`, and zeros on the others."""
+    return jnp.where(jax.lax.axis_index(axis) == 0, array, 0)
 
 
 class Float32(eqx.Module):

@@ -5,6 +5,7 @@ No token is dropped. Each family computes itself which experts a token goes to, 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,8 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from kernels import mesh
 from kernels.device import device
-from kernels.mesh import EXPERT
+from kernels.mesh import EXPERT, TENSOR
 from kernels.sums import largest, permuted, scaled
+from zoo.nn.layers import AbstractExpertLinear
 
 
 # `experts(rows, sizes)` maps rows that are sorted by expert, of which each expert has so many.
@@ -27,32 +29,45 @@ def dispatch(
     x: Float[Array, "batch seq embed"],
     chosen: Int[Array, "batch seq choices"],
     weights: Float[Array, "batch seq choices"],
+    down: Callable[[Any], AbstractExpertLinear],
 ) -> Float[Array, "batch seq embed"]:
     """Dispatches tokens to their experts, and combines the outputs: for each token their weighted sum, in float32.
 
-    `experts` is a module whose arrays have an axis of experts in front.
+    `experts` is a module of `AbstractExpertLinear`s. `down` selects the one that maps the hidden layer to the outputs;
+    all others map to the hidden layer.
 
     Under a mesh each device sorts its own tokens. Where the axis "expert" splits the experts, an all-to-all sends
     tokens to the devices that have their experts, and another one sends the outputs back. No token is dropped, so one
     device may be sent all of them. To bound its buffers they are sent in as many chunks as the axis has devices: a
-    chunk needs room for one device's tokens. Within an expert, XLA splits the work over "tensor" by itself.
+    chunk needs room for one device's tokens. The axis "tensor" splits the features of the hidden layer: each device
+    computes a part of every output, and the parts are added last, when there is one row for each token.
     """
-    axes = {axis for axis, size in mesh.free().items() if axis != mesh.TENSOR or size == 1}
-    if not axes:
+    if not (axes := mesh.free()):
         return _dispatch(experts, x, chosen, weights, devices=1)
     batch, devices = tuple(axis for axis in mesh.BATCH if axis in axes), mesh.split(EXPERT)
     shares = math.prod(map(mesh.split, batch))
     padding = lambda a: jnp.pad(a, ((0, -len(a) % shares), (0, 0), (0, 0)))  # where decoding has few sequences
     tokens = P(batch, mesh.splitting(x.shape[1], mesh.CONTEXT))
+    expert, hidden = (axis if mesh.split(axis) > 1 else None for axis in (EXPERT, TENSOR))
     arrays, static = eqx.partition(experts, eqx.is_array)
-    y = jax.shard_map(
-        lambda arrays, *tokens: _dispatch(eqx.combine(arrays, static), *tokens, devices=devices),
-        axis_names=axes,
-        in_specs=(P(EXPERT if devices > 1 else None), tokens, tokens, tokens),
-        out_specs=tokens,
+    is_linear = lambda node: isinstance(node, AbstractExpertLinear)
+    specs = jax.tree.map(lambda m: m.partition_specs(P(expert, hidden, None)), experts, is_leaf=is_linear)
+    specs = eqx.tree_at(down, specs, down(experts).partition_specs(P(expert, None, hidden)))
+
+    def local(arrays: Any, *tokens: Array) -> Array:
+        experts = eqx.combine(arrays, static)
+        experts = eqx.tree_at(down, experts, down(experts).part(TENSOR)) if hidden else experts
+        return _dispatch(experts, *tokens, devices=devices)[None]
+
+    parts = jax.shard_map(
+        local,
+        axis_names=set(axes),
+        in_specs=(eqx.filter(specs, lambda leaf: isinstance(leaf, P)), tokens, tokens, tokens),
+        out_specs=P(hidden, *tokens),
         check_vma=False,
     )(arrays, padding(x), padding(chosen), padding(weights))
-    return y[: len(x)]
+    # Added outside of the shard_map, where XLA chooses between an all-reduce and a reduce-scatter.
+    return jax.lax.reduce_sum(parts, axes=(0,))[: len(x)]
 
 
 def top_k(
