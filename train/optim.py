@@ -255,7 +255,7 @@ def _optimizer(
             stand against it.
     """
     optimizer = optax.chain(
-        optax.clip_by_global_norm(clip_norm),
+        _clipped(clip_norm),
         optax.chain(
             direction,
             optax.add_decayed_weights(weight_decay, is_decayed),
@@ -263,11 +263,22 @@ def _optimizer(
         ),
     )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **norm: Array) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
-            return optimizer.update(updates, state, params)
+            return optimizer.update(updates, state, params, **norm)
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _clipped(clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Makes `optax.clip_by_global_norm` that may be given the gradients' `norm`, so that they are read once less."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, norm: Array | None = None) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if norm is None else norm
+        clip = lambda g: jnp.where(norm < clip_norm, g, g / norm.astype(g.dtype) * clip_norm)
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def rounded(optimizer: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:
@@ -280,11 +291,13 @@ def rounded(optimizer: optax.GradientTransformation, dtype: DTypeLike) -> optax.
     """
     cast = lambda state, dtype: optax.tree_map_params(optimizer, lambda moment: moment.astype(dtype), state)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = optimizer.update(updates, cast(state, jnp.float32), params)
+    def update(updates: Any, state: Any, params: Any = None, **norm: Array) -> tuple[Any, Any]:
+        updates, state = optax.with_extra_args_support(optimizer).update(
+            updates, cast(state, jnp.float32), params, **norm
+        )
         return updates, cast(state, dtype)
 
-    return optax.GradientTransformation(lambda params: cast(optimizer.init(params), dtype), update)
+    return optax.GradientTransformationExtraArgs(lambda params: cast(optimizer.init(params), dtype), update)
 
 
 def is_decayed(parameters: Any) -> Any:

@@ -155,13 +155,16 @@ def train_step(
 
     gradients, (means, reports) = summed(gradients_of, parts)
 
+    norm = optax.tree.norm(gradients)
+
+    @jax.named_scope("optimizer")
     def update(state: TrainState, gradients: Any) -> TrainState:
-        updates, opt_state = optimizer.update(gradients, state.opt_state, parameters)
+        transform = optax.with_extra_args_support(optimizer)
+        updates, opt_state = transform.update(gradients, state.opt_state, parameters, norm=norm)
         model = eqx.combine(optax.apply_updates(parameters, updates), fixed)
         model = rebalance(model, reports) if rebalance else model
         return TrainState(state.step + 1, model, opt_state)
 
-    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
     metrics = means | {
         "grad_norm": norm,

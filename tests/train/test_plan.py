@@ -268,6 +268,11 @@ def test_bounds(config, made, monkeypatch):
     slowest = max(made.bounds.values())
     assert made.tokens_per_second == pytest.approx(8 * 64 / slowest)
     assert made.mfu == pytest.approx(made.flops * 8 * 64 / (8 * 918e12 * slowest))
+    assert made.parts["matrix products"].flops == pytest.approx(made.bounds["compute"] * 918e12, rel=0.1)
+    kernels, sent = sum(part.seconds for part in made.parts.values()), made.bounds["interconnect"]
+    assert made.seconds == (max(kernels, sent), kernels + sent) and made.seconds[0] > slowest
+    rows = list(plan.breakdown(made).columns[0].cells)
+    assert rows[: len(made.parts)] == list(made.parts) and rows[-1].startswith("with collectives beside kernels, MFU ")
 
 
 def test_decoding(config, made):

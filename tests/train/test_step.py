@@ -14,10 +14,10 @@ import zoo
 from tests.zoo import tiny
 from train.checkpoint import Checkpoints
 from train.mesh import put_batch
-from train.optim import adamw, make_schedule
+from train.optim import adamw, make_schedule, rounded
 from train.remat import REMAT
 from train.state import abstract_state, init_state
-from train.step import cross_entropy, jit_train_step
+from train.step import cross_entropy, jit_train_step, train_step
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
 from zoo.nn.layers import Linear
@@ -77,6 +77,16 @@ def assert_close(got, want, tolerance=1e-5):
 
 def assert_same(got, want):
     assert jax.tree.all(jax.tree.map(lambda g, w: bool((np.asarray(g) == np.asarray(w)).all()), got, want))
+
+
+def test_the_global_norm_is_taken_once(model, batch, monkeypatch):
+    """For the metrics and for clipping alike: it reads all gradients."""
+    norms = []
+    norm = optax.tree.norm
+    monkeypatch.setattr(optax.tree, "norm", lambda tree: norms.append(norm(tree)) or norms[-1])
+    optimizer = rounded(adamw(SCHEDULE, clip_norm=1e-3), "bfloat16")
+    jax.eval_shape(functools.partial(train_step, optimizer=optimizer, **OPTIONS), init_state(model, optimizer), batch)
+    assert len(norms) == 1
 
 
 def test_the_update_is_that_of_the_mean_loss(model, batch, train):

@@ -3,7 +3,8 @@
     python -m train.plan llama3.1-8b --topology v6e:2x4 --mesh fsdp=-1 --batch 16 --seq 8192
 
 It compiles the step of a run ahead of time for the real devices. Bytes are XLA's own account, and traffic between
-devices is read from the compiled program. Times are lower bounds, from the chip's published figures.
+devices is read from the compiled program. Times are lower bounds, from the chip's published figures, and estimates by
+kind of kernel, from rates that are reached.
 """
 
 import pathlib
@@ -24,7 +25,7 @@ from zoo.nn.model import AbstractConfig
 
 
 DURATION = "10 seconds to some minutes, the longest for large meshes and mixtures of experts"
-BOUNDS = "Times are bounds that follow from the chip's published figures, not measurements."
+BOUNDS = "No time is measured: bounds follow from the chip's published figures, estimates from rates that are reached."
 
 
 def report(made: Plan, config: AbstractConfig) -> None:
@@ -57,7 +58,31 @@ def report(made: Plan, config: AbstractConfig) -> None:
         table.add_row("so MFU is", f"at most {made.mfu:.1%}")
         table.add_row("and all devices do", f"at most {made.tokens_per_second:,.0f} tokens a second")
     rich.print(table)
+    if c:
+        rich.print(breakdown(made))
     rich.print(BOUNDS if c else f"To fit, try {suggestion(made, config)}")
+
+
+def breakdown(made: Plan) -> Table:
+    """Makes a table of a step's kernels by kind, and of what they are estimated to take."""
+    columns = [Column(name, justify="right") for name in ("kernels", "TFLOP", "GB", "ms")]
+    table = Table("where a step goes", *columns, box=None)
+    for kind, part in made.parts.items():
+        flops = f"{part.flops / 1e12:,.2f}" if part.flops else ""
+        table.add_row(kind, f"{part.kernels:,}", flops, f"{part.bytes / 1e9:,.2f}", f"{1e3 * part.seconds:,.2f}")
+    assert made.compiled
+    sent = sum(each.sent * each.times for each in made.compiled.collectives)
+    calls = sum(each.times for each in made.compiled.collectives)
+    if calls:
+        table.add_row(
+            "collectives", f"{calls:,}", "", f"{sent / 1e9:,.2f}", f"{1e3 * made.bounds['interconnect']:,.2f}"
+        )
+    of = lambda seconds: f"MFU {made.flops * made.o.tokens / made.mesh.size / made.chip.flops / seconds:.1%}"
+    beside, between = made.seconds
+    table.add_row(f"sum, {of(between)}", "", "", "", f"{1e3 * between:,.2f}")
+    if between > beside:
+        table.add_row(f"with collectives beside kernels, {of(beside)}", "", "", "", f"{1e3 * beside:,.2f}")
+    return table
 
 
 def rank(plans: list[Plan]) -> None:

@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 from kernels.mesh import BATCH
 from train.adapters import Lora
 from train.mesh import abstract_model, token_sharding
+from train.metrics import products_per_token
 from train.optim import OptimizerOptions, make_optimizer
+from train.plan.breakdown import Kernel, kernels
 from train.plan.hlo import Collective, activations, collectives
 from train.remat import REMAT
 from train.state import abstract_state, beside
@@ -39,6 +41,7 @@ class Program(NamedTuple):
     arguments: tuple[Any, ...]
     kinds: dict[str, Any]  # "parameters", "optimizer", "batch", "cache": the arguments by what they are
     gradients: Any = None  # their shapes and likely places: XLA chooses these
+    seen: float = 1.0  # the share of all pairs of a row's tokens that attention computes
 
 
 class Compiled(NamedTuple):
@@ -52,6 +55,7 @@ class Compiled(NamedTuple):
     reused: int  # results that are written over donated arguments
     host: int  # temporaries in the host's memory
     collectives: list[Collective]
+    kernels: list[Kernel]
     seconds: float  # that compiling took
 
     @property
@@ -98,7 +102,9 @@ def training(
     )  # fmt: skip
     kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
-    return Program(step, (state, data, kept), kinds, jax.tree.map(one, trained))
+    pairs = lambda seq: products_per_token(config, seq).attention  # of one token, which sees half of itself
+    seen = pairs(seq) / (2 * seq * pairs(1))
+    return Program(step, (state, data, kept), kinds, jax.tree.map(one, trained), seen)
 
 
 def frozen(
@@ -166,7 +172,8 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
     m = executable.memory_analysis()
     return Compiled(
         executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)), m.output_size_in_bytes,
-        m.alias_size_in_bytes, m.host_temp_size_in_bytes, collectives(text, mesh.size), seconds,
+        m.alias_size_in_bytes, m.host_temp_size_in_bytes, collectives(text, mesh.size),
+        kernels(text, program.seen), seconds,
     )  # fmt: skip
 
 

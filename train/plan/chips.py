@@ -23,6 +23,8 @@ class Chip(NamedTuple):
     cache: int = 0  # bytes of a GPU's L2 cache
     clock: float = 0.0  # a GPU's, in GHz
     capability: str = ""  # a GPU's CUDA compute capability
+    products: float = 0.75  # share of `flops` that large matrix products reach
+    streaming: float = 0.85  # share of `bandwidth` that kernels reach which only read and write
 
 
 GIB = 2**30
@@ -34,6 +36,8 @@ NODE = 8  # most GPUs of a board or a host
 # bfloat16: XLA computes in float32, whose peak is given. Networks: ConnectX-6 and ConnectX-7; a DGX A100 has a port of
 # 200 Gbit/s for each GPU, later ones of 400. The rest is from XLA's xla/backends/gpu/target_config/specs; L4, T4 and
 # RTX 4090 are not there, and their memory is what CUDA's deviceQuery prints.
+# What is reached: products 700 TFLOP/s and memory 3.0 (H100) and 4.2 TB/s (H200) in measurements of cuBLAS and of
+# copies; on an A100 260 TFLOP/s and 1.75 TB/s. Of other chips the two shares are assumed, as `Chip` has them.
 # A TPU is the first whose kind matches, so "TPU v5 lite" comes before "TPU v5".
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.2e12, 300e9),
@@ -44,10 +48,16 @@ CHIPS = {
     "t4": Chip("Tesla T4", 8.1e12, 15835660288, 0.32e12, 16e9, 0.0, 40, 4194304, 1.59, "7.5"),
     "l4": Chip("NVIDIA L4", 121e12, 23583784960, 0.3e12, 32e9, 0.0, 58, 50331648, 2.04, "8.9"),
     "4090": Chip("NVIDIA GeForce RTX 4090", 165.2e12, 25393692672, 1.008e12, 32e9, 0.0, 128, 75497472, 2.52, "8.9"),
-    "a100-40gb": Chip("NVIDIA A100-SXM4-40GB", 312e12, 42331013120, 1.555e12, 300e9, 25e9, 108, 41943040, 1.41, "8.0"),
-    "a100": Chip("NVIDIA A100-SXM4-80GB", 312e12, 85100068864, 2.039e12, 300e9, 25e9, 108, 41943040, 1.41, "8.0"),
-    "h100": Chip("NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3.35e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0"),
-    "h200": Chip("NVIDIA H200", 989e12, 151397597184, 4.8e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0"),
+    "a100-40gb": Chip(
+        "NVIDIA A100-SXM4-40GB", 312e12, 42331013120, 1.555e12, 300e9, 25e9, 108, 41943040, 1.41, "8.0", 0.83, 0.86
+    ),
+    "a100": Chip(
+        "NVIDIA A100-SXM4-80GB", 312e12, 85100068864, 2.039e12, 300e9, 25e9, 108, 41943040, 1.41, "8.0", 0.83, 0.86
+    ),
+    "h100": Chip(
+        "NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3.35e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0", 0.71, 0.90
+    ),
+    "h200": Chip("NVIDIA H200", 989e12, 151397597184, 4.8e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0", 0.71, 0.875),
     "b200": Chip("NVIDIA B200", 2250e12, 191514411008, 8.0e12, 900e9, 50e9, 148, 132644864, 1.965, "10.0"),
 }
 # Google Cloud's name for slices of a TPU -> our name, the cores it counts for each chip, and the axes of a slice.

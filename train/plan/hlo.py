@@ -33,7 +33,7 @@ class Collective(NamedTuple):
 
 def collectives(text: str, devices: int) -> list[Collective]:
     """Lists the collectives in the text of an optimized module. In a loop of unknown length they count once."""
-    computations = dict(_computations(text))
+    computations = dict(parse(text))
     entry = next(name for name in computations if name.startswith("ENTRY "))
     times: Counter[str] = Counter()
 
@@ -43,7 +43,7 @@ def collectives(text: str, devices: int) -> list[Collective]:
             for one, several in CALLED.findall(line):
                 for called in [one] if one else re.findall(r"[\w.-]+", several):
                     if called in computations and " async-done(" not in line and " async-update(" not in line:
-                        visit(called, count * _trips(line, computations) if f"body=%{called}" in line else count)
+                        visit(called, count * trips(line, computations) if f"body=%{called}" in line else count)
 
     visit(entry, 1)
     found = []
@@ -81,7 +81,7 @@ def activations(text: str) -> float:
     Values that a loop only passes on, such as weights, and values in the host's memory do not count. Of computations
     that run one after another, such as microbatches, the largest counts.
     """
-    computations = {name.removeprefix("ENTRY "): lines for name, lines in _computations(text)}
+    computations = {name.removeprefix("ENTRY "): lines for name, lines in parse(text)}
     return max(_between_loops(lines, computations) for lines in computations.values())
 
 
@@ -93,7 +93,7 @@ def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> f
     for line in lines:
         if match := INSTRUCTION.match(line):
             name, result, kind, operands = match.groups()
-            values = [aliases.get(operand, operand) for operand in _names(operands)]
+            values = [aliases.get(operand, operand) for operand in names(operands)]
             if kind == "while":
                 read.update(tuples.get(values[0], []))
                 elements = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", result)
@@ -119,7 +119,7 @@ def _elements(loop: list[str]) -> dict[str, int]:
     given = next(match[1] for line in loop if (match := INSTRUCTION.match(line)) and match[3] == "parameter")
     found = {f"{given}#{index}": int(index) for index in re.findall(rf"%{re.escape(given)}#(\d+)", "\n".join(loop))}
     for line in loop:
-        if (match := INSTRUCTION.match(line)) and match[3] == "get-tuple-element" and _names(match[4]) == [given]:
+        if (match := INSTRUCTION.match(line)) and match[3] == "get-tuple-element" and names(match[4]) == [given]:
             found[match[1]] = int(re.findall(r"index=(\d+)", line)[0])
     return found
 
@@ -128,14 +128,14 @@ def _results(body: list[str]) -> list[str]:
     """Returns the names of the values that a loop's body returns, or nothing, if it makes no tuple of them itself."""
     (root,) = (line for line in body if line.lstrip().startswith("ROOT "))
     found = re.search(r" tuple\(([^)]*)\)", root)
-    return _names(found[1]) if found else []
+    return names(found[1]) if found else []
 
 
-def _names(operands: str) -> list[str]:
+def names(operands: str) -> list[str]:
     return re.findall(r"[\w.-]+(?:#\d+)?(?=,|$)", operands)
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+def parse(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yields name and instructions of each computation; "ENTRY " comes before the name of the entry computation."""
     name, lines = "", []
     for line in text.splitlines():
@@ -148,7 +148,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
             lines.append(line)
 
 
-def _trips(line: str, computations: Mapping[str, list[str]]) -> int:
+def trips(line: str, computations: Mapping[str, list[str]]) -> int:
     """Returns how often a loop runs: XLA's count; for TPUs, which have none, from its counter, which starts at zero."""
     if known := re.search(r"known_trip_count[^\d]*(\d+)", line):
         return int(known[1])
@@ -165,7 +165,7 @@ def _step(condition: list[str], body: list[str]) -> int:
     given, results = _elements(condition), _results(body)
     for compared in re.findall(r" compare\(%([\w.#-]+)", "\n".join(condition)):
         counter = named.get(results[given[compared]]) if results and compared in given else None
-        for operand in _names(counter[4]) if counter and counter[3] == "add" else ():
+        for operand in names(counter[4]) if counter and counter[3] == "add" else ():
             if operand in named and named[operand][3] == "constant":
                 return int(named[operand][4])
     return 1
@@ -197,15 +197,21 @@ def _group(line: str, devices: int) -> tuple[int, ...]:
     return tuple(range(devices))
 
 
+def bytes_of(shapes: str) -> float:
+    """Returns the bytes of all arrays in a text, such as "(bf16[8,128]{1,0}, pred[8])"."""
+    size = lambda dtype: 1.0 if dtype == "pred" else int(bits[0]) / 8 if (bits := re.search(r"\d+", dtype)) else 0.0
+    found = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+    return sum((size(dtype) * math.prod(int(n) for n in sizes.split(",") if n) for dtype, sizes in found), 0.0)
+
+
 def _bytes(result: str, start: bool) -> float:
-    """Returns the bytes of a result, "bf16[8,128]{1,0}" or a tuple of such; of an asynchronous one without operands."""
-    shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
+    """Returns the bytes of a result; of an asynchronous one without its operands."""
+    shapes = re.findall(r"\w+\[[\d,]*\]", result)
     if start and result.startswith("(("):
         shapes = shapes[len(shapes) // 2 :]
     elif start and len(shapes) > 1:  # (operand, result, and maybe two words of context)
         shapes = shapes[1:2]
-    size = lambda dtype: 1.0 if dtype == "pred" else int(bits[0]) / 8 if (bits := re.search(r"\d+", dtype)) else 0.0
-    return sum((size(dtype) * math.prod(int(n) for n in sizes.split(",") if n) for dtype, sizes in shapes), 0.0)
+    return bytes_of(" ".join(shapes))
 
 
 def _sent(kind: str, size: float, devices: int, computation: str) -> float:
@@ -229,5 +235,5 @@ def _even(line: str, size: float, lines: list[str], devices: int) -> float:
     """
     named = {match[1]: match[2] for each in lines if (match := INSTRUCTION.match(each))}
     match = INSTRUCTION.match(line)
-    rows = named.get(_names(match[4])[0]) if match else None
+    rows = named.get(names(match[4])[0]) if match else None
     return min(size, _bytes(rows, False) if rows else size) * (devices - 1) / devices

@@ -16,6 +16,7 @@ from train.adapters import Lora
 from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
 from train.plan.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training
+from train.plan.breakdown import Part, parts
 from train.plan.chips import Chip, slowest_link
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
@@ -84,6 +85,18 @@ class Plan:
     bounds: dict[str, float]  # "compute", "HBM" and "interconnect": a step takes at least the longest of these
     flops: float  # of one token, as MFU counts them
     mfu: float  # an upper bound, from 0 to 1
+    chip: Chip
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What the kernels of a step do, by kind."""
+        return parts(self.compiled.kernels, self.chip) if self.compiled else {}
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Estimates a step, not a bound: if collectives run beside kernels, and if they run between them."""
+        kernels, sent = sum(part.seconds for part in self.parts.values()), self.bounds["interconnect"]
+        return max(kernels, sent), kernels + sent
 
     @property
     def tokens_per_second(self) -> float:
@@ -117,7 +130,7 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> 
     bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
     compiled = compiled if needed <= available else None
-    return Plan(o, mesh, kinds, gradients, compiled, needed, available, bounds, flops, mfu)
+    return Plan(o, mesh, kinds, gradients, compiled, needed, available, bounds, flops, mfu, chip)
 
 
 def _bytes(program: Program) -> tuple[dict[str, int], int]:

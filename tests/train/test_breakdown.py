@@ -1,0 +1,153 @@
+"""A step by kind: FLOPs, bytes and runs of the kernels in programs whose counts are known."""
+# ruff: noqa: E501 (lines of HLO are long)
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from train.plan import breakdown
+from train.plan.ahead import Program, compile_ahead
+from train.plan.breakdown import Kernel, kernels
+from train.plan.chips import CHIPS
+from zoo.mesh import make_mesh
+
+
+def test_a_loop_of_products():
+    """Six products in a loop, then the optimizer, which is told by its scope."""
+    place = jax.NamedSharding(make_mesh("fsdp=1", jax.devices()[:1]), jax.P())
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+
+    def step(weights, x):
+        y = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+        with jax.named_scope("optimizer"):
+            return weights - 0.1 * jnp.sum(y)
+
+    program = Program(jax.jit(step), (array(6, 64, 64), array(32, 64)), {})
+    found = breakdown.parts(compile_ahead(program, place.mesh).kernels, CHIPS["h200"])
+    assert list(found) == [kind for kind in breakdown.ORDER if kind in found]
+    products = found[breakdown.PRODUCTS]
+    assert (products.flops, products.kernels) == (6 * 2 * 32 * 64 * 64, 6)
+    assert 6 * 4 * (32 * 64 + 64 * 64 + 32 * 64) <= products.bytes <= 6 * 4 * (2 * 32 * 64 + 6 * 64 * 64)
+    assert found[breakdown.OPTIMIZER].bytes == pytest.approx(2 * 4 * 6 * 64 * 64, rel=0.01)
+    assert found[breakdown.OPTIMIZER].flops == 0
+
+
+TEXT = """HloModule jit_step
+
+%update (a: bf16[4,8,64], b: bf16[8,64], n: s32[]) -> bf16[4,8,64] {
+  %a = bf16[4,8,64]{2,1,0} parameter(0)
+  %b = bf16[8,64]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %same = bf16[1,8,64]{2,1,0} bitcast(%b)
+  ROOT %new = bf16[4,8,64]{2,1,0} dynamic-update-slice(%a, %same, %n, %zero, %zero)
+}
+
+%slice (p0: f32[4,8,64], p1: s32[]) -> bf16[8,64] {
+  %p0 = f32[4,8,64]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %none = s32[] constant(0)
+  %part = f32[1,8,64]{2,1,0} dynamic-slice(%p0, %p1, %none, %none), dynamic_slice_sizes={1,8,64}
+  %flat = f32[8,64]{1,0} bitcast(%part)
+  ROOT %low = bf16[8,64]{1,0} convert(%flat)
+}
+
+%summed (q0: f32[4,8,64], q1: s32[], q2: bf16[8,64]) -> bf16[8,64] {
+  %q0 = f32[4,8,64]{2,1,0} parameter(0)
+  %q1 = s32[] parameter(1)
+  %q2 = bf16[8,64]{1,0} parameter(2)
+  %read = bf16[8,64]{1,0} fusion(%q0, %q1), kind=kLoop, calls=%slice
+  ROOT %sum = bf16[8,64]{1,0} add(%read, %q2)
+}
+
+%scattered (t: f32[100,64], i: s32[8,1], u: f32[8,64]) -> f32[100,64] {
+  %t = f32[100,64]{1,0} parameter(0)
+  %i = s32[8,1]{1,0} parameter(1)
+  %u = f32[8,64]{1,0} parameter(2)
+  ROOT %all = f32[100,64]{1,0} scatter(%t, %i, %u), to_apply=%add
+}
+
+%body (p: (s32[], f32[4,8,64], bf16[4,8,64], bf16[4,16,8,64])) -> (s32[], f32[4,8,64], bf16[4,8,64], bf16[4,16,8,64]) {
+  %p = (s32[], f32[4,8,64]{2,1,0}, bf16[4,8,64]{2,1,0}, bf16[4,16,8,64]{3,2,1,0}) parameter(0)
+  %cut = bf16[8,64]{1,0} fusion(%p#1, %p#0), kind=kLoop, calls=%slice
+  %put = bf16[4,8,64]{2,1,0} fusion(%p#2, %cut, %p#0), kind=kLoop, calls=%update
+  %rows = bf16[8,16]{1,0} custom-call(%cut, %p#3), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/ragged_dot_out/pallas_call"}
+  ROOT %r = (s32[], f32[4,8,64]{2,1,0}, bf16[4,8,64]{2,1,0}, bf16[4,16,8,64]{3,2,1,0}) tuple(%n, %p#1, %put, %p#3)
+}
+
+%wrapped (w: f32[1000]) -> f32[1000] {
+  %w = f32[1000]{0} parameter(0)
+  ROOT %copied = f32[1000]{0} copy(%w)
+}
+
+%keep (k: f32[1000]) -> f32[1000] {
+  %k = f32[1000]{0} parameter(0)
+}
+
+%learn (l: f32[1000]) -> f32[1000] {
+  %l = f32[1000]{0} parameter(0)
+  ROOT %less = f32[1000]{0} negate(%l), metadata={op_name="jit(step)/cond/branch_1_fun/optimizer/neg"}
+}
+
+ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> s32[] {
+  %q = bf16[2,32,4,16]{3,2,1,0} parameter(0)
+  %k = bf16[2,32,2,16]{3,2,1,0} parameter(1)
+  %v = bf16[2,32,2,16]{3,2,1,0} parameter(2)
+  %f = f32[1000]{0} parameter(3)
+  %nothing = bf16[] constant(0)
+  %one = s32[] constant(1)
+  %low = bf16[8,64]{1,0} parameter(9)
+  %ids = s32[8,1]{1,0} parameter(10)
+  %zeros = bf16[4,8,64]{2,1,0} broadcast(%nothing), dimensions={}
+  %while = (s32[], f32[4,8,64]{2,1,0}, bf16[4,8,64]{2,1,0}, bf16[4,16,8,64]{3,2,1,0}) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  %more = bf16[8,64]{1,0} fusion(%while#1, %one, %low), kind=kLoop, calls=%summed
+  %out = (f32[2,32,4,16]{3,2,1,0}, f32[2,4,32]{2,1,0}) custom-call(%q, %k, %v), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/attention_forward/pallas_call"}
+  %dkv = (bf16[2,32,2,16]{3,2,1,0}, bf16[2,32,2,16]{3,2,1,0}) custom-call(%q, %k, %v, %out#1), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/attention_dkv/pallas_call"}
+  %library = bf16[2,32,4,16]{3,1,2,0} custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","32","32"]}}}
+  %stated = bf16[2,4,32,16]{3,2,1,0:T(8,128)S(1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/attention_dq/pallas_call"}, backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"7","flops":"1000"}}}
+  %product = (bf16[64,2]{1,0}, s8[4096]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["1"]}}}
+  %x = bf16[8,64]{1,0} parameter(4)
+  %y = bf16[2,8]{1,0} parameter(5)
+  %far = bf16[8,16,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf
+  %a = bf16[8,16,4]{2,1,0} parameter(6)
+  %b = bf16[8,4,32]{2,1,0} parameter(7)
+  %table = f32[100,64]{1,0} fusion(%table, %ids, %new), kind=kInput, calls=%scattered
+  %new = f32[8,64]{1,0} parameter(8)
+  %start = ((f32[1000]{0}), f32[1000]{0}, u32[]) async-start(%f), calls=%wrapped
+  %done = f32[1000]{0} async-done(%start)
+  %either = f32[1000]{0} conditional(%true, %f, %f), branch_computations={%keep, %learn}
+  %gathered = f32[4000]{0} all-gather(%f), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+"""
+
+
+def test_every_kind_of_kernel():
+    found = kernels(TEXT, seen=0.5)
+    part, layer, head = 8 * 64, 16 * 8 * 64, 2 * 32 * 2 * 16
+    pairs = 2 * 4 * 32 * 32 * 16
+    known = [
+        Kernel(breakdown.COPIES, 0, 2 + 2 * 4 * part, 1),  # the zeros
+        Kernel(breakdown.COPIES, 0, 4 * part + 4 + 2 * part, 4),  # of four layers, one is read and rounded
+        Kernel(breakdown.COPIES, 0, 2 * part + 4 + 2 * part, 4),  # and one is written in place
+        Kernel(breakdown.GROUPED, 2 * 8 * 64 * 16, 2 * (part + layer + 8 * 16), 4, 0.45),
+        Kernel(breakdown.ELEMENTWISE, 0, 4 * part + 4 + 2 * 2 * part, 1),
+        Kernel(breakdown.FORWARD, 2 * pairs, 2 * 4 * head + 4 * (2 * head + 2 * 4 * 32), 1, 0.40),
+        Kernel(breakdown.BACKWARD, 4 * pairs, 2 * 6 * head + 4 * 2 * 4 * 32, 1, 0.44),
+        Kernel(breakdown.BACKWARD, 5 * pairs, 2 * 6 * head, 1, 0.54),
+        Kernel(breakdown.BACKWARD, 500, 2 * 2 * head, 1, 0.39),  # the result stays in fast memory
+        Kernel(breakdown.PRODUCTS, 2 * 64 * 2 * 8, 2 * (8 * 64 + 2 * 8 + 64 * 2) + 4096, 1),
+        Kernel(breakdown.PRODUCTS, 2 * 8 * 16 * 32 * 4, 2 * 8 * (16 * 4 + 4 * 32 + 16 * 32), 1),
+        Kernel(breakdown.SCATTERS, 0, 3 * 4 * part + 4 * 8, 1),
+        Kernel(breakdown.COPIES, 0, 8000, 1),
+        Kernel(breakdown.OPTIMIZER, 0, 8000, 1),
+    ]
+    assert [tuple(kernel) for kernel in found] == [tuple(kernel) for kernel in known]
+
+
+def test_seconds():
+    chip = CHIPS["h200"]
+    assert Kernel(breakdown.PRODUCTS, 702e12, 1.0, 1).seconds(chip) == pytest.approx(1, rel=0.01)
+    assert Kernel(breakdown.FORWARD, 395.6e12, 1.0, 1, 0.4).seconds(chip) == pytest.approx(1)
+    assert Kernel(breakdown.COPIES, 0.0, 4.2e12, 1).seconds(chip) == pytest.approx(1)
+    twice = breakdown.parts([Kernel(breakdown.COPIES, 0.0, 4.2e12, 2), Kernel(breakdown.COPIES, 0.0, 4.2e12, 1)], chip)
+    assert twice == {breakdown.COPIES: pytest.approx((0, 12.6e12, 3, 3))}
