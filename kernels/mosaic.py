@@ -29,8 +29,8 @@ def refusal(dtype: DTypeLike) -> str | None:
         return "it cannot be interpreted: JAX's interpreter takes no product whose left side is in registers"
     if not any(name in kind for name in HOPPER):
         return f"it is for NVIDIA's Hopper GPUs, and this is a {kind}"
-    if jax.__version_info__ < (0, 12):
-        return f"it needs jax 0.12 or newer, and this is {jax.__version__}"
+    if jax.__version_info__ < (0, 11, 2):
+        return f"it needs jax 0.11.2 or newer, and this is {jax.__version__}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 and float16, not {jnp.dtype(dtype)}"
     return None
@@ -90,8 +90,10 @@ def launch(
 ) -> Any:
     """Runs `kernel(*operands, *results, **scratch)`, which gets Refs, in three warpgroups for each index of the grid.
 
-    The grid's first axis runs fastest. exp2 is the GPU's own instruction, exact to 22 bits.
+    The grid's first axis runs fastest. exp2 is the GPU's own instruction, exact to 22 bits. jax 0.11 takes no estimate
+    of the cost, which only tells XLA's scheduler how long a kernel takes.
     """
+    estimate: dict[str, Any] = {"cost_estimate": cost} if jax.__version_info__ >= (0, 12) else {}
     return plgpu.kernel(
         kernel,
         out_type=results,
@@ -102,7 +104,7 @@ def launch(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        cost_estimate=cost,
+        **estimate,
     )(*operands)
 
 

@@ -292,7 +292,7 @@ def _store_part(slot: Any, block: Array, ref: Any, row: Array, column: Array, fi
     for i in range(block.shape[1] // WIDTH):
         columns, start = pl.ds(column + i * WIDTH, WIDTH), first
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.store(slot, block[:, i * WIDTH : (i + 1) * WIDTH], optimized=False)  # untiled: it may be cut at any row
+        slot[...] = block[:, i * WIDTH : (i + 1) * WIDTH]  # untiled: it may be cut at any row
         plgpu.commit_smem()
         for size in (32, 16, 8, 4, 2, 1):
 
