@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kernels import dispatch
 from kernels.dispatch import explain, prefer
-from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, sliding
+from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, counted, sliding
 from kernels.matmul import fp8_matmul, int8_matmul
 from kernels.mesh import split_attention
 
@@ -30,6 +30,7 @@ __all__ = [
     "Tokens",
     "Window",
     "attention",
+    "counted",
     "cross_entropy",
     "decode_attention",
     "explain",
@@ -87,7 +88,7 @@ def attention(
         kv, at = at if kv is None else kv, jax.tree.map(lambda ids: ids[:, 0], at)
         return decode_attention(q[:, 0], k, v, at, kv, scale=scale, mask=mask, softcap=softcap, sinks=sinks)[:, None]
     _check(q, k, v)
-    q_tokens, kv_tokens = _tokens(at, q.shape[1]), _tokens(at if kv is None else kv, k.shape[1])
+    q_tokens, kv_tokens = _tokens(at, q.shape[1], mask), _tokens(at if kv is None else kv, k.shape[1], mask)
     mask = _complete(mask, q_tokens, kv_tokens)
     first = "reference" if max(q.shape[1], k.shape[1]) <= 128 else None
     attend = functools.partial(
@@ -122,8 +123,8 @@ def decode_attention(
     """
     q = q[:, None]
     _check(q, k, v)
-    q_tokens = _tokens(jax.tree.map(lambda ids: ids[:, None], at), 1)
-    kv_tokens = _tokens(Tokens() if kv is None else kv, k.shape[1])
+    q_tokens = _tokens(jax.tree.map(lambda ids: ids[:, None], at), 1, mask)
+    kv_tokens = _tokens(Tokens() if kv is None else kv, k.shape[1], mask)
     mask = _complete(mask, q_tokens, kv_tokens)
 
     def attend(q: Array, *args: Any, **kwargs: Any) -> Array:
@@ -224,9 +225,11 @@ def _check(
         raise ValueError(f"The query heads ({q.shape[2]}) must be a multiple of the key/value heads ({k.shape[2]}).")
 
 
-def _tokens(at: Tokens, length: int) -> Tokens:
+def _tokens(at: Tokens, length: int, mask: Mask) -> Tokens:
     """Casts the ids to int32 and fills in positions, as masks expect them."""
     segments, spans = (None if ids is None else ids.astype(jnp.int32) for ids in (at.segments, at.spans))
+    if at.positions is None and segments is not None and Chunk in mask:
+        return Tokens(counted(segments), segments, spans)  # chunks, unlike windows, count from a document's start
     if at.positions is None:
         indices: Any = np.arange(length, dtype=np.int32)[None]  # numpy: that is how Tokens.in_order knows them
         return Tokens(indices, segments, spans)

@@ -21,11 +21,12 @@ class Tokens(NamedTuple):
     The arrays are [batch, seq], or broadcast to that.
 
     - `positions`: the order of a row's tokens. Masks compare them, and they choose the slots of a cache. They count
-      from 0, and may restart in packed documents; padding has negative ones. None: the tokens' indices.
+      from 0, and may restart in packed documents; padding has negative ones. None: tokens are in order, and those of
+      each document count from 0 (`counted`). Prefer that where it is so: the fastest kernels need to know it.
     - `segments`: numbers of the documents packed into a row, which do not see each other. None: one document a row.
     - `spans`: ids of tokens that see each other both ways, for masks with `Spans()`. None: there are none.
-    - `rotary`: the coordinates by which rotary embeddings turn, [batch, seq, axes], where they are not the
-      positions, as for the patches of an image. Kernels do not read them.
+    - `rotary`: the coordinates by which rotary embeddings turn, where they are not the positions: [batch, seq], or
+      [batch, seq, axes] as for the patches of an image. Kernels do not read them.
     """
 
     positions: Int[Array, "..."] | None = None
@@ -35,7 +36,7 @@ class Tokens(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether positions are the indices, which `kernels.attention` keeps in numpy: they are known when tracing."""
+        """Whether masks compare indices, which `kernels.attention` keeps in numpy: they are known when tracing."""
         return isinstance(self.positions, np.ndarray)
 
 
@@ -196,6 +197,17 @@ class Or(Mask):
 
     def __contains__(self, kind: type[Mask]) -> bool:
         return kind in self.a or kind in self.b
+
+
+def first_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns for each token the index at which its document starts. Each document's tokens are neighbours."""
+    start = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(start, jnp.arange(segments.shape[1])[None], 0), axis=1)
+
+
+def counted(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns the positions of tokens that are in order: they count from 0 in each document."""
+    return jnp.arange(segments.shape[1])[None] - first_of_document(segments)
 
 
 def sliding(window: int | None) -> Mask:

@@ -113,6 +113,15 @@ def put_batch(
     return put
 
 
+def positions_of(batch: Mapping[str, Shaped[Array, "batch seq ..."]]) -> Int[Array, "batch seq"] | None:
+    """The positions of a batch's tokens, or None where tokens are in order, as they are unless `put_batch` moved them.
+
+    Positions that are in order count from 0 in each document, as the batch's do. Attention's fastest kernels need to
+    know while they are traced that tokens are in order, and arrays cannot tell them.
+    """
+    return batch["positions"] if split(CONTEXT) > 1 else None
+
+
 def token_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays [batch, seq, ...]."""
     return NamedSharding(mesh, P(BATCH, CONTEXT))

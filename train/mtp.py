@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 import kernels
-from train.mesh import next_token
+from train.mesh import next_token, positions_of
 from zoo.nn.model import AbstractModel
 from zoo.nn.mtp import module_of
 
@@ -43,7 +43,7 @@ def mtp_loss(
     """
     targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
     mtp, embed_tokens = module_of(model)
-    y, _, report = mtp(x, embed_tokens(targets), None, kernels.Tokens(batch["positions"], segments))
+    y, _, report = mtp(x, embed_tokens(targets), None, kernels.Tokens(positions_of(batch), segments))
     both = mask & next_token(mask) & (segments == next_token(segments))
     total, found = losses(y, next_token(targets), both.astype(jnp.int32))
     return total, found["loss"], report

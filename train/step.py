@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, Num, Shaped
 
 import kernels
+from train.mesh import positions_of
 from train.microbatches import split, summed
 from train.mtp import mtp_loss
 from train.neftune import noisy
@@ -49,7 +50,7 @@ class Objective(Protocol):
 
 def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
     """The features of a batch's tokens, and what the layers reported."""
-    x, _, reports = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
+    x, _, reports = model.hidden(batch["tokens"], positions=positions_of(batch), segments=batch["segments"])
     return x, reports
 
 

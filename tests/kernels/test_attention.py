@@ -78,6 +78,18 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation):
     assert all(a < 1.5 * b for a, b in zip([out, *gradients[:3]], theirs[:4], strict=True))
 
 
+def test_tokens_in_order_need_no_positions():
+    """Those of each document count from 0, which chunks can tell from indices."""
+    x, options = arrays(seq=20), packed([7, 1, 9, 3], [0, 4, 12, 4])
+    segments = options["q_segments"]
+    assert np.array_equal(kernels.counted(jnp.asarray(segments)), options["q_positions"])
+    for mask in (Causal(), sliding(5), Causal() & Chunk(4)):
+        expected = run("reference", *x, mask=mask, **options)
+        assert (
+            np.max(errors(run("reference", *x, mask=mask, q_segments=segments, kv_segments=segments), expected)) < 1e-6
+        )
+
+
 def runs_of(values, length):
     """Two rows of integers that change now and then, as segments and positions do, but in no order."""
     runs = st.lists(st.tuples(values, st.integers(1, 60)), min_size=1, max_size=12)

@@ -19,14 +19,14 @@ init_cache = eqx.filter_jit(lambda model, batch, length: model.init_cache(batch,
 decode = eqx.filter_jit(lambda model, tokens, cache, positions: model.decode(tokens, cache, positions=positions))
 
 
-def packed(model, tokens=TOKENS, positions=POSITIONS, segments=SEGMENTS):
-    """Logits, what they are of, and the routers' reports."""
-    return _packed(model, tokens, positions, segments)
+def packed(model, tokens=TOKENS, segments=SEGMENTS):
+    """Logits of rows whose documents are in order, what they are of, and the routers' reports."""
+    return _packed(model, tokens, segments)
 
 
 @eqx.filter_jit
-def _packed(model, tokens, positions, segments):
-    x, _, reports = model.hidden(tokens, positions=positions, segments=segments)
+def _packed(model, tokens, segments):
+    x, _, reports = model.hidden(tokens, segments=segments)
     return model.unembed(x), x, reports
 
 

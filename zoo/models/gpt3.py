@@ -22,6 +22,7 @@ from kernels.mesh import split_lookup
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.rope import coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -193,7 +194,7 @@ class Model(AbstractModel):
         x = self.wte(tokens)
         if positions is None:
             self._check(x.shape[1])
-        x += split_lookup(self.wpe.weight, jnp.arange(x.shape[1])[None] if positions is None else positions)
+        x += split_lookup(self.wpe.weight, coordinates(Tokens(positions, segments), x.shape[1]))
         x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
         return self.ln_f(x), cache, reports
 

@@ -26,7 +26,7 @@ from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf
-from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling
+from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -108,7 +108,7 @@ class Temperature:
     floor: int
 
     def __call__(self, q: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
-        positions = jnp.arange(q.shape[1])[None] if at.positions is None else jnp.maximum(at.positions, 0)
+        positions = jnp.maximum(coordinates(at, q.shape[1]), 0)
         factor = 1 + self.scale * jnp.log1p(((positions + 1) // self.floor).astype(jnp.float32))
         return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
 

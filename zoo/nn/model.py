@@ -87,9 +87,11 @@ class AbstractModel(eqx.Module):
             tokens: ids.
             cache: what earlier calls left, from `init_cache`. None: these tokens are all there is, and the new
                 cache is None.
-            positions: None means 0, 1, 2, ...; negative ones are padding, which a cache does not keep.
+            positions: None means 0, 1, 2, ..., and with `segments` from 0 in each document; negative ones are padding,
+                which a cache does not keep. Give them only where tokens are in another order: attention's fastest
+                kernels need to know that tokens are in order.
             segments: numbers of the documents packed into a row, which do not see each other; 0 is padding, which no
-                report counts.
+                report counts. The tokens of each document are neighbours.
         """
 
     @abc.abstractmethod

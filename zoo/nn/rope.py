@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels import Tokens
+from kernels import Tokens, counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,11 +219,14 @@ class InterleavedRotary(AbstractRotary):
 
 
 def coordinates(at: Tokens, seq: int) -> Int[Array, "batch seq"]:
-    """Returns the coordinates by which tokens along one axis are rotated: their positions.
+    """Returns the coordinates by which tokens along one axis are rotated: their positions, or `at.rotary` if given.
 
     Raises:
-        ValueError: if they have rotary coordinates of their own, of several axes.
+        ValueError: if they have rotary coordinates of several axes.
     """
-    if at.rotary is not None:
+    if at.rotary is not None and at.rotary.ndim == 3:
         raise ValueError("These rotary embeddings rotate by positions, not by coordinates of several axes.")
-    return jnp.arange(seq)[None] if at.positions is None else at.positions
+    given = at.positions if at.rotary is None else at.rotary
+    if given is None and at.segments is not None:
+        return counted(at.segments)
+    return jnp.arange(seq)[None] if given is None else given

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from kernels import Tokens, mesh
+from kernels import Tokens, counted, mesh
 from zoo.nn.cache import AbstractCache
 from zoo.nn.pipeline import pipeline
 
@@ -162,6 +162,8 @@ class Stack(eqx.Module):
     def _run(
         self, x: Float[Array, "batch seq embed"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        if at.positions is None and at.segments is not None and at.rotary is None:
+            at = at._replace(rotary=counted(at.segments))  # once, and not in every layer
         arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
         staged = mesh.split(mesh.STAGE) > 1
