@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.nn.layers import Embedding
-from zoo.surgery import modules
+from zoo.nn.model import AbstractModel
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound=AbstractModel)
 
 
 class NoisyEmbedding(eqx.Module):
@@ -37,7 +37,7 @@ def noisy(model: T, segments: Int[Array, "batch seq"], *, alpha: float, keys: Ke
     The model that it returns is for a batch with these `segments`; `keys` are one a row. This is the paper's
     algorithm 1, whose alphas are 5, 10 and 15.
     """
-    tokens = lambda m: next(modules(m, Embedding))[1]  # a second one, if there is one, is of positions
     lengths = jax.vmap(lambda row: jnp.bincount(row, length=row.size + 1)[row])(segments)
-    size = alpha * jax.lax.rsqrt(lengths.astype(jnp.float32) * tokens(model).weight.shape[1])
-    return eqx.tree_at(tokens, model, NoisyEmbedding(tokens(model), size, keys))
+    table = model.embed_tokens
+    size = alpha * jax.lax.rsqrt(lengths.astype(jnp.float32) * table.weight.shape[1])
+    return eqx.tree_at(lambda m: m.embed_tokens, model, NoisyEmbedding(table, size, keys))

@@ -35,6 +35,7 @@ class Given(AbstractModel):
 
     logits: Any
     config: Any = None
+    embed_tokens: Any = None
     layers: Any = None
 
     def init_cache(self, batch, length, dtype):
@@ -99,6 +100,7 @@ class Bigram(AbstractModel):
 
     table: jax.Array
     config: Any = None
+    embed_tokens: Any = None
     layers: Any = None
 
     def init_cache(self, batch, length, dtype):

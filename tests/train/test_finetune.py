@@ -1,6 +1,7 @@
 """Fine-tuning: noise, mixtures and patience; scripts run in process."""
 
 import json
+from typing import Any
 
 import equinox as eqx
 import grain
@@ -22,6 +23,7 @@ from train.optim import adamw
 from train.state import abstract_state, init_state
 from train.step import cross_entropy, train_step
 from zoo.nn.layers import Embedding
+from zoo.nn.model import AbstractModel
 from zoo.surgery import modules
 
 
@@ -52,6 +54,30 @@ def test_noise_is_bounded_by_the_length_of_the_document(name, tmp_path):
     assert abs(relative.mean()) < 0.05 and abs(relative.std() - 3**-0.5) < 0.05
     x = jax.random.normal(jax.random.key(1), (2, 3, noise.shape[-1]))
     assert (after[path].attend(x) == before[path].attend(x)).all()
+
+
+class PositionsFirst(AbstractModel):
+    """A model whose first embedding is of positions."""
+
+    positions: Embedding
+    embed_tokens: Embedding
+    config: Any = None
+    layers: Any = None
+
+    def init_cache(self, batch, length, dtype):
+        raise NotImplementedError
+
+    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
+        return self.embed_tokens(tokens), None, ()
+
+    def unembed(self, x):
+        return x
+
+
+def test_noise_is_on_tokens_whichever_embedding_comes_first():
+    first, second = (Embedding(8, 4, key=jax.random.key(n)) for n in range(2))
+    model = noisy(PositionsFirst(first, second), SEGMENTS, alpha=5.0, keys=jax.random.split(jax.random.key(0)))
+    assert isinstance(model.embed_tokens, NoisyEmbedding) and isinstance(model.positions, Embedding)
 
 
 @pytest.fixture(scope="module")

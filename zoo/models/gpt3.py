@@ -183,6 +183,11 @@ class Model(AbstractModel):
         self.layers = Stack(lambda n, *, key: Block(c, key=key), ["full"] * c.n_layer, key=layers)
         self.ln_f = LayerNorm(c)
 
+    @property
+    def embed_tokens(self) -> Embedding:
+        """`wte`, by the name of the contract."""
+        return self.wte
+
     def hidden(
         self,
         tokens: Int[Array, "batch seq"],

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from zoo.nn.layers import Embedding
 from zoo.nn.stack import Caches, Reports, Stack
 
 
@@ -66,10 +67,11 @@ def causal_keys(seq: int, window: int | None = None) -> float:
 class AbstractModel(eqx.Module):
     """A family's `Model`: `logits = model(tokens)`.
 
-    `layers` are the decoder's, and `config` is static.
+    `embed_tokens` is the embedding of tokens, `layers` are the decoder's, and `config` is static.
     """
 
     config: eqx.AbstractVar[AbstractConfig]
+    embed_tokens: eqx.AbstractVar[Embedding]
     layers: eqx.AbstractVar[Stack]
 
     @abc.abstractmethod

@@ -45,7 +45,6 @@ class AbstractMTP(eqx.Module):
 class AbstractMTPModel(AbstractModel):
     """A model that has the module if it is made with the part "mtp"."""
 
-    embed_tokens: eqx.AbstractVar[Embedding]
     mtp: eqx.AbstractVar[AbstractMTP | None]
 
 
