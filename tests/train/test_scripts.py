@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -275,6 +276,37 @@ def test_pretrain(words, capsys):
     assert len(losses(out)) == 2 and "zoo.load" in capsys.readouterr().out
     assert [line["step"] for line in metrics(out) if "validation_loss" in line] == [0, 2]
     assert zoo.load(out / "model").config == zoo.config(words / "model")
+
+
+def test_mtp_weight(base, monkeypatch):
+    """The scripts train the module for the token after the next, and give its loss that weight."""
+    model, got = tiny.write(base / "further", "deepseek3"), []
+    tiny.write_tokenizer(model)
+    monkeypatch.setattr(loop, "run", lambda o, trained, task, *_: got.append((trained.abstract, task.objective)))
+    more = ("--model", model, "--mtp-weight", 0.25)
+    command("train.pretrain", *options(base, base / "pretrain", *more))
+    command("train.sft", *options(base, base / "sft", *more))
+    batch = {name: jax.ShapeDtypeStruct((2, 8), int) for name in ("tokens", "targets", "segments", "positions")}
+    batch["loss_mask"] = batch["tokens"]
+    for abstract, objective in got:
+        sums = eqx.filter_eval_shape(objective, abstract, batch)[2]
+        assert "mtp_loss" in sums and objective.keywords["mtp_weight"] == 0.25
+    assert len(got) == 2
+
+
+@pytest.mark.slow
+def test_mtp_learns(base):
+    """The module for the token after the next is made, learns, and is exported. Without decay it changes only by its
+    own loss."""
+    model, out = tiny.write(base / "further", "deepseek3", num_hidden_layers=1, first_k_dense_replace=1), base / "mtp"
+    tiny.write_tokenizer(model)
+    more = ("--steps", 1, "--weight-decay", 0, "--mtp-weight", 0.3, "--router-balance", 0, "--sample-tokens", 0)
+    command("train.pretrain", *options(base, out, "--model", model, *more))
+    assert metrics(out)[-1]["mtp_loss"] > 0
+    config, where = zoo.config(model), lambda model: np.asarray(model.mtp.eh_proj.weight)
+    before = zoo.registry.family_of(config).init_model(config, key=jax.random.key(0), parts=("mtp",))
+    change = np.abs(where(zoo.load(out / "model", parts=("mtp",))) - where(before))
+    assert np.median(change) > 1e-3  # Adam's first step is about the learning rate, 0.01
 
 
 def test_options_in_python(untyped):
