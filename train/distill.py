@@ -40,30 +40,30 @@ class DistillOptions(finetune.FineTuningOptions):
     name: ClassVar[str] = "distill"
 
     teacher: str | None = None
-    """The larger model: a zoo name, a Hub repository org/name, or a folder. It must have the student's tokens."""
+    """Larger model: a zoo name, a Hub repository org/name, or a folder. It must have the student's tokens."""
     store: pathlib.Path | None = None
-    """A folder to write the teacher's logits to, for all --epochs of the data; nothing is trained."""
+    """Folder to write the teacher's logits to, for all --epochs of the data. Nothing is trained."""
     logits: pathlib.Path | None = None
-    """A folder that --store has written, to learn from in place of --data."""
+    """Folder that --store has written. The model learns from it instead of --data."""
     top_k: int = 64
-    """Logits of a token that --store keeps; six bytes each."""
+    """Number of logits of each token that --store keeps; six bytes each."""
     data: pathlib.Path = train.tiny.INSTRUCTIONS
     """A file (.jsonl, .json, .parquet, .txt, .array_record), or a folder of them, as for train.sft."""
     hold_out: float = 0.05
     """Fraction of the records to validate on, from the end, if the data has no validation files."""
     completions_only: bool = True
-    """Learn what the assistant says and completions, not prompts."""
+    """Learn completions and what the assistant says, but not prompts."""
     packing: Literal["fit", "off"] = "fit"
-    """Put several examples in a row, which do not see each other, or one each."""
+    """How examples are put into rows. fit: several in a row, which do not see each other. off: one in a row."""
     epochs: int = 1
-    """Times through the data, if --steps is 0."""
+    """Number of times through the data, if --steps is 0."""
     beta: float = 0.0
-    """The divergence: 0 is the forward KL(teacher || student), 1 the reverse, and in between they are mixed as in GKD.
-    Of stored logits there is the forward KL alone."""
+    """Kind of divergence. 0: the forward KL(teacher || student). 1: the reverse. In between: mixed as in GKD. Stored
+    logits allow the forward KL alone."""
     temperature: float = 1.0
-    """Both models' logits are divided by it; the loss is multiplied by its square (Hinton et al., 2015)."""
+    """Number that both models' logits are divided by. The loss is multiplied by its square (Hinton et al., 2015)."""
     weight: float = 1.0
-    """Of the divergence; the rest, up to 1, is the weight of the data's own next tokens."""
+    """Weight of the divergence, from 0 to 1. The rest is the weight of the cross-entropy of the data's own tokens."""
 
 
 def objective(

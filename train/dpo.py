@@ -79,19 +79,20 @@ class DPOOptions(finetune.FineTuningOptions):
     record say what it is: chosen and rejected, and prompt unless they share their beginning; or, for kto alone, prompt,
     completion and label."""
     loss: Literal[tuple(LOSSES)] = "dpo"  # pyright: ignore[reportInvalidTypeForm]
-    """dpo, ipo and orpo compare two completions, orpo without a reference model. kto learns from each by itself."""
+    """Loss. dpo, ipo and orpo compare two completions, orpo without a reference model. kto judges each by itself."""
     beta: float = 0.1
-    """How much it costs to leave the reference model; IPO's tau. ORPO's lambda: what the comparison weighs."""
+    """Strength with which the model is kept near the reference; the tau of ipo. For orpo, which has no reference, the
+    weight of the comparison (its lambda)."""
     label_smoothing: float = 0.0
-    """The part of the preferences that are thought to be wrong, for dpo (conservative DPO)."""
+    """Fraction of the preferences that are assumed to be wrong, for dpo (conservative DPO)."""
     desirable_weight: float = 1.0
-    """What desirable completions weigh, for kto."""
+    """Weight of desirable completions, for kto."""
     undesirable_weight: float = 1.0
-    """What undesirable completions weigh, for kto: the two should be in inverse proportion to how many there are."""
+    """Weight of undesirable completions, for kto. Both should be in inverse proportion to their numbers."""
     hold_out: float = 0.05
     """Fraction of the records to validate on, from the end, if the data has no validation files."""
     epochs: int = 0
-    """Times through the data, if --steps is 0. 0: 1, but 4 for the embedded preferences."""
+    """Number of times through the data, if --steps is 0. 0: 1, but 4 for the embedded preferences."""
 
 
 def objective(

@@ -45,35 +45,36 @@ class GRPOOptions(finetune.FineTuningOptions):
     r"""Functions of completions: exact or number (against the record's answer), python (runs code with the record's
     tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""
     reward_weights: tuple[float, ...] = ()
-    """What each of several rewards weighs. Without weights each weighs 1."""
+    """Weight of each of several rewards. Without weights each has 1."""
     prompts: int = 8
-    """Prompts of a step."""
+    """Number of prompts of a step."""
     group: int = 8
-    """Completions of each prompt."""
+    """Number of completions of each prompt."""
     max_new_tokens: int = 32
-    """Tokens of a completion, at most."""
+    """Largest number of tokens of a completion."""
     temperature: float = 1.0
-    """Of sampling; the probabilities that are trained are those at this temperature."""
+    """Temperature of sampling. The probabilities that are trained are those at this temperature, too."""
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
-    """What is averaged: a completion's tokens, then completions; all tokens; or all over completions of full length."""
+    """How losses of tokens are averaged. grpo: over a completion, then over completions. dapo: over all tokens.
+    dr_grpo: their sum is divided by completions times --max-new-tokens."""
     level: Literal["token", "sequence"] = "token"
-    """Whether ratios of probabilities are each token's, or those of whole completions (GSPO)."""
+    """What has a ratio of probabilities: each token, or each whole completion (GSPO)."""
     scale_rewards: bool = True
     """Divide advantages by the standard deviation of their group; Dr. GRPO does not."""
     epsilon: float = 0.2
-    """Ratios are clipped below 1 - epsilon, and above 1 + epsilon."""
+    """Distance from 1 at which ratios of probabilities are clipped, below and above."""
     epsilon_high: float = 0.0
-    """Above, if it is another: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above."""
+    """Distance above 1 at which they are clipped: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above. 0: --epsilon."""
     kl: float = 0.0
     """Weight of the divergence from the model that the run began with (GRPO's beta); 0.04 in DeepSeekMath."""
     iterations: int = 1
-    """Times that the completions of a step are learnt from; all but the first are off-policy."""
+    """Number of times that a step learns from its completions. All but the first are off-policy."""
     minibatches: int = 1
-    """Updates that each of these times is divided into."""
+    """Number of updates in each of these times."""
     rollout_batch: int = 64
-    """Completions that are sampled at a time."""
+    """Number of completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = "auto"
-    """Of keys and values while sampling; auto: --compute-dtype."""
+    """Data type of cached keys and values while sampling. auto: --compute-dtype."""
     steps: int = 100
     # Not to be chosen: a batch follows from --prompts, --group and --minibatches, and there is no validation.
     batch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0

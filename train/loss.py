@@ -1,7 +1,7 @@
 """The losses of post-training, as pure functions of arrays: preferences, policy gradients, distillation.
 
-Each says where its formula stands. `log` is natural, pi is the model that learns, ref the one that it starts from, and
-"log-probability" is that of a target token, or of a completion: the sum of its tokens'.
+Each docstring names the source of its formula. `log` is natural, pi is the model that learns, and ref the one that it
+starts from. The log-probability of a completion is the sum of those of its tokens.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,12 @@ Mask = Int[Array, "batch seq"] | Bool[Array, "batch seq"]
 
 
 def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> T:
-    """`function(*arrays)`, for about `chunk` tokens at a time on each device, the same positions of every sequence.
+    """Computes `function(*arrays)` in chunks of about `chunk` tokens on each device, so that logits need less memory.
 
-    `function` maps arrays [batch, size, ...] to such arrays, token by token. The backward pass computes each chunk
-    again, so of what is as wide as the vocabulary no more than a chunk is ever there. All arrays are [batch, seq, ...].
-    The gradient of what `function` closes over, such as the output head, is added up over the chunks in float32.
+    All arrays are [batch, seq, ...], and a chunk has the same positions of every sequence. `function` maps arrays
+    [batch, size, ...] to such arrays, token by token. The backward pass computes each chunk again, so only one chunk of
+    logits exists at a time. The gradient of what `function` closes over, such as the output head, is summed over the
+    chunks in float32.
     """
     batch, seq = arrays[0].shape[:2]
     chunks = Chunks.of(batch, seq, chunk)
@@ -47,7 +48,7 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
 def logprobs(
     unembed: Unembed, x: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"], *, chunk: int = 2048
 ) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
-    """The log-probability of each target, and the entropy of each distribution that it is of, in nats and float32.
+    """Computes each target's log-probability, and the entropy of the distribution at its position, in nats and float32.
 
     Gradients flow to `x` and to what `unembed` closes over. See `by_chunks`.
     """
@@ -67,9 +68,10 @@ def logprobs(
 def per_document(
     values: Float[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
 ) -> Float[Array, "batch documents"]:
-    """The sum of each document's values where `mask` is not 0; the others may be anything, even NaN.
+    """Sums each document's values where `mask` is not 0. Other values do not count, even if they are NaN.
 
-    Document d of a row has the tokens whose segment is d + 1; 0 is padding. `documents` are as many as a row can have.
+    Document d of a row has the tokens whose segment is d + 1; segment 0 is padding. `documents` is the largest number
+    of documents in a row.
     """
     here = (segments[:, None, :] == jnp.arange(1, documents + 1)[None, :, None]) & (mask != 0)[:, None, :]
     return jnp.sum(jnp.where(here, values[:, None, :], 0), axis=-1)
@@ -95,8 +97,8 @@ def dpo(
 def ipo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float) -> Float[Array, "*pairs"]:
     """Identity preference optimisation, arXiv:2310.12036, eq. 17: (chosen - rejected - 1 / (2 beta))^2.
 
-    The paper's tau is `beta`. Its log-ratios are sums over a completion; TRL, having asked the authors, takes the mean
-    of the completion's tokens, and so it is meant here: give log-ratios divided by lengths.
+    The paper's tau is `beta`. Give log-ratios divided by the lengths of the completions. The paper has their sums, but
+    TRL takes the mean over tokens after asking the authors, and so does this function.
     """
     return jnp.square(chosen - rejected - 1 / (2 * beta))
 
@@ -107,7 +109,7 @@ def orpo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, be
         -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)),   odds = p / (1 - p)
 
     where `chosen` and `rejected` are log p, the mean log-probability of a completion's tokens (eq. 1), and the paper's
-    lambda is `beta`. The first term is the completion's negative log-likelihood; TRL takes the prompt's tokens in too.
+    lambda is `beta`. The first term is the negative log-likelihood of the completion, in TRL of its prompt, too.
     """
     chosen, rejected = (jnp.minimum(a, -1e-7) for a in (chosen, rejected))  # the odds of certainty are infinite
     log_odds = lambda log_p: log_p - jnp.log(-jnp.expm1(log_p))
@@ -148,7 +150,7 @@ def kto_baseline(mismatched: Float[Array, "*completions"], present: Bool[Array, 
 
 
 def group_advantages(rewards: Float[Array, "prompts group"], *, scale: bool = True) -> Float[Array, "prompts group"]:
-    """How much better a completion's reward is than the mean of its prompt's group, in standard deviations.
+    """Computes how far a completion's reward is above the mean of its prompt's group, in standard deviations.
 
     GRPO, arXiv:2402.03300, section 4.1.2; without `scale`, Dr. GRPO, arXiv:2503.20783, section 3.2. As in TRL, the
     deviation is that of a sample (divided by group - 1), and 1e-4 is added to it.
@@ -167,11 +169,12 @@ def clipped_policy(
     epsilon_high: float = 0.2,
     level: Literal["token", "sequence"] = "token",
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
-    """Each token's -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), and whether the clip took hold.
+    """Computes each token's -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), and whether it is clipped.
 
-    The ratio is pi / old, of the model that learns to the one that has sampled: the token's own (GRPO,
-    arXiv:2402.03300, eq. 3; two epsilons: DAPO, arXiv:2503.14476, section 3.1), or at the level of the sequence the
-    geometric mean of its tokens' (GSPO, arXiv:2507.18071, eq. 5 and 7).
+    The ratio is pi / old: the probability under the model that learns, divided by that under the model that sampled.
+    With `level` "token" it is the token's own (GRPO, arXiv:2402.03300, eq. 3; two epsilons: DAPO, arXiv:2503.14476,
+    section 3.1). With "sequence" it is the geometric mean over the sequence's tokens (GSPO, arXiv:2507.18071,
+    eq. 5 and 7).
     """
     log_ratio = jnp.where(mask != 0, logps - old, 0)
     if level == "sequence":
@@ -183,7 +186,7 @@ def clipped_policy(
 
 
 def kl_k3(logps: Float[Array, "*batch"], reference: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Each token's unbiased estimate of KL(pi || ref), never negative: ref / pi - log(ref / pi) - 1.
+    """Estimates KL(pi || ref) from each token, without bias and never below 0: ref / pi - log(ref / pi) - 1.
 
     Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300, eq. 4. GRPO adds beta times it to the loss.
     """
@@ -197,12 +200,12 @@ def aggregate(
     *,
     max_length: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """A sum of tokens' losses, and a count: the sums of a batch's parts over their counts are the loss of the batch.
+    """Sums tokens' losses, and counts what the sum is divided by. Both add up over the parts of a batch.
 
     - "grpo": the mean of a sequence's tokens, then of sequences (arXiv:2402.03300, eq. 3).
-    - "dapo": the mean of all tokens (arXiv:2503.14476, section 3.3). Of what is to be looked at, too, such as the KL.
-    - "dr_grpo": the sum over tokens by the sequences times `max_length`, the tokens that a completion can have
-      (arXiv:2503.20783, section 3.2).
+    - "dapo": the mean of all tokens (arXiv:2503.14476, section 3.3).
+    - "dr_grpo": the sum over tokens, divided by the number of sequences times `max_length`, the largest number of
+      tokens of a completion (arXiv:2503.20783, section 3.2).
     """
     on = mask != 0
     lengths = jnp.sum(on, axis=1).astype(values.dtype)
@@ -229,9 +232,9 @@ def divergence(
     beta: float,
     temperature: float = 1.0,
 ) -> Float[Array, "*batch"]:
-    """Between two distributions given by their logits, which are divided by `temperature` first; in nats.
+    """Computes the divergence of two distributions in nats, from their logits divided by `temperature`.
 
-    `beta` 0 is the forward KL(teacher || student), 1 the reverse KL(student || teacher), and what lies between the
+    `beta` 0 gives the forward KL(teacher || student), and 1 the reverse KL(student || teacher). Between them it is the
     generalised Jensen-Shannon divergence of GKD, arXiv:2306.13649, eq. 1, with m = beta teacher + (1 - beta) student:
     beta KL(teacher || m) + (1 - beta) KL(student || m).
     """
@@ -252,10 +255,10 @@ def divergence_top_k(
     *,
     temperature: float = 1.0,
 ) -> Float[Array, "*batch"]:
-    """The forward KL(teacher || student) where of the teacher's logits only the k largest were kept, and their indices.
+    """Computes the forward KL(teacher || student) from the teacher's k largest logits, `values`, and their `indices`.
 
-    The teacher's distribution is the softmax of these alone: the rest of its mass is dealt out to them in proportion.
-    The student's is over the whole vocabulary, so it also learns to give the other words nothing.
+    The teacher's distribution is the softmax of these alone, which gives all other tokens a probability of 0. The
+    student's is over the whole vocabulary, so it also learns to give the other tokens nothing.
     """
     log_p = jax.nn.log_softmax(values.astype(jnp.float32) / temperature, axis=-1)
     log_q = jax.nn.log_softmax(student.astype(jnp.float32) / temperature, axis=-1)

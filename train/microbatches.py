@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Num
 
 
 T = TypeVar("T")
@@ -32,3 +33,9 @@ def summed(function: Callable[[Any], T], parts: Any) -> T:
         return total
     add = lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None)
     return jax.lax.scan(add, total, rest)[0]
+
+
+def per(count: Num[Array, ""], sums: T) -> T:
+    """Sums over a count, or as they are if that is 0."""
+    n = jnp.maximum(count, 1).astype(jnp.float32)
+    return jax.tree.map(lambda total: total / n.astype(total.dtype), sums)

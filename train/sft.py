@@ -31,18 +31,18 @@ class SFTOptions(LanguageModelingOptions, finetune.FineTuningOptions):
     """Files (.jsonl, .json, .parquet, .txt, .array_record), or folders of them, with train and valid files if they have
     any. The keys of a record say what it is: messages, conversations, prompt and completion, or text."""
     weights: tuple[float, ...] = ()
-    """Of several --data: their shares of the records, such as 0.7 0.3. An epoch has every record of all of them, and
-    repeats those of which there are too few. Without weights it has each once."""
+    """Share of each --data among the records, such as 0.7 0.3. An epoch has every record, and repeats those of which
+    there are too few. Without weights it has each record once."""
     hold_out: float = 0.05
     """Fraction of the records to validate on, from the end, where the data has no validation files."""
     completions_only: bool = True
-    """Learn what the assistant says and completions, not prompts."""
+    """Learn completions and what the assistant says, but not prompts."""
     packing: Literal["fit", "off"] = "fit"
-    """Put several examples in a row, which do not see each other, or one each."""
+    """How examples are put into rows. fit: several in a row, which do not see each other. off: one in a row."""
     epochs: int = 0
-    """Times through the data, if --steps is 0. 0: 3, but 8 for the embedded instructions."""
+    """Number of times through the data, if --steps is 0. 0: 3, but 8 for the embedded instructions."""
     neftune: float = 0.0
-    """Noise on the embeddings (NEFTune): the paper's alpha, 5 to 15. 0: none."""
+    """Size of the noise on the embeddings of tokens (NEFTune's alpha), such as 5 to 15. 0: no noise."""
 
 
 def main(o: SFTOptions) -> None:

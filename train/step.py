@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Key, Num, Shaped
 
 import kernels
 from train.mesh import positions_of
-from train.microbatches import split, summed
+from train.microbatches import per, split, summed
 from train.mtp import mtp_loss
 from train.neftune import noisy
 from train.router import mean_of_layers, router_loss, routings_of
@@ -24,7 +24,6 @@ from zoo.nn.stack import Reports
 from zoo.surgery import cast, with_remat
 
 
-T = TypeVar("T")
 Batch = Mapping[str, Shaped[Array, "batch seq ..."]]
 Remat = Callable[[Callable], Callable] | None
 Scalars = dict[str, Float[Array, ""]]
@@ -187,9 +186,3 @@ def jit_train_step(state: TrainState, **options: Any) -> Callable[..., tuple[Tra
     """
     places = jax.tree.map(lambda array: array.sharding, state)
     return jax.jit(functools.partial(train_step, **options), donate_argnums=0, out_shardings=(places, None))
-
-
-def per(count: Num[Array, ""], sums: T) -> T:
-    """Sums over a count, or as they are if that is 0."""
-    n = jnp.maximum(count, 1).astype(jnp.float32)
-    return jax.tree.map(lambda total: total / n.astype(total.dtype), sums)

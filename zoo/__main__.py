@@ -27,7 +27,7 @@ def verify(
         source: a zoo name, a Hub repository org/name, or a folder.
         html: the file for the report. None: NAME-verify.html beside the folder NAME, or in the current folder if SOURCE
             is not a folder.
-        tokens: how many random tokens to compare on. To test a sliding window, take more than its length.
+        tokens: number of random tokens to compare on. To test a sliding window, take more than its length.
         seed: random seed of those tokens.
     """
     folder = pathlib.Path(source).expanduser()

@@ -49,20 +49,20 @@ def chat(
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
         adapter: a folder with an adapter of the model, in PEFT's layout.
-        system: what the model is told before the conversation, if its template has a place for it.
-        max_new_tokens: tokens of a reply, at most.
+        system: system message before the conversation, if the model's template has a place for it.
+        max_new_tokens: largest number of tokens of a reply.
         temperature: 0 takes the likeliest token; higher values make replies more varied.
-        top_p: draw from the fewest tokens whose probabilities add up to top_p.
+        top_p: draw only from the fewest tokens whose probabilities add up to top_p, from 0 to 1.
         repetition_penalty: divides positive logits of tokens that the chat has, and multiplies their negative ones; 1
             is off, None takes that of the checkpoint's generation_config.json.
         presence_penalty: subtracted from the logit of each token that the reply has; from -2 to 2.
         frequency_penalty: subtracted once for each time that the reply has the token; from -2 to 2.
-        seed: of sampling; with the same seed, the same inputs get the same replies.
+        seed: random seed of sampling. With the same seed, the same inputs get the same replies.
         quantize: hold the layers' weights in 8 or 4 bits.
-        dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
+        dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
         draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
             own module for further tokens.
-        num_draft_tokens: how many tokens the draft proposes at a time.
+        num_draft_tokens: number of tokens that the draft proposes at a time.
         special_in_content: read control tokens, such as <|im_end|>, from the same letters in what you say, as
             transformers does.
     """

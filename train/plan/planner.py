@@ -41,29 +41,29 @@ class Options:
     names, v6e-8, v5litepod-16 or v5p-128; GPUs by their number, t4:1, l4:8, 4090:2, a100-40gb:8, a100:8, h100:8,
     h200:16 or b200:64."""
     mesh: str = "fsdp=-1"
-    """Devices by what they split, as for training."""
+    """Number of devices along each axis, as for training."""
     batch: int
-    """Rows of a step, on all devices together."""
+    """Number of rows of a step, on all devices together."""
     seq: int
-    """Tokens of a row; with --decode, positions of the cache."""
+    """Number of tokens of a row; with --decode, number of positions of the cache."""
     remat: Literal["none", "dots", "full", "offload"] = "full"
     """What the backward pass recomputes, as for training."""
     microbatches: int = 1
-    """Parts into which a step divides its rows, one after another."""
+    """Number of parts in which a step computes its rows, one after another."""
     optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
     """The optimizer, as for training."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Data type of the optimizer's moments, as for training."""
     lora: Lora = NONE
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """How frozen weights are kept, under adapters or with --decode: in bfloat16 (none), or quantised to eight or four
-    bits."""
+    """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
+    bits. nf4: four bits."""
     decode: bool = False
     """Plan the step that adds a token to each row, with weights in bfloat16, instead of training."""
     search: bool = False
     """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
     save: pathlib.Path | None = None
-    """Where to write the compiled step, for jax.experimental.serialize_executable.deserialize_and_load."""
+    """File to write the compiled step to, for jax.experimental.serialize_executable.deserialize_and_load."""
 
     @property
     def tokens(self) -> int:

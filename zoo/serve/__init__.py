@@ -44,18 +44,18 @@ def serve(
         adapter: a folder with an adapter of the model, in PEFT's layout.
         host: the address to listen on.
         port: the port to listen on.
-        batch: rows of the engine's batch: how many replies are written at the same time; others wait.
-        max_tokens: tokens of a prompt and its reply together, at most; the cache has room for so many in each row.
+        batch: number of replies that are written at the same time; others wait.
+        max_tokens: largest number of tokens of a prompt and its reply together. The cache has room for so many a reply.
         quantize: hold the layers' weights in 8 or 4 bits.
-        dtype: of the weights, float32, bfloat16 or float16; None for the checkpoint's.
-        mesh: the devices, by what they split, such as tensor=4 or fsdp=2,tensor=2; None for one device.
+        dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
+        mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
         draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
             own module for further tokens.
-        num_draft_tokens: how many tokens the draft proposes at a time.
+        num_draft_tokens: number of tokens that the draft proposes at a time.
         api_key: the key that requests must carry, as OpenAI's clients do; None takes the variable ZOO_API_KEY. Without
             either no key is needed.
         hosts: the names by which clients may call the server, beside localhost and --host; * for any.
-        grace: seconds that replies have to end after SIGTERM or Ctrl-C; then they are cut.
+        grace: seconds that replies may still take after SIGTERM or Ctrl-C; then they are cut.
         special_in_content: read control tokens, such as <|im_end|>, from the same letters in what users and tools say,
             as transformers does.
     """
