@@ -15,10 +15,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
 from kernels import dispatch
+from kernels.causal_conv import causal_conv
 from kernels.dispatch import explain, prefer
 from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, counted, sliding
 from kernels.matmul import fp8_matmul, int8_matmul
-from kernels.mesh import split_attention
+from kernels.mesh import split_attention, split_heads
+from kernels.sequence import begins, padding
 
 
 __all__ = [
@@ -30,9 +32,11 @@ __all__ = [
     "Tokens",
     "Window",
     "attention",
+    "causal_conv",
     "counted",
     "cross_entropy",
     "decode_attention",
+    "delta_rule",
     "explain",
     "fp8_matmul",
     "int8_matmul",
@@ -133,6 +137,56 @@ def decode_attention(
         )[:, None]
 
     return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)[:, 0]
+
+
+def delta_rule(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch seq heads dim"],
+    v: Float[Array, "batch seq v_heads v_dim"],
+    decay: Float[Array, "batch seq v_heads"] | Float[Array, "batch seq v_heads dim"],
+    beta: Float[Array, "batch seq v_heads"],
+    at: Tokens = Tokens(),  # noqa: B008 (a value)
+    *,
+    scale: float,
+    state: Float[Array, "batch v_heads dim v_dim"] | None = None,
+    erase: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
+    """Runs the gated delta rule (arXiv:2412.06464), a recurrence over tokens with a matrix as the state of each head:
+
+        S_t = A_t S_{t-1} + beta_t k_t (v_t - (A_t S_{t-1})^T k_t)^T,        out_t = scale * S_t^T q_t
+
+    `decay` is the logarithm of A_t, at most 0: a number for a head (Qwen3-Next), or one for each channel of its keys,
+    and A_t is diagonal (Kimi Linear, arXiv:2510.26692). Without `erase` nothing is subtracted from v_t, and the
+    recurrence is that of Mamba-2 (arXiv:2405.21060). Value heads share query/key heads in groups of `v_heads / heads`
+    neighbours.
+
+    The state begins as `state`, or as zeros. It begins anew where the segment of `at` does, so that packed documents do
+    not see each other; tokens of a row must be in order. Padding (segment 0, or a position below 0) neither decays the
+    state nor writes to it, and may hold anything.
+
+    Returns the outputs in the dtype of v, and the state after the last token, in float32.
+
+    `implementation` is one of
+
+    - "reference": one token after the other. It has every derivative, and computes float64 in float64.
+    - "xla": chunks of 64 tokens, in plain JAX. Its memory grows with the tokens, and has a state for each chunk.
+
+    None means "xla", and "reference" for at most 16 tokens and for what "xla" refuses.
+
+    Raises:
+        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+    """
+    if v.shape[2] % k.shape[2]:
+        raise ValueError(f"The value heads ({v.shape[2]}) must be a multiple of the query/key heads ({k.shape[2]}).")
+    exact = jnp.float64 if v.dtype == jnp.float64 else jnp.float32
+    if state is None:
+        state = jnp.zeros((len(v), v.shape[2], k.shape[3], v.shape[3]), exact)
+    blank = padding(at, v.shape[:2])
+    q, k, v, decay, beta = (jnp.where(jnp.expand_dims(blank, range(2, x.ndim)), 0, x) for x in (q, k, v, decay, beta))
+    first = "reference" if v.shape[1] <= 16 else None
+    run = functools.partial(dispatch.run, "delta_rule", implementation, first=first, scale=scale, erase=erase)
+    return split_heads(run, q, k, v, decay, beta, begins(at, v.shape[:2]), state.astype(exact))
 
 
 def cross_entropy(

@@ -32,6 +32,10 @@ MODULES = {
         "reference": "reference",
         "xla": "cross_entropy_xla",
     },
+    "delta_rule": {
+        "reference": "delta_rule_reference",
+        "xla": "delta_rule_xla",
+    },
     "quantized_matmul": {
         "reference": "matmul_reference",
         "xla": "matmul_xla",
@@ -61,6 +65,11 @@ PREFERENCES = {
         "tpu": ("tpu", "reference"),
     },
     "cross_entropy": {
+        "cpu": ("xla", "reference"),
+        "gpu": ("xla", "reference"),
+        "tpu": ("xla", "reference"),
+    },
+    "delta_rule": {
         "cpu": ("xla", "reference"),
         "gpu": ("xla", "reference"),
         "tpu": ("xla", "reference"),
@@ -137,7 +146,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
     return log.choices
 
 
-def run(operation: str, implementation: str | None, *args: Any, first: str | None = None, **kwargs: Any) -> Array:
+def run(operation: str, implementation: str | None, *args: Any, first: str | None = None, **kwargs: Any) -> Any:
     """Runs the implementation asked for; for None, the first that can of `prefer`'s, `first` and `PREFERENCES`.
 
     Raises:

@@ -1,0 +1,40 @@
+"""A short causal convolution of each channel by itself, as in Mamba (arXiv:2312.00752) and Qwen3-Next."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels.masks import Tokens
+from kernels.sequence import padding
+
+
+def causal_conv(
+    x: Float[Array, "batch seq channels"],
+    weight: Float[Array, "channels width"],
+    at: Tokens = Tokens(),  # noqa: B008 (a value)
+    *,
+    tail: Float[Array, "batch before channels"] | None = None,
+) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch before channels"]]:
+    """Sums, for each token, its own and the `width` - 1 earlier inputs of its document, times the channel's weights.
+
+    The last column of `weight` is the token's own. Inputs before the row's first are those of `tail`, or zeros. Sums
+    are in float32. Padding (segment 0, or a position below 0) stands at the end of a row: no token sees it.
+
+    Returns the sums in the dtype of x, and the new tail: the last `width` - 1 inputs that are not padding.
+
+    Raises:
+        ValueError: for a tail together with segments: it is of one document.
+    """
+    if tail is not None and at.segments is not None:
+        raise ValueError("A tail is of one document a row: leave segments out where there is one, or the tail.")
+    before, seq = weight.shape[1] - 1, x.shape[1]
+    tail = jnp.zeros((len(x), before, x.shape[2]), x.dtype) if tail is None else tail.astype(x.dtype)
+    inputs, total = jnp.concatenate([tail, x], axis=1), jnp.zeros(x.shape, jnp.float32)
+    for back in range(before + 1):
+        earlier = inputs[:, before - back : before - back + seq].astype(jnp.float32)
+        if at.segments is not None and back:
+            segments = jnp.pad(at.segments, ((0, 0), (back, 0)))[:, :seq]
+            earlier = jnp.where((segments == at.segments)[..., None], earlier, 0)
+        total = total + earlier * weight[None, None, :, before - back].astype(jnp.float32)
+    count = jnp.sum(~padding(at, x.shape[:2]), axis=1, keepdims=True)
+    last = count + jnp.arange(before)[None]
+    return total.astype(x.dtype), jnp.take_along_axis(inputs, last[..., None], axis=1)

@@ -1,0 +1,203 @@
+"""The gated delta rule and the short convolution, against float64: packed, padded, continued, split over a mesh."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kernels
+from kernels import Tokens
+
+
+BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 150, 2, 8, 4, 6  # SEQ: chunks of 64 do not divide it
+SCALE = 0.3
+# What `arrays` makes, and options of the operation.
+KINDS = {
+    "a head's decay": ({}, {}),
+    "a channel's decay": (dict(channels=True), {}),
+    "strong decays": (dict(channels=True, strength=40.0), {}),
+    "no erasing": ({}, dict(erase=False)),
+}
+
+
+def oracle(q, k, v, decay, beta, segments=None, state=None, *, erase=True):
+    """In float64, token by token; segments[b] of 0 are padding."""
+    q, k, v, decay, beta = (np.asarray(x, np.float64) for x in (q, k, v, decay, beta))
+    q, k = (np.repeat(x, v.shape[2] // k.shape[2], axis=2) for x in (q, k))
+    decay = np.broadcast_to(decay if decay.ndim == 4 else decay[..., None], k.shape)
+    states = np.zeros((len(v), v.shape[2], k.shape[3], v.shape[3])) if state is None else np.array(state, np.float64)
+    out = np.zeros(v.shape)
+    for b, h in np.ndindex(*states.shape[:2]):
+        s, document = states[b, h], None
+        for t in range(v.shape[1]):
+            if segments is not None and segments[b, t] == 0:
+                continue
+            if segments is not None and document not in (None, segments[b, t]):
+                s = np.zeros_like(s)
+            document = None if segments is None else segments[b, t]
+            s = np.exp(decay[b, t, h])[:, None] * s
+            new = v[b, t, h] - (s.T @ k[b, t, h] if erase else 0)
+            s = s + beta[b, t, h] * np.outer(k[b, t, h], new)
+            out[b, t, h] = SCALE * s.T @ q[b, t, h]
+        states[b, h] = s
+    return out, states
+
+
+def arrays(seed=0, *, channels=False, strength=1.0, seq=SEQ, dtype=np.float32):
+    random = np.random.default_rng(seed)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k = (unit(random.normal(size=(BATCH, seq, HEADS, DIM))) for _ in range(2))
+    v = random.normal(size=(BATCH, seq, V_HEADS, V_DIM))
+    decay = -strength * random.random((BATCH, seq, V_HEADS, *((DIM,) if channels else ()))) ** 4
+    beta = random.random((BATCH, seq, V_HEADS))
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v, decay, beta))
+
+
+def error(ours, true):
+    return np.linalg.norm(np.asarray(ours, np.float64) - true) / np.linalg.norm(true)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+SEGMENTS = np.concatenate([np.repeat([[1, 2, 3, 0]], [40, 1, 100, 9], axis=1), np.repeat([[5, 4]], [64, 86], axis=1)])
+
+
+def test_packed_documents_and_padding(kind):
+    """Documents that begin within a chunk, at its edge, and after one token; padding that holds NaN."""
+    of_arrays, options = kind
+    given = arrays(**of_arrays)
+    out, state = oracle(*given, SEGMENTS, **options)
+    given = tuple(x.at[0, -9:].set(jnp.nan) for x in given)
+    at = Tokens(segments=jnp.asarray(SEGMENTS))
+    for implementation in ("reference", "xla"):
+        ours, last = kernels.delta_rule(*given, at, scale=SCALE, implementation=implementation, **options)
+        assert error(ours[0, :-9], out[0, :-9]) < 1e-5 and error(ours[1], out[1]) < 1e-5, implementation
+        assert error(last, state) < 1e-5, implementation
+
+
+def test_gradients(kind):
+    of_arrays, options = kind
+    given, at = arrays(**of_arrays), Tokens(segments=jnp.asarray(SEGMENTS))
+    random = np.random.default_rng(1)
+    start = jnp.asarray(random.normal(size=(BATCH, V_HEADS, DIM, V_DIM)), jnp.float32)
+    d_out = jnp.asarray(random.normal(size=given[2].shape), jnp.float32), start[::-1]
+
+    @jax.jit
+    def gradients(given, start, d_out):
+        def each(implementation):
+            run = lambda *x: kernels.delta_rule(
+                *x[:-1], at, scale=SCALE, state=x[-1], implementation=implementation, **options
+            )
+            return jax.vjp(run, *given, start)[1](d_out)
+
+        return each("xla"), each("reference")
+
+    ours, theirs = gradients(given, start, d_out)
+    for name, a, b in zip(("q", "k", "v", "decay", "beta", "state"), ours, theirs, strict=True):
+        assert np.all(np.isfinite(a)), name
+        assert error(a, np.asarray(b, np.float64)) < 2e-5, name
+
+
+def test_a_sequence_in_parts_is_the_whole():
+    """Prefill of right-padded rows, then single tokens; a row that has ended is padding."""
+    given = arrays()
+    whole, _ = oracle(*given)
+    cuts, state, outs = [0, 70, 71, 72, SEQ], None, []
+    for start, end in itertools.pairwise(cuts):
+        padded = lambda x, one: jnp.pad(x, one + ((0, 0),) * (x.ndim - 2), constant_values=9)
+        part = [padded(x[:, start:end], ((0, 0), (0, 1))) for x in given]
+        positions = jnp.where(jnp.arange(end - start + 1) < end - start, jnp.arange(start, end + 1), -1)[None]
+        out, state = kernels.delta_rule(*part, Tokens(jnp.tile(positions, (BATCH, 1))), scale=SCALE, state=state)
+        outs.append(out[:, :-1])
+    assert error(jnp.concatenate(outs, axis=1), whole) < 1e-5
+
+
+def test_split_over_a_mesh():
+    given, at = arrays(channels=True), Tokens(segments=jnp.asarray(SEGMENTS))
+    alone = kernels.delta_rule(*given, at, scale=SCALE)
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))):
+        split = jax.jit(lambda *x: kernels.delta_rule(*x, at, scale=SCALE))(*given)
+    for ours, one in zip(split, alone, strict=True):
+        assert error(ours, np.asarray(one, np.float64)) < 1e-6
+
+
+def test_half_precision_is_rounded_once():
+    given = arrays(dtype=jnp.bfloat16)
+    out, _ = oracle(*given)
+    ours, state = kernels.delta_rule(*given, scale=SCALE)
+    assert ours.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+    assert error(ours, out) < 2e-3
+
+
+def test_bad_arguments():
+    q, k, v, decay, beta = arrays(seq=4)
+    with pytest.raises(ValueError, match=r"value heads \(3\) must be a multiple of the query/key heads \(2\)"):
+        kernels.delta_rule(q, k, v[:, :, :3], decay[:, :, :3], beta[:, :, :3], scale=1.0)
+
+
+def convolved(x, weight, segments=None, tail=None):
+    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    out, width = np.zeros(x.shape), weight.shape[1]
+    for b, t in np.ndindex(*x.shape[:2]):
+        for back in range(width):
+            if t - back < 0:
+                seen = 0 if tail is None else tail[b, width - 1 + t - back]
+            else:
+                seen = x[b, t - back] * (segments is None or segments[b, t - back] == segments[b, t])
+            out[b, t] += weight[:, width - 1 - back] * seen
+    return out
+
+
+def test_convolution_of_packed_documents():
+    random = np.random.default_rng(2)
+    x, weight = random.normal(size=(BATCH, SEQ, 5)).astype(np.float32), random.normal(size=(5, 4)).astype(np.float32)
+    ours, tail = kernels.causal_conv(jnp.asarray(x), jnp.asarray(weight), Tokens(segments=jnp.asarray(SEGMENTS)))
+    true = convolved(x, weight, SEGMENTS)
+    assert error(ours[0, :-9], true[0, :-9]) < 1e-6 and error(ours[1], true[1]) < 1e-6
+    np.testing.assert_array_equal(tail, [x[0, -12:-9], x[1, -3:]])
+
+
+def test_convolution_in_parts_is_the_whole():
+    random = np.random.default_rng(3)
+    x, weight = (
+        random.normal(size=(BATCH, 9, 5)).astype(np.float32),
+        jnp.asarray(random.normal(size=(5, 4)), jnp.float32),
+    )
+    whole, weight = convolved(x, weight), jnp.asarray(weight)
+    out, tail = kernels.causal_conv(
+        jnp.asarray(x[:, :6]).at[1, 2:].set(7.0), weight,
+        Tokens(jnp.array([[0, 1, 2, 3, 4, 5], [0, 1, -1, -1, -1, -1]])),
+    )  # fmt: skip
+    np.testing.assert_array_equal(tail[1], [np.zeros(5), x[1, 0], x[1, 1]])
+    first, tail = kernels.causal_conv(jnp.asarray(np.stack([x[0, 6], x[1, 2]])[:, None]), weight, tail=tail)
+    assert error(out[0], whole[0, :6]) < 1e-6 and error(first[:, 0], np.stack([whole[0, 6], whole[1, 2]])) < 1e-6
+    same, kept = kernels.causal_conv(first, weight, Tokens(jnp.full((BATCH, 1), -1)), tail=tail)
+    np.testing.assert_array_equal(kept, tail)
+    with pytest.raises(ValueError, match="leave segments out"):
+        kernels.causal_conv(same, weight, Tokens(segments=jnp.ones((BATCH, 1), int)), tail=tail)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("channels", [False, True])
+def test_transformers_computes_the_same(channels):
+    torch = pytest.importorskip("torch")
+    from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    given = arrays(channels=channels)
+    given = tuple(jnp.repeat(x, V_HEADS // HEADS, axis=2) for x in given[:2]) + given[2:]  # Kimi's are as many
+    start = np.random.default_rng(4).normal(size=(BATCH, V_HEADS, DIM, V_DIM)).astype(np.float32)
+    ours, last = kernels.delta_rule(*given, scale=DIM**-0.5, state=jnp.asarray(start))
+    theirs = recurrent_kimi_delta_attention if channels else torch_chunk_gated_delta_rule
+    out, state = theirs(
+        *(torch.from_numpy(np.array(x)) for x in given),
+        initial_state=torch.from_numpy(start.copy()),
+        output_final_state=True,
+    )
+    assert error(ours, out.numpy()) < 1e-5 and error(last, state.numpy()) < 1e-5
