@@ -82,7 +82,7 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.attention` in Mosaic GPU."""
     formula = Formula(scale, mask, softcap)
-    return flash.attention(flash.Flash(forward, backward), formula, q, k, v, sinks, q_tokens, kv_tokens)
+    return flash.attention(flash.Flash(forward, backward, base_2=True), formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
 def forward(
@@ -178,7 +178,7 @@ def _forward_kernel(
         nothing = total == 0
         total = jnp.where(nothing, 1.0, total)
         _store(out_ref.at[batch, queries, head], out / _along(total, out.shape, 0))
-        _store(lse_ref.at[batch, head, queries], jnp.where(nothing, LOWEST, (top + jnp.log2(total)) / LOG2_E))
+        _store(lse_ref.at[batch, head, queries], jnp.where(nothing, LOWEST, top + jnp.log2(total)))
 
 
 def backward(
@@ -193,7 +193,7 @@ def backward(
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
     """`flash.Flash.backward`, in float32."""
-    operands = formula, q, k, v, d_out.astype(q.dtype), LOG2_E * lse, delta, q_tokens, kv_tokens
+    operands = formula, q, k, v, d_out.astype(q.dtype), lse, delta, q_tokens, kv_tokens
     return dq(*operands), *dkv(*operands)
 
 
@@ -208,7 +208,7 @@ def dkv(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> tuple[Array, Array]:
-    """Computes the gradients of keys and values. Here and in `dq`, `lse` is in powers of two."""
+    """Computes the gradients of keys and values."""
     (batch, _, _, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     size = _sizes("dkv", q, v)
     classes = block_classes(formula.mask, q_tokens, kv_tokens, size["q"], size["kv"])[0]

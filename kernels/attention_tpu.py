@@ -88,7 +88,7 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.attention` in Pallas for TPUs."""
     formula = Formula(scale, mask, softcap)
-    return flash.attention(flash.Flash(forward, backward), formula, q, k, v, sinks, q_tokens, kv_tokens)
+    return flash.attention(flash.Flash(forward, backward, base_2=True), formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
 class Cut(NamedTuple):
@@ -288,7 +288,7 @@ def _forward_kernel(
     def _(i: Strip) -> None:
         weight = total[*i, v_dim : v_dim + 1, :]
         out[i] = (total[*i, :v_dim, :] / jnp.where(weight == 0, 1, weight)).T
-        lse[i] = jnp.where(weight == 0, LOWEST, (top[i] + jnp.log2(weight)) / LOG2_E)
+        lse[i] = jnp.where(weight == 0, LOWEST, top[i] + jnp.log2(weight))
 
 
 def backward(
@@ -297,7 +297,6 @@ def backward(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Implements `flash.Flash.backward`, with the gradients in q's dtype."""
     dim, v_dim = q.shape[3], v.shape[3]
-    lse = jnp.maximum(lse * LOG2_E, LOWEST)  # in powers of two, and kept finite: LOWEST * LOG2_E would be -inf
 
     cut = Cut.of("dq", q, k)
     queries, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)

@@ -71,7 +71,7 @@ def attention(
     """Computes `kernels.attention` in Triton."""
     formula = Formula(scale, mask, softcap)
     return flash.attention(
-        flash.Flash(forward, backward, features=SMALLEST), formula, q, k, v, sinks, q_tokens, kv_tokens
+        flash.Flash(forward, backward, features=SMALLEST, base_2=True), formula, q, k, v, sinks, q_tokens, kv_tokens
     )
 
 
@@ -169,7 +169,7 @@ def _forward_kernel(
     nothing = total == 0
     total = jnp.where(nothing, 1, total)
     q_block.put_vectors(out_ref, head, [o / total[:, None] for o in out])
-    lse = jnp.where(nothing, LOWEST, math.log(2) * (top + jnp.log2(total)))
+    lse = jnp.where(nothing, LOWEST, top + jnp.log2(total))
     store(lse_ref.at[batch, head, q_block.tokens], lse, q_block.exist)
 
 
@@ -339,7 +339,7 @@ def _weights_and_slopes(
 
     Those are the gradients of `scale` * q @ k.
     """
-    weights = exp2(x, to_log2(formula), less=math.log2(math.e) * lse)
+    weights = exp2(x, to_log2(formula), less=lse)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
     return weights, weights if formula.softcap is None else weights * (1 - jnp.square(x))

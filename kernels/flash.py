@@ -6,10 +6,12 @@ with its gradient (FlashAttention-2, arXiv:2307.08691).
 
 Sinks never reach a kernel. A sink only adds to the denominator: lse' = log(exp(lse) + exp(sink)), and the output
 shrinks by exp(lse - lse'). The same backward kernel, given lse', yields the exact gradients; that of the sink is
--sum(exp(sink - lse') * delta).
+-sum(exp(sink - lse') * delta). Kernels whose softmax is in powers of two have a logarithm to base 2 in place of lse:
+turned into a natural one and back, it would no longer cancel with large logits.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,6 +47,7 @@ class Flash(NamedTuple):
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
     features: int = 1  # features of a head are padded with zeros to a multiple of this
+    base_2: bool = False  # lse is a logarithm to base 2, not a natural one
 
 
 def attention(
@@ -90,8 +93,9 @@ def _forward(
     marked_k = jnp.where(jnp.isnan(poison(k) + poison(v)), jnp.nan, k)
     out, lse = flash.forward(formula, q + poison(q), marked_k, finite(v), q_tokens, kv_tokens)
     if sinks is not None:
-        with_sink = jnp.logaddexp(lse, _column(sinks))
-        share = jnp.exp(lse - with_sink).swapaxes(1, 2)[..., None]
+        add, exp = (jnp.logaddexp2, jnp.exp2) if flash.base_2 else (jnp.logaddexp, jnp.exp)
+        with_sink = add(lse, _column(flash, sinks))
+        share = exp(lse - with_sink).swapaxes(1, 2)[..., None]
         out = (out.astype(jnp.float32) * share).astype(out.dtype)
         lse = with_sink
     return out.astype(q.dtype), (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
@@ -103,12 +107,15 @@ def _backward(flash: Flash, formula: Formula, residuals: tuple, d_out: Array) ->
     dq, dk, dv = flash.backward(formula, *map(finite, (q, k, v)), q_tokens, kv_tokens, lse, delta, d_out)
     d_sinks = None
     if sinks is not None:
-        d_sinks = -jnp.sum(jnp.exp(_column(sinks) - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
+        exp = jnp.exp2 if flash.base_2 else jnp.exp
+        d_sinks = -jnp.sum(exp(_column(flash, sinks) - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _column(sinks: Float[Array, " heads"]) -> Float[Array, "1 heads 1"]:
-    return jnp.maximum(sinks.astype(jnp.float32), LOWEST)[None, :, None]
+def _column(flash: Flash, sinks: Float[Array, " heads"]) -> Float[Array, "1 heads 1"]:
+    """Returns the sinks as logarithms to the base of lse."""
+    unit = math.log2(math.e) if flash.base_2 else 1
+    return jnp.maximum(unit * sinks.astype(jnp.float32), LOWEST)[None, :, None]

@@ -64,6 +64,16 @@ def test_float32_equals_the_oracle(case, implementation):
     assert np.max(errors(run(implementation, *x, **options), expected)) < 1e-5
 
 
+@pytest.mark.parametrize("implementation", ["triton", "tpu"])
+def test_logits_of_10_000(implementation):
+    """The log-sum-exp, in the powers of two of the softmax, is rounded once between forward and backward."""
+    shapes, options = CASES["full, with logits whose exponential overflows"]
+    q, k, v, d_out = arrays(**shapes | dict(size=3000))
+    greatest = SCALE * np.einsum("bshd,btd->bhst", q, k[:, :, 0]).max(axis=-1)
+    out, _, _, dv = errors(run(implementation, q, k, v, d_out, **options), oracle(q, k, v, d_out, **options))
+    assert np.mean(greatest) > 1e4 and out < 1e-5 and dv < 3e-8 * np.mean(greatest)
+
+
 @functools.cache
 def errors_in_bfloat16(implementation):
     x, options, expected = arguments_and_expected("packed", jnp.bfloat16)
