@@ -2,11 +2,12 @@
 
     python -m benchmarks.tune --help
 
-`benchmarks.cases` are run in order, and which sizes their kernels look up is watched. For each kernel, dtype and class
-of shapes that was not seen yet, the search starts from the sizes in use, and goes from the best to its neighbours: one
-side of a block, or the number of warps, doubled or halved, or one stage more or less; until none is better. A candidate
-that does not compile, fails on the device or is wrong is left out, and its process replaced. What beats the sizes in
-use by more than chance would is written for this kind of device. All else in the files stays.
+`benchmarks.cases` are run in order, and which sizes their kernels look up is watched. For each kernel, bytes of an
+element and class of shapes that was not seen yet, the search starts from the sizes in use, and goes from the best to
+its neighbours: one side of a block, or the number of warps, doubled or halved, or one stage more or less; until none is
+better. A candidate that does not compile, fails on the device or is wrong is left out, and its process replaced. What
+beats the sizes in use by more than chance would is written for the card's compute capability. All else in the files
+stays.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from benchmarks.cases import CASES, Case
 from benchmarks.gpu import Failed, Worker, device, matches, prepare
 
 
-Lookup = tuple[str, str, str, str]  # module, kernel, dtype, class of shapes
+Lookup = tuple[str, str, str, str]  # module, kernel, bytes of an element, class of shapes
 Sizes = dict[str, int]
 
 TABLES = pathlib.Path(__file__).parents[1] / "kernels" / "block_sizes"
@@ -37,7 +38,6 @@ GAIN = 0.02  # of the time: what is less may be chance
 def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
     """In a worker: these sizes in place of the tables', and the sizes that are looked up."""
     import jax
-    import jax.numpy as jnp
 
     from kernels import blocks
 
@@ -45,7 +45,7 @@ def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
     look_up = blocks.sizes
 
     def replaced(module: str, kernel: str, dtype: Any, shape_class: str) -> Sizes:
-        key = module, kernel, str(jnp.dtype(dtype)), shape_class
+        key = module, kernel, blocks.width(dtype), shape_class
         used[key] = sizes.get(key) or look_up(module, kernel, dtype, shape_class)
         return used[key]
 
@@ -55,6 +55,14 @@ def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
         yield used
     finally:
         blocks.sizes = look_up
+
+
+def row() -> str:
+    """In a worker: the name of the rows to write. Cards of one compute capability share them."""
+    from kernels import blocks
+    from kernels.device import device
+
+    return blocks.chips(device())[1]
 
 
 def lookups(case: Case, name: str, which: str) -> dict[Lookup, Sizes]:
@@ -119,13 +127,13 @@ def quickest(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: S
     return best, 1.0 if best == start else milliseconds(best) / milliseconds(start)
 
 
-def write(folder: pathlib.Path, kind: str, lookup: Lookup, sizes: Sizes) -> None:
+def write(folder: pathlib.Path, chip: str, lookup: Lookup, sizes: Sizes) -> None:
     """Puts one row into its file."""
-    module, kernel, dtype, shape_class = lookup
+    module, kernel, width, shape_class = lookup
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{module}.json"
     table = json.loads((path if path.exists() else TABLES / path.name).read_text())
-    table[kernel].setdefault(kind, {}).setdefault(dtype, {})[shape_class] = sizes
+    table[kernel].setdefault(chip, {}).setdefault(width, {})[shape_class] = sizes
     innermost = re.compile(r"\{\s*([^{}]*?)\s*\}")  # on one line
     text = innermost.sub(lambda found: "{" + " ".join(found[1].split()) + "}", json.dumps(table, indent=1))
     path.write_text(text + "\n")
@@ -147,7 +155,7 @@ def main(
     Args:
         only: cases whose names one of these patterns matches, such as "causal*".
         kernels: what to tune, as patterns of module.kernel, such as "attention_triton.*" or "*.dkv".
-        candidates: that are tried at most, for each kernel, dtype and class of shapes.
+        candidates: that are tried at most, for each kernel, bytes of an element and class of shapes.
         shortlist: tries only what benchmarks/shortlist.json has, in which `python -m benchmarks.shortlist` has put the
             sizes that compile for an H200 without spilled registers; a kernel that is not there stays as it is.
         seconds: after so many no further candidate is tried.
@@ -165,7 +173,9 @@ def main(
     seen: set[Lookup] = set()
     listed: dict[str, list[Sizes]] = json.loads(SHORTLIST.read_text()) if shortlist else {}
     with Worker() as worker:
-        kind = device(worker, rehearse)
+        chip = device(worker, rehearse)
+        if not rehearse:
+            chip = worker("benchmarks.tune.row", patience=120)
 
         def ask(function: str, *arguments: Any) -> dict[Any, Any]:
             """What it returns in the worker, or nothing, and says why."""
@@ -202,7 +212,7 @@ def main(
                     else:
                         best, part = search(time_of, start, candidates)
                     if part < 1 - GAIN:
-                        write(out, kind, lookup, best)
+                        write(out, chip, lookup, best)
                         print(f"  {start} -> {best}: {part:.3f} of the time", flush=True)
                     else:
                         print("  stays", flush=True)

@@ -1,7 +1,7 @@
 """Reads the sizes of the blocks that kernels work in from block_sizes/, which `python -m benchmarks.tune` writes.
 
-There is one file for each module of kernels, keyed by kernel, chip, dtype and class of shape. A chip on which nothing
-was measured gets its platform's row ("gpu" or "tpu"), chosen so that no register spills in the compile tests.
+There is one file for each module of kernels, keyed by kernel, chip, bytes of an element and class of shape. Rows that
+nobody has measured have the largest blocks that fit in shared memory without spilled registers, as compilers report.
 """
 
 import functools
@@ -11,29 +11,45 @@ from importlib import resources
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kernels.device import device
+from kernels.device import Device, device
 
 
 @functools.cache
 def table(module: str) -> dict[str, dict]:
-    """Reads a module's file: kernel -> chip -> dtype -> class of shape -> sizes."""
+    """Reads a module's file: kernel -> chip -> bytes of an element -> class of shape -> sizes."""
     return json.loads(resources.files("kernels").joinpath(f"block_sizes/{module}.json").read_text())
+
+
+def chips(of: Device) -> list[str]:
+    """Returns the names of rows for a device, the most special first.
+
+    For an NVIDIA GPU: its kind ("NVIDIA H200"), its compute capability ("sm_90"), the shared memory that a block may
+    have ("227 KB"), and "gpu", whose rows fit in 99 KB, so in all. For others: the kind ("TPU v5"), and the platform.
+    """
+    if of.capability is None:
+        return [of.kind, of.platform]
+    return [of.kind, "sm_{}{}".format(*of.capability), f"{of.shared} KB", of.platform]
+
+
+def width(dtype: DTypeLike) -> str:
+    """Returns how rows name a dtype: "2 bytes" for bfloat16 and float16."""
+    size = jnp.dtype(dtype).itemsize
+    return f"{size} byte{'s' * (size > 1)}"
 
 
 def sizes(module: str, kernel: str, dtype: DTypeLike, shape_class: str) -> dict[str, int]:
     """Returns the sizes for a kernel, such as `{"q": 128, "kv": 64, "warps": 4, "stages": 2}`.
 
-    Looks under the kind of device in use ("NVIDIA H200"), then under its platform ("cpu" where kernels are
-    interpreted). Within that it looks by dtype ("bfloat16", or "*"), and then by class of shape ("d128", or "*").
+    Looks for each of the `chips` of the device in use ("cpu" where kernels are interpreted), within that by bytes of an
+    element ("2 bytes", or "*"), and then by class of shape ("d128", or "*").
 
     Raises:
         KeyError: if no row fits.
     """
-    platform, kind = device()
-    for chip in (kind, platform):
-        for by_dtype in (str(jnp.dtype(dtype)), "*"):
+    for chip in chips(device()):
+        for by_width in (width(dtype), "*"):
             for by_shape in (shape_class, "*"):
-                found = table(module)[kernel].get(chip, {}).get(by_dtype, {}).get(by_shape)
+                found = table(module)[kernel].get(chip, {}).get(by_width, {}).get(by_shape)
                 if found is not None:
                     return found
-    raise KeyError(f"kernels/block_sizes/{module}.json has no sizes for {kernel}, {kind}, {dtype}, {shape_class}.")
+    raise KeyError(f"kernels/block_sizes/{module}.json has no sizes for {kernel}, {device()}, {dtype}, {shape_class}.")

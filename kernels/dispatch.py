@@ -171,7 +171,10 @@ def _refusal(operation: str, implementation: str, *args: Any, **kwargs: Any) -> 
     axes = {axis: size for axis, size in free().items() if size > 1}
     if axes and implementation not in SPLIT_BY_XLA:
         return f"it is for one device, and the arrays may be split over a mesh of {axes}: call it in jax.shard_map"
-    module = _module(operation, implementation)
+    try:
+        module = _module(operation, implementation)
+    except ImportError as error:  # JAX moves and removes what these kernels are written in
+        return f"jax {jax.__version__} does not have what it is written in ({error})"
     return None if implementation == "reference" else module.refusal(*args, **kwargs)
 
 

@@ -41,7 +41,13 @@ def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula:
     both = formula.activations or formula.gradients == "quantized"
     if both and formula.granularity != "block":
         return f"it multiplies two quantised sides only by blocks, not by {formula.granularity}"
-    return elsewhere("gpu") or matmul.refusal(x, w)
+    rows = x.size // x.shape[-1] if x.size else 0
+    in_8_bits = {"w": w.size, "x": both * x.size, "the result": (formula.gradients == "quantized") * rows * len(w)}
+    for name, size in in_8_bits.items():
+        if 2**31 < size <= 2**32:
+            return f"Pallas-Triton would address {name}, of 2 to 4 GB in 8 bits, by too few bits"
+    least = (8, 9) if formula.dtype == jnp.float8_e4m3fn else (8, 0)  # NVIDIA GPUs before have no float8
+    return elsewhere("gpu", least) or matmul.refusal(x, w)
 
 
 @functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too

@@ -19,16 +19,16 @@ from kernels.device import device
 
 ROWS = 64  # rows of the left side of a warpgroup's product
 COPIER = 2  # the warpgroup after the two that multiply
-HOPPER = ("H100", "H200", "GH200")
+HOPPER = (9, 0)  # its compute capability
 
 
 def refusal(dtype: DTypeLike) -> str | None:
     """Returns why no kernel can multiply this dtype on this device with this JAX, or None."""
-    platform, kind = device()
-    if platform == "cpu":
+    here = device()
+    if here.platform == "cpu":
         return "it cannot be interpreted: JAX's interpreter takes no product whose left side is in registers"
-    if not any(name in kind for name in HOPPER):
-        return f"it is for NVIDIA's Hopper GPUs, and this is a {kind}"
+    if here.capability != HOPPER:
+        return f"it is for NVIDIA's Hopper GPUs, and this is a {here.kind}"
     if jax.__version_info__ < (0, 11, 2):
         return f"it needs jax 0.11.2 or newer, and this is {jax.__version__}"
     if dtype not in (jnp.bfloat16, jnp.float16):

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from tests.kernels.gpu import H200
+from tests.kernels.gpu import mesh_of
 from tests.kernels.tpu import CHIPS, ENVIRONMENT
 from train.plan import hlo
 from zoo import registry
@@ -99,8 +99,8 @@ def results(text: str, least: float = 1e5) -> list[Result]:
 
     What is written in place counts with the bytes of the whole array only where nothing in it is a write in place.
     """
-    computations = {name.removeprefix("ENTRY "): lines for name, lines in hlo._computations(text)}
-    entry = next(name for name, _ in hlo._computations(text) if name.startswith("ENTRY ")).removeprefix("ENTRY ")
+    computations = {name.removeprefix("ENTRY "): lines for name, lines in hlo.parse(text)}
+    entry = next(name for name, _ in hlo.parse(text) if name.startswith("ENTRY ")).removeprefix("ENTRY ")
     found: list[Result] = []
 
     def visit(name: str, times: int) -> None:
@@ -109,7 +109,7 @@ def results(text: str, least: float = 1e5) -> list[Result]:
                 continue
             made, shape, kind, _ = match.groups()
             if kind in ("while", "conditional", "call"):
-                trips = hlo._trips(line, computations) if kind == "while" else 1
+                trips = hlo.trips(line, computations) if kind == "while" else 1
                 for one, several in hlo.CALLED.findall(line):
                     for called in [one] if one else re.findall(r"[\w.-]+", several):
                         if f"condition=%{called}" not in line and f"condition={called}" not in line:
@@ -164,10 +164,10 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], float]:
 def _compile(chip: str, steps: list[Step]) -> list[Compiled]:
     jax.config.update("jax_platforms", "cpu")
     if chip == "h200":
-        topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
+        mesh = mesh_of(chip)
     else:
         topology = topologies.get_topology_desc(CHIPS[chip], platform="tpu")
-    mesh = Mesh(np.array(topology.devices)[:1], ("device",))
+        mesh = Mesh(np.array(topology.devices)[:1], ("device",))
     on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
     found = []
     for step in steps:

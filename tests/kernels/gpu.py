@@ -1,9 +1,10 @@
-"""Compiles kernels for an NVIDIA H200 on any machine that has JAX's CUDA plugin, and reads what became of them.
+"""Compiles kernels for NVIDIA GPUs on any machine that has JAX's CUDA plugin, and reads what became of them.
 
 It says for each kernel how many registers a thread has and how many bytes of them it spills to memory, how much shared
 memory a block takes, and how many of its instructions multiply matrices: HGMMA is Hopper's own, of four warps at once,
-QGMMA the same in fp8 and IGMMA in int8, HMMA the older one of a single warp, at about half the speed. For the whole
-program it says how much memory it takes beside arguments and results. None of this is a time.
+QGMMA the same in fp8 and IGMMA in int8; UTCHMMA and its kin are Blackwell's; HMMA is the older one of a single warp, on
+Hopper at about half the speed. For the whole program it says how much memory it takes beside arguments and results.
+None of this is a time.
 
 A module of tests named test_compile*_gpu.py holds `CASES: dict[str, Case]`, and asserts that `complaints(__file__)` is
 empty. All cases of a module are compiled in one process of their own, since XLA reads its flags once. To look at them:
@@ -11,6 +12,7 @@ empty. All cases of a module are compiled in one process of their own, since XLA
     python -m tests.kernels.gpu test_compile_gpu [part]    # only cases whose name has the part
 """
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -32,10 +34,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from train.plan.chips import CHIPS, LIMITS, target
 
-H200 = Path(__file__).with_name("h200.txtpb")
-ARCHITECTURE = "sm_90a"
-SHARED_BYTES = 227 * 1024  # that a block may have
+
+# By compute capability: the instructions that multiply matrices at full speed.
+MULTIPLY = {"8.0": ("HMMA", "IMMA"), "8.9": ("HMMA", "IMMA"), "9.0": ("HGMMA", "QGMMA", "IGMMA"), "10.0": ("UTC.MMA",)}
 
 
 def _wheel_has(distribution: str, name: str) -> Path | None:
@@ -66,8 +69,9 @@ class Case(NamedTuple):
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    hgmma: tuple[str, ...]  # the kernels that have to multiply by HGMMA, QGMMA or IGMMA
+    hgmma: tuple[str, ...]  # the kernels that have to multiply by HGMMA, QGMMA or IGMMA, or what the card has of these
     temporary: int  # bytes that the program may take beside arguments and results
+    card: str = "h200"  # its name in train.plan.chips
 
 
 def measure(module: str, part: str = "") -> dict[str, dict]:
@@ -98,17 +102,18 @@ def _faults(case: Case, found: dict) -> list[str]:
     if "error" in found:
         return [found["error"]]
     kernels, faults = found["kernels"], []
+    capability = CHIPS[case.card].capability
     for name, kernel in kernels.items():
         if kernel["spilled"]:
             faults.append(f"{name} spills {kernel['spilled']} bytes of registers")
         if kernel["serialized"]:
             faults.append(f"{name} has too few registers to multiply while it does anything else")
-        if kernel["shared"] > SHARED_BYTES:
+        if kernel["shared"] > LIMITS[capability][0] - 1024:
             faults.append(f"{name} takes {kernel['shared']} bytes of shared memory")
     for name in case.hgmma:
         called = [kernel for each, kernel in kernels.items() if each.split("__")[0] == name]  # twice: "name__1"
-        if not called or not all(kernel["HGMMA"] + kernel["QGMMA"] + kernel["IGMMA"] for kernel in called):
-            faults.append(f"{name} does not multiply by HGMMA")
+        if not called or not all(any(kernel[kind] for kind in MULTIPLY[capability]) for kernel in called):
+            faults.append(f"{name} does not multiply by {' or '.join(MULTIPLY[capability])}")
     if found["temporary"] > case.temporary:
         faults.append(f"it takes {found['temporary']} bytes, and {case.temporary} are allowed")
     return faults
@@ -116,15 +121,20 @@ def _faults(case: Case, found: dict) -> list[str]:
 
 def _compile(module: str, part: str, dump: Path, result: Path) -> None:
     """Compiles the cases, in the process made for it, and writes what `measure` returns."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
-    mesh = Mesh(np.array(topology.devices)[:1], ("device",))
     cases = importlib.import_module(f"tests.kernels.{module}").CASES
-    found = {name: _compile_one(case, mesh, dump) for name, case in cases.items() if part in name}
+    found = {name: _compile_one(case, dump) for name, case in cases.items() if part in name}
     result.write_text(json.dumps(found))
 
 
-def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
-    start = time.monotonic()
+@functools.cache
+def mesh_of(card: str) -> Mesh:
+    """One device of this kind, which need not be at hand."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target(CHIPS[card]), topology="1x1x1")
+    return Mesh(np.array(topology.devices)[:1], ("device",))
+
+
+def _compile_one(case: Case, dump: Path) -> dict:
+    start, mesh = time.monotonic(), mesh_of(case.card)
     on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
     try:
         with jax.set_mesh(mesh):
@@ -134,7 +144,7 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
     seconds = time.monotonic() - start
     kernels: dict[str, dict] = {}
     for file in sorted(dump.glob("*.ptx")):
-        kernels |= _kernels(file)
+        kernels |= _kernels(file, CHIPS[case.card].capability)
     for file in dump.glob("*.thunk_sequence.txt"):
         for name, shared in re.findall(r"(\S+) grid: .*shared_memory: (\d+) bytes", file.read_text()):
             kernels[name]["shared"] = int(shared)
@@ -145,11 +155,12 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
     return {"seconds": round(seconds, 1), "temporary": memory.temp_size_in_bytes, "kernels": kernels}
 
 
-def _kernels(ptx: Path) -> dict[str, dict]:
+def _kernels(ptx: Path, capability: str) -> dict[str, dict]:
     """What the kernels of a file become: `ptxas` says what it gives them, `nvdisasm` which instructions they are."""
     assert PTXAS is not None and NVDISASM is not None, MISSING
     cubin = ptx.with_suffix(".cubin")
-    said = _run(PTXAS, "--verbose", f"--gpu-name={ARCHITECTURE}", "--output-file", str(cubin), str(ptx))
+    architecture = "sm_" + capability.replace(".", "") + ("a" if float(capability) >= 9 else "")
+    said = _run(PTXAS, "--verbose", f"--gpu-name={architecture}", "--output-file", str(cubin), str(ptx))
     assembly = dict(re.findall(r"\n\.text\.(\w+):\n(.*?)(?=\n\.text\.|\Z)", _run(NVDISASM, str(cubin)), re.DOTALL))
     kernels = {}
     properties = (
@@ -161,7 +172,7 @@ def _kernels(ptx: Path) -> dict[str, dict]:
             "spilled": int(stored) + int(loaded),
             "serialized": bool(re.search(rf"wgmma.* serialized .*'{name}'", said)),
             "shared": 0,
-            **{kind: assembly[name].count(f"{kind}.") for kind in ("HGMMA", "QGMMA", "IGMMA", "HMMA")},
+            **{kind: len(re.findall(rf"\b{kind}\b", assembly[name])) for kind in sorted({*sum(MULTIPLY.values(), ())})},
         }
     return kernels
 

@@ -2,15 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import matmul_triton, matmul_xla
 from kernels.matmul import Formula
-from tests.kernels.gpu import H200, Case, complaints, needs_compiler
+from tests.kernels.gpu import Case, complaints, mesh_of, needs_compiler
 
 
 MB = 1 << 20
@@ -68,8 +66,7 @@ def test_gpu():
 @pytest.mark.parametrize("dtype, call", [(FP8, "__cublas$lt$matmul$f8"), (jnp.int8, "__cublas$lt$matmul")])
 def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
     """Where it does not prefer a Triton kernel of its own, as it may after measuring both."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
-    mesh = Mesh(np.array(topology.devices)[:1], ("device",))
+    mesh = mesh_of("h200")
     formula = Formula(dtype, granularity, True, "float")
     arguments = [((4096, 4096), jnp.bfloat16), ((8192, 4096), dtype), (shape, jnp.float32)]
     arguments = [jax.ShapeDtypeStruct(*a, sharding=NamedSharding(mesh, P())) for a in arguments]

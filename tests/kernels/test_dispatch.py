@@ -1,11 +1,18 @@
 """Who serves a call: chosen by the tables, preferred, asked for; and what `explain` says of it."""
 
+import pathlib
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import kernels
-from kernels import dispatch
+from kernels import Tokens, attention_cudnn, blocks, dispatch
+from kernels.device import Device, elsewhere
 from tests.kernels.oracle import SCALE
 
 
@@ -80,3 +87,147 @@ def test_under_a_mesh_of_several_devices():
         (ragged_dot,) = kernels.explain(kernels.ragged_dot, x, w, sizes)
     assert attention.implementation == "triton" and ragged_dot.implementation == "xla"
     assert "split over a mesh of {'fsdp': 8}" in ragged_dot.others["triton"]
+
+
+def on(kind):
+    """As if programs were compiled for a GPU of this kind."""
+    device = AbstractDevice(kind, None, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device))
+
+
+@pytest.mark.parametrize(
+    "kind, capability, shared",
+    [
+        *((f"NVIDIA {name}", (9, 0), 227) for name in ("H200", "H100 80GB HBM3", "H100 PCIe", "H20-3e", "GH200 480GB")),
+        ("NVIDIA H800", (9, 0), 227),
+        ("NVIDIA GB200", (10, 0), 227),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 163),
+        ("NVIDIA A800-SXM4-80GB", (8, 0), 163),
+        ("NVIDIA A10G", (8, 6), 99),
+        ("NVIDIA RTX A6000", (8, 6), 99),
+        ("NVIDIA L40S", (8, 9), 99),
+        ("NVIDIA RTX 6000 Ada Generation", (8, 9), 99),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), 99),
+        ("NVIDIA GeForce RTX 5090", (12, 0), 99),
+        ("Tesla T4", (7, 5), 99),
+        ("NVIDIA Z9000", (8, 6), 99),  # a name that nobody knows
+    ],
+)
+def test_gpus_that_are_not_at_hand_are_known_by_name(kind, capability, shared):
+    assert Device("gpu", kind).capability == capability and Device("gpu", kind).shared == shared
+
+
+def test_gpus_at_hand_say_what_they_can(monkeypatch):
+    here = [types.SimpleNamespace(device_kind="NVIDIA Z9000", compute_capability="10.3")]
+    monkeypatch.setattr(jax, "devices", lambda: here)
+    assert blocks.chips(Device("gpu", "NVIDIA Z9000")) == ["NVIDIA Z9000", "sm_103", "227 KB", "gpu"]
+    here[0] = types.SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+    assert blocks.chips(Device("gpu", "AMD Instinct MI300X")) == ["AMD Instinct MI300X", "gpu"]
+
+
+def test_sizes_are_found_by_card_by_capability_and_by_shared_memory(monkeypatch):
+    row = lambda n: {"2 bytes": {"d64": {"q": n}}}
+    rows = {"gpu": {"*": {"*": {"q": 16}}}, "227 KB": row(1), "sm_90": row(2), "NVIDIA H20": row(3), "TPU v5": row(4)}
+    monkeypatch.setattr(blocks, "table", lambda _: {"forward": rows})
+
+    def found(kind, dtype=jnp.bfloat16):
+        with on(kind):
+            return blocks.sizes("a_module", "forward", dtype, "d64")["q"]
+
+    assert [found(f"NVIDIA {kind}") for kind in ("A100-SXM4-80GB", "B200", "H100 NVL", "H20")] == [16, 1, 2, 3]
+    assert found("NVIDIA H100 NVL", jnp.float16) == 2 and found("NVIDIA H100 NVL", jnp.float32) == 16
+
+
+# For each column of the table in docs/kernels.md one card of those that it names.
+CARDS = {
+    "H100, H200, H800, H20": "NVIDIA H100 80GB HBM3",
+    "B200": "NVIDIA B200",
+    "A100, A800, A30": "NVIDIA A100-SXM4-40GB",
+    "RTX 4090, L4, L40S": "NVIDIA L4",
+    "RTX 3090, A10, A6000": "NVIDIA A10",
+    "T4": "Tesla T4",
+    "AMD": "AMD Instinct MI300X",
+}
+
+
+def bf16(*dims):
+    return shape(*dims, dtype=jnp.bfloat16)
+
+
+def attend(q, k, v, positions):
+    return kernels.attention(q, k, v, Tokens(positions, positions), scale=SCALE, softcap=50.0)
+
+
+def decode(q, k, v):
+    return kernels.decode_attention(q, k, v, scale=SCALE)
+
+
+BY_BLOCKS = shape(2, 2)  # the scale of a matrix that is quantised already
+CALLS = {
+    "`attention`": (attend, [bf16(2, 300, 4, 256), *[bf16(2, 300, 2, 256)] * 2, shape(2, 300, dtype=jnp.int32)]),
+    "`decode_attention`": (decode, [bf16(2, 4, 128), *[bf16(2, 300, 2, 128)] * 2]),
+    "`ragged_dot`": (kernels.ragged_dot, [bf16(256, 64), bf16(4, 128, 64), shape(4, dtype=jnp.int32)]),
+    "`int8_matmul`, weights only or by blocks": (
+        kernels.int8_matmul,
+        [bf16(16, 256), shape(256, 256, dtype=jnp.int8), BY_BLOCKS],
+    ),
+    "`fp8_matmul`, weights only or by blocks": (
+        kernels.fp8_matmul,
+        [bf16(16, 256), shape(256, 256, dtype=jnp.float8_e4m3fn), BY_BLOCKS],
+    ),
+}
+
+
+def test_the_table_of_cards_in_the_docs(monkeypatch):
+    monkeypatch.setattr(attention_cudnn, "refusal", lambda *_, **__: "left out: it depends on what is installed")
+    lines = [f"| | {' | '.join(CARDS)} |", "|---" * (len(CARDS) + 1) + "|"]
+    for name, (call, arguments) in CALLS.items():
+        served = []
+        for kind in CARDS.values():
+            with on(kind):
+                served.append(kernels.explain(call, *arguments)[0].implementation)
+        lines.append(f"| {name} | {' | '.join(served)} |")
+    page = pathlib.Path(__file__).parents[2].joinpath("docs/kernels.md").read_text()
+    assert "\n".join(lines) in page
+
+
+def test_why_a_card_is_refused():
+    with on("Tesla T4"):
+        assert elsewhere("gpu") == "it needs a GPU of compute capability 8.0 or newer, and this Tesla T4 has 7.5"
+    call, arguments = CALLS["`fp8_matmul`, weights only or by blocks"]
+    with on("NVIDIA A10"):
+        (choice,) = kernels.explain(call, *arguments)
+    assert choice.others["triton"] == "it needs a GPU of compute capability 8.9 or newer, and this NVIDIA A10 has 8.6"
+    with on("AMD Instinct MI300X"):
+        assert elsewhere("gpu") == "it is for NVIDIA GPUs, and this is a AMD Instinct MI300X"
+        assert elsewhere("tpu") == "it is for a TPU, and this is a AMD Instinct MI300X"
+
+
+def test_arrays_that_triton_would_address_by_too_few_bits():
+    scales = lambda w: shape(*(-(-n // 128) for n in w.shape))
+    int8 = lambda *dims: shape(*dims, dtype=jnp.int8)
+    few, many, wide, long = bf16(16, 4096), bf16(600_000, 4096), int8(600_000, 4096), int8(4096, 4096)
+    for x, w, activations, name in [(few, wide, False, "w"), (many, long, True, "x"), (many, long, False, None)]:
+        multiply = lambda *given, activations=activations: kernels.int8_matmul(*given, activations=activations)
+        (choice,) = kernels.explain(multiply, x, w, scales(w))
+        assert choice.others["triton"] == (
+            name and f"Pallas-Triton would address {name}, of 2 to 4 GB in 8 bits, by too few bits"
+        )
+
+
+def test_without_pallas_triton(monkeypatch):
+    """JAX has deprecated it: what it served is then served by others, and `explain` says why."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delattr(pallas, "triton", raising=False)
+    for name in ("triton", *(module for modules in dispatch.MODULES.values() for module in modules.values())):
+        if name.endswith("triton"):
+            monkeypatch.delitem(sys.modules, f"kernels.{name}", raising=False)
+            monkeypatch.delattr(kernels, name, raising=False)
+    monkeypatch.setattr(attention_cudnn, "refusal", lambda *_, **__: "left out")
+    with on("NVIDIA H200"):
+        for call, arguments in CALLS.values():
+            (choice,) = kernels.explain(call, *arguments)
+            assert choice.implementation in ("xla", "reference")
+            assert choice.others["triton"].startswith(
+                f"jax {jax.__version__} does not have what it is written in (import"
+            )

@@ -29,6 +29,7 @@ from kernels import (
     ragged_dot_mosaic,
     reference,
 )
+from kernels.device import Device
 from kernels.flash import Formula
 from kernels.masks import Segments, Tokens
 from tests.kernels import oracle
@@ -133,7 +134,7 @@ def test_what_is_refused():
 def test_on_a_hopper_gpu():
     tool = shutil.which("nvidia-smi")
     found = subprocess.run([tool, "-L"], capture_output=True, text=True).stdout if tool else ""
-    if not any(name in found for name in mosaic.HOPPER):
+    if Device("gpu", found).capability != mosaic.HOPPER:
         pytest.skip("no Hopper GPU here")
     environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
     subprocess.run([sys.executable, "-m", "tests.kernels.test_mosaic"], env=environment, check=True)

@@ -1,0 +1,67 @@
+"""A choice of the GPU's kernels, compiled for an A100, an RTX 4090 and a B200: they fit, and spill no register.
+
+The modules of the H200 have all shapes. These are one for each row of sizes that such a card has for itself.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kernels import ragged_dot_triton
+from tests.kernels import test_compile_gpu, test_compile_matmul_gpu
+from tests.kernels.experts import Product, training
+from tests.kernels.gpu import Case, complaints, needs_compiler
+from tests.kernels.test_compile_gpu import BACKWARD, OF_WIDE_HEADS
+
+
+def attention(card: str, dim: int, backward=BACKWARD, dtype=jnp.bfloat16, **options) -> Case:
+    shapes = dict(heads=4, kv_heads=2, seq=2048, megabytes=200)
+    return in_dtype(
+        dtype, test_compile_gpu.attention(dim=dim, packed=True, backward=backward, **shapes | options), card
+    )
+
+
+def ragged_dot(card: str, product: Product) -> Case:
+    names = ("ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw")
+    return Case(training(ragged_dot_triton.ragged_dot), product.arguments(), names, temporary=64 << 10, card=card)
+
+
+def in_dtype(dtype, case: Case, card: str) -> Case:
+    """With this in place of bfloat16. float32 is not multiplied by tensor cores."""
+    change = lambda x: jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == jnp.bfloat16 else x.dtype)
+    hgmma = () if dtype == jnp.float32 else case.hgmma
+    return case._replace(arguments=jax.tree.map(change, case.arguments), hgmma=hgmma, card=card)
+
+
+def int8(card: str, rows: int) -> Case:
+    return test_compile_matmul_gpu.case(jnp.int8, "channel", rows, 1024, 1024, hgmma=())._replace(card=card)
+
+
+# Sums of up to 1,024 rows a group, and of more; matrices with up to 1,024 columns, and with more.
+SHALLOW, DEEP = Product(16, 4096, 768, 512), Product(4, 8192, 2048, 1536)
+CASES = {
+    "RTX 4090, D64": attention("4090", 64),
+    "RTX 4090, D128, float16": attention("4090", 128, dtype=jnp.float16),
+    "RTX 4090, D192": attention("4090", 192, v_dim=128),
+    "RTX 4090, D256": attention("4090", 256, OF_WIDE_HEADS, softcap=50.0),
+    "RTX 4090, D256, float32": attention("4090", 256, OF_WIDE_HEADS, dtype=jnp.float32),
+    "RTX 4090, ragged_dot, shallow": ragged_dot("4090", SHALLOW),
+    "RTX 4090, ragged_dot, deep": ragged_dot("4090", DEEP),
+    "RTX 4090, decode": test_compile_gpu.decode(heads=8, kv_heads=2, dim=256, batch=4)._replace(card="4090"),
+    "RTX 4090, weights only": int8("4090", 16),
+    "A100, D64, forward": attention("a100", 64, backward=()),
+    "A100, D128": attention("a100", 128),
+    "A100, D192, forward": attention("a100", 192, backward=(), v_dim=128),
+    "A100, D256": attention("a100", 256, OF_WIDE_HEADS, softcap=50.0),
+    "A100, ragged_dot": ragged_dot("a100", DEEP),
+    "A100, decode": test_compile_gpu.decode(heads=8, kv_heads=2, dim=128, batch=4)._replace(card="a100"),
+    "B200, D64, forward": attention("b200", 64, backward=()),
+    "B200, D128": attention("b200", 128),
+    "B200, D192": attention("b200", 192, v_dim=128),
+    "B200, D256": attention("b200", 256, OF_WIDE_HEADS, softcap=50.0),
+    "B200, ragged_dot": ragged_dot("b200", DEEP),
+}
+
+
+@needs_compiler
+def test_gpu():
+    assert not complaints(__file__)
