@@ -21,6 +21,7 @@ from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Wi
 from kernels.matmul import fp8_matmul, int8_matmul
 from kernels.mesh import split_attention, split_heads
 from kernels.sequence import begins, padding
+from kernels.stacked import Stacked
 
 
 __all__ = [
@@ -229,7 +230,7 @@ def cross_entropy(
 
 def ragged_dot(
     x: Float[Array, "tokens in"],
-    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"],
+    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"] | Stacked,
     group_sizes: Int[Array, " groups"],
     *,
     implementation: str | None = None,
@@ -243,7 +244,8 @@ def ragged_dot(
 
     Narrower dtypes accumulate in float32. A NaN in a row stays in the row, and in the gradient of its group's matrix;
     a NaN in a group's matrix stays in the group's rows. `w` may be int8: then its tiles are cast to the dtype of `x`
-    as they are multiplied, and there is no gradient of `w`.
+    as they are multiplied, and there is no gradient of `w`. It may be a layer of a stack, which is not copied
+    (`kernels.stacked`).
 
     `implementation` is one of
 
@@ -263,8 +265,8 @@ def ragged_dot(
         raise ValueError(f"x and w must have one dtype, not {x.dtype} and {w.dtype}: cast them first.")
     if x.shape[1] != w.shape[2]:
         raise ValueError(f"The rows of x have {x.shape[1]} features, and w, (groups, out, in), takes {w.shape[2]}.")
-    if len(group_sizes) != len(w):
-        raise ValueError(f"w has {len(w)} groups: group_sizes must have one size for each, not {len(group_sizes)}.")
+    if len(group_sizes) != w.shape[0]:
+        raise ValueError(f"w has {w.shape[0]} groups: group_sizes must have one size for each, not {len(group_sizes)}.")
     return dispatch.run("ragged_dot", implementation, x, w, group_sizes.astype(jnp.int32))
 
 

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from kernels.stacked import Stacked, gradient
 
-Matrices = Float[Array, "groups out in"] | Int8[Array, "groups out in"]
+
+Matrices = Float[Array, "groups out in"] | Int8[Array, "groups out in"] | Stacked
 
 
 class Kernels(NamedTuple):
@@ -39,16 +41,18 @@ def ragged_dot(
     return kernels.rows_times_matrices(x, w, group_sizes, axis=2)
 
 
-def _forward(kernels: Kernels, x: Array, w: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    kernels: Kernels, x: Array, w: Matrices, group_sizes: Array
+) -> tuple[Array, tuple[Array, Matrices, Array]]:
     return ragged_dot(kernels, x, w, group_sizes), (x, w, group_sizes)
 
 
 def _backward(
-    kernels: Kernels, residuals: tuple[Array, Array, Array], d_out: Array
-) -> tuple[Array, Array | None, None]:
+    kernels: Kernels, residuals: tuple[Array, Matrices, Array], d_out: Array
+) -> tuple[Array, Matrices | None, None]:
     x, w, group_sizes = residuals
     dx = kernels.rows_times_matrices(d_out, w, group_sizes, axis=1)
-    return dx, None if w.dtype == jnp.int8 else kernels.sums_of_products(d_out, x, group_sizes), None
+    return dx, None if w.dtype == jnp.int8 else gradient(w, kernels.sums_of_products(d_out, x, group_sizes)), None
 
 
 ragged_dot.defvjp(_forward, _backward)

@@ -7,20 +7,22 @@ through it (the straight-through estimator, arXiv:1308.3432).
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float8e4m3fn, Int8
+from jaxtyping import Array, Float, Float8e4m3fn, Int8, Shaped
 
 from kernels import dispatch
 from kernels.quantize import BLOCK, LARGEST, Quantized, dequantize, exact_dtype, quantize
+from kernels.stacked import Stacked, read
 
 
 Granularity = Literal["tensor", "channel", "block"]
 Gradients = Literal["float", "quantized"]
+Matrix = Shaped[Array, "out in"] | Stacked
 SAVED = "matmul"  # names the results for policies of jax.checkpoint
 INT32_TERMS = 1 << 17  # the sum of this many products of two int8 fits an int32
 DECODE_ROWS = 64  # up to so many rows, reading the matrix takes most of the time
@@ -28,7 +30,7 @@ DECODE_ROWS = 64  # up to so many rows, reading the matrix takes most of the tim
 
 def int8_matmul(
     x: Float[Array, "*batch in"],
-    w: Float[Array, "out in"] | Int8[Array, "out in"],
+    w: Float[Array, "out in"] | Int8[Array, "out in"] | Stacked,
     scale: Float[Array, "..."] | None = None,
     *,
     granularity: Granularity = "channel",
@@ -40,9 +42,9 @@ def int8_matmul(
 
     `w` may be int8 already, with its `scale`: () if all of it shares one, (out,) if each row has its own, or
     (ceil(out / 128), ceil(in / 128)) for blocks of 128 x 128, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Then
-    neither it nor the scale has a gradient, and the shape of the scale decides, not `granularity`. Or `w` is a float
-    array of the dtype of `x`: then it is quantised here, with a scale for the whole "tensor", for each "channel" (row)
-    or for each "block".
+    neither it nor the scale has a gradient, and the shape of the scale decides, not `granularity`. It may be a layer of
+    a stack, which is not copied (`kernels.stacked`). Or `w` is a float array of the dtype of `x`: then it is quantised
+    here, with a scale for the whole "tensor", for each "channel" (row) or for each "block".
 
     `activations` quantises `x` as well, at each call: with one scale ("tensor"), one for each row ("channel"), or one
     for each 128 features of a row ("block"). `kernels.quantize.quantize` says how: values are rounded to the nearest of
@@ -75,7 +77,7 @@ def int8_matmul(
 
 def fp8_matmul(
     x: Float[Array, "*batch in"],
-    w: Float[Array, "out in"] | Float8e4m3fn[Array, "out in"],
+    w: Float[Array, "out in"] | Float8e4m3fn[Array, "out in"] | Stacked,
     scale: Float[Array, "..."] | None = None,
     *,
     granularity: Granularity = "channel",
@@ -115,7 +117,8 @@ class Formula(NamedTuple):
 class Kernels(NamedTuple):
     """The two products of an implementation. Both sum over the last axes and return the dtype asked for.
 
-    `weight_only(x, w, dtype)` multiplies float rows (*batch, in) by a `Quantized` matrix (out, in).
+    `weight_only(x, w, dtype)` multiplies float rows (*batch, in) by a `Quantized` matrix (out, in), whose values may be
+    `Stacked`.
     `both(x, w, dtype)` multiplies two `Quantized`, whose scales have one granularity; where the matrix has it by
     blocks, the rows have it by pieces.
     """
@@ -126,25 +129,24 @@ class Kernels(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def quantized_matmul(
-    kernels: Kernels, formula: Formula, x: Array, w: Array, scale: Array | None
+    kernels: Kernels, formula: Formula, x: Array, w: Matrix, scale: Array | None
 ) -> Float[Array, "*batch out"]:
     """Computes `int8_matmul` or `fp8_matmul` by these kernels."""
-    matrix = _matrix(formula, w, scale)
     if formula.activations:
-        return kernels.both(formula.quantize_rows(x, formula.dtype), matrix, x.dtype)
-    return kernels.weight_only(x, matrix, x.dtype)
+        return kernels.both(formula.quantize_rows(x, formula.dtype), _matrix(formula, read(w), scale), x.dtype)
+    return kernels.weight_only(x, _matrix(formula, w, scale), x.dtype)
 
 
 def _forward(
-    kernels: Kernels, formula: Formula, x: Array, w: Array, scale: Array | None
-) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    kernels: Kernels, formula: Formula, x: Array, w: Matrix, scale: Array | None
+) -> tuple[Array, tuple[Array, Matrix, Array | None]]:
     return quantized_matmul(kernels, formula, x, w, scale), (x, w, scale)
 
 
 def _backward(
-    kernels: Kernels, formula: Formula, residuals: tuple[Array, Array, Array | None], d_out: Array
+    kernels: Kernels, formula: Formula, residuals: tuple[Array, Matrix, Array | None], d_out: Array
 ) -> tuple[Array, Array | None, None]:
-    x, w, scale = residuals
+    x, w, scale = residuals[0], read(residuals[1]), residuals[2]
     matrix = _matrix(formula, w, scale)
     rows = lambda side: side.reshape(-1, side.shape[-1])
     exact = exact_dtype(x)
@@ -171,21 +173,22 @@ def _backward(
 quantized_matmul.defvjp(_forward, _backward)
 
 
-def refusal(x: Float[Array, "*batch in"], w: Array) -> str | None:
+def refusal(x: Float[Array, "*batch in"], w: Matrix) -> str | None:
     """Returns why no implementation but the reference can take these arguments, or None."""
     if x.dtype == jnp.float64:
         return "it computes in float32, and x is float64"
     return None if x.size and w.size else "it needs a row, a feature and an output at least"
 
 
-def _matrix(formula: Formula, w: Array, scale: Array | None) -> Quantized:
-    return formula.quantize_matrix(w) if scale is None else Quantized(w, scale)
+def _matrix(formula: Formula, w: Matrix, scale: Array | None) -> Quantized:
+    values: Any = w
+    return formula.quantize_matrix(read(w)) if scale is None else Quantized(values, scale)
 
 
 def _matmul(
     dtype: DTypeLike,
     x: Array,
-    w: Array,
+    w: Matrix,
     scale: Array | None,
     granularity: Granularity,
     activations: bool,

@@ -6,12 +6,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels import matmul
-from kernels.matmul import Formula, Kernels
+from kernels.matmul import Formula, Kernels, Matrix
 from kernels.quantize import Quantized, dequantize
 
 
 def quantized_matmul(
-    x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
+    x: Float[Array, "*batch in"], w: Matrix, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
     """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` in float32, or in float64 if x is."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)

@@ -20,15 +20,16 @@ from jaxtyping import Array, Float
 
 from kernels import blocks, matmul
 from kernels.device import device, elsewhere
-from kernels.matmul import INT32_TERMS, Formula, Kernels
+from kernels.matmul import INT32_TERMS, Formula, Kernels, Matrix
 from kernels.quantize import BLOCK, Quantized, whole_pieces
+from kernels.stacked import Stacked, read
 
 
 STRIP = 256  # columns of a strip, and features that are multiplied at a time if they share a scale
 HAS_FLOAT8 = "TPU7x"  # the kind of device whose matrix unit multiplies float8; others get bfloat16
 
 
-def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
+def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
     """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     refusal = elsewhere("tpu") or matmul.refusal(x, w)
     both = formula.activations or formula.gradients == "quantized"
@@ -40,7 +41,7 @@ def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula:
 
 @functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too
 def quantized_matmul(
-    x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
+    x: Float[Array, "*batch in"], w: Matrix, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
     """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` on a TPU's matrix unit."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
@@ -55,9 +56,10 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
 
 
 def _product(name: str, x: Array, x_scale: Array | None, w: Quantized, dtype: DTypeLike) -> Array:
-    batch, columns = x.shape[:-1], len(w.values)
-    x, w_values = whole_pieces(x.reshape(-1, x.shape[-1])), whole_pieces(w.values)
+    batch, columns = x.shape[:-1], w.values.shape[0]
+    x = whole_pieces(x.reshape(-1, x.shape[-1]))
     rows, features = x.shape
+    w_values = Stacked.of(w.values if w.values.shape[1] == features else whole_pieces(read(w.values)))
     sizes = blocks.sizes("matmul_tpu", name, x.dtype, "blocks" if w.by_pieces else "*")
     row_block, column_block = min(sizes["rows"], rows), min(sizes["columns"], columns)
     depth = next(size for size in range(sizes["depth"], 0, -BLOCK) if features % size == 0)
@@ -74,40 +76,43 @@ def _product(name: str, x: Array, x_scale: Array | None, w: Quantized, dtype: DT
         at, pieces = lambda step: 0, 1
         w_scale = jnp.broadcast_to(w.scale, columns)[None, None, :]
         by_step = lambda scale: jnp.broadcast_to(scale.reshape(-1, 1), (rows, 1))[None]
-    operands = [x, w_values, w_scale]
+    operands = [x, w_values.stack, w_scale]
     specs = [
-        pl.BlockSpec((row_block, depth), lambda i, j, step: (i, step)),
-        pl.BlockSpec((column_block, depth), lambda i, j, step: (j, step)),
-        pl.BlockSpec((None, pieces, column_block), lambda i, j, step: (at(step), 0, j)),
+        pl.BlockSpec((row_block, depth), lambda i, j, step, _: (i, step)),
+        pl.BlockSpec((None, column_block, depth), lambda i, j, step, layer: (layer[0], j, step)),
+        pl.BlockSpec((None, pieces, column_block), lambda i, j, step, _: (at(step), 0, j)),
     ]
     if x_scale is not None:
         operands.append(by_step(x_scale))
-        specs.append(pl.BlockSpec((None, row_block, pieces), lambda i, j, step: (at(step), i, 0)))
+        specs.append(pl.BlockSpec((None, row_block, pieces), lambda i, j, step, _: (at(step), i, 0)))
 
     integers = x.dtype == jnp.int8 and not w.by_pieces
     out = pl.pallas_call(
         functools.partial(_kernel, w.by_pieces, strip),
-        grid=(pl.cdiv(rows, row_block), pl.cdiv(columns, column_block), steps),
-        in_specs=specs,
-        out_specs=pl.BlockSpec((row_block, column_block), lambda i, j, step: (i, j)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(rows, row_block), pl.cdiv(columns, column_block), steps),
+            in_specs=specs,
+            out_specs=pl.BlockSpec((row_block, column_block), lambda i, j, step, _: (i, j)),
+            scratch_shapes=[
+                pltpu.VMEM((row_block, column_block), jnp.int32 if integers else jnp.float32),
+                pltpu.VMEM((row_block, strip), jnp.float32),
+            ],
+        ),
         out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
-        scratch_shapes=[
-            pltpu.VMEM((row_block, column_block), jnp.int32 if integers else jnp.float32),
-            pltpu.VMEM((row_block, strip), jnp.float32),
-        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * features * columns,
-            bytes_accessed=sum(a.nbytes for a in operands) + rows * columns * jnp.dtype(dtype).itemsize,
+            bytes_accessed=x.nbytes + columns * features + rows * columns * jnp.dtype(dtype).itemsize,
             transcendentals=0,
         ),
         interpret=device().platform == "cpu",
         name=f"matmul_{name}",
-    )(*operands)
+    )(w_values.layer[None], *operands)
     return out.reshape(*batch, columns)
 
 
-def _kernel(by_pieces: bool, strip: int, x_ref: Any, w_ref: Any, w_scale_ref: Any, *others: Any) -> None:
+def _kernel(by_pieces: bool, strip: int, _: Any, x_ref: Any, w_ref: Any, w_scale_ref: Any, *others: Any) -> None:
     *x_scale_ref, out_ref, sum_ref, row_scale_ref = others  # float rows have no scale
     depth, columns = x_ref.shape[1], out_ref.shape[1]
     part = STRIP if depth % STRIP == 0 and not by_pieces else BLOCK

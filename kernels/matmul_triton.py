@@ -28,15 +28,16 @@ from jaxtyping import Array, Float
 
 from kernels import blocks, matmul, triton
 from kernels.device import elsewhere
-from kernels.matmul import Formula, Kernels
+from kernels.matmul import Formula, Kernels, Matrix
 from kernels.quantize import BLOCK, Quantized
+from kernels.stacked import Stacked
 from kernels.triton import Side, load_block, store_block
 
 
 BAND = 8  # blocks of rows that take the same columns at about the same time
 
 
-def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
+def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
     """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     both = formula.activations or formula.gradients == "quantized"
     if both and formula.granularity != "block":
@@ -52,7 +53,7 @@ def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula:
 
 @functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too
 def quantized_matmul(
-    x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
+    x: Float[Array, "*batch in"], w: Matrix, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
     """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` in Triton."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
@@ -63,18 +64,19 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     sizes = blocks.sizes("matmul_triton", "both", w.values.dtype, "rows64" if rows <= 64 else "rows128")
     x_values, x_scale = (side.reshape(-1, side.shape[-1]) for side in x)
     # x_scale is transposed, so that the scales that a program reads at a time are contiguous.
-    out = _launch("matmul_both", _both_kernel, sizes, dtype, x_values, x_scale.T, *w)
-    return out.reshape(*x.values.shape[:-1], len(w.values))
+    out = _launch("matmul_both", _both_kernel, sizes, dtype, x_values, x_scale.T, w=w)
+    return out.reshape(*x.values.shape[:-1], w.values.shape[0])
 
 
 def _both_kernel(
-    sizes: dict[str, int], x_ref: Any, x_scale_ref: Any, w_ref: Any, w_scale_ref: Any, out_ref: Any
+    sizes: dict[str, int], x_ref: Any, x_scale_ref: Any, w_ref: Stacked, w_scale_ref: Any, out_ref: Any
 ) -> None:
     row, column = _output_block(sizes, out_ref)
+    layer = w_ref.layer[...]
 
     def add_piece(i: Array, out: Array) -> Array:
         piece = Side.of(i, BLOCK, x_ref.shape[1])
-        x, w = load_block(x_ref, row, piece), load_block(w_ref, column, piece)
+        x, w = load_block(x_ref, row, piece), load_block(w_ref.stack, column, piece, layer)
         product = _dot8(x, w)
         x_scale = triton.load(x_scale_ref.at[i, row.indices], row.own)
         scale = x_scale * w_scale_ref[column.indices.start // BLOCK, i]
@@ -87,21 +89,22 @@ def _both_kernel(
 
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
     rows = x.reshape(-1, x.shape[-1])
-    w_scale = w.scale if w.by_pieces else jnp.broadcast_to(w.scale, len(w.values))
+    w = Quantized(w.values, w.scale if w.by_pieces else jnp.broadcast_to(w.scale, w.values.shape[0]))
     fitting = max(triton.SMALLEST, min(1 << (len(rows) - 1).bit_length(), 128))
     sizes = blocks.sizes("matmul_triton", "weight_only", x.dtype, f"rows{fitting}")
-    out = _launch("matmul_weight_only", _weight_only_kernel, sizes, dtype, rows, w.values, w_scale)
-    return out.reshape(*x.shape[:-1], len(w.values))
+    out = _launch("matmul_weight_only", _weight_only_kernel, sizes, dtype, rows, w=w)
+    return out.reshape(*x.shape[:-1], w.values.shape[0])
 
 
-def _weight_only_kernel(sizes: dict[str, int], x_ref: Any, w_ref: Any, w_scale_ref: Any, out_ref: Any) -> None:
+def _weight_only_kernel(sizes: dict[str, int], x_ref: Any, w_ref: Stacked, w_scale_ref: Any, out_ref: Any) -> None:
     row, column = _output_block(sizes, out_ref)
+    layer = w_ref.layer[...]
     features, by_blocks = x_ref.shape[1], len(w_scale_ref.shape) == 2
     depth = BLOCK if by_blocks else sizes["depth"]
 
     def add(step: Array, out: Array) -> Array:
         piece = Side.of(step, depth, features)
-        x, w = load_block(x_ref, row, piece), load_block(w_ref, column, piece)
+        x, w = load_block(x_ref, row, piece), load_block(w_ref.stack, column, piece, layer)
         product = triton.dot(w.astype(x.dtype), x, over=(1, 1))
         return out + (product * w_scale_ref[column.indices.start // BLOCK, step] if by_blocks else product)
 
@@ -113,10 +116,16 @@ def _weight_only_kernel(sizes: dict[str, int], x_ref: Any, w_ref: Any, w_scale_r
 
 
 def _launch(
-    name: str, kernel: Callable[..., None], sizes: dict[str, int], dtype: DTypeLike, x: Array, *others: Array
+    name: str,
+    kernel: Callable[..., None],
+    sizes: dict[str, int],
+    dtype: DTypeLike,
+    x: Array,
+    *others: Array,
+    w: Quantized,
 ) -> Array:
-    """Runs one program for each block of the output; `others` end with the matrix and its scale."""
-    (rows, depth), columns = x.shape, len(others[-2])
+    """Runs one program for each block of the output."""
+    (rows, depth), columns = x.shape, w.values.shape[0]
     # Programs start along the grid's first axis, then along its second. So a band of rows takes one block of columns
     # after another: both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
     row_blocks = pl.cdiv(rows, sizes["rows"])
@@ -125,6 +134,8 @@ def _launch(
         functools.partial(kernel, sizes),
         x,
         *others,
+        triton.addressable(w.values),
+        w.scale,
         name=name,
         grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(row_blocks, band)),
         results=jax.ShapeDtypeStruct((rows, columns), dtype),
@@ -132,7 +143,7 @@ def _launch(
         stages=sizes["stages"],
         cost=pl.CostEstimate(
             flops=2 * rows * depth * columns,
-            bytes_accessed=sum(a.nbytes for a in (x, *others)) + rows * columns * jnp.dtype(dtype).itemsize,
+            bytes_accessed=x.nbytes + columns * depth + rows * columns * jnp.dtype(dtype).itemsize,
             transcendentals=0,
         ),
     )

@@ -14,18 +14,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels import matmul
-from kernels.matmul import INT32_TERMS, Formula, Kernels
+from kernels.matmul import INT32_TERMS, Formula, Kernels, Matrix
 from kernels.quantize import BLOCK, Quantized, dequantize, spread, whole_pieces
+from kernels.stacked import read
 
 
-def refusal(x: Float[Array, "*batch in"], w: Array, _: Array | None, *, formula: Formula) -> str | None:
+def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
     """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     return matmul.refusal(x, w)
 
 
 @functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too
 def quantized_matmul(
-    x: Float[Array, "*batch in"], w: Array, scale: Array | None, *, formula: Formula
+    x: Float[Array, "*batch in"], w: Matrix, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
     """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` by XLA."""
     return matmul.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
@@ -34,7 +35,7 @@ def quantized_matmul(
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
     if w.by_pieces:
         return _product(x, dequantize(w).astype(x.dtype)).astype(dtype)
-    out = _product(x, w.values.astype(x.dtype))  # the cast is exact: bfloat16 has every int8 and float8
+    out = _product(x, read(w.values).astype(x.dtype))  # the cast is exact: bfloat16 has every int8 and float8
     return (out * _per_column(w.scale, out.ndim)).astype(dtype)
 
 

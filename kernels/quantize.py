@@ -10,6 +10,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Float8e5m2, Int8, Num
 
+from kernels.stacked import read
+
 
 BLOCK = 128  # the side of a block, and the length of a piece of a row
 # The largest magnitude of a value. Of the two formats of float8 (arXiv:2209.05433) e4m3fn is the more precise, and e5m2
@@ -28,7 +30,7 @@ class Quantized(NamedTuple):
     ceil(in / 128)), for blocks of 128 x 128.
     """
 
-    values: Values
+    values: Values  # the matrix of a product may also be `Stacked`
     scale: Float[Array, "..."]
 
     @property
@@ -64,7 +66,7 @@ def exact_dtype(x: Float[Array, "*shape"]) -> DTypeLike:
 
 def dequantize(x: Quantized) -> Float[Array, "*shape"]:
     """Returns values times scale, in the dtype of the scale."""
-    return x.values.astype(x.scale.dtype) * spread(x.scale, x.values.shape)
+    return read(x.values).astype(x.scale.dtype) * spread(x.scale, x.values.shape)
 
 
 def spread(scale: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:

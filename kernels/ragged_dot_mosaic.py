@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from kernels import blocks, grouped, mosaic
 from kernels.grouped import Matrices, Tiles
 from kernels.mosaic import ROWS, Ring
+from kernels.stacked import Stacked
 
 
 BAND = 8  # tiles that visit the same block of columns one after another, so that both sides stay in the L2 cache
@@ -51,15 +52,15 @@ def ragged_dot(
     return grouped.ragged_dot(grouped.Kernels(rows_times_matrices, sums_of_products), x, w, group_sizes)
 
 
-def rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
+def rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
     """Implements `grouped.Kernels.rows_times_matrices`."""
-    (tokens, depth), columns = x.shape, w.shape[3 - axis]
+    (tokens, depth), columns, w = x.shape, w.shape[3 - axis], Stacked.of(w)
     size = blocks.sizes("ragged_dot_mosaic", "matrices", x.dtype, "*")
     tiles = Tiles.of(grouped.with_rest(group_sizes, tokens), tokens, 2 * ROWS, aligned=True)
     w_block = (size["columns"], size["depth"]) if axis == 2 else (size["depth"], size["columns"])
     return mosaic.launch(
         functools.partial(_rows_times_matrices_kernel, axis),
-        *(tiles.count[None], tiles.group, tiles.first, tiles.end, x, w),
+        *(tiles.count[None], tiles.group, tiles.first, tiles.end, w.layer[None], x, w.stack),
         name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
         grid={"program": size["programs"]},
         results=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
@@ -78,6 +79,7 @@ def _rows_times_matrices_kernel(
     group_ref: Any,
     first_ref: Any,
     end_ref: Any,
+    layer_ref: Any,
     x_ref: Any,
     w_ref: Any,
     out_ref: Any,
@@ -98,7 +100,7 @@ def _rows_times_matrices_kernel(
         used, tile = tile < count_ref[0], jnp.minimum(tile, group_ref.shape[0] - 1)
         # The last band is filled up with tiles without rows.
         group, first, end = group_ref[tile], first_ref[tile], jnp.where(used, end_ref[tile], 0)
-        steps = jnp.where((first < end) & (group < w_ref.shape[0]), x_ref.shape[1] // depth_size, 0)
+        steps = jnp.where((first < end) & (group < w_ref.shape[1]), x_ref.shape[1] // depth_size, 0)
         return group, first, end, column * column_size, steps
 
     @mosaic.copying
@@ -110,7 +112,8 @@ def _rows_times_matrices_kernel(
             @pl.loop(0, steps)
             def _(n: Array) -> None:
                 rows, inner = pl.ds(_down(first, 2 * ROWS), 2 * ROWS), pl.ds(n * depth_size, depth_size)
-                w = w_ref.at[group, columns, inner] if axis == 2 else w_ref.at[group, inner, columns]
+                matrix = w_ref.at[layer_ref[0], group]
+                w = matrix.at[columns, inner] if axis == 2 else matrix.at[inner, columns]
                 ring.fill(done + n, x_ref.at[rows, inner], w)
 
             return done + steps

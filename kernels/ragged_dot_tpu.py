@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels import blocks, grouped
 from kernels.device import device, elsewhere
 from kernels.grouped import Matrices, Tiles
+from kernels.stacked import Stacked
 
 
 VMEM = 48 << 20  # bytes that a kernel may take; the default of 16 MiB is not a TPU's own limit
@@ -37,7 +38,7 @@ def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"])
         return why
     if x.dtype == jnp.float16:
         return "a TPU does not compute in float16"
-    most = _sizes("matrices", x, len(w))["depth"]
+    most = _sizes("matrices", x, w.shape[0])["depth"]
     if any(length > most and length % LANES for length in w.shape[1:]):
         return f"it takes matrices of up to {most} features, or of a multiple of {LANES}, and w is {w.shape}"
     return None
@@ -51,10 +52,11 @@ def ragged_dot(
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
 
-def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
+def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
+    w = Stacked.of(w)
     if _lies_transposed(*w.shape[1:]):
-        return _rows_times_matrices(x, w.swapaxes(1, 2), group_sizes, axis=3 - axis)
-    (tokens, depth), groups, columns = x.shape, len(w), w.shape[3 - axis]
+        return _rows_times_matrices(x, Stacked(w.stack.swapaxes(2, 3), w.layer), group_sizes, axis=3 - axis)
+    (tokens, depth), groups, columns = x.shape, w.shape[0], w.shape[3 - axis]
     sizes = _sizes("matrices", x, groups)
     rows = _whole(tokens, sizes["piece"], sizes["rows"])
     column_block, depth_block = min(sizes["columns"], columns), _depth_block(sizes, depth)
@@ -65,22 +67,23 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
     # Tiles of rows without a group name the blocks that are in memory already, so nothing is loaded for them.
     source = jnp.minimum(tiles.first, jnp.maximum(ends[-1] - 1, 0)) // rows
     step = lambda k, group: jnp.where(group < groups, k, last)
-    x_block = lambda j, i, k, group, first, end, source: (source[i], step(k, group[i]))
+    x_block = lambda j, i, k, group, first, end, source, layer: (source[i], step(k, group[i]))
 
-    def w_block(j: Array, i: Array, k: Array, group: Any, *_: Any) -> tuple[Array, Array, Array]:
+    def w_block(j: Array, i: Array, k: Array, group: Any, *scalars: Any) -> tuple[Array, Array, Array, Array]:
         row, column = (j, step(k, group[i])) if axis == 2 else (step(k, group[i]), j)
-        return jnp.minimum(group[i], groups - 1), row, column
+        *_, layer = scalars
+        return layer[0], jnp.minimum(group[i], groups - 1), row, column
 
     w_shape = (column_block, depth_block)
     return pl.pallas_call(
         functools.partial(_rows_times_matrices_kernel, sizes, groups, axis),
         out_shape=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=5,
             grid=(pl.cdiv(columns, column_block), tiles.count, last + 1),
             in_specs=[
                 pl.BlockSpec((rows, depth_block), x_block),
-                pl.BlockSpec((None, *(w_shape if axis == 2 else w_shape[::-1])), w_block),
+                pl.BlockSpec((None, None, *(w_shape if axis == 2 else w_shape[::-1])), w_block),
             ],
             out_specs=pl.BlockSpec((rows, column_block), lambda j, i, k, group, first, *_: (first[i] // rows, j)),
             scratch_shapes=[pltpu.VMEM((rows, column_block), jnp.float32)],
@@ -95,7 +98,7 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
         ),
         interpret=device().platform == "cpu",
         name="ragged_dot_nt" if axis == 2 else "ragged_dot_nn",  # BLAS's names: the second side transposed, or not
-    )(tiles.group, tiles.first, tiles.end, source, x, w)
+    )(tiles.group, tiles.first, tiles.end, source, w.layer[None], x, w.stack)
 
 
 def _rows_times_matrices_kernel(
@@ -106,12 +109,13 @@ def _rows_times_matrices_kernel(
     first_ref: Any,
     end_ref: Any,
     source_ref: Any,
+    layer_ref: Any,
     x_ref: Any,
     w_ref: Any,
     out_ref: Any,
     sum_ref: Any,
 ) -> None:
-    del source_ref  # only the block specs use it
+    del source_ref, layer_ref  # only the block specs use them
     i, k, piece = pl.program_id(1), pl.program_id(2), sizes["piece"]
 
     def multiply(start: Array, own: Callable[..., Array]) -> None:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from kernels import blocks, grouped, triton
 from kernels.device import elsewhere
 from kernels.grouped import Matrices, Tiles
+from kernels.stacked import Stacked
 from kernels.triton import Side, load_block, store_block
 
 
@@ -42,8 +43,8 @@ def ragged_dot(
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
 
-def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
-    (tokens, depth), groups, columns = x.shape, len(w), w.shape[3 - axis]
+def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
+    (tokens, depth), groups, columns = x.shape, w.shape[0], w.shape[3 - axis]
     rows = grouped.mean_rows(tokens, groups, least=triton.SMALLEST, most=128)
     shape_class = f"rows{rows}" if rows < 128 else "shallow" if depth <= SHALLOW else "deep"
     sizes = blocks.sizes("ragged_dot_triton", "int8" if w.dtype == jnp.int8 else "matrices", x.dtype, shape_class)
@@ -58,7 +59,7 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
         tiles.first,
         tiles.end,
         x,
-        w,
+        triton.addressable(w),
         name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
         grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(len(tiles.group), band)),
         results=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
@@ -73,9 +74,17 @@ def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> A
 
 
 def _rows_times_matrices_kernel(
-    sizes: dict[str, int], axis: int, group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any
+    sizes: dict[str, int],
+    axis: int,
+    group_ref: Any,
+    first_ref: Any,
+    end_ref: Any,
+    x_ref: Any,
+    w_ref: Stacked,
+    out_ref: Any,
 ) -> None:
-    (_, depth), (_, columns), groups = x_ref.shape, out_ref.shape, w_ref.shape[0]
+    (_, depth), (_, columns), (groups, _, _) = x_ref.shape, out_ref.shape, w_ref.shape
+    w_stack_ref, layer = w_ref.stack, w_ref.layer[...]
     # The last band may have too few tiles: then the last tile, which hardly ever has rows, is done again.
     tile = jnp.minimum(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0), group_ref.shape[0] - 1)
     group = group_ref[tile]
@@ -85,7 +94,7 @@ def _rows_times_matrices_kernel(
     def add(step: Array, out: Array) -> Array:
         inner = Side.of(step, sizes["depth"], depth)
         x = load_block(x_ref, row, inner)
-        w = load_block(w_ref, *((column, inner) if axis == 2 else (inner, column)), group)
+        w = load_block(w_stack_ref, *((column, inner) if axis == 2 else (inner, column)), layer, group)
         return out + triton.dot(x, w.astype(x.dtype), over=(1, axis - 1))
 
     steps = pl.cdiv(depth, sizes["depth"]) * (group < groups).astype(jnp.int32)

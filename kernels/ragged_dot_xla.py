@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels import grouped
 from kernels.grouped import Matrices, Tiles
+from kernels.stacked import Stacked
 
 
 def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
@@ -35,13 +36,13 @@ def tile_size(tokens: int, groups: int) -> int:
     return min(tokens, grouped.mean_rows(tokens, groups, least=8, most=128))
 
 
-def _rows_times_matrices(x: Array, w: Array, group_sizes: Array, axis: int) -> Array:
-    tiles = Tiles.of(group_sizes, len(x), tile_size(len(x), len(w)))
+def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
+    tiles, w = Tiles.of(group_sizes, len(x), tile_size(len(x), w.shape[0])), Stacked.of(w)
 
     def put_tile(i: Array, out: Array) -> Array:
         # Makes w depend on i: otherwise jax 0.10 on CPU converts all of a bfloat16 w to float32 before the loop.
         w_i, group = lax.optimization_barrier((w, tiles.group[i]))
-        product = _product(_take(x, tiles, i), w_i[group].astype(x.dtype), axes=(1, axis - 1))
+        product = _product(_take(x, tiles, i), w_i.stack[w_i.layer, group].astype(x.dtype), axes=(1, axis - 1))
         product = jnp.where(_own(tiles, i, len(x)), product, _take(out, tiles, i))
         return lax.dynamic_update_slice_in_dim(out, product, _start(tiles, i, len(x)), axis=0)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from kernels.masks import Mask, Tokens
+from kernels.stacked import Stacked, read
 
 
 # Stands for "no logit". exp(LOWEST - x) is 0 for any other x and, unlike -inf, it can be subtracted from itself.
@@ -73,7 +74,7 @@ def decode_attention(
 
 def ragged_dot(
     x: Float[Array, "tokens in"],
-    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"],
+    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"] | Stacked,
     group_sizes: Int[Array, " groups"],
 ) -> Float[Array, "tokens out"]:
     """Computes `kernels.ragged_dot` as every row times every matrix, in float32, or in float64 if x is."""
@@ -81,7 +82,9 @@ def ragged_dot(
     rows, ends = jnp.arange(x.shape[0], dtype=jnp.int32)[None, :], jnp.cumsum(group_sizes)[:, None]
     member = ((rows >= ends - group_sizes[:, None]) & (rows < ends))[:, :, None]
     # Masked both before and after the product, so that no NaN passes, forward or in the gradients.
-    out = jnp.einsum("gti,goi->gto", jnp.where(member, x[None], 0), w.astype(x.dtype), preferred_element_type=exact)
+    out = jnp.einsum(
+        "gti,goi->gto", jnp.where(member, x[None], 0), read(w).astype(x.dtype), preferred_element_type=exact
+    )
     return jnp.where(member, out, 0).sum(axis=0).astype(x.dtype)
 
 

@@ -1,10 +1,13 @@
 """One layer's array, named by where it lies in the array of all layers of its kind."""
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Shaped
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -17,8 +20,13 @@ class Stacked:
     the number of the layer reads what it needs.
     """
 
-    stack: Shaped[Array, "layers ..."]
-    layer: Int[Array, ""]
+    stack: Any  # [layers, ...]; like all pytrees it also holds what JAX puts in place of arrays, such as Refs and specs
+    layer: Any  # int32 []
+
+    @classmethod
+    def of(cls, x: "Shaped[Array, '...'] | Stacked") -> "Stacked":
+        """An array as the only layer of a stack, for a kernel that takes both in one way."""
+        return x if isinstance(x, Stacked) else cls(x[None], jnp.zeros((), jnp.int32))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -29,7 +37,11 @@ class Stacked:
         return self.stack.ndim - 1
 
     @property
-    def dtype(self) -> DTypeLike:
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
         return self.stack.dtype
 
     def read(self) -> Shaped[Array, "..."]:
@@ -40,3 +52,10 @@ class Stacked:
 def read(x: Shaped[Array, "..."] | Stacked) -> Shaped[Array, "*shape"]:
     """The array itself, for an implementation that takes no stack."""
     return x.read() if isinstance(x, Stacked) else x
+
+
+def gradient(x: Shaped[Array, "..."] | Stacked, of_layer: Shaped[Array, "..."]) -> Any:
+    """The gradient of `x`, of whose array it is `of_layer`: zero in the other layers of a stack."""
+    if not isinstance(x, Stacked):
+        return of_layer
+    return Stacked(jnp.zeros_like(x.stack).at[x.layer].set(of_layer), np.zeros((), jax.dtypes.float0))

@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from kernels.device import device
+from kernels.stacked import Stacked, read
 
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -51,6 +52,12 @@ def launch(
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
         cost_estimate=cost,
     )(*operands)
+
+
+def addressable(x: Shaped[Array, "..."] | Stacked) -> Stacked:
+    """Takes the layer out of a stack that Pallas-Triton would address by too few bits: one of 2 to 4 GB in 8 bits."""
+    few = isinstance(x, Stacked) and x.dtype.itemsize == 1 and 2**31 < x.stack.size <= 2**32
+    return Stacked.of(read(x) if few else x)
 
 
 def pieces(width: int) -> list[Any]:

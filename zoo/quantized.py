@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 import kernels
 import kernels.quantize
 from kernels.quantize import LARGEST
+from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear, on_first
 from zoo.nn.stack import Stack
@@ -112,6 +113,7 @@ class QuantizedLinear(AbstractLinear):
     scale: Float[Array, " out"] | Float[Array, "out blocks"]
     bias: Float[Array, " out"] | None
     format: Format = eqx.field(static=True)
+    in_place: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(self, linear: Linear, format: Format):
         self.weight, self.scale = quantize_weight(linear.weight, format)
@@ -130,7 +132,7 @@ class QuantizedLinear(AbstractLinear):
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
 
     def matrix(self) -> Float[Array, "out in"]:
-        return dequantize_weight(self.weight, self.scale, self.format)
+        return dequantize_weight(read(self.weight), self.scale, self.format)
 
     def partition_specs(self, spec: P) -> "QuantizedLinear":
         return placed(self, spec)
@@ -143,6 +145,7 @@ class QuantizedExpertLinear(AbstractExpertLinear):
     scale: Float[Array, "experts out"] | Float[Array, "experts out blocks"]
     bias: Float[Array, "experts out"] | None
     format: Format = eqx.field(static=True)
+    in_place: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(self, linear: ExpertLinear, format: Format):
         self.weight, self.scale = quantize_weight(linear.weight, format)
@@ -157,7 +160,7 @@ class QuantizedExpertLinear(AbstractExpertLinear):
         if self.format == "int8":
             y = kernels.ragged_dot(x, self.weight, group_sizes) * each(self.scale)
         else:
-            weight = dequantize_weight(self.weight, self.scale, self.format).astype(x.dtype)
+            weight = dequantize_weight(read(self.weight), self.scale, self.format).astype(x.dtype)
             y = kernels.ragged_dot(x, weight, group_sizes)
         return y if self.bias is None else y + each(self.bias)
 

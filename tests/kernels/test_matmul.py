@@ -14,6 +14,7 @@ from jax import lax
 import kernels
 from kernels.matmul import SAVED
 from kernels.quantize import LARGEST, dequantize, quantize
+from kernels.stacked import Stacked
 
 
 IMPLEMENTATIONS = ["reference", "xla", "tpu", "triton"]
@@ -132,13 +133,20 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation, dtype, activation
 @pytest.mark.parametrize("dtype", [jnp.int8, FP8])
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 def test_a_matrix_that_is_quantised_already(implementation, dtype, granularity):
-    """The shape of its scale says the granularity, and only x has a gradient. A decode has few rows."""
-    x, w, d_out = arrays(rows=(7,))
+    """The shape of its scale says the granularity, and only x has a gradient. A decode has few rows.
+
+    Half of the matrices are a layer of a stack, whose other layers may hold anything. Where the features are no whole
+    pieces, "tpu" copies it.
+    """
+    stacked, ins = (dtype == jnp.int8) == (granularity == "channel"), 200 if dtype == FP8 else 256
+    x, w, d_out = arrays(rows=(7,), ins=ins)
     values, scales, _ = rounded(w, dtype, granularity)
     scale = (scales if granularity == "block" else scales[:, 0]).astype(jnp.bfloat16)  # of a bfloat16 model
     spread = np.asarray(scale, np.float64).reshape(scales.shape)
-    spread = np.kron(spread, np.ones((128, 128)))[:150, :200] if granularity == "block" else spread
+    spread = np.kron(spread, np.ones((128, 128)))[:150, :ins] if granularity == "block" else spread
     stands_for = values.astype(np.float64) * spread
+    if stacked:
+        values = Stacked(np.stack([np.full_like(values, 100), values, np.full_like(values, 100)]), jnp.int32(1))
     actual = run(implementation, dtype, x, values, d_out, scale)
     assert np.max(errors(actual, (np.float64(x) @ stands_for.T, np.float64(d_out) @ stands_for))) < 1e-5
 

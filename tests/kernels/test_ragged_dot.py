@@ -20,6 +20,7 @@ import kernels
 from kernels import grouped
 from kernels.grouped import Tiles
 from kernels.ragged_dot_xla import tile_size
+from kernels.stacked import Stacked
 
 
 IMPLEMENTATIONS = ["xla", "triton", "tpu", "reference"]
@@ -99,6 +100,26 @@ def test_int8_matrices(implementation):
         return out, *gradient(d_out)
 
     assert errors(out_and_dx(x, d_out), oracle(x, w, [33, 0, 1, 96, 20], d_out)[:2]).max() < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_layer_of_a_stack(implementation):
+    """Gives what its matrices give by themselves, gradients too; the other layers may hold anything."""
+    x, w, d_out = arrays()
+    expected = run(implementation, x, w, CASES["sizes of all kinds"][1], d_out)
+    stack = np.stack([np.full_like(w, np.nan), w, np.full_like(w, np.nan)])
+    sizes = jnp.array(CASES["sizes of all kinds"][1], jnp.int32)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def of_stack(x, stack, layer, d_out):
+        product = lambda x, w: kernels.ragged_dot(x, w, sizes, implementation=implementation)
+        out, gradient = jax.vjp(lambda x, stack: product(x, Stacked(stack, layer)), x, stack)
+        return out, *gradient(d_out)
+
+    out, dx, d_stack = of_stack(x, stack, jnp.int32(1), d_out)
+    for ours, theirs in zip((out, dx, d_stack[1]), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert not np.any(d_stack[::2])
 
 
 def test_int8_matrices_take_no_more_memory_than_one():

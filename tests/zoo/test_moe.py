@@ -2,7 +2,6 @@
 
 import contextlib
 import fnmatch
-import functools
 import json
 import math
 import re
@@ -17,15 +16,16 @@ import convert.tensors
 import kernels
 import zoo
 from kernels import ragged_dot_xla
+from kernels.stacked import Stacked
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise, packed
-from zoo import surgery
+from zoo import lora, surgery
 from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
 from zoo.models import mixtral
 from zoo.nn import moe
 from zoo.nn.layers import AbstractExpertLinear, ExpertLinear
-from zoo.quantized import QuantizedExpertLinear
+from zoo.quantized import QuantizedExpertLinear, quantize
 
 
 WIDTH = 24  # of the experts' hidden layer: in nf4 three blocks of 8
@@ -87,10 +87,20 @@ def mixture():
 
 @pytest.mark.parametrize("text", [None, "fsdp=8", "expert=4,fsdp=2", "expert=2,context=2,tensor=2", "expert=8"])
 def test_dispatch_equals_all_experts_at_once(mixture, text):
-    """Value and gradients, on meshes too, which have more devices than there are sequences."""
+    """Value and gradients, on meshes too, which have more devices than there are sequences.
+
+    On some the weights are a layer of a stack, as in decoding, with another layer of NaN.
+    """
     arguments, chosen, want = mixture
+
+    def loss(experts, x, weights):
+        if text != "expert=4,fsdp=2":
+            experts = eqx.tree_at(lambda m: (m.up.weight, m.down.weight), experts, replace_fn=second)
+        return summed(chosen, experts, x, weights)
+
+    second = lambda weight: Stacked(jnp.stack([jnp.full_like(weight, jnp.nan), weight]), jnp.int32(1))
     with jax.set_mesh(make_mesh(text)) if text else contextlib.nullcontext():
-        ours = jax.jit(jax.value_and_grad(functools.partial(summed, chosen), (0, 1, 2)))(*arguments)
+        ours = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arguments)
     for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -237,6 +247,29 @@ def layer(experts, width):
 def gradient(layer_and_x):
     layer, x = layer_and_x
     return jnp.sum(jnp.square(layer(x, None)[0]))
+
+
+@pytest.mark.parametrize("change", [None, "int8", "adapters"])
+def test_decoding_leaves_experts_in_their_stack(load, change):
+    """The scan over layers slices its inputs, and a kernel would need a copy of each slice."""
+    model = load("mixtral")
+    if change == "int8":
+        model = eqx.filter_eval_shape(quantize, model, "int8")
+    if change == "adapters":
+        model = eqx.filter_eval_shape(lambda m: lora.add(m, rank=2, alpha=1.0, key=jax.random.key(0)), model)
+    _, experts = next(surgery.modules(model, AbstractExpertLinear))
+    shape = (experts.base if change == "adapters" else experts).weight.shape
+    arrays, static = eqx.partition(model, lambda x: hasattr(x, "shape"))
+
+    def decode(arrays, tokens):
+        model = eqx.combine(arrays, static)
+        return model.decode(tokens, model.init_cache(2, 8, jnp.float32), positions=jnp.zeros((2, 1), jnp.int32))[0]
+
+    jaxpr = jax.make_jaxpr(decode)(arrays, jax.ShapeDtypeStruct((2, 1), jnp.int32)).jaxpr
+    (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == shape[0])
+    kept = scan.params["num_consts"]
+    assert shape in [v.aval.shape for v in scan.invars[:kept]]
+    assert shape not in [v.aval.shape for v in scan.invars[kept:]]
 
 
 def test_memory_is_that_of_the_tokens():

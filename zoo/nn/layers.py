@@ -1,7 +1,7 @@
 """The layers that all families are written in: linear maps, embeddings, norms. None has a config or a family's flag."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -18,6 +18,9 @@ from kernels.sums import lookup, scaled, spread
 
 class AbstractLinear(eqx.Module):
     """A linear map of the last axis. Families declare it, and `zoo.surgery` may replace its implementation."""
+
+    in_place: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be a `kernels.stacked.Stacked`, a layer of the stack that is not copied, when decoding."""
 
     @property
     @abc.abstractmethod
@@ -67,6 +70,9 @@ class Linear(AbstractLinear):
 class AbstractExpertLinear(eqx.Module):
     """A linear map for each expert of a mixture, for tokens sorted by expert. `zoo.surgery` may replace it."""
 
+    in_place: ClassVar[tuple[str, ...]] = ()
+    """As in `AbstractLinear`."""
+
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
@@ -93,6 +99,7 @@ class ExpertLinear(AbstractExpertLinear):
 
     weight: Float[Array, "experts out in"]
     bias: Float[Array, "experts out"] | None
+    in_place: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from kernels import mesh
 from kernels.device import device
-from kernels.mesh import EXPERT, TENSOR
+from kernels.mesh import CONTEXT, EXPERT, FSDP, TENSOR
+from kernels.stacked import Stacked, read
 from kernels.sums import largest, permuted, scaled
 from zoo.nn.layers import AbstractExpertLinear
 
@@ -53,6 +54,11 @@ def dispatch(
     is_linear = lambda node: isinstance(node, AbstractExpertLinear)
     specs = jax.tree.map(lambda m: m.partition_specs(P(expert, hidden, None)), experts, is_leaf=is_linear)
     specs = eqx.tree_at(down, specs, down(experts).partition_specs(P(expert, None, hidden)))
+    specs = eqx.filter(specs, lambda leaf: isinstance(leaf, P))
+    if mesh.split(FSDP) > 1 or mesh.split(CONTEXT) > 1:  # they are gathered, which should be one layer's alone
+        arrays = jax.tree.map(read, arrays, is_leaf=_is_stacked)
+    of_stack = lambda array, spec: Stacked(P(None, *spec), P()) if _is_stacked(array) else spec
+    specs = jax.tree.map(of_stack, arrays, specs, is_leaf=_is_stacked)
 
     def local(arrays: Any, *tokens: Array) -> Array:
         experts = eqx.combine(arrays, static)
@@ -62,7 +68,7 @@ def dispatch(
     parts = jax.shard_map(
         local,
         axis_names=set(axes),
-        in_specs=(eqx.filter(specs, lambda leaf: isinstance(leaf, P)), tokens, tokens, tokens),
+        in_specs=(specs, tokens, tokens, tokens),
         out_specs=P(hidden, *tokens),
         check_vma=False,
     )(arrays, padding(x), padding(chosen), padding(weights))
@@ -87,7 +93,7 @@ def top_k(
 def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: int) -> Array:
     """Does what `dispatch` does for one device's tokens; of the experts it has one share of `devices`."""
     flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
-    held = jax.tree.leaves(eqx.filter(experts, eqx.is_array))[0].shape[0]
+    held = jax.tree.leaves(eqx.filter(experts, eqx.is_array), is_leaf=_is_stacked)[0].shape[0]
     if devices == 1:
         return _sort_and_combine(experts, held, *flat).reshape(x.shape)
     tokens = len(flat[0])
@@ -96,6 +102,10 @@ def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devi
     # Recomputed in the backward pass, which would otherwise keep the buffers of all chunks.
     part = jax.checkpoint(lambda part: _sort_and_combine(remote, held * devices, *part), prevent_cse=False)
     return jax.lax.map(part, parts).reshape(-1, x.shape[-1])[:tokens].reshape(x.shape)
+
+
+def _is_stacked(node: Any) -> bool:
+    return isinstance(node, Stacked)
 
 
 def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, weights: Array) -> Array:

@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from kernels import Tokens, counted, mesh
+from kernels.stacked import Stacked
 from zoo.nn.cache import AbstractCache
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.pipeline import pipeline
 
 
@@ -194,7 +196,9 @@ class Stack(eqx.Module):
         def cached_period(carry: Any, slices: Any) -> tuple[Any, tuple[Report, ...]]:
             (x, caches), (layer, arrays) = carry, slices
             caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
-            x, caches, reports = run(eqx.combine(arrays, static), x, caches, at)
+            layers = jax.tree.map(lambda stack: Stacked(stack, layer), whole)
+            blocks = eqx.combine(layers, arrays, static, is_leaf=lambda node: isinstance(node, Stacked))
+            x, caches, reports = run(blocks, x, caches, at)
             return (x, caches), reports
 
         x, head, first = run(self.head, x, head, at)
@@ -203,7 +207,8 @@ class Stack(eqx.Module):
         elif staged:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
         else:
-            (x, period), middle = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), arrays))
+            whole, sliced = eqx.partition(arrays, _read_in_place(arrays))
+            (x, period), middle = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), sliced))
         x, tail, last = run(self.tail, x, tail, at)
         return split_tokens(x), (head, period, tail) if cache else None, (first, middle, last)
 
@@ -223,6 +228,19 @@ class Stack(eqx.Module):
         for part, blocks in (("head", self.head), ("period", self.period), ("tail", self.tail)):
             for j, block in enumerate(blocks):
                 yield self.layer_numbers(part, j), block
+
+
+def _read_in_place(blocks: Any) -> Any:
+    """Tells of each array whether kernels read it in place: as an input of the scan, it would be copied for them."""
+    reads = lambda m: isinstance(m, AbstractLinear | AbstractExpertLinear) and bool(m.in_place)
+
+    def tell(node: Any) -> Any:
+        if not reads(node):
+            return False
+        fields = lambda m: [getattr(m, name) for name in node.in_place]
+        return eqx.tree_at(fields, jax.tree.map(lambda _: False, node), [True] * len(node.in_place))
+
+    return jax.tree.map(tell, blocks, is_leaf=reads)
 
 
 _compiled = eqx.filter_jit(Stack._run)
