@@ -43,7 +43,7 @@ def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula
     if both and formula.granularity != "block":
         return f"it multiplies two quantised sides only by blocks, not by {formula.granularity}"
     rows = x.size // x.shape[-1] if x.size else 0
-    in_8_bits = {"w": w.size, "x": both * x.size, "the result": (formula.gradients == "quantized") * rows * len(w)}
+    in_8_bits = {"w": w.size, "x": both * x.size, "the result": (formula.gradients == "quantized") * rows * w.shape[0]}
     for name, size in in_8_bits.items():
         if 2**31 < size <= 2**32:
             return f"Pallas-Triton would address {name}, of 2 to 4 GB in 8 bits, by too few bits"
