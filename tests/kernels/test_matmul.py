@@ -1,6 +1,7 @@
 """kernels.int8_matmul and fp8_matmul: all implementations against a float64 oracle that rounds just as they should."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -318,3 +319,12 @@ def test_quantize(shape, dtype, granularity, exponent, seed):
     finite = np.isfinite(stands_for)
     np.testing.assert_array_equal(np.asarray(actual.values)[finite], values[finite])
     np.testing.assert_allclose(compiled_dequantize(actual), stands_for, rtol=1e-6, atol=1e-38)
+
+
+def test_bfloat16_products_of_float8_are_in_bfloat16():
+    """Forward and backward: of bytes that XLA writes and reads again to scale them, half of float32's."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 32), (48, 32)))
+    loss = lambda x, w: jnp.sum(kernels.fp8_matmul(x, w, activations=True, gradients="quantized", implementation="xla"))
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w))
+    kinds = re.findall(r":(\w+)\[[0-9,]*\] = dot_general", text)
+    assert kinds == 3 * ["bf16"]
