@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int8
 
 from kernels import dispatch
 from kernels.causal_conv import causal_conv
 from kernels.dispatch import explain, prefer
 from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, counted, sliding
-from kernels.matmul import fp8_matmul, int8_matmul
+from kernels.matmul import SAVED, fp8_matmul, int8_matmul
 from kernels.mesh import split_attention, split_heads
 from kernels.sequence import begins, padding
 from kernels.stacked import Stacked
@@ -267,7 +268,8 @@ def ragged_dot(
         raise ValueError(f"The rows of x have {x.shape[1]} features, and w, (groups, out, in), takes {w.shape[2]}.")
     if len(group_sizes) != w.shape[0]:
         raise ValueError(f"w has {w.shape[0]} groups: group_sizes must have one size for each, not {len(group_sizes)}.")
-    return dispatch.run("ragged_dot", implementation, x, w, group_sizes.astype(jnp.int32))
+    out = dispatch.run("ragged_dot", implementation, x, w, group_sizes.astype(jnp.int32))
+    return checkpoint_name(out, SAVED)
 
 
 def _check(

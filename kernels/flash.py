@@ -17,10 +17,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from kernels.masks import Mask, Tokens
 from kernels.reference import LOWEST, finite, poison
+
+
+# Names what the backward kernels need besides q, k and v, for policies of jax.checkpoint: where these are saved, the
+# forward kernel runs once.
+SAVED = "attention"
 
 
 class Formula(NamedTuple):
@@ -98,12 +104,18 @@ def _forward(
         share = exp(lse - with_sink).swapaxes(1, 2)[..., None]
         out = (out.astype(jnp.float32) * share).astype(out.dtype)
         lse = with_sink
-    return out.astype(q.dtype), (q, k, v, sinks, q_tokens, kv_tokens, out, lse)
+    # A float32 output is kept as two numbers of q's dtype: what is returned, and what was rounded off. That takes no
+    # more memory than itself, and less than itself beside what is returned, which the next layer keeps.
+    near = jax.lax.reduce_precision(out, jnp.finfo(q.dtype).nexp, jnp.finfo(q.dtype).nmant)  # XLA may skip a cast
+    rounded = checkpoint_name(near.astype(q.dtype), SAVED)
+    rest = None if out.dtype == q.dtype else checkpoint_name((out - near).astype(q.dtype), SAVED)
+    return rounded, (q, k, v, sinks, q_tokens, kv_tokens, rounded, rest, checkpoint_name(lse, SAVED))
 
 
 def _backward(flash: Flash, formula: Formula, residuals: tuple, d_out: Array) -> tuple:
-    q, k, v, sinks, q_tokens, kv_tokens, out, lse = residuals
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    q, k, v, sinks, q_tokens, kv_tokens, rounded, rest, lse = residuals
+    out = rounded.astype(jnp.float32) + (0 if rest is None else rest.astype(jnp.float32))
+    delta = jnp.sum(out * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     dq, dk, dv = flash.backward(formula, *map(finite, (q, k, v)), q_tokens, kv_tokens, lse, delta, d_out)
     d_sinks = None
     if sinks is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
-from kernels.matmul import SAVED
+from kernels import flash, matmul
 from zoo.nn.stack import LAYER_INPUT
 
 
@@ -30,8 +30,8 @@ class StepOptions:
     activations are rounded row by row; fp8 rounds gradients too. Weights are kept in float32 with all three. Embedding,
     head, routers and experts are not rounded."""
     remat: Literal["none", "dots", "full", "offload"] = "dots"
-    """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products. full: whole
-    layers. offload: whole layers, whose inputs are kept in the memory of a GPU's or TPU's host."""
+    """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products and attention.
+    full: whole layers. offload: whole layers, whose inputs are kept in the memory of a GPU's or TPU's host."""
     mesh: str = "fsdp=-1"
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's
@@ -42,11 +42,12 @@ class StepOptions:
 # In a scan nothing can be merged with the forward pass anyway, so `prevent_cse` would only hold back the compiler.
 REMAT: dict[str, Callable[[Callable], Callable] | None] = {
     "none": None,
-    # The results of matrix products with weights; attention and what is elementwise is computed again.
+    # The results of matrix products with weights and of attention; what is elementwise is computed again.
     "dots": functools.partial(
         jax.checkpoint,
         policy=checkpoint_policies.save_from_both_policies(
-            checkpoint_policies.dots_with_no_batch_dims_saveable, checkpoint_policies.save_only_these_names(SAVED)
+            checkpoint_policies.dots_with_no_batch_dims_saveable,
+            checkpoint_policies.save_only_these_names(matmul.SAVED, flash.SAVED),
         ),
         prevent_cse=False,
     ),

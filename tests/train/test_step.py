@@ -1,15 +1,18 @@
 """One training step: its numbers, its memory, and what it leaves alone."""
 
+import collections
 import functools
 
 import equinox as eqx
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import kernels
 import zoo
 from tests.zoo import tiny
 from train.checkpoint import Checkpoints
@@ -137,6 +140,35 @@ def test_counting_runs_no_layers(model, batch, train):
 def test_microbatches_must_fit(model, batch, train):
     with pytest.raises(ValueError, match="8 sequences can't be split into 3"):
         train(SGD, microbatches=3)(init_state(model, SGD), batch)
+
+
+def test_dots_runs_no_kernel_twice():
+    """Neither attention's forward kernel nor an expert's product is in the backward pass again."""
+
+    def calls(jaxpr):
+        """Names of the kernels of a program, and of those that it calls, whose results are used: XLA drops others."""
+        used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name != "pallas_call":
+                for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                    yield from calls(inner)
+            elif used & {id(v) for v in eqn.outvars}:
+                yield eqn.params["name"]
+
+    def layer(x, w):
+        q = jnp.stack([x @ w[0]] * 2, axis=1)[None]
+        x += kernels.attention(q, q, q, scale=1.0, mask=kernels.Causal(), implementation="triton")[0, :, 0]
+        return jnp.tanh(kernels.ragged_dot(jnp.tanh(x), w, jnp.array([10, 54]), implementation="triton")), None
+
+    x, weights = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((3, 2, 64, 64), jnp.bfloat16)
+    loss = lambda remat: lambda weights: jnp.sum(jax.lax.scan(remat(layer), x, weights)[0])
+    found = {
+        name: collections.Counter(calls(jax.make_jaxpr(jax.grad(loss(remat or (lambda f: f))))(weights).jaxpr))
+        for name, remat in REMAT.items()
+    }
+    assert found["none"]["attention_forward"] == found["none"]["ragged_dot_out"] == 1
+    assert found["dots"] == found["none"]
+    assert found["full"] == found["none"] + collections.Counter(["attention_forward", "ragged_dot_out"])
 
 
 def test_bfloat16(model, batch, train):

@@ -158,7 +158,7 @@ def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
 def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
     """Lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known."""
     p = products_per_token(model.config, o.seq)
-    again = {"none": 0.0, "dots": p.attention, "full": p.layers + p.attention, "offload": p.layers + p.attention}
+    again = {"none": 0.0, "dots": 0.0, "full": p.layers + p.attention, "offload": p.layers + p.attention}
     weights = p.layers + p.head  # frozen ones have no gradient
     products = sum(p) if o.decode else 3 * p.attention + (2 if o.lora.rank else 3) * weights + again[o.remat]
     bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
