@@ -81,7 +81,8 @@ def attention(
     - "xla": works in blocks of 128 tokens, in plain JAX. It and all below make no [seq, kv_seq] buffer, skip blocks
       that no query sees, and have first derivatives only, in reverse mode.
     - "tpu": a Pallas kernel for TPUs. "triton": one for NVIDIA GPUs. On a CPU both are interpreted.
-    - "cudnn": NVIDIA's own kernel, for the calls that it can express.
+    - "cudnn": NVIDIA's own kernel, for the calls that it can express: rows in order, also of packed documents, without
+      softcap. Its gradients are not deterministic.
     - "mosaic": a kernel for Hopper GPUs. Experimental: compiled, and never yet run on one.
 
     None chooses by the tables of `kernels.dispatch`: "cudnn", "triton" or "tpu" on their devices if they can, else

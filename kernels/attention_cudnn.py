@@ -1,18 +1,48 @@
-"""Attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`: the fastest there is, for what it can express.
+"""Attention by NVIDIA's cuDNN, which XLA calls: the fastest there is, for what it can express.
 
-It takes plain sequences: every row full, positions that are indices, one head size. It has no softcap. Sinks could be
-added to its output afterwards from the log-sum-exp, as `kernels.flash` does; but JAX's public function rounds the
-log-sum-exp to the dtype of q (8 bits in bfloat16), and has no gradient for it. So sinks are refused.
+It takes rows in order, whose positions are indices: alone, or as documents packed into rows. It has no softcap, no
+chunks and no spans. The calls are those of `jax.nn.dot_product_attention`, made by the primitives beneath it: that
+function knows no documents, and rounds the log-sum-exp, which sinks need, to the dtype of q.
+
+To cuDNN each document is a sequence of its own, given by its length and by where it starts among all rows. A program
+is compiled for a fixed number of them, `DOCUMENTS` times the rows. So it also has another implementation, which serves
+where there are more, or where the tokens of a document are not neighbours: a `lax.cond` decides as it runs.
+
+cuDNN's backward kernel is not deterministic: it adds up the gradient of queries in whatever order programs end.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax._src.lib import cuda_versions
+from jaxtyping import Array, Bool, Float, Int
 
+from kernels import dispatch, flash
 from kernels.device import device
-from kernels.masks import And, Causal, Full, Mask, Tokens, Window
-from kernels.reference import finite, poison
+from kernels.flash import Formula
+from kernels.masks import (
+    And,
+    Causal,
+    Full,
+    Mask,
+    Segments,
+    Tokens,
+    Window,
+    each_in_one_piece,
+    first_of_document,
+    last_of_document,
+)
+from kernels.reference import finite
+
+
+DOCUMENTS = 64  # on average in a row: each takes float32[heads, seq] while a kernel runs, and programs that do nothing
+WIDEST = 256  # most features of a head
+MULTIPLE = 16  # heads are padded with zeros to a multiple of so many features; cuDNN needs 8, Triton 16
+HOPPER = (9, 0)  # its compute capability
 
 
 def refusal(
@@ -28,19 +58,26 @@ def refusal(
     kv_tokens: Tokens,
 ) -> str | None:
     """Returns why this implementation cannot take these arguments of `attention`, or None if it can."""
-    platform, kind = device()
+    here = device()
+    kind, capability = here.kind, here.capability or (0, 0)
+    (seq, dim), (kv_seq, v_dim) = q.shape[1::2], v.shape[1::2]
+    packed, widest = q_tokens.segments is not None, WIDEST if capability >= HOPPER else WIDEST // 2
     reasons = {
-        f"it is for NVIDIA GPUs, and this is a {kind}": platform != "gpu",
+        f"it is for NVIDIA GPUs, and this is a {kind}": here.capability is None,
+        f"it is for GPUs of compute capability 8.0 and newer, and this is a {kind}": capability < (8, 0),
         f"it takes float16 and bfloat16, not {q.dtype}": q.dtype not in (jnp.float16, jnp.bfloat16),
         "it has no softcap": softcap is not None,
-        "JAX rounds the log-sum-exp that sinks need to the dtype of q": sinks is not None,
         f"it has no mask {mask}": _static(mask) is None,
         "it takes positions that are indices": not (q_tokens.in_order and kv_tokens.in_order),
-        "it needs as many queries as keys": mask != Full() and q.shape[1] != k.shape[1],
-        "it needs keys and values of one head size": k.shape[3] != v.shape[3],
+        "it needs as many queries as keys": mask != Full() and seq != kv_seq,
+        "it needs keys and values of one head size": dim != v_dim,
+        f"its heads have at most {widest} features here, and these {dim}": dim > widest,
+        f"it takes packed documents on Hopper and newer GPUs, and this is a {kind}": packed and capability < HOPPER,
+        "it takes fewer than 2^31 numbers of packed documents": packed and q.size >= 2**31,
+        "it needs a query, a key and a feature at least": not q.size or not v.size,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    return reason or _refusal_of_jax(q, k, v, scale, mask)
+    return reason or _refusal_of_version(seq, kv_seq, dim, packed)
 
 
 def attention(
@@ -56,30 +93,137 @@ def attention(
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.attention` by cuDNN."""
-    causal, window = _static(mask) or (False, None)
-    out = _cudnn(finite(q), finite(k), finite(v), scale, causal, window)
-    return out + poison(q) + _seen_poison(k, v, q.shape[1], causal, window, q.shape[2])
+    formula = Formula(scale, mask, softcap)
+    kernels = flash.Flash(forward, backward, features=MULTIPLE)
+    if q_tokens.segments is not None:
+        other = dispatch.first(
+            "attention", ("triton", "xla"), q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
+            q_tokens=q_tokens, kv_tokens=kv_tokens,
+        ).FLASH  # fmt: skip
+        kernels = flash.where(_few_in_order, kernels, other)
+    return flash.attention(kernels, formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
-def _cudnn(q: Array, k: Array, v: Array, scale: float, causal: bool, window: int | None) -> Array:
-    last = None if window is None else (window - 1, 0)  # how many tokens it looks back, and ahead
-    return jax.nn.dot_product_attention(
-        q, k, v, scale=scale, is_causal=causal, local_window_size=last, implementation="cudnn"
+def forward(
+    formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens
+) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
+    """Implements `flash.Flash.forward`, in the dtype of q.
+
+    cuDNN itself is given finite arrays, since what it makes of a masked NaN is documented nowhere.
+    """
+    spoilt_q, spoilt_k = (jnp.isnan(x[..., 0]) for x in (q, k))
+    documents = Documents.of(q_tokens.segments, q)
+    out, found = _call(
+        cudnn._dot_product_attention_fwd_p, documents, formula, finite(q), finite(k), v, is_training=True
     )
+    lse = found if documents is None else documents.of_tokens(found)
+    begin, end = _keys_of_queries(formula.mask, q_tokens.segments, q.shape[1], k.shape[1])
+    seen = jnp.repeat(_any_between(spoilt_k, begin, end), q.shape[2] // k.shape[2], axis=2)
+    nan = jnp.where(spoilt_q | seen, jnp.nan, 0)
+    return out + nan[..., None].astype(out.dtype), lse + nan.swapaxes(1, 2)
 
 
-def _refusal_of_jax(q: Array, k: Array, v: Array, scale: float, mask: Mask) -> str | None:
-    """Returns JAX's reason to refuse: cuDNN is missing, or cannot take such heads on this GPU."""
-    try:
-        jax.eval_shape(lambda q, k, v: _cudnn(q, k, v, scale, *(_static(mask) or (False, None))), q, k, v)
-    except (RuntimeError, NotImplementedError) as error:
-        return f"JAX says: {str(error).splitlines()[0].rstrip('.')}"
-    return None
+def backward(
+    formula: Formula,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+    lse: Float[Array, "batch heads seq"],
+    out: Float[Array, "batch seq heads v_dim"],
+    d_out: Float[Array, "batch seq heads v_dim"],
+) -> tuple[Array, Array, Array]:
+    """Implements `flash.Flash.backward`, in the dtype of q.
+
+    A query with a NaN or an infinity adds nothing in cuDNN. Its own gradient, and that of every key that it sees, is
+    made NaN afterwards.
+    """
+    spoilt = ~jnp.isfinite(lse.swapaxes(1, 2) + jnp.sum(d_out, axis=-1, dtype=jnp.float32))
+    lse = jnp.where(spoilt.swapaxes(1, 2), jnp.finfo(jnp.float32).max, lse)  # so all its weights are zero
+    out, d_out = (jnp.where(spoilt[..., None], 0, x).astype(q.dtype) for x in (out, d_out))
+    documents = Documents.of(q_tokens.segments, q)
+    statistics = lse if documents is None else documents.of_documents(lse)
+    dq, dk, dv = _call(cudnn._dot_product_attention_bwd_p, documents, formula, q, k, v, statistics, out, d_out)
+    begin, end = _queries_of_keys(formula.mask, q_tokens.segments, q.shape[1], k.shape[1])
+    of_group = spoilt.reshape(*spoilt.shape[:2], k.shape[2], -1).any(axis=3)
+    nan = lambda spoilt: jnp.where(spoilt, jnp.nan, 0).astype(q.dtype)[..., None]
+    touched = nan(_any_between(of_group, begin, end))
+    return dq + nan(spoilt), dk + touched, dv + touched
+
+
+class Documents:
+    """Where the documents of all rows start, how long they are, and how cuDNN's numbers of them belong to tokens."""
+
+    def __init__(self, segments: Int[Array, "batch seq"], q: Float[Array, "batch seq heads dim"]):
+        (self.batch, self.seq), tokens = segments.shape, segments.size
+        self.position = jnp.arange(self.seq)[None] - first_of_document(segments)
+        first = (self.position == 0).reshape(-1)
+        self.number = (jnp.cumsum(first) - 1).reshape(segments.shape)
+        count = self.batch * DOCUMENTS
+        self.start = jnp.nonzero(first, size=count, fill_value=tokens)[0].astype(jnp.int32)
+        self.length = jnp.append(self.start[1:], tokens) - self.start
+
+    @classmethod
+    def of(cls, segments: Int[Array, "batch seq"] | None, q: Float[Array, "batch seq heads dim"]) -> "Documents | None":
+        return None if segments is None else cls(segments, q)
+
+    def lengths(self) -> Int[Array, "batch documents"]:
+        return self.length.reshape(self.batch, -1)
+
+    def offsets(self, x: Float[Array, "batch seq heads dim"]) -> Int[Array, "batch ends"]:
+        """Returns how many numbers of `x` come before each document, of all rows one after another."""
+        starts = jnp.pad(self.start, (0, self.batch), constant_values=self.batch * self.seq)
+        return (starts * (x.shape[2] * x.shape[3])).reshape(self.batch, -1)
+
+    def of_tokens(self, x: Float[Array, "documents heads seq"]) -> Float[Array, "batch heads seq"]:
+        return x[self.number, :, self.position].swapaxes(1, 2)
+
+    def of_documents(self, x: Float[Array, "batch heads seq"]) -> Float[Array, "documents heads seq"]:
+        """Returns `of_tokens`'s argument. Behind a document's last token there are numbers that mean nothing."""
+        tokens = jnp.minimum(self.start[:, None] + jnp.arange(self.seq)[None], self.batch * self.seq - 1)
+        return x.swapaxes(1, 2).reshape(-1, x.shape[1])[tokens].swapaxes(1, 2)
+
+
+def _call(
+    primitive: Any,
+    documents: Documents | None,
+    formula: Formula,
+    q: Array,
+    k: Array,
+    v: Array,
+    *of_backward: Array,
+    **of_forward: Any,
+) -> Any:
+    """Calls cuDNN. Arrays that a call does not have are empty."""
+    causal, window = _static(formula.mask) or (False, None)
+    none = jnp.zeros(0, q.dtype)
+    if documents is None:
+        where, kind = (none,) * 4, cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    else:
+        where = documents.lengths(), documents.lengths(), documents.offsets(q), documents.offsets(k)
+        kind = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+    newer = dict(score_mod_name=None, score_mod_jaxpr=None) if jax.__version_info__ >= (0, 12) else {}
+    return primitive.bind(
+        *(q, k, v, none, *where, none, none, *of_backward),
+        scale=formula.scale, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=kind,
+        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=window, **newer, **of_forward,
+    )  # fmt: skip
+
+
+def _few_in_order(q_tokens: Tokens, kv_tokens: Tokens) -> Bool[Array, ""]:
+    """Whether cuDNN's packed layout can express these documents."""
+    segments: Any = q_tokens.segments
+    count = len(segments) + jnp.sum(segments[:, 1:] != segments[:, :-1])
+    same = jnp.all(segments == kv_tokens.segments)
+    return same & each_in_one_piece(segments) & (count <= len(segments) * DOCUMENTS)
 
 
 def _static(mask: Mask) -> tuple[bool, int | None] | None:
     """Returns whether the mask is causal, and its window; None for masks that cuDNN does not have."""
     match mask:
+        case And(inner, Segments()):
+            return _static(inner)
         case Full():
             return False, None
         case Causal():
@@ -90,22 +234,54 @@ def _static(mask: Mask) -> tuple[bool, int | None] | None:
             return None
 
 
-def _seen_poison(
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
-    seq: int,
-    causal: bool,
-    window: int | None,
-    heads: int,
-) -> Float[Array, "batch seq heads 1"]:
-    """Returns NaN for each query that sees a key or a value that is not finite, else zero.
+Range = tuple[Int[Array, "..."] | Int[np.ndarray, "..."], Int[Array, "..."] | Int[np.ndarray, "..."]]
 
-    The difference of two running counts of such keys says whether a window has any. cuDNN itself is given finite
-    arrays, since what it makes of a masked NaN is documented nowhere.
+
+def _keys_of_queries(mask: Mask, segments: Array | None, seq: int, kv_seq: int) -> Range:
+    """Returns the first key that each query sees and the end of those that it sees, [batch or 1, seq]."""
+    (causal, window), index = _static(mask) or (False, None), np.arange(seq, dtype=np.int32)[None]
+    begin = np.zeros_like(index) if segments is None else first_of_document(segments)
+    end = np.full_like(index, kv_seq) if segments is None else last_of_document(segments) + 1
+    return begin if window is None else jnp.maximum(begin, index - window + 1), index + 1 if causal else end
+
+
+def _queries_of_keys(mask: Mask, segments: Array | None, seq: int, kv_seq: int) -> Range:
+    """Returns the first query that sees each key and the end of those that see it, [batch or 1, kv_seq]."""
+    (causal, window), index = _static(mask) or (False, None), np.arange(kv_seq, dtype=np.int32)[None]
+    begin = np.zeros_like(index) if segments is None else first_of_document(segments)
+    end = np.full_like(index, seq) if segments is None else last_of_document(segments) + 1
+    return index if causal else begin, end if window is None else jnp.minimum(end, index + window)
+
+
+def _any_between(marks: Bool[Array, "batch seq heads"], begin: Any, end: Any) -> Bool[Array, "batch others heads"]:
+    """Whether there is a mark from index `begin` to before `end`, by the difference of two running counts."""
+    before = jnp.pad(jnp.cumsum(marks, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    rows = jnp.arange(len(marks))[:, None]
+    return before[rows, end] > before[rows, begin]
+
+
+def _refusal_of_version(seq: int, kv_seq: int, dim: int, packed: bool) -> str | None:
+    """Returns why the cuDNN at hand cannot be trusted with these lengths and heads (its release notes), or None.
+
+    A program for GPUs that are not here is compiled for a cuDNN of which nothing is known.
     """
-    spoilt = jnp.isnan(poison(k) + poison(v))[..., 0]
-    before = jnp.pad(jnp.cumsum(spoilt, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
-    end = np.arange(1, seq + 1) if causal else np.full(seq, k.shape[1])
-    start = np.zeros(seq, int) if window is None else np.maximum(end - window, 0)
-    seen = jnp.repeat(before[:, end] > before[:, start], heads // k.shape[2], axis=2)
-    return jnp.where(seen, jnp.nan, 0).astype(k.dtype)[..., None]
+    version = _version()
+    if version is None:
+        return "JAX finds no cuDNN" if jax.default_backend() == "gpu" else None
+    name = f"cuDNN {version // 10_000}.{version // 100 % 100}.{version % 100}"
+    if packed and version < 90_600:
+        return f"it needs cuDNN 9.6 or newer for packed documents, and this is {name}"
+    if kv_seq % 128 and version < 91_501:
+        return f"{name} may read beyond keys whose number, here {kv_seq}, is no multiple of 128; 9.15.1 does not"
+    if dim > 128 and 91_100 <= version < 91_300:
+        return f"{name} is wrong about gradients of heads of more than 128 features"
+    return None
+
+
+@functools.cache
+def _version() -> int | None:
+    """Returns cuDNN's version, as 91501 for 9.15.1, or None where JAX finds no cuDNN."""
+    try:
+        return cuda_versions and cuda_versions.cudnn_get_version()
+    except RuntimeError:
+        return None

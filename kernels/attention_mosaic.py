@@ -189,10 +189,11 @@ def backward(
     q_tokens: Tokens,
     kv_tokens: Tokens,
     lse: Float[Array, "batch heads seq"],
-    delta: Float[Array, "batch heads seq"],
+    out: Float[Array, "batch seq heads v_dim"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
     """`flash.Flash.backward`, in float32."""
+    delta = flash.delta_of(out, d_out)
     operands = formula, q, k, v, d_out.astype(q.dtype), lse, delta, q_tokens, kv_tokens
     return dq(*operands), *dkv(*operands)
 

@@ -293,9 +293,10 @@ def _forward_kernel(
 
 def backward(
     formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens,
-    lse: Array, delta: Array, d_out: Array,
+    lse: Array, out: Array, d_out: Array,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Implements `flash.Flash.backward`, with the gradients in q's dtype."""
+    delta = flash.delta_of(out, d_out)
     dim, v_dim = q.shape[3], v.shape[3]
 
     cut = Cut.of("dq", q, k)

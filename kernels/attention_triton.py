@@ -70,9 +70,7 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.attention` in Triton."""
     formula = Formula(scale, mask, softcap)
-    return flash.attention(
-        flash.Flash(forward, backward, features=SMALLEST, base_2=True), formula, q, k, v, sinks, q_tokens, kv_tokens
-    )
+    return flash.attention(FLASH, formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
 class Block(NamedTuple):
@@ -181,10 +179,11 @@ def backward(
     q_tokens: Tokens,
     kv_tokens: Tokens,
     lse: Float[Array, "batch heads seq"],
-    delta: Float[Array, "batch heads seq"],
+    out: Float[Array, "batch seq heads v_dim"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
     """Implements `flash.Flash.backward`, in the dtype of q."""
+    delta = flash.delta_of(out, d_out)
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     operands = q, k, v, q_tokens, kv_tokens, lse, delta, d_out.astype(q.dtype)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -223,6 +222,9 @@ def backward(
         cost=_cost(q, k, v, products=2 * dim + v_dim),
     )
     return dq, dk, dv
+
+
+FLASH = flash.Flash(forward, backward, features=SMALLEST, base_2=True)
 
 
 def _dkv_kernel(

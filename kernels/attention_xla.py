@@ -85,7 +85,7 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.attention` in blocks."""
     formula = flash.Formula(scale, mask, softcap)
-    return flash.attention(flash.Flash(forward, backward), formula, q, k, v, sinks, q_tokens, kv_tokens)
+    return flash.attention(FLASH, formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
 def forward(
@@ -137,10 +137,11 @@ def backward(
     q_tokens: Tokens,
     kv_tokens: Tokens,
     lse: Float[Array, "batch heads seq"],
-    delta: Float[Array, "batch heads seq"],
+    out: Float[Array, "batch seq heads v_dim"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
     """Implements `flash.Flash.backward`. Logits are [batch, kv_heads, keys, queries of the group's heads]."""
+    delta = flash.delta_of(out, d_out)
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     q_blocks, kv_blocks, group = Blocks.of(seq), Blocks.of(kv_seq), heads // kv_heads
     first, end = visible_blocks(formula.mask, q_blocks, q_tokens, kv_blocks, kv_tokens)
@@ -179,6 +180,9 @@ def backward(
     gradients = _zeros(*q.shape), _zeros(batch, kv_heads, kv_seq, dim), _zeros(batch, kv_heads, kv_seq, v_dim)
     dq, dk, dv = lax.fori_loop(0, q_blocks.count, query_block, gradients)
     return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+
+
+FLASH = flash.Flash(forward, backward)
 
 
 def visible_blocks(

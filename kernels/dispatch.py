@@ -87,7 +87,7 @@ PREFERENCES = {
 }
 
 # Implementations that XLA itself splits over a mesh. It cannot split a Pallas kernel: it would gather its arguments.
-SPLIT_BY_XLA = ("reference", "xla", "cudnn")
+SPLIT_BY_XLA = ("reference", "xla")
 
 
 class Choice(NamedTuple):
@@ -165,6 +165,12 @@ def run(operation: str, implementation: str | None, *args: Any, first: str | Non
     if _explained.value is not None:
         _explained.value.choices.append(Choice(operation, implementation, refusals()))
     return getattr(_module(operation, implementation), operation)(*args, **kwargs)
+
+
+def first(operation: str, implementations: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Returns the module of the first of these implementations that can serve; of the last, if none of the others."""
+    able = (name for name in implementations[:-1] if _refusal(operation, name, *args, **kwargs) is None)
+    return _module(operation, next(able, implementations[-1]))
 
 
 def _refusal(operation: str, implementation: str, *args: Any, **kwargs: Any) -> str | None:

@@ -13,7 +13,7 @@ turned into a natural one and back, it would no longer cancel with large logits.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,9 @@ class Flash(NamedTuple):
     not, arrives with NaN in all its features and with a finite value: so kernels have to mask the logits before they do
     anything else with them.
 
-    `backward(formula, q, k, v, q_tokens, kv_tokens, lse, delta, d_out)` returns the gradients of q, k and v. Of its
-    arguments lse, delta and d_out may hold NaN: so kernels have to mask the weights and the logits' gradients.
+    `backward(formula, q, k, v, q_tokens, kv_tokens, lse, out, d_out)` returns the gradients of q, k and v; most take
+    `delta_of(out, d_out)`. Of its arguments lse, out and d_out may hold NaN: so kernels have to mask the weights and
+    the logits' gradients.
     """
 
     forward: Callable[..., tuple[Array, Array]]
@@ -70,6 +71,41 @@ def attention(
     whole = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % flash.features)])
     out = _attention(flash, formula, whole(q), whole(k), whole(v), sinks, q_tokens, kv_tokens)
     return out[..., : v.shape[3]]
+
+
+def delta_of(
+    out: Float[Array, "batch seq heads v_dim"], d_out: Float[Array, "batch seq heads v_dim"]
+) -> Float[Array, "batch heads seq"]:
+    """Returns the dot product of each output with its gradient."""
+    return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+
+
+def where(condition: Callable[[Tokens, Tokens], Array], flash: Flash, other: Flash) -> Flash:
+    """Returns kernels that run those of `flash` where `condition(q_tokens, kv_tokens)` holds, and else the others.
+
+    Both are in the program, and a `lax.cond` decides as it runs: on a GPU it waits for that, for some 20 us a kernel.
+    """
+    unit = _unit(flash) / _unit(other)  # of the two kinds of lse
+
+    def other_forward(*args: Any) -> tuple[Array, Array]:
+        out, lse = other.forward(*args)
+        return out, unit * lse
+
+    def other_backward(*args: Any) -> tuple[Array, Array, Array]:
+        *args, lse, out, d_out = args
+        return other.backward(*args, lse / unit, out, d_out)
+
+    def either(here: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+        def run(formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens, *rest: Any) -> Any:
+            args = q, k, v, q_tokens, kv_tokens, *rest
+            here_, elsewhere_ = (functools.partial(branch, formula) for branch in (here, elsewhere))
+            like = jax.eval_shape(here_, *args)
+            cast = lambda *args: jax.tree.map(lambda x, y: x.astype(y.dtype), elsewhere_(*args), like)
+            return jax.lax.cond(condition(q_tokens, kv_tokens), here_, cast, *args)
+
+        return run
+
+    return flash._replace(forward=either(flash.forward, other_forward), backward=either(flash.backward, other_backward))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -115,12 +151,11 @@ def _forward(
 def _backward(flash: Flash, formula: Formula, residuals: tuple, d_out: Array) -> tuple:
     q, k, v, sinks, q_tokens, kv_tokens, rounded, rest, lse = residuals
     out = rounded.astype(jnp.float32) + (0 if rest is None else rest.astype(jnp.float32))
-    delta = jnp.sum(out * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    dq, dk, dv = flash.backward(formula, *map(finite, (q, k, v)), q_tokens, kv_tokens, lse, delta, d_out)
+    dq, dk, dv = flash.backward(formula, *map(finite, (q, k, v)), q_tokens, kv_tokens, lse, out, d_out)
     d_sinks = None
     if sinks is not None:
         exp = jnp.exp2 if flash.base_2 else jnp.exp
-        d_sinks = -jnp.sum(exp(_column(flash, sinks) - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
+        d_sinks = -jnp.sum(exp(_column(flash, sinks) - lse) * delta_of(out, d_out), axis=(0, 2)).astype(sinks.dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None, None
 
 
@@ -129,5 +164,9 @@ _attention.defvjp(_forward, _backward)
 
 def _column(flash: Flash, sinks: Float[Array, " heads"]) -> Float[Array, "1 heads 1"]:
     """Returns the sinks as logarithms to the base of lse."""
-    unit = math.log2(math.e) if flash.base_2 else 1
-    return jnp.maximum(unit * sinks.astype(jnp.float32), LOWEST)[None, :, None]
+    return jnp.maximum(_unit(flash) * sinks.astype(jnp.float32), LOWEST)[None, :, None]
+
+
+def _unit(flash: Flash) -> float:
+    """Returns what a logarithm to the base of lse is of a natural one."""
+    return math.log2(math.e) if flash.base_2 else 1.0

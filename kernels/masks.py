@@ -205,6 +205,17 @@ def first_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch se
     return jax.lax.cummax(jnp.where(start, jnp.arange(segments.shape[1])[None], 0), axis=1)
 
 
+def last_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns for each token the index of its document's last token. Each document's tokens are neighbours."""
+    return segments.shape[1] - 1 - first_of_document(segments[:, ::-1])[:, ::-1]
+
+
+def each_in_one_piece(segments: Int[Array, "batch seq"]) -> Bool[Array, ""]:
+    """Whether each document's tokens are neighbours. It says yes to ids that only rise, until the 0 of padding."""
+    ids = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
+    return jnp.all(ids[:, 1:] >= ids[:, :-1])
+
+
 def counted(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Returns the positions of tokens that are in order: they count from 0 in each document."""
     return jnp.arange(segments.shape[1])[None] - first_of_document(segments)
