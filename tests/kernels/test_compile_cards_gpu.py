@@ -32,6 +32,11 @@ def in_dtype(dtype, case: Case, card: str) -> Case:
     return case._replace(arguments=jax.tree.map(change, case.arguments), hgmma=hgmma, card=card)
 
 
+def dq_alone(case: Case) -> Case:
+    """Without the kernels of dk and dv, which XLA leaves out where nobody needs them."""
+    return case._replace(function=lambda *arguments: case.function(*arguments)[0])
+
+
 def int8(card: str, rows: int) -> Case:
     return test_compile_matmul_gpu.case(jnp.int8, "channel", rows, 1024, 1024, hgmma=())._replace(card=card)
 
@@ -43,22 +48,17 @@ CASES = {
     "RTX 4090, D128, float16": attention("4090", 128, dtype=jnp.float16),
     "RTX 4090, D192": attention("4090", 192, v_dim=128),
     "RTX 4090, D256": attention("4090", 256, OF_WIDE_HEADS, softcap=50.0),
-    "RTX 4090, D256, float32": attention("4090", 256, OF_WIDE_HEADS, dtype=jnp.float32),
+    "RTX 4090, D256, float32, dq": dq_alone(attention("4090", 256, OF_WIDE_HEADS, dtype=jnp.float32)),
     "RTX 4090, ragged_dot, shallow": ragged_dot("4090", SHALLOW),
     "RTX 4090, ragged_dot, deep": ragged_dot("4090", DEEP),
-    "RTX 4090, decode": test_compile_gpu.decode(heads=8, kv_heads=2, dim=256, batch=4)._replace(card="4090"),
+    "RTX 4090, decode": test_compile_gpu.decode(heads=8, kv_heads=2, dim=128, batch=4)._replace(card="4090"),
     "RTX 4090, weights only": int8("4090", 16),
-    "A100, D64, forward": attention("a100", 64, backward=()),
-    "A100, D128": attention("a100", 128),
-    "A100, D192, forward": attention("a100", 192, backward=(), v_dim=128),
+    "A100, D128, forward": attention("a100", 128, backward=()),
     "A100, D256": attention("a100", 256, OF_WIDE_HEADS, softcap=50.0),
     "A100, ragged_dot": ragged_dot("a100", DEEP),
-    "A100, decode": test_compile_gpu.decode(heads=8, kv_heads=2, dim=128, batch=4)._replace(card="a100"),
-    "B200, D64, forward": attention("b200", 64, backward=()),
     "B200, D128": attention("b200", 128),
     "B200, D192": attention("b200", 192, v_dim=128),
     "B200, D256": attention("b200", 256, OF_WIDE_HEADS, softcap=50.0),
-    "B200, ragged_dot": ragged_dot("b200", DEEP),
 }
 
 
