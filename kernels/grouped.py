@@ -11,11 +11,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+from kernels.matmul import INT32_TERMS
+from kernels.quantize import LARGEST
 from kernels.stacked import Stacked, gradient
 
 
+Rows = Float[Array, "tokens in"] | Int8[Array, "tokens in"]
 Matrices = Float[Array, "groups out in"] | Int8[Array, "groups out in"] | Stacked
 
 
@@ -35,7 +39,7 @@ class Kernels(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ragged_dot(
-    kernels: Kernels, x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
+    kernels: Kernels, x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
     """Computes `kernels.ragged_dot` by these kernels."""
     return kernels.rows_times_matrices(x, w, group_sizes, axis=2)
@@ -58,11 +62,18 @@ def _backward(
 ragged_dot.defvjp(_forward, _backward)
 
 
-def refusal(x: Float[Array, "tokens in"], w: Matrices) -> str | None:
+def refusal(x: Rows, w: Matrices) -> str | None:
     """Returns why no kernel can take these arguments of `ragged_dot`, or None."""
     if x.dtype == jnp.float64:
         return "it computes in float32, and x is float64"
+    if x.dtype == jnp.int8 and x.shape[1] > INT32_TERMS:
+        return f"it sums products of two int8 in int32, which holds {INT32_TERMS} of them, not {x.shape[1]}"
     return None if x.size and w.size else "it needs a row, a group and a feature at least"
+
+
+def result_dtype(x: Rows) -> DTypeLike:
+    """Returns the dtype of `ragged_dot`: that of x, or float32 where x is in 8 bits."""
+    return jnp.float32 if x.dtype in LARGEST else x.dtype
 
 
 def mean_rows(tokens: int, groups: int, *, least: int, most: int) -> int:

@@ -77,7 +77,7 @@ def _both_kernel(
     def add_piece(i: Array, out: Array) -> Array:
         piece = Side.of(i, BLOCK, x_ref.shape[1])
         x, w = load_block(x_ref, row, piece), load_block(w_ref.stack, column, piece, layer)
-        product = _dot8(x, w)
+        product = dot8(x, w)
         x_scale = triton.load(x_scale_ref.at[i, row.indices], row.own)
         scale = x_scale * w_scale_ref[column.indices.start // BLOCK, i]
         return out + product.astype(jnp.float32) * scale[:, None]
@@ -156,7 +156,7 @@ def _output_block(sizes: dict[str, int], out_ref: Any) -> tuple[Side, Side]:
     return Side.of(i, sizes["rows"], rows), Side.of(pl.program_id(1), sizes["columns"], columns)
 
 
-def _dot8(x: Array, w: Array) -> Array:
+def dot8(x: Array, w: Array) -> Array:
     """Multiplies, summing over the last axes: int8 in int32, and float8 in float32."""
     return _dot8_primitive.bind(x, w)
 

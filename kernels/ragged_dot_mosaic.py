@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels import blocks, grouped, mosaic
-from kernels.grouped import Matrices, Tiles
+from kernels.grouped import Matrices, Rows, Tiles
 from kernels.mosaic import ROWS, Ring
 from kernels.stacked import Stacked
 
@@ -35,7 +35,7 @@ BAND = 8  # tiles that visit the same block of columns one after another, so tha
 WIDTH = 64  # columns that are stored at a time
 
 
-def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
+def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
     """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     if w.dtype != x.dtype:
         return f"it multiplies matrices of one dtype, not {x.dtype} by {w.dtype}"

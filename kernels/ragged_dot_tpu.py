@@ -23,15 +23,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels import blocks, grouped
 from kernels.device import device, elsewhere
-from kernels.grouped import Matrices, Tiles
-from kernels.stacked import Stacked
+from kernels.grouped import Matrices, Rows, Tiles
+from kernels.quantize import LARGEST
+from kernels.stacked import Stacked, read
 
 
 VMEM = 48 << 20  # bytes that a kernel may take; the default of 16 MiB is not a TPU's own limit
 LANES = 128  # the width of a TPU's registers
 
 
-def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
+def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
     """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     why = elsewhere("tpu") or grouped.refusal(x, w)
     if why is not None:
@@ -45,10 +46,11 @@ def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"])
 
 
 @jax.jit  # so that calls outside jit compile once, too
-def ragged_dot(
-    x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
-) -> Float[Array, "tokens out"]:
-    """Computes `kernels.ragged_dot` in Pallas for TPUs."""
+def ragged_dot(x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]) -> Float[Array, "tokens out"]:
+    """Computes `kernels.ragged_dot` in Pallas for TPUs. Sides in 8 bits are cast to bfloat16, without rounding."""
+    if x.dtype in LARGEST:
+        w = w if w.dtype == jnp.int8 else read(w).astype(jnp.bfloat16)
+        return ragged_dot(x.astype(jnp.bfloat16), w, group_sizes).astype(jnp.float32)
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels import blocks, grouped, triton
 from kernels.device import elsewhere
-from kernels.grouped import Matrices, Tiles
+from kernels.grouped import Matrices, Rows, Tiles
 from kernels.stacked import Stacked
 from kernels.triton import Side, load_block, store_block
 
@@ -28,17 +28,17 @@ BAND = 8  # tiles of rows that are multiplied by the same columns at about the s
 SHALLOW = 1024  # up to so many terms of a sum, small programs are better: one multiplies while another stores
 
 
-def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
+def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
     """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
-    if w.dtype == jnp.int8 and 2**31 < w.size <= 2**32:
-        return "Pallas-Triton would address int8 w of 2 to 4 GB by too few bits"
-    return elsewhere("gpu") or grouped.refusal(x, w)
+    for name, side in (("x", x), ("w", w)):
+        if side.dtype.itemsize == 1 and 2**31 < side.size <= 2**32:
+            return f"Pallas-Triton would address {name}, of 2 to 4 GB in 8 bits, by too few bits"
+    least = (8, 9) if x.dtype == jnp.float8_e4m3fn else (8, 0)  # NVIDIA GPUs before have no float8
+    return elsewhere("gpu", least) or grouped.refusal(x, w)
 
 
 @jax.jit  # so that calls outside jit compile once, too
-def ragged_dot(
-    x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
-) -> Float[Array, "tokens out"]:
+def ragged_dot(x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]) -> Float[Array, "tokens out"]:
     """Computes `kernels.ragged_dot` in Triton."""
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
@@ -62,7 +62,7 @@ def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -
         triton.addressable(w),
         name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
         grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(len(tiles.group), band)),
-        results=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
+        results=jax.ShapeDtypeStruct((tokens, columns), grouped.result_dtype(x)),
         warps=sizes["warps"],
         stages=sizes["stages"],
         cost=pl.CostEstimate(
@@ -91,14 +91,20 @@ def _rows_times_matrices_kernel(
     row = _span(first_ref[tile], sizes["rows"], end_ref[tile])
     column = Side.of(pl.program_id(1), sizes["columns"], columns)
 
+    if x_ref.dtype.itemsize == 1:
+        from kernels.matmul_triton import dot8 as dot  # only here: it needs more of Pallas-Triton than the rest
+    else:
+        dot = functools.partial(triton.dot, over=(1, axis - 1))
+
     def add(step: Array, out: Array) -> Array:
         inner = Side.of(step, sizes["depth"], depth)
         x = load_block(x_ref, row, inner)
         w = load_block(w_stack_ref, *((column, inner) if axis == 2 else (inner, column)), layer, group)
-        return out + triton.dot(x, w.astype(x.dtype), over=(1, axis - 1))
+        return out + dot(x, w.astype(x.dtype))
 
     steps = pl.cdiv(depth, sizes["depth"]) * (group < groups).astype(jnp.int32)
-    out = lax.fori_loop(0, steps, add, jnp.zeros((sizes["rows"], sizes["columns"]), jnp.float32))
+    sums = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
+    out = lax.fori_loop(0, steps, add, jnp.zeros((sizes["rows"], sizes["columns"]), sums))
     store_block(out_ref, out, row, column)
 
 

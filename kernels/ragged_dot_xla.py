@@ -8,22 +8,20 @@ buffer grows with the groups, except the gradient of `w`.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels import grouped
-from kernels.grouped import Matrices, Tiles
+from kernels.grouped import Matrices, Rows, Tiles
 from kernels.stacked import Stacked
 
 
-def refusal(x: Float[Array, "tokens in"], w: Matrices, _: Int[Array, " groups"]) -> str | None:
+def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
     """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
     return grouped.refusal(x, w)
 
 
 @jax.jit  # so that calls outside jit compile once, too
-def ragged_dot(
-    x: Float[Array, "tokens in"], w: Matrices, group_sizes: Int[Array, " groups"]
-) -> Float[Array, "tokens out"]:
+def ragged_dot(x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]) -> Float[Array, "tokens out"]:
     """Computes `kernels.ragged_dot` in tiles."""
     return grouped.ragged_dot(grouped.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
@@ -48,7 +46,7 @@ def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -
 
     # In float32: to update a slice of a bfloat16 array, jax 0.10 on CPU copies the whole array.
     out = jnp.zeros((len(x), w.shape[3 - axis]), jnp.float32)
-    return lax.fori_loop(0, tiles.count, put_tile, out).astype(x.dtype)
+    return lax.fori_loop(0, tiles.count, put_tile, out).astype(grouped.result_dtype(x))
 
 
 def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
@@ -76,10 +74,12 @@ def _own(tiles: Tiles, i: Int[Array, ""], tokens: int) -> Bool[Array, "size 1"]:
     return ((rows >= tiles.first[i]) & (rows < tiles.end[i]))[:, None]
 
 
-def _take(x: Float[Array, "tokens dim"], tiles: Tiles, i: Int[Array, ""]) -> Float[Array, "size dim"]:
+def _take(x: Shaped[Array, "tokens dim"], tiles: Tiles, i: Int[Array, ""]) -> Shaped[Array, "size dim"]:
     return lax.dynamic_slice_in_dim(x, _start(tiles, i, len(x)), tiles.size)
 
 
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
     """Multiplies, summing over those axes, without a transposed copy."""
-    return lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
+    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    out = lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=sums)
+    return out.astype(jnp.float32)

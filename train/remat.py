@@ -28,7 +28,7 @@ class StepOptions:
     matmul: Literal["float", "int8", "fp8"] = "float"
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
     activations are rounded row by row; fp8 rounds gradients too. Weights are kept in float32 with all three. Embedding,
-    head, routers and experts are not rounded."""
+    head and routers are not rounded, nor are the gradients of experts."""
     remat: Literal["none", "dots", "full", "offload"] = "dots"
     """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products and attention.
     full: whole layers. offload: whole layers, whose inputs are kept in the memory of a GPU's or TPU's host."""

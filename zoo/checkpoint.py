@@ -32,7 +32,7 @@ from zoo.gather import gathered
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
-from zoo.quantized import Format, LowPrecisionLinear, quantize
+from zoo.quantized import Format, LowPrecisionExpertLinear, LowPrecisionLinear, quantize
 from zoo.reading import Parameter, Part, Scan, Source, once, read, read_quantized
 from zoo.surgery import modules, path_name, shardings
 
@@ -272,7 +272,7 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
     for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
-        if not isinstance(linear, Linear | LowPrecisionLinear | ExpertLinear):
+        if not isinstance(linear, Linear | LowPrecisionLinear | ExpertLinear | LowPrecisionExpertLinear):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):

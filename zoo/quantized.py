@@ -25,7 +25,7 @@ import kernels.quantize
 from kernels.quantize import LARGEST
 from kernels.stacked import read
 from kernels.sums import spread
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear, on_first
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear, biased, on_first
 from zoo.nn.stack import Stack
 from zoo.surgery import map_linears, modules
 
@@ -56,9 +56,10 @@ def quantize(model: T, format: Format) -> T:
 
 
 def quantize_training(model: T, dtype: Literal["int8", "fp8"]) -> T:
-    """Replaces each `Linear` of the layers by a `LowPrecisionLinear`. Every array stays as it is."""
-    linear = lambda m: LowPrecisionLinear(m, dtype) if isinstance(m, Linear) else m
-    layers = lambda m: jax.tree.map(linear, m, is_leaf=lambda m: isinstance(m, Linear)) if isinstance(m, Stack) else m
+    """Replaces the `Linear`s and `ExpertLinear`s of the layers by ones of low precision. Every array stays as it is."""
+    kinds = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExpertLinear}
+    linear = lambda m: kinds[type(m)](m, dtype) if type(m) in kinds else m
+    layers = lambda m: jax.tree.map(linear, m, is_leaf=lambda m: type(m) in kinds) if isinstance(m, Stack) else m
     return jax.tree.map(layers, model, is_leaf=lambda m: isinstance(m, Stack))
 
 
@@ -221,3 +222,32 @@ class LowPrecisionLinear(AbstractLinear):
     def partition_specs(self, spec: P) -> "LowPrecisionLinear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
+
+
+class LowPrecisionExpertLinear(AbstractExpertLinear):
+    """A `LowPrecisionLinear` for each expert. The backward pass multiplies floats, in "fp8" too.
+
+    Where "tensor" splits `in`, each device finds the scales of its own part.
+    """
+
+    weight: Float[Array, "experts out in"]
+    bias: Float[Array, "experts out"] | None
+    dtype: Literal["int8", "fp8"] = eqx.field(static=True)
+
+    def __init__(self, linear: ExpertLinear, dtype: Literal["int8", "fp8"]):
+        self.weight, self.bias, self.dtype = linear.weight, linear.bias, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
+        y = kernels.rounded_ragged_dot(x, self.weight, group_sizes, STORED[self.dtype])
+        return biased(y, self.bias, group_sizes)
+
+    def part(self, axis: str) -> "LowPrecisionExpertLinear":
+        return self if self.bias is None else eqx.tree_at(lambda m: m.bias, self, on_first(self.bias, axis))
+
+    def partition_specs(self, spec: P) -> "LowPrecisionExpertLinear":
+        placed = eqx.tree_at(lambda m: m.weight, self, spec)
+        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))

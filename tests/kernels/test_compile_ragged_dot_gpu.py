@@ -15,8 +15,16 @@ def case(product, *hgmma, step=training, w_dtype=jnp.bfloat16):
     return Case(step(ragged_dot_triton.ragged_dot), product.arguments(w_dtype), hgmma, temporary=64 << 10)
 
 
+def rounded(product, dtype):
+    """The output of two sides in 8 bits."""
+    x, w, sizes, _ = product.arguments(dtype)
+    return Case(ragged_dot_triton.ragged_dot, (x.update(dtype=dtype), w, sizes), (OUT,), temporary=64 << 10)
+
+
 CASES = {f"ragged_dot {name}": case(product, OUT, DX, DW) for name, product in EXPERTS.items()} | {
     "ragged_dot int8": case(EXPERTS["Qwen3 30B-A3B up"], OUT, DX, step=fixed_matrices, w_dtype=jnp.int8),
+    "ragged_dot int8 by int8": rounded(EXPERTS["Qwen3 30B-A3B up"], jnp.int8),
+    "ragged_dot fp8 by fp8": rounded(EXPERTS["Qwen3 30B-A3B up"], jnp.float8_e4m3fn),
     "ragged_dot decode": case(DECODE, DW),  # tiles of 16 rows are too small for HGMMA
 }
 

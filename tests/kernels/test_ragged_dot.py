@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 import kernels
 from kernels import grouped
 from kernels.grouped import Tiles
+from kernels.quantize import dequantize, quantize
 from kernels.ragged_dot_xla import tile_size
 from kernels.stacked import Stacked
 
@@ -120,6 +121,28 @@ def test_a_layer_of_a_stack(implementation):
     for ours, theirs in zip((out, dx, d_stack[1]), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     assert not np.any(d_stack[::2])
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_both_sides_rounded(implementation, dtype):
+    """The output is that of the rounded sides, and the gradients are those of the others. Rows of no group may hold
+    anything. The TPU rounds sums to bfloat16."""
+    x, w, d_out = arrays()
+    sizes = np.array([33, 0, 1, 96, 10], np.int32)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(x, w, d_out):
+        product = lambda x, w: kernels.rounded_ragged_dot(x, w, jnp.asarray(sizes), dtype, implementation)
+        out, gradient = jax.vjp(product, x, w)
+        return out, *gradient(d_out), *(dequantize(quantize(side, dtype, "channel")) for side in (x, w))
+
+    x[-1] = np.nan
+    *actual, rounded_x, rounded_w = run(x, w, d_out)
+    x[-1] = 0
+    (out, *_), (_, *gradients) = oracle(np.nan_to_num(rounded_x), rounded_w, sizes, d_out), oracle(x, w, sizes, d_out)
+    assert (errors(actual, (out, *gradients)) < [4e-3 if implementation == "tpu" else 1e-5, 1e-5, 1e-5]).all()
+    assert np.linalg.norm(out - oracle(x, w, sizes, d_out)[0]) > 3e-3 * np.linalg.norm(out)
 
 
 def test_int8_matrices_take_no_more_memory_than_one():
@@ -349,7 +372,7 @@ def test_contradictions_are_refused():
     "implementation, w_shape, w_dtype, reason",
     [
         ("tpu", (2, 40, 300), jnp.bfloat16, "up to 256 features, or of a multiple of 128"),
-        ("triton", (2, 1 << 16, (1 << 14) + 16), jnp.int8, "int8 w of 2 to 4 GB"),
+        ("triton", (2, 1 << 16, (1 << 14) + 16), jnp.int8, "w, of 2 to 4 GB in 8 bits"),
     ],
 )
 def test_what_kernels_cannot_address_is_refused(implementation, w_shape, w_dtype, reason):

@@ -15,6 +15,7 @@ from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Linear
 from zoo.nn.stack import Stack
 from zoo.quantized import (
     NF4,
+    LowPrecisionExpertLinear,
     LowPrecisionLinear,
     QuantizedLinear,
     dequantize_weight,
@@ -38,13 +39,15 @@ def test_the_linears_of_layers_and_nothing_else(model):
     in_layers = tuple(f"{path}." for path, _ in surgery.modules(model, Stack))
     for path, linear in surgery.modules(quantized, AbstractLinear):
         assert type(linear) is (LowPrecisionLinear if path.startswith(in_layers) else Linear)
+    assert all(type(m) is LowPrecisionExpertLinear for _, m in surgery.modules(quantized, AbstractExpertLinear))
     named = lambda m: {surgery.path_name(p): a for p, a in jax.tree_util.tree_leaves_with_path(m)}
     assert named(quantized).keys() == named(model).keys()
     assert all(array is named(model)[path] for path, array in named(quantized).items())
 
 
-@pytest.mark.parametrize("model", ["qwen2"], indirect=True)
-@pytest.mark.parametrize("dtype, off", [("int8", 0.1), ("fp8", 0.3)])
+@pytest.mark.parametrize(
+    "model, dtype, off", [("qwen2", "int8", 0.1), ("qwen2", "fp8", 0.3), ("deepseek3", "fp8", 0.3)], indirect=["model"]
+)
 def test_it_computes_nearly_the_same(model, dtype, off):
     want, got = (np.asarray(forward(m, TOKENS)) for m in (model, quantize_training(model, dtype)))
     assert 0 < np.abs(got - want).mean() < off * np.abs(want).mean()

@@ -119,11 +119,7 @@ class ExpertLinear(AbstractExpertLinear):
         return self.weight.shape
 
     def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
-        y = kernels.ragged_dot(x, self.weight, group_sizes)
-        if self.bias is None:
-            return y
-        experts = jnp.arange(len(self.bias))
-        return y + lookup(self.bias, jnp.repeat(experts, group_sizes, total_repeat_length=len(x)))
+        return biased(kernels.ragged_dot(x, self.weight, group_sizes), self.bias, group_sizes)
 
     def part(self, axis: str) -> "ExpertLinear":
         return self if self.bias is None else eqx.tree_at(lambda m: m.bias, self, on_first(self.bias, axis))
@@ -131,6 +127,15 @@ class ExpertLinear(AbstractExpertLinear):
     def partition_specs(self, spec: P) -> "ExpertLinear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))
+
+
+def biased(
+    y: Float[Array, "rows out"], bias: Float[Array, "experts out"] | None, group_sizes: Int[Array, " experts"]
+) -> Float[Array, "rows out"]:
+    """Adds to each row its expert's bias, if there are any."""
+    if bias is None:
+        return y
+    return y + lookup(bias, jnp.repeat(jnp.arange(len(bias)), group_sizes, total_repeat_length=len(y)))
 
 
 def on_first(array: Float[Array, "*shape"], axis: str) -> Float[Array, "*shape"]:
