@@ -118,8 +118,8 @@ class Decode(Program):
     def function(self, name: str | None) -> Callable[..., Any]:
         scale = self.case.dim**-0.5
         return lambda q, k, v, last: kernels.decode_attention(
-            q, k, v, kernels.Tokens(last), scale=scale, implementation=name
-        )
+            q[:, None], k, v, kernels.Tokens(last[:, None]), scale=scale, implementation=name
+        )[:, 0]
 
     def part(self, arguments: Arrays) -> Arrays:
         q, k, v, last = arguments

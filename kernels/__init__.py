@@ -18,20 +18,23 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kernels import dispatch, quantize
 from kernels.causal_conv import causal_conv
+from kernels.device import device
 from kernels.dispatch import explain, prefer
 from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, counted, sliding
 from kernels.matmul import SAVED, fp8_matmul, int8_matmul
 from kernels.mesh import split_attention, split_heads
 from kernels.sequence import begins, padding
-from kernels.stacked import Stacked
+from kernels.stacked import Stacked, read
 
 
 __all__ = [
+    "FEW",
     "Causal",
     "Chunk",
     "Full",
     "Mask",
     "Spans",
+    "Stacked",
     "Tokens",
     "Window",
     "attention",
@@ -49,10 +52,13 @@ __all__ = [
 ]
 
 
+FEW = 16  # most queries of a row that `attention` takes as steps of a decode
+
+
 def attention(
     q: Float[Array, "batch seq heads dim"],
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
     at: Tokens = Tokens(),  # noqa: B008 (a value)
     kv: Tokens | None = None,
     *,
@@ -66,6 +72,9 @@ def attention(
 
     Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees the keys that `mask` lets
     it see, such as `Causal() & Window(1024)`, and, where there are segments, only those of its own segment.
+
+    `v` may be a number: then the values are so many of the first features of the keys, as those of latent attention
+    are. `k` and `v` may be layers of a cache, `kernels.stacked.Stacked`.
 
     `at` has the positions, segments and spans of the queries' tokens, and `kv` those of the keys' (None: they are the
     same tokens): see `Tokens`. A query that sees no key yields zeros and gets zero gradients.
@@ -87,15 +96,17 @@ def attention(
     - "mosaic": a kernel for Hopper GPUs. Experimental: compiled, and never yet run on one.
 
     None chooses by the tables of `kernels.dispatch`: "cudnn", "triton" or "tpu" on their devices if they can, else
-    "xla", and "reference" for at most 128 tokens. A single query, as in a decode, goes to `decode_attention`.
+    "xla", and "reference" for at most 128 tokens. Up to `FEW` queries over a layer of a cache go to `decode_attention`.
 
     Raises:
         ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
     """
-    if q.shape[1] == 1 and implementation is None:
-        kv, at = at if kv is None else kv, jax.tree.map(lambda ids: ids[:, 0], at)
-        return decode_attention(q[:, 0], k, v, at, kv, scale=scale, mask=mask, softcap=softcap, sinks=sinks)[:, None]
+    if implementation is None and isinstance(k, Stacked) and q.shape[1] <= FEW:
+        kv = at if kv is None else kv
+        return decode_attention(q, k, v, at, kv, scale=scale, mask=mask, softcap=softcap, sinks=sinks)
     _check(q, k, v)
+    k = read(k)
+    v = k[..., :v] if isinstance(v, int) else read(v)
     q_tokens, kv_tokens = _tokens(at, q.shape[1], mask), _tokens(at if kv is None else kv, k.shape[1], mask)
     mask = _complete(mask, q_tokens, kv_tokens)
     first = "reference" if max(q.shape[1], k.shape[1]) <= 128 else None
@@ -106,9 +117,9 @@ def attention(
 
 
 def decode_attention(
-    q: Float[Array, "batch heads dim"],
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
     at: Tokens = Tokens(),  # noqa: B008 (a value)
     kv: Tokens | None = None,
     *,
@@ -117,30 +128,32 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
-) -> Float[Array, "batch heads v_dim"]:
-    """Computes `attention` of one query per row of the batch, over a cache that each row fills to its own length.
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Computes `attention` of one query or a few in each row of the batch, over a cache.
 
-    With a causal mask that length is `at.positions` + 1; later slots may hold anything. The arrays of `at` are [batch].
-    With `kv` None, the index of a slot is its position. All else is as in `attention`.
+    Each row fills the cache to its own length, and with a causal mask sees no further than its positions: later slots
+    may hold anything. With `kv` None, the index of a slot is its position. All else is as in `attention`.
 
-    `implementation` is "reference" (reads every slot of the cache, has every derivative), "tpu" or "triton" (read only
-    blocks with a key that is seen, have no derivatives). None chooses as `attention` does.
+    Where k and v are layers of a cache, `kernels.stacked.Stacked`, all implementations but "reference" read in place
+    what the queries see of them.
+
+    `implementation` is "reference" (reads every slot of the cache, has every derivative), "xla", "tpu" or "triton"
+    (read only blocks with a key that is seen, have no derivatives; "xla" those up to the longest row's last). None
+    chooses as `attention` does.
 
     Raises:
         ValueError: as `attention` does.
     """
-    q = q[:, None]
     _check(q, k, v)
-    q_tokens = _tokens(jax.tree.map(lambda ids: ids[:, None], at), 1, mask)
+    of_v, v_dim = (None, v) if isinstance(v, int) else (Stacked.of(v), v.shape[3])
+    q_tokens = _tokens(at, q.shape[1], mask)
     kv_tokens = _tokens(Tokens() if kv is None else kv, k.shape[1], mask)
     mask = _complete(mask, q_tokens, kv_tokens)
-
-    def attend(q: Array, *args: Any, **kwargs: Any) -> Array:
-        return dispatch.run(
-            "decode_attention", implementation, q[:, 0], *args, scale=scale, mask=mask, softcap=softcap, **kwargs
-        )[:, None]
-
-    return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)[:, 0]
+    # On a CPU, a loop over blocks is slower than one product for few slots, and in narrow dtypes.
+    at_once = device().platform == "cpu" and (k.shape[1] <= 128 or q.dtype != jnp.float32)
+    options = dict(first="reference" if at_once else None, v_dim=v_dim, scale=scale, softcap=softcap)
+    attend = functools.partial(dispatch.run, "decode_attention", implementation, mask=mask, **options)
+    return split_attention(attend, q, Stacked.of(k), of_v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
 
 
 def delta_rule(
@@ -324,11 +337,14 @@ _rounded.defvjp(_rounded_forward, _rounded_backward)
 
 def _check(
     q: Float[Array, "batch seq heads dim"],
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
 ) -> None:
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}: cast them first.")
+    of_v = k.dtype if isinstance(v, int) else v.dtype
+    if not q.dtype == k.dtype == of_v:
+        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {of_v}: cast them first.")
+    if isinstance(v, int) and not 0 < v <= k.shape[3]:
+        raise ValueError(f"The values cannot be the first {v} features of keys that have {k.shape[3]}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"The query heads ({q.shape[2]}) must be a multiple of the key/value heads ({k.shape[2]}).")
 

@@ -32,8 +32,8 @@ class Blocks(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, length: int) -> "Blocks":
-        count = -(-length // BLOCK)
+    def of(cls, length: int, most: int = BLOCK) -> "Blocks":
+        count = -(-length // most)
         multiple_of_8 = -(-length // (8 * count)) * 8
         return cls(length, min(length, multiple_of_8))
 

@@ -1,9 +1,10 @@
-"""Attention of one query for each row of the batch over a ragged cache, for TPUs, in Pallas. It has no gradient.
+"""Attention of one query or a few in each row of the batch over a cache, for TPUs, in Pallas. It has no gradient.
 
-All the time goes into reading the cache, so it is read once, and only where there is anything to see. XLA lists
-beforehand, from the mask, each row's blocks of slots with a key that its query sees. The grid has as many steps as the
-longest list; a shorter one repeats its last block, which loads nothing. Softmax and output are accumulated from block
-to block (FlashAttention, arXiv:2205.14135), starting with the sink.
+All the time goes into reading the cache, so it is read once, and only where there is anything to see. Blocks come from
+the array of all layers, so no layer is copied. XLA lists beforehand, from the mask, each row's blocks of slots with a
+key that a query sees. The grid has as many steps as the longest list; a shorter one repeats its last block, which loads
+nothing. Softmax and output are accumulated from block to block (FlashAttention, arXiv:2205.14135), starting with the
+sink.
 
 The heads of a slot are neighbouring rows in memory, and a TPU is slow at picking one head from each slot. So every
 query head is multiplied by the keys of all heads, as one matrix of [slots * kv_heads, dim], and a mask leaves it its
@@ -26,24 +27,24 @@ from kernels.device import device, elsewhere
 from kernels.flash import Formula
 from kernels.masks import Mask, Schedule, Tokens, block_classes
 from kernels.reference import LOWEST, poison
+from kernels.stacked import Stacked
 
 
+ROWS = 128  # most rows of queries and heads at a time, unless one query has more heads
 STRIP = 32  # keys or values that `_clean` takes at a time
 
 
 def refusal(
-    q: Float[Array, "batch heads dim"],
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
-    **_: object,
+    q: Float[Array, "batch seq heads dim"], k: Stacked, v: Stacked | None, *, v_dim: int, **_: object
 ) -> str | None:
     """Returns why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"it computes in float32 and bfloat16, and q is {q.dtype}"
-    if not q.size or not v.size:
+    if not q.size or not k.shape[1]:
         return "it needs a query, a key and a feature at least"
-    if device().platform == "tpu" and not _lies_flat(k.shape[2], k.shape[3], v.shape[3]):
-        return f"XLA would copy a cache of {k.shape[2]} heads with {k.shape[3]} and {v.shape[3]} features to flatten it"
+    widths = (k.shape[3], k.shape[3] if v is None else v_dim)
+    if device().platform == "tpu" and not _lies_flat(k.shape[2], *widths):
+        return f"XLA would copy a cache of {k.shape[2]} heads with {widths[0]} and {widths[1]} features to flatten it"
     return elsewhere("tpu")
 
 
@@ -56,23 +57,25 @@ def _lies_flat(kv_heads: int, dim: int, v_dim: int) -> bool:
     return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and dim == v_dim == LANES)))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "mask", "softcap"))  # so that calls outside jit compile once, too
+# Compiled even where it is called outside jit, so that calls there compile once, too.
+@functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
 def decode_attention(
-    q: Float[Array, "batch heads dim"],
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    q: Float[Array, "batch seq heads dim"],
+    k: Stacked,
+    v: Stacked | None,
     *,
+    v_dim: int,
     scale: float,
     mask: Mask,
     softcap: float | None,
     sinks: Float[Array, " heads"] | None,
     q_tokens: Tokens,
     kv_tokens: Tokens,
-) -> Float[Array, "batch heads v_dim"]:
+) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.decode_attention` in Pallas for TPUs."""
-    (batch, kv_seq, kv_heads, dim), (heads, v_dim) = k.shape, (q.shape[1], v.shape[3])
-    size = _block_size(k, v)
-    schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, 1, size)[:, 0])
+    (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
+    size = _block_size(k, 0 if v is None else v_dim)
+    schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size)[:, 0])
     row = lambda b, x: jnp.minimum(b, x.shape[0] - 1)  # an array may have one row for the whole batch
 
     def block(b: Any, j: Any, schedule: Any) -> Any:
@@ -80,73 +83,97 @@ def decode_attention(
         at = row(b, schedule.met)
         return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
 
+    # Each part has the rows of some of the queries; one has all of them, unless they are many.
+    queries = min(seq, max(1, ROWS // heads))
+    parts, rows = pl.cdiv(seq, queries), queries * heads
+    of_parts = lambda x: jnp.pad(x, [(0, 0), (0, -seq % queries)] + [(0, 0)] * (x.ndim - 2), mode="edge")
+    by_part = lambda x: of_parts(x).reshape(x.shape[0], parts, rows, -1)
+    per_row = lambda x: by_part(jnp.broadcast_to(x[:, :, None, None], (*x.shape, heads, 1)))
+
     columns = size * kv_heads  # a block's columns of logits: one for each key of each head
     few = LANES if columns % LANES == 0 else columns  # columns at a time, so that their logits stay in registers
-    flat = lambda x: x.reshape(batch, kv_seq * kv_heads, -1)
+    flat = lambda x: x.stack.reshape(-1, batch, kv_seq * kv_heads, x.shape[3])
+    values = [] if v is None else [v]
+    layers = jnp.stack([k.layer, *(x.layer for x in values)])
     kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
+    q_ids = jax.tree.map(per_row, q_tokens)
     head_of_column = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), size)[None]
-    head_of_row = jnp.repeat(jnp.arange(kv_heads, dtype=jnp.int32), heads // kv_heads)[:, None]
+    head_of_row = jnp.tile(jnp.repeat(jnp.arange(kv_heads, dtype=jnp.int32), heads // kv_heads), queries)[:, None]
     sink = jnp.full(heads, LOWEST, jnp.float32) if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
-    wide = lambda x: jnp.broadcast_to(x, (heads, LANES))
+    wide = lambda x: jnp.broadcast_to(x, (rows, LANES))
 
-    of_row = lambda *shape: pl.BlockSpec((None, *shape), lambda b, j, *_: (b, 0, 0))
-    of_keys = lambda width: pl.BlockSpec((None, columns, width), lambda b, j, s, _: (b, block(b, j, s), 0))
-    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, j, s, _: (row(b, x), 0, block(b, j, s)))
-    of_all = lambda *shape: pl.BlockSpec(shape, lambda b, j, *_: (0, 0))
-    return pl.pallas_call(
+    of_part = lambda width: pl.BlockSpec((None, None, rows, width), lambda b, i, j, *_: (b, i, 0, 0))
+    of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (row(b, x), i, 0, 0))
+    of_keys = lambda n, width: pl.BlockSpec(
+        (None, None, columns, width), lambda b, i, j, s, layers: (layers[n], b, block(b, j, s), 0)
+    )
+    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (row(b, x), 0, block(b, j, s)))
+    of_all = lambda *shape: pl.BlockSpec(shape, lambda b, i, j, *_: (0, 0))
+    out = pl.pallas_call(
         functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * kv_heads),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, jnp.maximum(schedule.met.max(), 1)),
+            grid=(batch, parts, jnp.maximum(schedule.met.max(), 1)),
             in_specs=[
-                of_row(heads, dim),
-                of_keys(dim),
-                of_keys(v_dim),
+                of_part(dim),
+                jax.tree.map(of_q_ids, q_ids),
+                of_keys(0, dim),
+                [of_keys(1, v_dim) for _ in values],
                 jax.tree.map(of_ids, kv_ids),
                 of_all(1, columns),
-                of_all(heads, LANES),
-                of_all(heads, LANES),
+                of_all(rows, LANES),
+                of_all(rows, LANES),
             ],
-            out_specs=of_row(heads, v_dim),
+            out_specs=of_part(v_dim),
             scratch_shapes=[
-                pltpu.VMEM((heads, LANES), jnp.float32),
-                pltpu.VMEM((heads, LANES), jnp.float32),
-                pltpu.VMEM((heads, v_dim), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, v_dim), jnp.float32),
                 pltpu.VMEM((few, dim), k.dtype),
-                pltpu.VMEM((few, v_dim), v.dtype),
+                [pltpu.VMEM((few, v_dim), k.dtype) for _ in values],
                 pltpu.VMEM((few, LANES), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, v_dim), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, parts, rows, v_dim), q.dtype),
         name="decode_attention",
         interpret=device().platform == "cpu",
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * batch * heads * kv_seq * kv_heads * (dim + v_dim),
-            transcendentals=batch * heads * kv_seq * kv_heads,
-            bytes_accessed=(k.size + v.size) * k.dtype.itemsize,
+            flops=2 * batch * seq * heads * kv_seq * kv_heads * (dim + v_dim),
+            transcendentals=batch * seq * heads * kv_seq * kv_heads,
+            bytes_accessed=batch
+            * parts
+            * kv_seq
+            * kv_heads
+            * (dim + len(values) * v_dim)
+            * jnp.dtype(k.dtype).itemsize,
         ),
     )(
         schedule,
-        jax.tree.map(lambda x: x[:, 0], q_tokens),
-        q + poison(q),
+        layers,
+        by_part(q + poison(q)),
+        q_ids,
         flat(k),
-        flat(v),
+        [flat(x) for x in values],
         kv_ids,
         head_of_column,
         wide(head_of_row),
-        wide(sink[:, None]),
+        wide(jnp.tile(sink, queries)[:, None]),
     )
+    return out.reshape(batch, parts * queries, heads, v_dim)[:, :seq]
 
 
 def _kernel(
     formula: Formula,
     all_columns: int,
     schedule: Any,
-    q_tokens: Any,
+    layers: Any,
     q_ref: Any,
+    q_ids: Any,
     k_ref: Any,
-    v_ref: Any,
+    v_refs: list[Any],
     kv_ids: Any,
     head_of_column: Any,
     head_of_row: Any,
@@ -156,17 +183,20 @@ def _kernel(
     total_ref: Any,
     sum_ref: Any,
     finite_k_ref: Any,
-    finite_v_ref: Any,
+    finite_v_refs: list[Any],
     changed_ref: Any,
 ) -> None:
-    """Visits one block of slots of one row.
+    """Visits one block of slots of one row of the batch, for the queries of one part.
 
     `top` and `total` are the maximum and the denominator of each head's softmax so far, repeated over a register's
-    width, and `sum` the weighted sum of values. The last three scratch arrays are for `few` keys: keys and values with
-    zeros for what is not finite, and by lane how many numbers these zeros replace.
+    width, and `sum` the weighted sum of values. The last scratch arrays are for `few` keys: keys and values with zeros
+    for what is not finite, and by lane how many numbers these zeros replace. Where the values are the first features of
+    the keys, there are none of their own.
     """
-    b, j, columns, few = pl.program_id(0), pl.program_id(1), len(k_ref), len(changed_ref)
+    del layers  # it chose the blocks
+    b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
     row = lambda x: jnp.minimum(b, x.shape[0] - 1)
+    finite_v_ref = (*finite_v_refs, finite_k_ref)[0]
 
     @pl.when(j == 0)
     def begin() -> None:
@@ -178,13 +208,14 @@ def _kernel(
         at = pl.ds(pl.multiple_of(i * few, few), few)
         changed_ref[...] = jnp.zeros_like(changed_ref)
         _clean(k_ref, i * few, finite_k_ref, changed_ref)
-        _clean(v_ref, i * few, finite_v_ref, changed_ref)
+        for v_ref in v_refs:
+            _clean(v_ref, i * few, finite_v_ref, changed_ref)
         # Summed by a product with ones, whose result is a row and not a column.
         spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
         x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
         if formula.softcap is not None:
             x = formula.softcap * jnp.tanh(x / formula.softcap)
-        query = jax.tree.map(lambda x: x[row(x)], q_tokens)
+        query = jax.tree.map(lambda x: x[...], q_ids)
         seen = formula.mask.visible(query, jax.tree.map(lambda x: x[:, at], kv_ids))
         start = schedule.order[row(schedule.order), j] * columns + i * few
         seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
@@ -204,7 +235,7 @@ def _kernel(
     steps = jnp.where(j < schedule.met[row(schedule.met)], columns // few, 0)
     lax.fori_loop(0, steps, add, None)
 
-    @pl.when(j == pl.num_programs(1) - 1)
+    @pl.when(j == pl.num_programs(2) - 1)
     def store() -> None:
         out_ref[...] = (sum_ref[...] / total_ref[:, :1]).astype(out_ref.dtype)
 
@@ -235,9 +266,9 @@ def _pieces(ref: Any) -> list[Any]:
     return [pl.ds(at, min(LANES, width - at)) for at in range(0, width, LANES)]
 
 
-def _block_size(k: Array, v: Array) -> int:
+def _block_size(k: Stacked, v_dim: int) -> int:
     """Returns how many slots have the table's number of bytes of keys and values; all slots, if they are few."""
     sizes = blocks.sizes("decode_attention_tpu", "decode", k.dtype, "*")
-    slot = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    slot = k.shape[2] * (k.shape[3] + v_dim) * jnp.dtype(k.dtype).itemsize
     whole = lambda slots: max(1, slots // sizes["unit"]) * sizes["unit"]
     return min(whole(sizes["bytes"] // slot), whole(k.shape[1]) if k.shape[1] > sizes["unit"] else k.shape[1])

@@ -25,6 +25,7 @@ MODULES = {
     },
     "decode_attention": {
         "reference": "reference",
+        "xla": "decode_attention_xla",
         "tpu": "decode_attention_tpu",
         "triton": "decode_attention_triton",
     },
@@ -60,9 +61,9 @@ PREFERENCES = {
         "tpu": ("tpu", "xla", "reference"),
     },
     "decode_attention": {
-        "cpu": ("reference",),
-        "gpu": ("triton", "reference"),
-        "tpu": ("tpu", "reference"),
+        "cpu": ("xla", "reference"),
+        "gpu": ("triton", "xla", "reference"),
+        "tpu": ("tpu", "xla", "reference"),
     },
     "cross_entropy": {
         "cpu": ("xla", "reference"),

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.masks import Tokens
+from kernels.stacked import Stacked, read
 from kernels.sums import lookup
 
 
@@ -74,8 +75,8 @@ def tokens_spec(shape: tuple[int, ...]) -> P:
 def split_attention(
     attend: Callable[..., Float[Array, "batch seq heads v_dim"]],
     q: Float[Array, "batch seq heads dim"],
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | None,
     *,
     sinks: Float[Array, " heads"] | None,
     q_tokens: Tokens,
@@ -86,17 +87,24 @@ def split_attention(
     Where the tokens of a sequence are split, each device all-gathers the sequence's keys and values, which are small
     with grouped heads (Llama 3, arXiv:2407.21783, section 3.3.2). Masks compare positions, so tokens may be in any
     order. Query heads are split. Key/value heads that the devices do not divide are repeated until they do: 2 heads
-    over 3 devices are repeated three times each, and a device gets the 2 that its query heads need. An axis of the mesh
-    that does not divide an axis of the arrays leaves it whole.
+    over 3 devices are repeated three times each, and a device gets the 2 that its query heads need. A single one, such
+    as a latent, is whole on each. An axis of the mesh that does not divide an axis of the arrays leaves it whole, and
+    the tokens of a cache (`Stacked`) are not split.
     """
     if not (axes := free()):
         return attend(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
     batch = splitting(len(q), *BATCH)
-    seq = splitting(math.gcd(q.shape[1], k.shape[1]), CONTEXT)
+    cached = isinstance(k, Stacked)
+    seq = () if cached else splitting(math.gcd(q.shape[1], k.shape[1]), CONTEXT)
     heads = splitting(q.shape[2], TENSOR)
-    if heads and k.shape[2] % split(TENSOR):
+    if heads and k.shape[2] != 1 and k.shape[2] % split(TENSOR):
         times = math.lcm(k.shape[2], split(TENSOR)) // k.shape[2]  # both divide the query heads, so this does, too
-        k, v = (jnp.repeat(a, times, axis=2) for a in (k, v))
+
+        def repeated(a: Array | Stacked) -> Any:
+            wide = jnp.repeat(read(a), times, axis=2)
+            return Stacked.of(wide) if cached else wide
+
+        k, v = repeated(k), None if v is None else repeated(v)
 
     def given(tokens: Tokens) -> Tokens:
         """Makes positions an array where sequences are split: an index on a device is then no position."""
@@ -104,6 +112,10 @@ def split_attention(
 
     def spec(ids: Any) -> P:
         return P(batch if len(ids) == len(q) else None, seq)
+
+    whole = P(batch, seq, heads)
+    of_keys = P(batch, seq, heads if k.shape[2] > 1 else ())
+    of_keys = Stacked(P(None, *of_keys), P()) if cached else of_keys
 
     def local(q: Any, k: Any, v: Any, sinks: Any, q_ids: Any, kv_ids: Any) -> Any:
         gather = lambda a: jax.lax.all_gather(a, CONTEXT, axis=1, tiled=True) if seq else a
@@ -119,11 +131,10 @@ def split_attention(
 
     q_tokens, kv_tokens = given(q_tokens), given(kv_tokens)
     q_ids, kv_ids = arrays(q_tokens), arrays(kv_tokens)
-    whole = P(batch, seq, heads)
     return jax.shard_map(
         local,
         axis_names=set(axes),
-        in_specs=(whole, whole, whole, P(heads), *jax.tree.map(spec, (q_ids, kv_ids))),
+        in_specs=(whole, of_keys, None if v is None else of_keys, P(heads), *jax.tree.map(spec, (q_ids, kv_ids))),
         out_specs=whole,
         check_vma=False,
     )(q, k, v, sinks, q_ids, kv_ids)

@@ -55,22 +55,24 @@ def attention(
 
 
 def decode_attention(
-    q: Float[Array, "batch heads dim"],
-    k: Float[Array, "batch kv_seq kv_heads dim"],
-    v: Float[Array, "batch kv_seq kv_heads v_dim"],
+    q: Float[Array, "batch seq heads dim"],
+    k: Stacked,
+    v: Stacked | None,
     *,
+    v_dim: int,
     scale: float,
     mask: Mask,
     softcap: float | None,
     sinks: Float[Array, " heads"] | None,
     q_tokens: Tokens,
     kv_tokens: Tokens,
-) -> Float[Array, "batch heads v_dim"]:
-    """Computes `kernels.decode_attention` as `attention` of one query."""
-    out = attention(
-        q[:, None], k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Computes `kernels.decode_attention` as `attention` over the whole cache."""
+    keys = k.read()
+    values = keys[..., :v_dim] if v is None else v.read()
+    return attention(
+        q, keys, values, scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens
     )
-    return out[:, 0]
 
 
 def ragged_dot(

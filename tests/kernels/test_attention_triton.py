@@ -55,8 +55,8 @@ def test_blocks_are_met_if_seen_and_first_those_seen_in_full(mask: Mask, full, m
 
 @functools.partial(jax.jit, static_argnames=("mask", "softcap", "implementation"), compiler_options=QUICK)
 def decode(q, k, v, *, q_positions=None, implementation="triton", **options):
-    at = Tokens(q_positions)
-    return kernels.decode_attention(q, k, v, at, scale=SCALE, implementation=implementation, **options)
+    at = Tokens(None if q_positions is None else q_positions[:, None])
+    return kernels.decode_attention(q[:, None], k, v, at, scale=SCALE, implementation=implementation, **options)[:, 0]
 
 
 def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from kernels import Causal, Mask, Spans, Tokens, sliding
+from kernels import Causal, Mask, Spans, Stacked, Tokens, sliding
 from tests.kernels.gpu import Case, complaints, needs_compiler
 
 
@@ -62,16 +62,25 @@ def decode(
     kv_seq: int = 8192,
     mask: Mask = Causal(),  # noqa: B008 (a value)
     sinks: bool = False,
+    v_dim: int | None = None,
+    queries: int = 1,
+    megabytes: int = 2,
 ) -> Case:
-    """One token in each row. It is no matter of matrix products: 16 rows of each are of the older kind."""
+    """One token or a few in each row, over the second layer of a cache of three, of which nothing is copied.
+
+    With `v_dim` the values are so many of the first features of the keys. It is no matter of matrix products: 16 rows
+    of each are of the older kind.
+    """
 
     def function(q, k, v, positions, sinks):
         more = dict(scale=dim**-0.5, mask=mask, implementation="triton")
-        return kernels.decode_attention(q, k, v, Tokens(positions), sinks=sinks, **more)
+        of_layer = lambda x: Stacked(x, jnp.array(1))
+        return kernels.decode_attention(q, of_layer(k), v_dim or of_layer(v), Tokens(positions), sinks=sinks, **more)
 
-    cache, positions = array(batch, kv_seq, kv_heads, dim), array(batch, dtype=jnp.int32)
+    cache, positions = array(3, batch, kv_seq, kv_heads, dim), array(batch, queries, dtype=jnp.int32)
     sinks = array(heads, dtype=jnp.float32) if sinks else None
-    return Case(function, (array(batch, heads, dim), cache, cache, positions, sinks), (), 2 * 10**6)
+    values = None if v_dim else cache
+    return Case(function, (array(batch, queries, heads, dim), cache, values, positions, sinks), (), megabytes * 10**6)
 
 
 LLAMA_8B = dict(heads=32, kv_heads=8, dim=128)
@@ -99,6 +108,10 @@ CASES = {
     "Llama 3 8B, decode": decode(**LLAMA_8B),
     "gpt-oss, local, decode": decode(**GPT_OSS, mask=sliding(128)),
     "gpt-oss, global, decode": decode(**GPT_OSS),
+    "DeepSeek V3, decode": decode(heads=128, kv_heads=1, dim=576, v_dim=512, megabytes=10),
+    "Llama 3 8B, decode, 16 queries": decode(**LLAMA_8B, queries=16, megabytes=10),
+    "gpt-oss, decode, 8 queries": decode(**GPT_OSS, queries=8, megabytes=10),
+    "Gemma 2 9B, decode, 16 queries": decode(heads=16, kv_heads=8, dim=256, queries=16, megabytes=10),
 }
 
 

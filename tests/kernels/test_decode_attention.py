@@ -1,6 +1,7 @@
 """kernels.decode_attention: every implementation against a formula in float64 numpy, on caches of ragged length."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,38 +9,59 @@ import numpy as np
 import pytest
 
 import kernels
-from kernels import Causal, Chunk, Tokens, sliding
+from kernels import Causal, Chunk, Stacked, Tokens, sliding
 from tests.kernels.oracle import QUICK, SCALE, arrays, oracle
 
 
 SINKS = np.array([1.0, -2.0, 5.0, -np.inf], np.float32)
 DECODES = {
     "causal": (dict(seq=1, kv_seq=150, kv_heads=1), {}),
-    "all": (dict(seq=1, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=jnp.asarray(SINKS))),
+    "all, of a few queries": (dict(seq=3, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=SINKS)),
     "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=64), dict(mask=Causal() & Chunk(64))),
-    "latents, wider than a register": (dict(seq=1, kv_seq=96, kv_heads=1, dim=160, v_dim=144, size=1), {}),
+    "latents, wider than a register": (dict(seq=2, kv_seq=96, kv_heads=1, dim=160, size=1), dict(v_dim=144)),
+    "more queries than one part has": (dict(seq=16, kv_seq=150, heads=10, kv_heads=2), {}),
 }
 
 
 @pytest.mark.parametrize(
     "case, implementation",
-    # The reference's decode is its attention, and test_attention_triton.py has more of Triton's.
-    [("all", "reference"), ("all", "triton"), ("chunks, of which one is empty yet", "triton")]
-    + [(case, "tpu") for case in DECODES],
+    [
+        ("all, of a few queries", "reference"),
+        # test_attention_triton.py has more of Triton's.
+        *((case, "xla") for case in DECODES if case != "causal"),
+        *((case, "triton") for case in DECODES if case != "causal"),
+        *((case, "tpu") for case in DECODES),
+    ],
 )
 def test_decode_of_a_ragged_cache(case, implementation):
-    """One row is at its first position, another in the middle. Later slots hold garbage, which reaches nobody."""
+    """One row is at its first position, after padding, another in the middle. Later slots hold garbage, which reaches
+    nobody, and so do all other layers."""
     shapes, options = DECODES[case]
-    *qkv, d_out = arrays(**shapes)
-    positions = np.array([[0], [67]])
-    later = np.arange(shapes["kv_seq"])[None] > positions
-    expected, _ = oracle(*qkv, d_out, q_positions=positions, **options)
-    q, k, v = qkv
-    k[later], v[later] = np.nan, np.inf
-    decode = functools.partial(kernels.decode_attention, scale=SCALE, implementation=implementation, **options)
-    decode = jax.jit(decode, compiler_options=QUICK)
-    out = decode(q[:, 0], k, v, Tokens(positions[:, 0]))
-    assert np.linalg.norm(out - expected[:, 0]) < 1e-5 * np.linalg.norm(expected)
-    v[1, 67] = np.nan  # which is seen now
-    out = np.asarray(decode(q[:, 0], k, v, Tokens(positions[:, 0])))
-    assert np.isnan(out[1]).all() and np.isfinite(out[0]).all()
+    options: dict[str, Any] = {n: jnp.asarray(x) if n == "sinks" else x for n, x in options.items()}
+    q, k, v, d_out = arrays(**shapes)
+    if width := options.pop("v_dim", None):
+        v, d_out = k[..., :width], d_out[..., :width]
+    last = np.arange(1 - shapes["seq"], 1)
+    positions = np.stack([np.where(last < 0, -1, last), 67 + last])
+    later = np.arange(shapes["kv_seq"])[None] > positions[:, -1:]
+    expected, _ = oracle(q, k, v, d_out, q_positions=positions, **options)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def decode(q, k, v, positions):
+        of_three = lambda x: Stacked(jnp.stack([jnp.full_like(x, jnp.nan), x, jnp.full_like(x, jnp.inf)]), jnp.array(1))
+        values = width or of_three(v)
+        at = Tokens(positions)
+        return kernels.decode_attention(
+            q, of_three(k), values, at, scale=SCALE, implementation=implementation, **options
+        )
+
+    k[later] = np.nan
+    v[later] = np.inf
+    out = np.asarray(decode(q, k, v, positions))
+    assert np.linalg.norm(out - expected) < 1e-5 * np.linalg.norm(expected)
+    assert not out[0, :-1][positions[0, :-1] < 0].any()
+    (k if width else v)[1, 67] = np.nan  # which only the last query sees
+    spoilt = np.asarray(decode(q, k, v, positions))
+    assert np.isnan(spoilt[1, -1]).all()
+    np.testing.assert_array_equal(spoilt[0], out[0])
+    np.testing.assert_array_equal(spoilt[1, :-1], out[1, :-1])

@@ -9,10 +9,11 @@ import pytest
 
 import zoo
 from kernels import Tokens
+from kernels.stacked import read
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
-from zoo.config import read
+from zoo.config import read as read_config
 from zoo.nn.cache import KV, LatentKV, WindowKV
 
 
@@ -47,7 +48,15 @@ CALLS = {
 
 WIDTHS = (1, 3, 7, 12)  # calls are padded to these, so that few programs compile; windows are of 4
 
-write = eqx.filter_jit(lambda cache, k, v, positions: cache.update(k, v, Tokens(positions)))
+
+@eqx.filter_jit
+def write(cache, k, v, positions):
+    """The new cache, its layer's keys and values, and where they stand; a key is a latent, its value a rotary key."""
+    if isinstance(cache, LatentKV):
+        cache, latents, at = cache.update(jnp.concatenate([k, v], axis=-1), Tokens(positions))
+        return cache, *jnp.split(read(latents), 2, axis=-1), at
+    cache, k, v, at = cache.update(k, v, Tokens(positions))
+    return cache, read(k), read(v), at
 
 
 def update(cache, tokens, positions):
@@ -123,7 +132,7 @@ def test_decode_equals_forward(load, name):
 def test_local_layers_keep_their_window_alone(name):
     hub = tiny.CONFIGS[name]
     family = registry.FAMILIES[hub["model_type"]]
-    config = read(family, hub)
+    config = read_config(family, hub)
     windows = [config.window(n) for n in range(config.num_hidden_layers)]
     model = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
     caches = eqx.filter_eval_shape(lambda model: model.init_cache(1, 64, jnp.bfloat16), model)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
@@ -138,21 +139,24 @@ class Attention(eqx.Module):
         c_kv, k_pe = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
         c_kv, q_pe = self.kv_a_layernorm(c_kv), self.rotary(q_pe, at)
         k_pe = self.rotary(k_pe[:, :, None], at)[:, :, 0]
-        kv = at
+        latents, kv = None, at
         if cache is not None:
-            cache, c_kv, k_pe, kv = cache.update(c_kv, k_pe, at)
-        if absorb := cache is not None and x.shape[1] == 1:
-            # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For one
-            # token this is cheaper than projecting all cached latents, which now are keys and values of a single head.
+            cache, latents, kv = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
+        if latents is not None and x.shape[1] <= kernels.FEW:
+            # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
+            # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
             w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
             w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
-            q_nope, k_nope, v = jnp.einsum("bshn,hnr->bshr", q_nope, w_k), c_kv[:, :, None], c_kv[:, :, None]
+            q = jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
+            y = kernels.attention(q, latents, c.kv_lora_rank, at, kv, scale=self.scale)
+            y = jnp.einsum("bshr,hvr->bshv", y, w_v)
         else:
+            if latents is not None:
+                c_kv, k_pe = jnp.split(read(latents)[:, :, 0], [c.kv_lora_rank], axis=-1)
             k_nope, v = heads(self.kv_b_proj(c_kv))
-        k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
-        q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
-        y = kernels.attention(q, k, v, at, kv, scale=self.scale)
-        y = jnp.einsum("bshr,hvr->bshv", y, w_v) if absorb else y
+            k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
+            q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
+            y = kernels.attention(q, k, v, at, kv, scale=self.scale)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 

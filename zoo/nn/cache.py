@@ -1,8 +1,9 @@
 """Caches: the state of a model between calls of `decode`, as arrays that are passed in and returned.
 
 A cache holds the state of several layers of one kind; `layer` is the number of the one that uses it. `update` writes
-the keys and values of new tokens, and returns the new cache with everything that the layer's queries may see. Tokens at
-negative positions are padding, and not written.
+the keys and values of new tokens, and returns the new cache with everything that the layer's queries may see: as
+`kernels.Stacked`, the array of all layers and the layer's number, where that is what the cache holds, so that a decode
+step need not copy the layer. Tokens at negative positions are padding, and not written.
 
 The first axis of every array is the layers, the second the batch; `layer` is a scalar.
 `init_cache` makes a model's caches, and may widen their windows and keep their vectors in 8 bits.
@@ -19,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
-from kernels import Tokens
+from kernels import Stacked, Tokens
 from kernels.mesh import BATCH, TENSOR, fitting
 from kernels.quantize import Quantized, dequantize, quantize
+from kernels.stacked import read
 
 
 NEVER = jnp.iinfo(jnp.int32).max  # the position of what was never written: causality hides it from every query
@@ -85,7 +87,7 @@ class KV(AbstractCache):
 
     def update(
         self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads dim"], at: Tokens
-    ) -> tuple["KV", Float[Array, "batch length heads dim"], Float[Array, "batch length heads dim"], Tokens]:
+    ) -> tuple["KV", Stacked, Stacked, Tokens]:
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
         new = KV(_write(self.k, where, k), _write(self.v, where, v), self.layer)
@@ -122,7 +124,12 @@ class WindowKV(AbstractCache):
 
     def update(
         self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads dim"], at: Tokens
-    ) -> tuple["WindowKV", Float[Array, "batch keys heads dim"], Float[Array, "batch keys heads dim"], Tokens]:
+    ) -> tuple[
+        "WindowKV",
+        Float[Array, "batch keys heads dim"] | Stacked,
+        Float[Array, "batch keys heads dim"] | Stacked,
+        Tokens,
+    ]:
         """Writes new keys and values. Returns the cache, the keys and values to attend to, and where they stand.
 
         One token gets the ring. Several tokens may overwrite keys that the first of them still see, so they get the old
@@ -139,7 +146,7 @@ class WindowKV(AbstractCache):
             kv = Tokens(new.positions[self.layer])
             return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), kv
         pairs = ((self.k, k), (self.v, v))
-        keys, values = (jnp.concatenate([_read(old, self.layer, x.dtype), x], axis=1) for old, x in pairs)
+        keys, values = (jnp.concatenate([read(_read(old, self.layer, x.dtype)), x], axis=1) for old, x in pairs)
         positions = jnp.where(positions < 0, NEVER, positions)
         old = self.positions[self.layer]
         # From its first position on, this call writes anew.
@@ -164,30 +171,42 @@ class LatentKV(AbstractCache):
     """The cache of multi-head latent attention (arXiv:2405.04434, section 2.1): at each position one latent vector,
     from which all heads' keys and values are made, and one rotary key. Index i holds position i."""
 
-    c_kv: Float[Array, "layers batch length rank"] | Int8Vectors
-    k_pe: Float[Array, "layers batch length rope"] | Int8Vectors
+    latents: Float[Array, "layers batch length features"] | tuple[Int8Vectors, Int8Vectors]
+    """The first `rank` features are the latent, the others the rotary key. In 8 bits they are apart: each has a scale
+    of its own."""
     layer: Int[Array, ""]
+    rank: int = eqx.field(static=True)
     rewinds: ClassVar[bool] = True
 
     @classmethod
     def init(cls, layers: int, batch: int, length: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
-        zeros = lambda dim: jnp.zeros((layers, batch, length, dim), dtype)
-        return cls(zeros(rank), zeros(rope), jnp.array(0, jnp.int32))
+        return cls(jnp.zeros((layers, batch, length, rank + rope), dtype), jnp.array(0, jnp.int32), rank)
 
-    def update(
-        self, c_kv: Float[Array, "batch seq rank"], k_pe: Float[Array, "batch seq rope"], at: Tokens
-    ) -> tuple["LatentKV", Float[Array, "batch length rank"], Float[Array, "batch length rope"], Tokens]:
-        """Writes new vectors. Returns the cache, this layer's vectors, and where they stand."""
-        where = (self.layer, jnp.arange(len(c_kv))[:, None], _indices(at, c_kv, self.c_kv.shape[2]))
-        new = LatentKV(_write(self.c_kv, where, c_kv), _write(self.k_pe, where, k_pe), self.layer)
-        return new, _read(new.c_kv, self.layer, c_kv.dtype), _read(new.k_pe, self.layer, k_pe.dtype), Tokens()
+    def update(self, latents: Float[Array, "batch seq features"], at: Tokens) -> tuple["LatentKV", Stacked, Tokens]:
+        """Writes new latents, each with its rotary key. Returns the cache, this layer's, as keys of one head, and where
+        they stand."""
+        length = jax.tree.leaves(self.latents)[0].shape[2]
+        where = (self.layer, jnp.arange(len(latents))[:, None], _indices(at, latents, length))
+        if isinstance(self.latents, tuple):
+            parts = zip(self.latents, jnp.split(latents, [self.rank], axis=-1), strict=True)
+            new: Any = tuple(_write(store, where, part) for store, part in parts)
+            vectors = jnp.concatenate([_dequantized(x, self.layer, latents.dtype) for x in new], axis=-1)
+            found = Stacked.of(vectors[:, :, None])
+        else:
+            new = _write(self.latents, where, latents)
+            found = Stacked(new[:, :, :, None], self.layer)
+        return LatentKV(new, self.layer, self.rank), found, Tokens()
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "LatentKV":
-        c_kv, k_pe = (_vector_specs(x, sizes, heads=False) for x in (self.c_kv, self.k_pe))
-        return eqx.tree_at(lambda c: (c.c_kv, c.k_pe, c.layer), self, (c_kv, k_pe, P()))
+        specs = lambda x: _vector_specs(x, sizes, heads=False)
+        parts = tuple(map(specs, self.latents)) if isinstance(self.latents, tuple) else specs(self.latents)
+        return eqx.tree_at(lambda c: (c.latents, c.layer), self, (parts, P()))
 
     def in_int8(self) -> "LatentKV":
-        return eqx.tree_at(lambda c: (c.c_kv, c.k_pe), self, (_int8(self.c_kv), _int8(self.k_pe)))
+        if isinstance(self.latents, tuple):
+            return self
+        parts = jnp.split(self.latents, [self.rank], axis=-1)
+        return eqx.tree_at(lambda c: c.latents, self, tuple(map(_int8, parts)))
 
     def widened(self, more: int) -> "LatentKV":
         return self
@@ -254,10 +273,12 @@ def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Arra
     return store.at[where].set(new)
 
 
-def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "batch length ..."]:
-    if isinstance(store, Int8Vectors):
-        return dequantize(Quantized(store.values[layer], store.scale[layer])).astype(dtype)
-    return store[layer]
+def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Stacked:
+    return Stacked.of(_dequantized(store, layer, dtype)) if isinstance(store, Int8Vectors) else Stacked(store, layer)
+
+
+def _dequantized(store: Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "batch length ..."]:
+    return dequantize(Quantized(store.values[layer], store.scale[layer])).astype(dtype)
 
 
 def _positions(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "batch seq"]:
