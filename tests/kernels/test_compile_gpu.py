@@ -4,6 +4,8 @@ The memory they may take is what they take, rounded up: a matrix of [seq, seq], 
 query head, would be more.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -78,16 +80,15 @@ def decode(
         return kernels.decode_attention(q, of_layer(k), v_dim or of_layer(v), Tokens(positions), sinks=sinks, **more)
 
     cache, positions = array(3, batch, kv_seq, kv_heads, dim), array(batch, queries, dtype=jnp.int32)
-    sinks = array(heads, dtype=jnp.float32) if sinks else None
-    values = None if v_dim else cache
-    return Case(function, (array(batch, queries, heads, dim), cache, values, positions, sinks), (), megabytes * 10**6)
+    arguments = (array(batch, queries, heads, dim), cache, None if v_dim else cache, positions)
+    return Case(function, (*arguments, array(heads, dtype=jnp.float32) if sinks else None), (), megabytes * 10**6)
 
 
-LLAMA_8B = dict(heads=32, kv_heads=8, dim=128)
+LLAMA_8B: dict[str, Any] = dict(heads=32, kv_heads=8, dim=128)
 GEMMA_3_27B = dict(heads=32, kv_heads=16, dim=128)
 GEMMA_2_9B = dict(heads=16, kv_heads=8, dim=256, softcap=50.0)
 DEEPSEEK_V3 = dict(heads=128, kv_heads=128, dim=192, v_dim=128, seq=4096)
-GPT_OSS = dict(heads=64, kv_heads=8, dim=64, sinks=True)
+GPT_OSS: dict[str, Any] = dict(heads=64, kv_heads=8, dim=64, sinks=True)
 BACKWARD, OF_WIDE_HEADS = ("attention_dkv", "attention_dq"), ("attention_dk", "attention_dv", "attention_dq")
 ATTENTION = {
     "Llama 3 8B, forward": dict(**LLAMA_8B, megabytes=350),
@@ -108,10 +109,10 @@ CASES = {
     "Llama 3 8B, decode": decode(**LLAMA_8B),
     "gpt-oss, local, decode": decode(**GPT_OSS, mask=sliding(128)),
     "gpt-oss, global, decode": decode(**GPT_OSS),
-    "DeepSeek V3, decode": decode(heads=128, kv_heads=1, dim=576, v_dim=512, megabytes=10),
-    "Llama 3 8B, decode, 16 queries": decode(**LLAMA_8B, queries=16, megabytes=10),
-    "gpt-oss, decode, 8 queries": decode(**GPT_OSS, queries=8, megabytes=10),
-    "Gemma 2 9B, decode, 16 queries": decode(heads=16, kv_heads=8, dim=256, queries=16, megabytes=10),
+    "DeepSeek V3, decode": decode(heads=128, kv_heads=1, dim=576, v_dim=512, megabytes=32),
+    "Llama 3 8B, decode, 16 queries": decode(**LLAMA_8B, queries=16, megabytes=18),
+    "gpt-oss, decode, 8 queries": decode(**GPT_OSS, queries=8, megabytes=9),
+    "Gemma 2 9B, decode, 16 queries": decode(heads=16, kv_heads=8, dim=256, queries=16, megabytes=26),
 }
 
 

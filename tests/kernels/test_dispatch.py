@@ -166,7 +166,7 @@ def decode(q, k, v):
 BY_BLOCKS = shape(2, 2)  # the scale of a matrix that is quantised already
 CALLS = {
     "`attention`": (attend, [bf16(2, 300, 4, 256), *[bf16(2, 300, 2, 256)] * 2, shape(2, 300, dtype=jnp.int32)]),
-    "`decode_attention`": (decode, [bf16(2, 4, 128), *[bf16(2, 300, 2, 128)] * 2]),
+    "`decode_attention`": (decode, [bf16(2, 1, 4, 128), *[bf16(2, 300, 2, 128)] * 2]),
     "`ragged_dot`": (kernels.ragged_dot, [bf16(256, 64), bf16(4, 128, 64), shape(4, dtype=jnp.int32)]),
     "`int8_matmul`, weights only or by blocks": (
         kernels.int8_matmul,
