@@ -138,8 +138,8 @@ def decode_attention(
     what the queries see of them.
 
     `implementation` is "reference" (reads every slot of the cache, has every derivative), "xla", "tpu" or "triton"
-    (read only blocks with a key that is seen, have no derivatives; "xla" those up to the longest row's last). None
-    chooses as `attention` does.
+    (read only blocks with a key that is seen, "xla" those up to the longest row's last; they have first derivatives
+    only, in reverse mode, which read every slot). None chooses as `attention` does.
 
     Raises:
         ValueError: as `attention` does.

@@ -1,4 +1,4 @@
-"""Attention of one query or a few in each row of the batch over a cache, for TPUs, in Pallas. It has no gradient.
+"""Attention of one query or a few in each row of the batch over a cache, for TPUs, in Pallas.
 
 All the time goes into reading the cache, so it is read once, and only where there is anything to see. Blocks come from
 the array of all layers, so no layer is copied. XLA lists beforehand, from the mask, each row's blocks of slots with a
@@ -26,7 +26,7 @@ from kernels.attention_tpu import LANES, VMEM, dot
 from kernels.device import device, elsewhere
 from kernels.flash import Formula
 from kernels.masks import Mask, Schedule, Tokens, block_classes
-from kernels.reference import LOWEST, poison
+from kernels.reference import LOWEST, poison, with_gradient
 from kernels.stacked import Stacked
 
 
@@ -58,6 +58,7 @@ def _lies_flat(kv_heads: int, dim: int, v_dim: int) -> bool:
 
 
 # Compiled even where it is called outside jit, so that calls there compile once, too.
+@with_gradient
 @functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
 def decode_attention(
     q: Float[Array, "batch seq heads dim"],

@@ -25,7 +25,7 @@ from kernels.attention_triton import Block, capped, product, row_of, to_log2
 from kernels.device import elsewhere
 from kernels.flash import Formula
 from kernels.masks import Mask, Schedule, Tokens, block_classes
-from kernels.reference import LOWEST, by_head, by_token, poison
+from kernels.reference import LOWEST, by_head, by_token, poison, with_gradient
 from kernels.stacked import Stacked
 from kernels.triton import SMALLEST, dot, exp2, inside, launch, load, pieces, store
 
@@ -56,6 +56,7 @@ def refusal(
 
 
 # Compiled even where it is called outside jit, so that calls there compile once, too.
+@with_gradient
 @functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
 def decode_attention(
     q: Float[Array, "batch seq heads dim"],
@@ -70,7 +71,7 @@ def decode_attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """Computes `kernels.decode_attention` in Triton. It has no gradient."""
+    """Computes `kernels.decode_attention` in Triton. Its gradient is the reference's."""
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
     width = next(width for width in WIDTHS if width >= max(dim, v_dim))
     size = blocks.sizes("decode_attention_triton", "decode", q.dtype, f"d{width}")

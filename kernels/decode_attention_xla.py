@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from kernels.attention_xla import Blocks, visible_blocks
 from kernels.masks import Mask, Tokens
-from kernels.reference import LOWEST, by_head, by_token, finite, poison
+from kernels.reference import LOWEST, by_head, by_token, finite, poison, with_gradient
 from kernels.stacked import Stacked
 
 
@@ -27,6 +27,7 @@ def refusal(q: Float[Array, "batch seq heads dim"], *_: object, **__: object) ->
 
 
 # Compiled even where it is called outside jit, so that calls there compile once, too.
+@with_gradient
 @functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
 def decode_attention(
     q: Float[Array, "batch seq heads dim"],
@@ -41,7 +42,7 @@ def decode_attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """Computes `kernels.decode_attention` in blocks. It has no gradient."""
+    """Computes `kernels.decode_attention` in blocks. Its gradient is the reference's."""
     (_, seq, heads, _), (batch, kv_seq, kv_heads, _) = q.shape, k.shape
     blocks, group = Blocks.of(kv_seq, BLOCK), heads // kv_heads
     rows = (batch, kv_heads, group * seq)

@@ -3,7 +3,9 @@
 Below are the definitions that all implementations share: the order of heads, and what a NaN becomes.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,30 @@ def decode_attention(
     return attention(
         q, keys, values, scale=scale, mask=mask, softcap=softcap, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens
     )
+
+
+def with_gradient(implementation: Callable[..., Array]) -> Callable[..., Array]:
+    """Gives an implementation of `decode_attention` the gradient of the formula above, which reads every slot.
+
+    Nobody trains by decoding, so it only has to work.
+    """
+
+    @functools.wraps(implementation)
+    def decode(q: Any, k: Any, v: Any, *, sinks: Any, q_tokens: Tokens, kv_tokens: Tokens, **options: Any) -> Array:
+        def by(function: Callable[..., Array], *arrays: Any) -> Array:
+            q, k, v, sinks, q_tokens, kv_tokens = arrays
+            return function(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens, **options)
+
+        def backward(arrays: tuple, d_out: Array) -> tuple:
+            *given, q_tokens, kv_tokens = arrays
+            formula = lambda *given: by(decode_attention, *given, q_tokens, kv_tokens)
+            return *jax.vjp(formula, *given)[1](d_out), None, None
+
+        run = jax.custom_vjp(functools.partial(by, implementation))
+        run.defvjp(lambda *arrays: (by(implementation, *arrays), arrays), backward)
+        return run(q, k, v, sinks, q_tokens, kv_tokens)
+
+    return decode
 
 
 def ragged_dot(

@@ -65,3 +65,25 @@ def test_decode_of_a_ragged_cache(case, implementation):
     assert np.isnan(spoilt[1, -1]).all()
     np.testing.assert_array_equal(spoilt[0], out[0])
     np.testing.assert_array_equal(spoilt[1, :-1], out[1, :-1])
+
+
+def test_gradients_are_the_references():
+    """Of the queries, of the one layer of a cache that is read, and of sinks."""
+    q, k, v, d_out = arrays(batch=1, seq=1, kv_seq=150)
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    def gradients(implementation, *given):
+        def loss(q, k, v, sinks):
+            k, v = (Stacked(x, jnp.array(1)) for x in (k, v))
+            at = Tokens(jnp.array([[120]]))
+            out = kernels.decode_attention(q, k, v, at, scale=SCALE, sinks=sinks, implementation=implementation)
+            return jnp.sum(out * d_out)
+
+        return jax.grad(loss, range(4))(*given)
+
+    given = q, *(np.stack([x, x, x]) for x in (k, v)), SINKS
+    expected = jax.device_get(gradients("reference", *given))
+    assert expected[1][1, :, :121].all() and not expected[1][[0, 2]].any() and expected[3][:3].all()
+    for implementation in ("xla", "triton", "tpu"):
+        for actual, of_reference in zip(gradients(implementation, *given), expected, strict=True):
+            np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
