@@ -3,7 +3,7 @@
 What a step has to read is its weights and what the queries see of its caches. An instruction of the compiled program
 whose result is as large as a layer's cache, or as all experts of a layer, has copied them. To look at one:
 
-    python -m tests.kernels.decode_step h200 qwen3-8b 8 8192 [layers] [queries] [dtype of the cache]
+    python -m tests.kernels.decode_step h200 qwen3-8b 8 8192 [layers] [queries] [dtype of the cache] [format of weights]
 """
 
 import dataclasses
@@ -28,11 +28,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
+from kernels.compile_options import compile_options
 from tests.kernels.gpu import mesh_of
 from tests.kernels.tpu import CHIPS, ENVIRONMENT
-from train.plan import hlo
+from train.plan import breakdown, hlo
 from zoo import registry
 from zoo.nn.cache import init_cache
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
+from zoo.quantized import quantize
+from zoo.surgery import modules
 
 
 needs_gpu_compiler = pytest.mark.skipif(
@@ -54,6 +58,7 @@ class Step(NamedTuple):
     layers: int = 2
     queries: int = 1
     cache: str = "bfloat16"
+    quantize: str | None = None
 
 
 class Result(NamedTuple):
@@ -70,6 +75,9 @@ class Compiled(NamedTuple):
     results: list[Result]  # largest first
     temporary: int  # bytes beside arguments and results
     cache: float  # bytes of one layer's keys, or of its values, or latents: the smallest large array of any cache
+    matrix: float  # bytes of the smallest matrix of a layer; of experts, of those of all
+    moved: float  # bytes that the step reads and writes; of a mixture it is taken to read all experts
+    needed: float  # bytes of the weights that it reads, and of the caches
 
 
 def measure(chip: str, *steps: Step) -> list[Compiled]:
@@ -114,7 +122,9 @@ def results(text: str, least: float = 1e5) -> list[Result]:
                     for called in [one] if one else re.findall(r"[\w.-]+", several):
                         if f"condition=%{called}" not in line and f"condition={called}" not in line:
                             visit(called, times * trips)
-            size = hlo._bytes(shape, kind.endswith("-start"))
+            # Neither what a TPU brings into its fast memory, S(1), nor cuBLAS's room to work in, is a copy.
+            kept = re.sub(r"\w+\[[\d,]*\]\{[^}]*S\(1\)\}|s8\[\d+\]", "", shape)
+            size = hlo._bytes(kept, kind.endswith("-start"))
             if kind in NAMES or kind in IN_PLACE or kind.endswith("-start") or size < least:
                 continue
             if (
@@ -137,8 +147,9 @@ def _in_place(fusion: list[str], shape: str) -> bool:
     return any(dims(plain(m[2])) == dims(shape) for m in writes)
 
 
-def program(step: Step) -> tuple[Any, tuple[Any, ...], float]:
-    """The decode step, the shapes of its arguments (cache, model, tokens, positions), and what `Compiled.cache` is."""
+def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, float, float]]:
+    """The decode step, the shapes of its arguments (cache, model, tokens, positions), and three fields of `Compiled`:
+    cache, matrix and needed."""
     config: Any = zoo.config(step.model)
     changes: dict[str, Any] = dict(num_hidden_layers=step.layers)
     if hasattr(config, "layer_types"):
@@ -150,6 +161,8 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], float]:
     model = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
     in_bf16 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype)
     model = jax.tree.map(in_bf16, model)
+    if step.quantize:
+        model = eqx.filter_eval_shape(quantize, model, step.quantize)
     cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache), model)
     of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in jax.tree.leaves(cache) if x.ndim >= 4]
     tokens = jax.ShapeDtypeStruct((step.batch, step.queries), jnp.int32)
@@ -158,7 +171,13 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], float]:
     def decode(cache: Any, arrays: Any, tokens: Any, positions: Any) -> Any:
         return eqx.combine(arrays, static).decode(tokens, cache, positions=positions)
 
-    return jax.jit(decode, donate_argnums=0), (cache, arrays, tokens, tokens), min(of_layer)
+    function = jax.jit(decode, donate_argnums=0, compiler_options=compile_options("decode"))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+    linears = [m for block in model.layers.period for _, m in modules(block, (AbstractLinear, AbstractExpertLinear))]
+    matrices = [m.weight.size // m.weight.shape[0] * m.weight.dtype.itemsize for m in linears]
+    looked_up = 0 if getattr(config, "tie_word_embeddings", True) else size(model.embed_tokens)
+    facts = (min(of_layer), min(matrices), size(model) - looked_up + size(cache))
+    return function, (cache, arrays, tokens, tokens), facts
 
 
 def _compile(chip: str, steps: list[Step]) -> list[Compiled]:
@@ -172,13 +191,14 @@ def _compile(chip: str, steps: list[Step]) -> list[Compiled]:
     found = []
     for step in steps:
         with jax.set_mesh(mesh):
-            function, arguments, cache = program(step)
+            function, arguments, (cache, matrix, needed) = program(step)
             compiled = function.lower(*jax.tree.map(on_mesh, arguments)).compile()
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         if dump := os.environ.get("DECODE_STEP_TEXT"):
             Path(dump).write_text(text)
         assert memory is not None
-        found.append(Compiled(results(text), memory.temp_size_in_bytes, cache))
+        moved = sum(kernel.bytes * kernel.times for kernel in breakdown.kernels(text))
+        found.append(Compiled(results(text), memory.temp_size_in_bytes, cache, matrix, moved, needed))
     return found
 
 
@@ -187,10 +207,13 @@ if __name__ == "__main__":
         case ["--compile", chip, steps, result]:
             Path(result).write_text(json.dumps(_compile(chip, [Step(*step) for step in json.loads(steps)])))
         case [chip, model, batch, length, *more]:
-            options: dict[str, Any] = {"cache": more[2]} if len(more) > 2 else {}
+            options: dict[str, Any] = dict(zip(("cache", "quantize"), more[2:], strict=False))
             options |= dict(zip(("layers", "queries"), map(int, more[:2]), strict=False))
             (compiled,) = measure(chip, Step(model, int(batch), int(length), **options))
             print(f"{compiled.temporary:,} temporary bytes; an array of a layer's cache has {compiled.cache:,.0f}")
+            print(
+                f"{compiled.moved:,.0f} bytes moved, {compiled.needed:,.0f} needed, a matrix has {compiled.matrix:,.0f}"
+            )
             for result in compiled.results[:20]:
                 print(f"{result.bytes:15,.0f} bytes, {result.times} x {result.kind} {result.name} {result.shape}")
         case _:

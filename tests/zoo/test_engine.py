@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import zoo
+from kernels import compile_options
 from tests.zoo import tiny
 from tests.zoo.programs import forward
+from zoo.generation import decoding
 from zoo.generation.engine import Engine, bucket, complete
 from zoo.generation.sampling import Sampler, settings
 from zoo.mesh import make_mesh
@@ -194,3 +196,12 @@ def test_refusals(model):
 def test_buckets():
     assert [bucket(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
     assert [bucket(n, 1) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
+
+
+def test_options_of_xla_for_decoding(monkeypatch):
+    """Those in the table are known to XLA, and `advance` is compiled with those of the device in use."""
+    for options in compile_options.OPTIONS["decode"].values():
+        jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
+    monkeypatch.setitem(compile_options.OPTIONS["decode"], "cpu", {"no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        decoding.compiled(lambda inputs, state: state)(0, jnp.zeros(3))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels.compile_options import compile_options
 from kernels.mesh import BATCH
 from train.adapters import Lora
 from train.mesh import abstract_model, token_sharding
@@ -145,7 +146,8 @@ def decoding(
     cache = jax.tree.map(place, shapes, partition_specs(shapes, mesh.shape))
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, P(BATCH)))
     decode = lambda model, cache, tokens, positions: model.decode(tokens, cache, positions=positions)
-    step = jax.jit(decode, donate_argnums=1)
+    with jax.set_mesh(mesh):
+        step = jax.jit(decode, donate_argnums=1, compiler_options=compile_options("decode"))
     return Program(step, (model, cache, tokens, tokens), {"parameters": model, "cache": cache})
 
 

@@ -276,7 +276,8 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
     target = LIBRARY.findall(i.line)[0]
     texts = [home.text(operand) for operand in i.operands]
     parts = lambda text: turns if _shape(text)[:1] == (turns,) else 1
-    moved = sum(_bytes(text) / parts(text) for text in texts) + _bytes(i.result)
+    made = re.sub(r"s8\[\d+\]", "", i.result)  # without the room that cuBLAS may work in
+    moved = sum(_bytes(text) / parts(text) for text in texts) + _bytes(made)
     if target == "__cublas":
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.line)[0]
         return Kernel(PRODUCTS, _product(i.result, texts[0], re.findall(r"\d+", contracted)), moved, 1)

@@ -4,7 +4,9 @@ With a draft it calls `zoo.generation.speculative.advance` instead of `advance`.
 first argument, `inputs`, since `donate="all-except-first"` lets XLA reuse the memory of all others: the state's.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,10 +17,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 import zoo.nn.cache
+from kernels.compile_options import compile_options
+from kernels.device import Device, device
 from kernels.mesh import BATCH
 from zoo.generation.sampling import HostArray, Settings
 from zoo.nn.cache import AbstractCache, partition_specs, split_over
 from zoo.nn.model import AbstractModel
+
+
+T = TypeVar("T")
 
 
 class State(eqx.Module):
@@ -147,7 +154,18 @@ def insert(inputs: tuple[State, Int[HostArray, "batch 2"], Int[HostArray, ""]], 
     return jax.lax.fori_loop(0, count, copy, state)
 
 
-@eqx.filter_jit(donate="all-except-first")
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """Compiles it like `eqx.filter_jit`, with XLA's options for decoding; all arguments but the first are donated."""
+
+    @functools.cache
+    def with_options(_: Device) -> Callable[..., T]:
+        options: dict[str, Any] = {"compiler_options": compile_options("decode")}
+        return eqx.filter_jit(function, donate="all-except-first", **options)
+
+    return functools.wraps(function)(lambda *args: with_options(device())(*args))
+
+
+@compiled
 def advance(
     inputs: tuple[AbstractModel, Int[HostArray, " stops"], Rows], state: State, steps: int, enough: Int[HostArray, ""]
 ) -> tuple[State, Drawn]:

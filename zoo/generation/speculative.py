@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Tokens
-from zoo.generation.decoding import Drawn, Rows, State, logprob, write
+from zoo.generation.decoding import Drawn, Rows, State, compiled, logprob, write
 from zoo.generation.sampling import HostArray
 from zoo.nn.model import AbstractModel
 from zoo.nn.mtp import module_of
@@ -157,7 +157,7 @@ class MTPDraft(AbstractDraft):
         return module_of(self.model)[0].init_cache(batch, length, dtype)
 
 
-@eqx.filter_jit(donate="all-except-first")
+@compiled
 def advance(
     inputs: tuple[tuple[AbstractModel, AbstractDraft], Int[HostArray, " stops"], Rows],
     state: State,

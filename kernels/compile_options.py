@@ -1,0 +1,26 @@
+"""XLA's options for whole programs, in one table with the reasons: what a program is for, the platform, its options.
+
+    jax.jit(step, compiler_options=compile_options("decode"))
+
+JAX passes options on for the outermost `jax.jit` alone. A platform knows its own only, so the choice is by device.
+"""
+
+from typing import Any, Literal
+
+from kernels.device import device
+
+
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "decode": {
+        "gpu": {
+            # Products that share an input (those of q, k and v) become one, of weights that are concatenated for it: at
+            # every token, in every layer, that reads and writes them once more than needed.
+            "xla_gpu_dot_merger_threshold_mb": 0,
+        },
+    },
+}
+
+
+def compile_options(program: Literal["decode"]) -> dict[str, Any]:
+    """Returns the options for such a program on the device in use (`kernels.device`); where there are none, {}."""
+    return OPTIONS[program].get(device().platform, {})
