@@ -215,8 +215,7 @@ def _few_in_order(q_tokens: Tokens, kv_tokens: Tokens) -> Bool[Array, ""]:
     """Whether cuDNN's packed layout can express these documents."""
     segments: Any = q_tokens.segments
     count = len(segments) + jnp.sum(segments[:, 1:] != segments[:, :-1])
-    same = jnp.all(segments == kv_tokens.segments)
-    return same & each_in_one_piece(segments) & (count <= len(segments) * DOCUMENTS)
+    return each_in_one_piece(q_tokens, kv_tokens) & (count <= len(segments) * DOCUMENTS)
 
 
 def _static(mask: Mask) -> tuple[bool, int | None] | None:

@@ -6,7 +6,8 @@ shared memory is overwritten while a product still reads it is known by reasonin
 
 Of a program's three warpgroups one copies blocks to shared memory, through ring buffers, and the other two multiply.
 XLA lists beforehand, from the mask, the blocks that a program has to visit: first those that are seen in full, then
-those that have to be masked position by position.
+those that have to be masked position by position. Of packed documents, whose tokens are neighbours and see no later
+ones, it lists where that of each query starts and that of each key ends: one more comparison in blocks that are masked.
 
 Forward, each of the two has 64 queries, and both go through the same blocks of keys. They take turns: one multiplies
 while the other computes its softmax. Backward there are two kernels. The one for dq has the same form, without turns.
@@ -25,11 +26,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels import blocks, flash, mosaic
+from kernels import blocks, dispatch, flash, mosaic
 from kernels.flash import Formula
-from kernels.masks import Mask, Schedule, Segments, Spans, Tokens, block_classes
+from kernels.masks import (
+    And,
+    Causal,
+    Mask,
+    Schedule,
+    Segments,
+    Spans,
+    Tokens,
+    block_classes,
+    each_in_one_piece,
+    first_of_document,
+    last_of_document,
+)
 from kernels.mosaic import ROWS, Ring
 from kernels.reference import LOWEST
 
@@ -46,18 +59,23 @@ def refusal(
     *,
     scale: float,
     mask: Mask,
+    softcap: float | None = None,
     q_tokens: Tokens,
     kv_tokens: Tokens,
     **_: object,
 ) -> str | None:
     """Returns why this implementation cannot take these arguments of `attention`, or None if it can."""
     seq, kv_seq, dim, v_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-    if Segments in mask or Spans in mask:
-        return f"it has no segments and no spans, and the mask is {mask}"
+    if Spans in mask or _of_indices(mask) is None:
+        return f"it has no spans, and segments only with a causal mask, and the mask is {mask}"
     if not (q_tokens.in_order and kv_tokens.in_order):
         return "it takes positions that are indices"
     if dim % ROWS or v_dim % ROWS or max(dim, v_dim) > WIDEST:
         return f"its heads have multiples of {ROWS} features, {WIDEST} at most, and these {dim} and {v_dim}"
+    if Segments in mask and seq != kv_seq:
+        return f"it needs as many queries as keys in documents, and these are {seq} and {kv_seq}"
+    if Segments in mask and softcap is not None and max(dim, v_dim) > WIDEST - ROWS:
+        return f"its registers do not hold documents beside a softcap for {max(dim, v_dim)} features"
     if seq % LENGTH or kv_seq % LENGTH:
         return f"its sequences have multiples of {LENGTH} tokens, and these {seq} and {kv_seq}"
     if not q.size or not v.size:
@@ -82,7 +100,14 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.attention` in Mosaic GPU."""
     formula = Formula(scale, mask, softcap)
-    return flash.attention(flash.Flash(forward, backward, base_2=True), formula, q, k, v, sinks, q_tokens, kv_tokens)
+    kernels = flash.Flash(forward, backward, base_2=True)
+    if q_tokens.segments is not None:
+        other = dispatch.first(
+            "attention", ("triton", "xla"), q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
+            q_tokens=q_tokens, kv_tokens=kv_tokens,
+        ).FLASH  # fmt: skip
+        kernels = flash.where(each_in_one_piece, kernels, other)
+    return flash.attention(kernels, formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
 def forward(
@@ -91,11 +116,11 @@ def forward(
     """`flash.Flash.forward`, in float32."""
     (batch, seq, heads, dim), v_dim = q.shape, v.shape[3]
     size = _sizes("forward", q, v)
-    schedule = Schedule.of(block_classes(formula.mask, q_tokens, kv_tokens, 2 * ROWS, size["kv"])[0])
+    schedule = Schedule.of(block_classes(formula.mask, q_tokens, kv_tokens, 2 * ROWS, size["kv"]))
     ring = functools.partial(Ring.of, size["slots"])
     return mosaic.launch(
         functools.partial(_forward_kernel, formula),
-        *(q, k, v, schedule),
+        *(q, k, v, schedule, _first(q_tokens)),
         name="attention_forward",
         grid={"head": heads, "block": seq // (2 * ROWS), "batch": batch},
         results=(_result((batch, seq, heads, v_dim)), _result((batch, heads, seq))),
@@ -116,6 +141,7 @@ def _forward_kernel(
     k_ref: Any,
     v_ref: Any,
     schedule: Schedule,
+    first_ref: Any,
     out_ref: Any,
     lse_ref: Any,
     *,
@@ -126,6 +152,7 @@ def _forward_kernel(
     turn: Any,
 ) -> None:
     head, i, batch, me = _place()
+    schedule = _of_row(schedule, batch)
     kv_head, kv_size, to_log2 = _kv_head(head, q_ref, k_ref), keys.buffers[0].shape[1], _to_log2(formula)
 
     @mosaic.copying
@@ -155,7 +182,9 @@ def _forward_kernel(
                 x = _capped(formula, _product(q_smem.at[me], k.T, meanwhile=pass_on))
                 values.release(n - 1)
                 keys.release(n)
-                x = _masked(formula, n < schedule.full[i], x, -jnp.inf, start, schedule.order[i, n] * kv_size)
+                x = _masked(
+                    formula, n < schedule.full[i], x, -jnp.inf, start, schedule.order[i, n] * kv_size, first_ref
+                )
                 new_top = jnp.maximum(top, to_log2 * x.max(axis=1))
                 weights = jnp.exp2(to_log2 * x - _along(new_top, x.shape, 0))
                 fade = jnp.exp2(top - new_top)
@@ -212,11 +241,11 @@ def dkv(
     """Computes the gradients of keys and values."""
     (batch, _, _, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     size = _sizes("dkv", q, v)
-    classes = block_classes(formula.mask, q_tokens, kv_tokens, size["q"], size["kv"])[0]
+    classes = block_classes(formula.mask, q_tokens, kv_tokens, size["q"], size["kv"])
     ring = functools.partial(Ring.of, size["slots"])
     return mosaic.launch(
         functools.partial(_dkv_kernel, formula),
-        *(q, k, v, d_out, lse, delta, Schedule.of(classes.T)),
+        *(q, k, v, d_out, lse, delta, Schedule.of(classes.swapaxes(1, 2)), _last(q_tokens)),
         name="attention_dkv",
         grid={"head": kv_heads, "block": kv_seq // size["kv"], "batch": batch},
         results=(_result(k.shape), _result(v.shape)),
@@ -243,6 +272,7 @@ def _dkv_kernel(
     lse_ref: Any,
     delta_ref: Any,
     schedule: Schedule,
+    last_ref: Any,
     dk_ref: Any,
     dv_ref: Any,
     *,
@@ -260,6 +290,7 @@ def _dkv_kernel(
     On Hopper only the left side of a product may be in registers.
     """
     kv_head, j, batch = (lax.axis_index(name) for name in ("head", "block", "batch"))
+    schedule = _of_row(schedule, batch)
     group, q_size, (kv_size, _) = q_ref.shape[2] // k_ref.shape[2], queries.buffers[0].shape[1], k_smem.shape
     full, steps = group * schedule.full[j], group * schedule.met[j]
     keys = (batch, pl.ds(j * kv_size, kv_size), kv_head)
@@ -270,7 +301,7 @@ def _dkv_kernel(
         return head, schedule.order[j, lax.div(n, jnp.int32(group))] * q_size
 
     def masked(n: Array, x: Array) -> Array:
-        return _masked(formula, n < full, x, 0.0, block(n)[1], j * kv_size, queries_along=1)
+        return _masked(formula, n < full, x, 0.0, block(n)[1], j * kv_size, last_ref, queries_along=1)
 
     @mosaic.copying
     def _() -> None:
@@ -356,10 +387,10 @@ def dq(
     """Computes the gradient of queries."""
     (batch, seq, heads, dim), v_dim = q.shape, v.shape[3]
     size = _sizes("dq", q, v)
-    classes = block_classes(formula.mask, q_tokens, kv_tokens, 2 * ROWS, size["kv"])[0]
+    classes = block_classes(formula.mask, q_tokens, kv_tokens, 2 * ROWS, size["kv"])
     return mosaic.launch(
         functools.partial(_dq_kernel, formula),
-        *(q, k, v, d_out, lse, delta, Schedule.of(classes)),
+        *(q, k, v, d_out, lse, delta, Schedule.of(classes), _first(q_tokens)),
         name="attention_dq",
         grid={"head": heads, "block": seq // (2 * ROWS), "batch": batch},
         results=_result(q.shape),
@@ -383,6 +414,7 @@ def _dq_kernel(
     lse_ref: Any,
     delta_ref: Any,
     schedule: Schedule,
+    first_ref: Any,
     dq_ref: Any,
     *,
     q_smem: Any,
@@ -392,6 +424,7 @@ def _dq_kernel(
     values: Ring,
 ) -> None:
     head, i, batch, me = _place()
+    schedule = _of_row(schedule, batch)
     kv_head, kv_size = _kv_head(head, q_ref, k_ref), keys.buffers[0].shape[1]
 
     @mosaic.copying
@@ -425,7 +458,7 @@ def _dq_kernel(
                 values.release(n)
                 d_x = weights * (d_x - _along(delta, d_x.shape, 0))
                 start = (2 * _anew(i) + mine) * ROWS
-                d_x = _masked(formula, n < schedule.full[i], d_x, 0.0, start, schedule.order[i, n] * kv_size)
+                d_x = _masked(formula, n < schedule.full[i], d_x, 0.0, start, schedule.order[i, n] * kv_size, first_ref)
                 plgpu.wgmma(dq, d_x.astype(q_ref.dtype), k)
                 plgpu.wgmma_wait(0)
                 keys.release(n)
@@ -479,16 +512,53 @@ def _masked(
     other: float,
     q_start: Array,
     kv_start: Array,
+    ends: Any,
     queries_along: int = 0,
 ) -> Float[Array, "rows columns"]:
-    """Replaces `x` by `other` where a query does not see a key. It does nothing if the `whole` block is seen."""
+    """Replaces `x` by `other` where a query does not see a key. It does nothing if the `whole` block is seen.
+
+    `ends` are None without documents. Else they are, where queries are rows, the first token of each one's document,
+    and where keys are rows the last one of theirs.
+    """
 
     def mask(x: Array) -> Array:
         index = lambda axis: plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=plgpu.Layout.WGMMA)
         q, kv = index(queries_along) + q_start, index(1 - queries_along) + _anew(kv_start)
-        return jnp.where(formula.mask.visible(Tokens(q), Tokens(kv)), x, other)
+        seen = _of_indices(formula.mask).visible(Tokens(q), Tokens(kv))
+        if ends is not None:
+            rows = pl.ds(_anew(kv_start if queries_along else q_start), x.shape[0])
+            rows = ends.at[0 if ends.shape[0] == 1 else lax.axis_index("batch"), rows]
+            end = _along(plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False), x.shape, 0)
+            seen &= q <= end if queries_along else end <= kv
+        return jnp.where(seen, x, other)
 
     return lax.cond(whole, lambda x: x, mask, x)
+
+
+def _of_indices(mask: Mask) -> Any:
+    """Returns what a mask says of indices: it without its segments. None if segments need more than one comparison."""
+
+    def causal(mask: Mask) -> bool:
+        return mask == Causal() or (isinstance(mask, And) and (causal(mask.a) or causal(mask.b)))
+
+    match mask:
+        case And(inner, Segments()) if Segments not in inner:
+            return inner if causal(inner) else None
+        case _:
+            return None if Segments in mask else mask
+
+
+def _first(tokens: Tokens) -> Int[Array, "batch seq"] | None:
+    return None if tokens.segments is None else first_of_document(tokens.segments)
+
+
+def _last(tokens: Tokens) -> Int[Array, "batch seq"] | None:
+    return None if tokens.segments is None else last_of_document(tokens.segments)
+
+
+def _of_row(schedule: Any, batch: Array) -> Schedule:
+    """Returns the schedule of a row of the batch, of arrays that have one for each row or one for all."""
+    return jax.tree.map(lambda ref: ref.at[0 if ref.shape[0] == 1 else batch], schedule)
 
 
 def _anew(x: Int[Array, ""]) -> Int[Array, ""]:
@@ -499,7 +569,7 @@ def _anew(x: Int[Array, ""]) -> Int[Array, ""]:
     return lax.optimization_barrier(x)
 
 
-def _along(x: Float[Array, " length"], shape: tuple[int, ...], axis: int) -> Float[Array, "rows columns"]:
+def _along(x: Shaped[Array, " length"], shape: tuple[int, ...], axis: int) -> Shaped[Array, "rows columns"]:
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 

@@ -210,10 +210,13 @@ def last_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq
     return segments.shape[1] - 1 - first_of_document(segments[:, ::-1])[:, ::-1]
 
 
-def each_in_one_piece(segments: Int[Array, "batch seq"]) -> Bool[Array, ""]:
-    """Whether each document's tokens are neighbours. It says yes to ids that only rise, until the 0 of padding."""
-    ids = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
-    return jnp.all(ids[:, 1:] >= ids[:, :-1])
+def each_in_one_piece(q: Tokens, kv: Tokens) -> Bool[Array, ""]:
+    """Whether queries and keys are in the same documents, and each document's tokens are neighbours.
+
+    It says yes to ids that only rise, until the 0 of padding.
+    """
+    ids = jnp.where(given(q.segments) == 0, jnp.iinfo(jnp.int32).max, given(q.segments))
+    return jnp.all(ids[:, 1:] >= ids[:, :-1]) & jnp.all(given(q.segments) == given(kv.segments))
 
 
 def counted(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

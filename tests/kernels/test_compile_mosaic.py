@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import attention_mosaic, ragged_dot_mosaic, sliding
-from kernels.masks import Tokens
+from kernels.masks import Segments, Tokens
 from tests.kernels import gpu
 
 
@@ -22,21 +22,25 @@ FORWARD, BACKWARD = {"attention_forward"}, {"attention_forward", "attention_dkv"
 RAGGED_DOT = {"ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw"}
 
 
-def attention(*, heads, kv_heads, dim, v_dim=None, seq=8192, mask=CAUSAL, softcap=None, gradients=False):
-    """A function and its arguments: the forward pass of one sequence, or forward and backward."""
+def attention(*, heads, kv_heads, dim, v_dim=None, seq=8192, mask=CAUSAL, softcap=None, gradients=False, packed=False):
+    """A function and its arguments: the forward pass of one sequence, or forward and backward; of packed documents."""
     array = lambda heads, dim: jax.ShapeDtypeStruct((1, seq, heads, dim), jnp.bfloat16)
     v_dim = v_dim or dim
-    tokens = Tokens(np.arange(seq, dtype=np.int32)[None])
-    options = dict(scale=dim**-0.5, mask=mask, softcap=softcap, sinks=None, q_tokens=tokens, kv_tokens=tokens)
+    indices = np.arange(seq, dtype=np.int32)[None]
 
-    def forward(q, k, v):
+    def forward(q, k, v, *segments):
+        tokens = Tokens(indices, *segments)
+        options = dict(scale=dim**-0.5, mask=mask & Segments() if packed else mask, softcap=softcap, sinks=None)
+        options |= dict(q_tokens=tokens, kv_tokens=tokens)
         assert attention_mosaic.refusal(q, k, v, **options) is None
         return attention_mosaic.attention(q, k, v, **options)
 
     arguments = array(heads, dim), array(kv_heads, dim), array(kv_heads, v_dim)
+    segments = (jax.ShapeDtypeStruct((1, seq), jnp.int32),) if packed else ()
     if not gradients:
-        return forward, arguments, FORWARD
-    return lambda *a: jax.vjp(forward, *a[:3])[1](a[3]), (*arguments, array(heads, v_dim)), BACKWARD
+        return forward, (*arguments, *segments), FORWARD
+    both = lambda q, k, v, d_out, *segments: jax.vjp(lambda *x: forward(*x, *segments), q, k, v)[1](d_out)
+    return both, (*arguments, array(heads, v_dim), *segments), BACKWARD
 
 
 def ragged_dot(*, tokens, groups, out, in_):
@@ -55,9 +59,9 @@ def ragged_dot(*, tokens, groups, out, in_):
 CASES = {
     "Llama 3 8B": attention(heads=32, kv_heads=8, dim=128),
     "Gemma 3 27B local": attention(heads=32, kv_heads=16, dim=128, mask=sliding(1024)),
-    "Gemma 3 12B": attention(heads=16, kv_heads=8, dim=256, gradients=True),
+    "Gemma 3 12B": attention(heads=16, kv_heads=8, dim=256, gradients=True, packed=True),
     "Gemma 2 9B": attention(heads=16, kv_heads=8, dim=256, softcap=50.0, gradients=True),
-    "DeepSeek V3": attention(heads=128, kv_heads=128, dim=192, v_dim=128, seq=4096, gradients=True),
+    "DeepSeek V3": attention(heads=128, kv_heads=128, dim=192, v_dim=128, seq=4096, gradients=True, packed=True),
     "Mixtral 8x7B": ragged_dot(tokens=16384, groups=8, out=14336, in_=4096),
     "Qwen3 30B A3B": ragged_dot(tokens=65536, groups=128, out=2048, in_=768),
 }

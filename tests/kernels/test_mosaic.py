@@ -6,6 +6,7 @@ are done as reads and writes of plain arrays, at once: so it never meets a produ
     python -m tests.kernels.test_mosaic    # on a Hopper GPU, without the interpreter; a test does so where one is
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -24,7 +25,9 @@ from kernels import (
     Spans,
     Window,
     attention_mosaic,
+    attention_xla,
     blocks,
+    dispatch,
     mosaic,
     ragged_dot_mosaic,
     reference,
@@ -39,7 +42,13 @@ OUT, GRADIENTS = 4e-3, 1e-2  # relative errors that are allowed, in bfloat16
 
 ATTENTION = {
     "causal, shared heads": dict(mask=Causal(), kv_heads=1),
-    "window, softcap, sinks": dict(mask=Causal() & Window(70), softcap=5.0, sinks=[0.5, -np.inf]),
+    "window, softcap, sinks, documents": dict(
+        mask=Causal() & Window(70),
+        softcap=5.0,
+        sinks=[0.5, -np.inf],
+        batch=2,
+        documents=[[0, 100, 3, 140, 13], [128, 64, 64, 0, 0]],
+    ),
     "chunks, long keys, wide values": dict(mask=Causal() & Chunk(100), kv_seq=384, v_dim=128),
 }
 GROUPS = [70, 0, 130, 37]  # of 300 rows: the others belong to none
@@ -59,6 +68,8 @@ def interpreter(monkeypatch):
         store(total, total[...] + jnp.matmul(x, y, preferred_element_type=jnp.float32))
 
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    # Triton's kernels, which are in the same program for documents in pieces, cannot be interpreted beside these.
+    monkeypatch.setattr(dispatch, "first", lambda *_, **__: attention_xla)
     kind_of_sum = type(plgpu.ACC((64, 64)).get_ref_aval())
     monkeypatch.setattr(kind_of_sum, "_setitem", lambda self, total, index, value: store(total, value))
 
@@ -119,7 +130,10 @@ def test_what_is_refused():
         return attention_mosaic.refusal(x, x, x, **dict(scale=1.0, mask=Causal()) | tokens | changes) or ""
 
     assert "cannot be interpreted" in reason()
-    assert "no segments" in reason(mask=Causal() & Segments())
+    packed = indices(q)._replace(segments=jnp.ones((1, 128), jnp.int32))
+    in_documents = functools.partial(reason, q_tokens=packed, kv_tokens=packed)
+    assert "segments only with a causal mask" in in_documents(mask=Full() & Segments())
+    assert "cannot be interpreted" in in_documents(mask=Causal() & Window(8) & Segments())
     assert "no spans" in reason(mask=Causal() | Spans())
     assert "indices" in reason(q_tokens=given)
     assert "multiples of 64 features" in reason(q[..., :40])
@@ -140,20 +154,28 @@ def test_on_a_hopper_gpu():
     subprocess.run([sys.executable, "-m", "tests.kernels.test_mosaic"], env=environment, check=True)
 
 
-def check_attention(*, mask, softcap=None, sinks=None, **shapes):
+def check_attention(*, mask, softcap=None, sinks=None, documents=None, **shapes):
     arrays = oracle.arrays(**dict(batch=1, seq=256, heads=2, dim=64, dtype=jnp.bfloat16) | shapes)
     arrays = [jnp.asarray(x) for x in arrays]
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
 
+    ids = None if documents is None else oracle.packed(*documents)["q_segments"]
+
     def attention(q, k, v, sinks):
         return attention_mosaic.attention(
-            q, k, v, scale=oracle.SCALE, mask=mask, softcap=softcap, sinks=sinks,
-            q_tokens=indices(q), kv_tokens=indices(k),
+            q, k, v, scale=oracle.SCALE, mask=mask if ids is None else mask & Segments(), softcap=softcap, sinks=sinks,
+            q_tokens=indices(q)._replace(segments=ids), kv_tokens=indices(k)._replace(segments=ids),
         )  # fmt: skip
 
     out, gradient = jax.vjp(attention, *arrays[:3], sinks)
     gradients = [g for g in gradient(arrays[3]) if g is not None]
-    expected = oracle.oracle(*arrays, mask=mask, softcap=softcap, sinks=sinks)
+    expected = oracle.oracle(
+        *arrays,
+        mask=mask,
+        softcap=softcap,
+        sinks=sinks,
+        **({} if ids is None else dict(q_segments=ids, kv_segments=ids)),
+    )
     errors = oracle.errors((out, gradients), expected)
     assert errors[0] <= OUT and np.max(errors[1:]) <= GRADIENTS, errors
 

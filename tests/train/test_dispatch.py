@@ -21,7 +21,7 @@ SERVED = {
     "llama3.1-8b": ("cudnn", "mosaic"),
     "qwen3-8b": ("cudnn", "mosaic"),
     "qwen3-30b-a3b": ("cudnn", "mosaic"),
-    "gemma2-9b": ("triton", "mosaic"),
+    "gemma2-9b": ("triton", "triton"),
     "gemma3-12b": ("cudnn", "mosaic"),
     "gpt-oss-20b": ("cudnn", "mosaic"),
     "deepseek-v3": ("triton", "mosaic"),
