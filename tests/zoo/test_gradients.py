@@ -23,7 +23,7 @@ def operations(jaxpr):
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_nothing_is_summed_in_bfloat16(load, name):
+def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, name):
     """Of what is traced, so of any length of text. Matrix products sum in float32 on every device."""
     model = jax.eval_shape(lambda model: cast(model, jnp.bfloat16), load(name))
 
@@ -32,9 +32,16 @@ def test_nothing_is_summed_in_bfloat16(load, name):
         return jnp.sum(model.unembed(x).astype(jnp.float32))
 
     choices = getattr(model.config, "num_experts_per_tok", 0)  # gpt-oss has the softmax of these in its dtype
-    found = set()
+    found, width = set(), model.config.hidden_size
     for equation in operations(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model).jaxpr):
         kind = equation.primitive.name
+        # What a scan of layers keeps of its tokens, or of its experts' rows, for the backward pass (attention by XLA
+        # keeps weights, too).
+        for kept in equation.outvars[equation.params["num_carry"] :] if kind == "scan" else ():
+            _, rows, *_ = shape = (*kept.aval.shape, 1)
+            of_tokens = shape[1:3] == TOKENS.shape or rows >= TOKENS.size
+            if kept.aval.dtype == jnp.float32 and of_tokens and math.prod(shape[1:]) >= TOKENS.size * width:
+                found.add(f"scan keeps {kept.aval}")
         if not kind.startswith(("scatter", "reduce_sum", "cumsum", "reduce_window_sum")):
             continue
         operand = equation.invars[0].aval

@@ -23,7 +23,16 @@ from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Linear,
+    RMSNorm,
+    recomputed,
+    swiglu,
+)
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import InterleavedRotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -168,6 +177,7 @@ class Router(eqx.Module):
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
 
+    @recomputed
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
         return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
 
@@ -186,7 +196,7 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x, *sizes)) * self.up_proj(x, *sizes), *sizes)
+        return self.down_proj(swiglu(self.gate_proj(x, *sizes), self.up_proj(x, *sizes)), *sizes)
 
 
 class MoE(eqx.Module):

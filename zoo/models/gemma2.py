@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -123,7 +123,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(jax.nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(AbstractDecoderBlock):

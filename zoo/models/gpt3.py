@@ -20,7 +20,7 @@ import kernels
 from kernels import Tokens
 from kernels.mesh import split_lookup
 from zoo.nn.cache import KV
-from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, recomputed
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -99,11 +99,17 @@ class LayerNorm(eqx.Module):
         self.weight, self.bias = jnp.ones(config.n_embd), jnp.zeros(config.n_embd)
         self.eps = config.layer_norm_epsilon
 
+    @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y, weight, bias = (array.astype(jnp.float32) for array in (x, self.weight, self.bias))
         y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+
+
+@recomputed
+def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    return jax.nn.gelu(x, approximate=True)
 
 
 class Attention(eqx.Module):
@@ -139,7 +145,7 @@ class MLP(eqx.Module):
         self.c_proj = Linear(c.intermediate_size, c.n_embd, bias=True, std=0.02 * (2 * c.n_layer) ** -0.5, key=proj)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.c_proj(jax.nn.gelu(self.c_fc(x), approximate=True))
+        return self.c_proj(gelu(self.c_fc(x)))
 
 
 class Block(AbstractDecoderBlock):

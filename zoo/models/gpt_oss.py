@@ -23,7 +23,7 @@ from kernels import Tokens
 from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, recomputed
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import Rotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -86,6 +86,7 @@ class RMSNorm(eqx.Module):
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = jnp.ones(dim), eps
 
+    @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
@@ -158,10 +159,13 @@ class Experts(eqx.Module):
         self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        y = self.gate_up_proj(x, sizes)
+        return self.down_proj(self.gated(self.gate_up_proj(x, sizes)), sizes)
+
+    @recomputed
+    def gated(self, y: Float[Array, "rows twice"]) -> Float[Array, "rows width"]:
         gate = jnp.minimum(y[:, 0::2], self.limit)
         up = jnp.clip(y[:, 1::2], -self.limit, self.limit)
-        return self.down_proj(gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1), sizes)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
 class MLP(eqx.Module):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import Llama3Scaling, RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -123,7 +123,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(AbstractDecoderBlock):

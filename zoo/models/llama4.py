@@ -24,7 +24,16 @@ from kernels.sums import pick, scaled
 from zoo.config import text_config
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Linear,
+    RMSNorm,
+    recomputed,
+    swiglu,
+)
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -115,8 +124,13 @@ class Temperature:
 
 def l2_norm(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
     """Normalise as `RMSNorm` does, without a weight."""
-    y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+    @recomputed
+    def normalised(x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+    return normalised(x)
 
 
 class Attention(eqx.Module):
@@ -175,7 +189,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, embed, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Router(eqx.Module):
@@ -202,7 +216,7 @@ class Experts(eqx.Module):
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
         gate, up = halves(self.gate_up_proj(x, sizes))
-        return self.down_proj(jax.nn.silu(gate) * up, sizes)
+        return self.down_proj(swiglu(gate, up), sizes)
 
 
 def halves(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:

@@ -17,7 +17,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -122,7 +122,7 @@ class Experts(eqx.Module):
         self.w3 = ExpertLinear(c.num_local_experts, c.hidden_size, c.intermediate_size, key=up)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        return self.w2(jax.nn.silu(self.w1(x, sizes)) * self.w3(x, sizes), sizes)
+        return self.w2(swiglu(self.w1(x, sizes), self.w3(x, sizes)), sizes)
 
 
 class MoE(eqx.Module):

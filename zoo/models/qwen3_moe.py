@@ -20,7 +20,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -134,7 +134,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Router(eqx.Module):
@@ -162,7 +162,7 @@ class Experts(eqx.Module):
         self.down_proj = ExpertLinear(c.num_experts, c.moe_intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x, sizes)) * self.up_proj(x, sizes), sizes)
+        return self.down_proj(swiglu(self.gate_proj(x, sizes), self.up_proj(x, sizes)), sizes)
 
 
 class MoE(eqx.Module):

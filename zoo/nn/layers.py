@@ -1,6 +1,7 @@
 """The layers that all families are written in: linear maps, embeddings, norms. None has a config or a family's flag."""
 
 import abc
+import functools
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -190,6 +191,26 @@ def check_tokens(tokens: Any, vocab: int) -> None:
                 )
 
 
+recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+"""Makes the backward pass keep a function's arguments alone, and compute what it needs of the rest again.
+
+It is for what is elementwise or a norm, whose steps would be kept one by one, in float32: that costs more time to write
+and read than to compute again. Values and gradients stay as they are. In a layers' scan no `prevent_cse` is needed.
+"""
+
+
+@recomputed
+def swiglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes silu(gate) * up (arXiv:2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+@recomputed
+def geglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes gelu(gate) * up (arXiv:2002.05202), with gelu's approximation by tanh."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
 class RMSNorm(eqx.Module):
     """Root mean square norm (arXiv:1910.07467) as in Llama: computed in float32, cast back, then scaled."""
 
@@ -199,6 +220,7 @@ class RMSNorm(eqx.Module):
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = jnp.ones(dim), eps
 
+    @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
@@ -214,6 +236,7 @@ class OffsetRMSNorm(eqx.Module):
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = jnp.zeros(dim), eps
 
+    @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
