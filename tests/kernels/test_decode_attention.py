@@ -87,3 +87,21 @@ def test_gradients_are_the_references():
     for implementation in ("xla", "triton", "tpu"):
         for actual, of_reference in zip(gradients(implementation, *given), expected, strict=True):
             np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_over_a_mesh(kv_heads):
+    """Heads of a layer's cache are split as queries are, repeated where they are too few; a single one is whole."""
+    q, k, v, _ = map(jnp.asarray, arrays(batch=2, seq=3, heads=8, kv_seq=200, kv_heads=kv_heads))
+    at = Tokens(jnp.array([[10, 11, 12], [197, 198, 199]], jnp.int32))
+    layer = jnp.array(1)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def decode(q, k, v):
+        of_two = lambda x: Stacked(jnp.stack([-x, x]), layer)
+        values = 8 if kv_heads == 1 else of_two(v)
+        return kernels.attention(q, of_two(k), values, at, Tokens(), scale=SCALE)
+
+    expected = np.asarray(decode(q, k, v))
+    with jax.set_mesh(jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        np.testing.assert_allclose(decode(q, k, v), expected, rtol=1e-5, atol=1e-6)
