@@ -53,6 +53,9 @@ def test_explain_sees_every_call_even_of_what_is_compiled_already():
     for _ in range(2):
         choices = kernels.explain(layers, *QKV)
         assert [choice.operation for choice in choices] == ["attention", "decode_attention"]
+    # Without a cache one query is no step of a decode: it has derivatives by every implementation.
+    (alone,) = kernels.explain(kernels.attention, shape(2, 1, 4, 16), *QKV[1:], scale=SCALE)
+    assert alone.operation == "attention"
 
 
 def test_prefer_reaches_what_is_compiled_already_and_ends():

@@ -22,6 +22,7 @@ LENGTH, WINDOW = 16, 4
 CACHES = {  # each with the window of its layers
     "KV": (KV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
     "WindowKV": (WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32), WINDOW),
+    "WindowKV, wider": (WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32).widened(2), WINDOW),
     "LatentKV": (LatentKV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
 }
 # Positions of two rows, call by call.

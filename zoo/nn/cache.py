@@ -115,12 +115,17 @@ class WindowKV(AbstractCache):
     v: Float[Array, "layers batch length heads dim"] | Int8Vectors
     positions: Int[Array, "layers batch length"]
     layer: Int[Array, ""]
-    rewinds: ClassVar[bool] = True  # by as many tokens as `widened` made room for
+    spare: int = eqx.field(static=True, default=0)
+    """How many of the positions are more than the layers see, by `widened`."""
+    rewinds: ClassVar[bool] = True  # by `spare` tokens
 
     @classmethod
-    def init(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "WindowKV":
+    def init(
+        cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike, spare: int = 0
+    ) -> "WindowKV":
         zeros = jnp.zeros((layers, batch, length, heads, dim), dtype)
-        return cls(zeros, zeros.copy(), jnp.full((layers, batch, length), NEVER, jnp.int32), jnp.array(0, jnp.int32))
+        never = jnp.full((layers, batch, length), NEVER, jnp.int32)
+        return cls(zeros, zeros.copy(), never, jnp.array(0, jnp.int32), spare)
 
     def update(
         self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads dim"], at: Tokens
@@ -132,17 +137,21 @@ class WindowKV(AbstractCache):
     ]:
         """Writes new keys and values. Returns the cache, the keys and values to attend to, and where they stand.
 
-        One token gets the ring. Several tokens may overwrite keys that the first of them still see, so they get the old
-        ring and their own keys.
+        One token gets the ring, and so do neighbouring tokens of each row, as many as the ring has to spare and one.
+        More may overwrite keys that the first of them still see, so they get the old ring and their own keys.
         """
         batch, seq, length = *k.shape[:2], self.k.shape[2]
         positions = _positions(at, k)
         kept = (positions >= 0) & (positions > jnp.max(positions, axis=1, keepdims=True) - length)
         where = (self.layer, jnp.arange(batch)[:, None], jnp.where(kept, positions % length, length))
         new = WindowKV(
-            _write(self.k, where, k), _write(self.v, where, v), self.positions.at[where].set(positions), self.layer
-        )  # an index of `length` is out of bounds, and so not written
-        if seq == 1:
+            _write(self.k, where, k),
+            _write(self.v, where, v),
+            self.positions.at[where].set(positions),  # an index of `length` is out of bounds, and so not written
+            self.layer,
+            self.spare,
+        )
+        if seq <= 1 + self.spare:
             kv = Tokens(new.positions[self.layer])
             return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), kv
         pairs = ((self.k, k), (self.v, v))
@@ -164,7 +173,7 @@ class WindowKV(AbstractCache):
     def widened(self, more: int) -> "WindowKV":
         assert isinstance(self.k, jax.Array)
         layers, batch, length, heads, dim = self.k.shape
-        return WindowKV.init(layers, batch, length + more, heads, dim, self.k.dtype)
+        return WindowKV.init(layers, batch, length + more, heads, dim, self.k.dtype, self.spare + more)
 
 
 class LatentKV(AbstractCache):
