@@ -135,7 +135,7 @@ def test_every_kind_of_kernel():
         Kernel(breakdown.BACKWARD, 4 * pairs, 2 * 6 * head + 4 * 2 * 4 * 32, 1, 0.44),
         Kernel(breakdown.BACKWARD, 5 * pairs, 2 * 6 * head, 1, 0.54),
         Kernel(breakdown.BACKWARD, 500, 2 * 2 * head, 1, 0.39),  # the result stays in fast memory
-        Kernel(breakdown.PRODUCTS, 2 * 64 * 2 * 8, 2 * (8 * 64 + 2 * 8 + 64 * 2) + 4096, 1),
+        Kernel(breakdown.PRODUCTS, 2 * 64 * 2 * 8, 2 * (8 * 64 + 2 * 8 + 64 * 2), 1),
         Kernel(breakdown.PRODUCTS, 2 * 8 * 16 * 32 * 4, 2 * 8 * (16 * 4 + 4 * 32 + 16 * 32), 1),
         Kernel(breakdown.SCATTERS, 0, 3 * 4 * part + 4 * 8, 1),
         Kernel(breakdown.COPIES, 0, 8000, 1),
