@@ -24,7 +24,7 @@ fi
 # Errors first (a wrong kernel is not timed), then what each decision needs; see benchmarks/README.md.
 ATTENTION=("bf16 matmul*" "causal D128 T8k" "causal D64 T8k" "causal D256 T8k" "Llama 3 8B T4k" "8 documents*" "gpt-oss local*" "DeepSeek V3 T4k")
 REST=("Qwen3-30B-A3B *" "fp8 blocks 8192*" "fp8 tensor 8192^3" "cross-entropy*" "decode*" "int8 matrix*")
-TUNED=("8 documents with positions*" "Qwen3-30B-A3B up" "Qwen3-30B-A3B down")
+TUNED=("8 documents D128 T8k" "Qwen3-30B-A3B up" "Qwen3-30B-A3B down")
 
 run() {
     name=$1

@@ -83,7 +83,7 @@ def lookups(case: Case, name: str, which: str) -> dict[Lookup, Sizes]:
         return pull(jnp.ones_like(out))
 
     with watched({}) as used:
-        jax.eval_shape(run, jax.eval_shape(program.arguments, jax.random.key(0)))
+        jax.eval_shape(run, jax.eval_shape(lambda: program.arguments(jax.random.key(0))))
     return used
 
 

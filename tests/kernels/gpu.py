@@ -94,35 +94,36 @@ def complaints(file: str) -> list[str]:
     """What is wrong with the cases of this file of tests."""
     cases = importlib.import_module(f"tests.kernels.{Path(file).stem}").CASES
     return [
-        f"{name}: {fault}" for name, found in measure(Path(file).stem).items() for fault in _faults(cases[name], found)
+        f"{name}: {fault}" for name, found in measure(Path(file).stem).items() for fault in faults(cases[name], found)
     ]
 
 
-def _faults(case: Case, found: dict) -> list[str]:
+def faults(case: Case, found: dict) -> list[str]:
+    """What is wrong with what `compile_one` found of a case."""
     if "error" in found:
         return [found["error"]]
-    kernels, faults = found["kernels"], []
+    kernels, wrong = found["kernels"], []
     capability = CHIPS[case.card].capability
     for name, kernel in kernels.items():
         if kernel["spilled"]:
-            faults.append(f"{name} spills {kernel['spilled']} bytes of registers")
+            wrong.append(f"{name} spills {kernel['spilled']} bytes of registers")
         if kernel["serialized"]:
-            faults.append(f"{name} has too few registers to multiply while it does anything else")
+            wrong.append(f"{name} has too few registers to multiply while it does anything else")
         if kernel["shared"] > LIMITS[capability][0] - 1024:
-            faults.append(f"{name} takes {kernel['shared']} bytes of shared memory")
+            wrong.append(f"{name} takes {kernel['shared']} bytes of shared memory")
     for name in case.hgmma:
         called = [kernel for each, kernel in kernels.items() if each.split("__")[0] == name]  # twice: "name__1"
         if not called or not all(any(kernel[kind] for kind in MULTIPLY[capability]) for kernel in called):
-            faults.append(f"{name} does not multiply by {' or '.join(MULTIPLY[capability])}")
+            wrong.append(f"{name} does not multiply by {' or '.join(MULTIPLY[capability])}")
     if found["temporary"] > case.temporary:
-        faults.append(f"it takes {found['temporary']} bytes, and {case.temporary} are allowed")
-    return faults
+        wrong.append(f"it takes {found['temporary']} bytes, and {case.temporary} are allowed")
+    return wrong
 
 
 def _compile(module: str, part: str, dump: Path, result: Path) -> None:
     """Compiles the cases, in the process made for it, and writes what `measure` returns."""
     cases = importlib.import_module(f"tests.kernels.{module}").CASES
-    found = {name: _compile_one(case, dump) for name, case in cases.items() if part in name}
+    found = {name: compile_one(case, dump) for name, case in cases.items() if part in name}
     result.write_text(json.dumps(found))
 
 
@@ -133,7 +134,8 @@ def mesh_of(card: str) -> Mesh:
     return Mesh(np.array(topology.devices)[:1], ("device",))
 
 
-def _compile_one(case: Case, dump: Path) -> dict:
+def compile_one(case: Case, dump: Path) -> dict:
+    """What `measure` returns for a case. XLA has to write its PTX to the folder `dump`, which is emptied."""
     start, mesh = time.monotonic(), mesh_of(case.card)
     on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
     try:
