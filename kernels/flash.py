@@ -92,8 +92,8 @@ def where(condition: Callable[[Tokens, Tokens], Array], flash: Flash, other: Fla
         return out, unit * lse
 
     def other_backward(*args: Any) -> tuple[Array, Array, Array]:
-        *args, lse, out, d_out = args
-        return other.backward(*args, lse / unit, out, d_out)
+        *first, lse, out, d_out = args
+        return other.backward(*first, lse / unit, out, d_out)
 
     def either(here: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
         def run(formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens, *rest: Any) -> Any:

@@ -36,8 +36,8 @@ NODE = 8  # most GPUs of a board or a host
 # bfloat16: XLA computes in float32, whose peak is given. Networks: ConnectX-6 and ConnectX-7; a DGX A100 has a port of
 # 200 Gbit/s for each GPU, later ones of 400. The rest is from XLA's xla/backends/gpu/target_config/specs; L4, T4 and
 # RTX 4090 are not there, and their memory is what CUDA's deviceQuery prints.
-# What is reached: products 700 TFLOP/s and memory 3.0 (H100) and 4.2 TB/s (H200) in measurements of cuBLAS and of
-# copies; on an A100 260 TFLOP/s and 1.75 TB/s. Of other chips the two shares are assumed, as `Chip` has them.
+# What is reached: for H100 and H200 others have measured some 700 TFLOP/s in large products by cuBLAS, and 3.0 and 4.2
+# TB/s in copies. Nothing was measured here: A100's shares, and those of other chips, which `Chip` has, are assumed.
 # A TPU is the first whose kind matches, so "TPU v5 lite" comes before "TPU v5".
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.2e12, 300e9),
