@@ -204,7 +204,8 @@ def test_bytes_by_kind(config, made):
     assert made.kinds["optimizer"] == pytest.approx(2 * made.kinds["parameters"], rel=0.01)
     assert made.kinds["batch"] == 5 * 8 * 64 * 4 // 8
     step = 4  # the number of the step itself
-    assert made.compiled.arguments == sum(made.kinds.values()) + step
+    positions = made.kinds["batch"] // 5  # on the device, and not read where rows are in order
+    assert made.compiled.arguments == sum(made.kinds.values()) - positions + step
     assert (
         made.needed
         == made.compiled.arguments + made.compiled.temporaries + made.compiled.results - made.compiled.reused
