@@ -286,7 +286,7 @@ def test_mtp_weight(base, monkeypatch):
     more = ("--model", model, "--mtp-weight", 0.25)
     command("train.pretrain", *options(base, base / "pretrain", *more))
     command("train.sft", *options(base, base / "sft", *more))
-    batch = {name: jax.ShapeDtypeStruct((2, 8), int) for name in ("tokens", "targets", "segments", "positions")}
+    batch = {name: jax.ShapeDtypeStruct((2, 8), "int32") for name in ("tokens", "targets", "segments", "positions")}
     batch["loss_mask"] = batch["tokens"]
     for abstract, objective in got:
         sums = eqx.filter_eval_shape(objective, abstract, batch)[2]

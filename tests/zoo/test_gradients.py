@@ -36,8 +36,9 @@ def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, name):
     for equation in operations(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model).jaxpr):
         kind = equation.primitive.name
         # What a scan of layers keeps of its tokens, or of its experts' rows, for the backward pass (attention by XLA
-        # keeps weights, too).
-        for kept in equation.outvars[equation.params["num_carry"] :] if kind == "scan" else ():
+        # keeps weights, too): results that have an axis more than those of one step.
+        results = zip(equation.outvars, equation.params["jaxpr"].out_avals, strict=True) if kind == "scan" else ()
+        for kept in (whole for whole, once in results if whole.aval.shape != once.shape):
             _, rows, *_ = shape = (*kept.aval.shape, 1)
             of_tokens = shape[1:3] == TOKENS.shape or rows >= TOKENS.size
             if kept.aval.dtype == jnp.float32 and of_tokens and math.prod(shape[1:]) >= TOKENS.size * width:
