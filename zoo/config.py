@@ -193,11 +193,12 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
 
 
 def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
-    """Convert the rotary keys of `hub`, in either form, to `rope_theta` and `rope_scaling`, in place.
+    """Convert the rotary keys of `hub`, in either form, to `rope_theta` and `rope_scaling`, in place; and to
+    `partial_rotary_factor`, in families that have it.
 
-    Precedence is that of transformers 5. The older `rope_scaling` wins over `rope_parameters`. A `rope_theta` inside of
-    it wins over one beside it. An `original_max_position_embeddings` beside it wins over one inside; without either it
-    is `max_position_embeddings`.
+    Precedence is that of transformers 5. The older `rope_scaling` wins over `rope_parameters`. A `rope_theta` or
+    `partial_rotary_factor` inside of it wins over one beside it. An `original_max_position_embeddings` beside it wins
+    over one inside; without either it is `max_position_embeddings`.
 
     Raises:
         ValueError: naming what is missing, unknown, of the wrong type or not implemented.
@@ -205,12 +206,14 @@ def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
     older, newer = hub.pop("rope_scaling", None), hub.pop("rope_parameters", None)
     beside = {key: hub.pop(key, None) for key in ("partial_rotary_factor", "original_max_position_embeddings")}
     stated = {key: value for key, value in (older or newer or {}).items() if value is not None or key == "truncate"}
-    for part in (beside["partial_rotary_factor"], stated.pop("partial_rotary_factor", None)):
-        if part not in (None, 1):
-            raise ValueError(
-                f"{where} says partial_rotary_factor={part!r}, but {family.name} turns whole heads, and so does "
-                "transformers, whatever the file says. If the weights were trained like that, remove it from the file."
-            )
+    parts = [stated.pop("partial_rotary_factor", None), beside["partial_rotary_factor"]]  # the one inside comes first
+    if "partial_rotary_factor" in family.Config.__dataclass_fields__:
+        hub |= [("partial_rotary_factor", part) for part in parts if part is not None][:1]
+    elif turned := [part for part in parts if part not in (None, 1)]:
+        raise ValueError(
+            f"{where} says partial_rotary_factor={turned[0]!r}, but {family.name} turns whole heads, and so does "
+            "transformers, whatever the file says. If the weights were trained like that, remove it from the file."
+        )
     if "rope_theta" in stated:
         hub["rope_theta"] = stated.pop("rope_theta")
     kind, older_name = stated.pop("rope_type", None), stated.pop("type", None)

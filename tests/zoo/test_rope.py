@@ -1,9 +1,11 @@
 """Rotary frequencies against transformers' values for the published configurations, to float32 rounding."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zoo
+from kernels import Tokens
 from zoo.nn.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 
@@ -45,3 +47,12 @@ def test_scalings(scaling, theta, dim, golden, magnitude):
     frequencies, factor = Rotary(dim, theta, scaling).frequencies()
     np.testing.assert_allclose([frequencies[i] for i in golden], list(golden.values()), rtol=3e-6)
     assert factor == pytest.approx(magnitude, rel=1e-6)
+
+
+def test_a_part_of_each_head():
+    """The first 8 of 12 features turn as heads of 8 do, and the others stay."""
+    x = jnp.asarray(np.random.RandomState(0).standard_normal((1, 5, 2, 12)), jnp.float32)
+    y = Rotary(8, 1e4)(x, Tokens())
+    np.testing.assert_array_equal(y[..., :8], Rotary(8, 1e4)(x[..., :8], Tokens()))
+    np.testing.assert_array_equal(y[..., 8:], x[..., 8:])
+    assert np.abs(y - x)[:, 1:, :, :8].max() > 0.1

@@ -241,3 +241,33 @@ class OffsetRMSNorm(eqx.Module):
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         return (y * jnp.broadcast_to(1 + self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
+
+
+class GatedRMSNorm(eqx.Module):
+    """Root mean square norm (arXiv:1910.07467) times silu(gate), as after a gated delta rule (arXiv:2412.06464).
+
+    Computed in float32; only what the norm itself gives is rounded to the dtype of x, as in transformers.
+    """
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = jnp.ones(dim), eps
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch dim"], gate: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y.astype(x.dtype).astype(jnp.float32) * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)
+        return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+@recomputed
+def l2_normalized(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Divides each vector by its length, `sqrt(sum(x**2) + 1e-6)`, in float32, which the result stays in.
+
+    So queries and keys come to a delta rule (arXiv:2412.06464), which computes in float32 anyway.
+    """
+    y = x.astype(jnp.float32)
+    return y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)

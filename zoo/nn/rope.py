@@ -200,13 +200,14 @@ class AbstractRotary(abc.ABC):
 class Rotary(AbstractRotary):
     """Rotates the pairs `(x[i], x[i + dim / 2])`, as in Hugging Face checkpoints.
 
-    Angles are computed in float32; cos and sin are cast to the dtype of `x` before they are used.
+    Angles are computed in float32; cos and sin are cast to the dtype of `x` before they are used. Heads may have more
+    features than `dim`: those after the first `dim` stay as they are (partial rotary positions).
     """
 
     def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
         cos, sin = (turn.astype(x.dtype) for turn in self.turns(coordinates(at, x.shape[1])))
-        a, b = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        a, b, *rest = jnp.split(x, [self.dim // 2, self.dim][: 1 + (x.shape[-1] > self.dim)], axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1)
 
 
 class InterleavedRotary(AbstractRotary):
