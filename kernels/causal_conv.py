@@ -17,7 +17,8 @@ def causal_conv(
     """Sums, for each token, its own and the `width` - 1 earlier inputs of its document, times the channel's weights.
 
     The last column of `weight` is the token's own. Inputs before the row's first are those of `tail`, or zeros. Sums
-    are in float32. Padding (segment 0, or a position below 0) stands at the end of a row: no token sees it.
+    are in float32. Padding (segment 0, or a position below 0) counts as zeros; it stands at the end of a row, or at its
+    beginning where there is no tail.
 
     Returns the sums in the dtype of x, and the new tail: the last `width` - 1 inputs that are not padding.
 
@@ -26,7 +27,8 @@ def causal_conv(
     """
     if tail is not None and at.segments is not None:
         raise ValueError("A tail is of one document a row: leave segments out where there is one, or the tail.")
-    before, seq = weight.shape[1] - 1, x.shape[1]
+    before, seq, blank = weight.shape[1] - 1, x.shape[1], padding(at, x.shape[:2])
+    x = jnp.where(blank[..., None], 0, x)
     tail = jnp.zeros((len(x), before, x.shape[2]), x.dtype) if tail is None else tail.astype(x.dtype)
     inputs, total = jnp.concatenate([tail, x], axis=1), jnp.zeros(x.shape, jnp.float32)
     for back in range(before + 1):
@@ -35,6 +37,6 @@ def causal_conv(
             segments = jnp.pad(at.segments, ((0, 0), (back, 0)))[:, :seq]
             earlier = jnp.where((segments == at.segments)[..., None], earlier, 0)
         total = total + earlier * weight[None, None, :, before - back].astype(jnp.float32)
-    count = jnp.sum(~padding(at, x.shape[:2]), axis=1, keepdims=True)
-    last = count + jnp.arange(before)[None]
+    read = jnp.max(jnp.where(blank, 0, jnp.arange(1, seq + 1)[None]), axis=1, keepdims=True)
+    last = read + jnp.arange(before)[None]
     return total.astype(x.dtype), jnp.take_along_axis(inputs, last[..., None], axis=1)

@@ -141,7 +141,7 @@ class WindowKV(AbstractCache):
         More may overwrite keys that the first of them still see, so they get the old ring and their own keys.
         """
         batch, seq, length = *k.shape[:2], self.k.shape[2]
-        positions = _positions(at, k)
+        positions = positions_of(at, k)
         kept = (positions >= 0) & (positions > jnp.max(positions, axis=1, keepdims=True) - length)
         where = (self.layer, jnp.arange(batch)[:, None], jnp.where(kept, positions % length, length))
         new = WindowKV(
@@ -290,7 +290,7 @@ def _dequantized(store: Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) ->
     return dequantize(Quantized(store.values[layer], store.scale[layer])).astype(dtype)
 
 
-def _positions(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "batch seq"]:
+def positions_of(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "batch seq"]:
     """Returns the positions of a call's tokens.
 
     Raises:
@@ -303,5 +303,5 @@ def _positions(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "ba
 
 def _indices(at: Tokens, new: Float[Array, "batch seq ..."], length: int) -> Int[Array, "batch seq"]:
     """Returns the index at which to write each token. Padding gets one out of bounds, which is not written."""
-    positions = _positions(at, new)
+    positions = positions_of(at, new)
     return jnp.where(positions < 0, length, positions)

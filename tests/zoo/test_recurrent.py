@@ -1,0 +1,85 @@
+"""The cache of recurrent layers: calls of any length, rows that end and begin again, and tokens that are taken back."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels
+from kernels import Tokens
+from tests.zoo.programs import error
+from zoo.nn.recurrent import RecurrentCache, recur
+
+
+HEADS, DIM, WIDTH, SEQ = 2, 4, 3, 12
+WEIGHT = jax.random.normal(jax.random.key(1), (HEADS * DIM, WIDTH))
+X = np.asarray(jax.random.normal(jax.random.key(0), (2, SEQ, HEADS * DIM)))
+
+
+def step(x, state, tail, at):
+    """A convolution, then the delta rule with keys, values and decay made of it."""
+    x, tail = kernels.causal_conv(x, WEIGHT, at, tail=tail)
+    x = x.reshape(*x.shape[:2], HEADS, DIM)
+    decay, beta = -jnp.abs(x[..., 0]), jax.nn.sigmoid(x[..., 1])
+    k = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    y, state = kernels.delta_rule(k, k, x, decay, beta, at, scale=1.0, state=state, implementation="reference")
+    return y, state, tail
+
+
+def empty(more=0):
+    cache = RecurrentCache.init(3, 2, (HEADS, DIM, DIM), (WIDTH - 1, HEADS * DIM), jnp.float32).widened(more)
+    return eqx.tree_at(lambda c: c.layer, cache, jnp.array(1))
+
+
+@eqx.filter_jit
+def call(cache, x, positions):
+    return recur(step, x, cache, Tokens(positions))
+
+
+def read(cache, *calls, rows=X):
+    """Outputs by row and position, of the last call that read each. Tokens of padding are NaN."""
+    out = np.full((2, SEQ, HEADS, DIM), np.nan, np.float32)
+    for positions in map(np.array, calls):
+        x = np.where((positions < 0)[..., None], np.nan, np.take_along_axis(rows, positions[..., None], axis=1))
+        y, cache = call(cache, x.astype(np.float32), positions)
+        for row, index in zip(*np.nonzero(positions >= 0), strict=True):
+            out[row, positions[row, index]] = y[row, index]
+    return out, cache
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return np.asarray(recur(step, jnp.asarray(X), None, Tokens())[0])
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_calls_of_any_length(whole, more):
+    """Token by token, right-padded, in chunks, and with a row that rests."""
+    chunks = ([*range(7)], [*range(5), -1, -1]), ([7, 8], [5, 6]), ([9], [-1]), ([10], [7]), ([11, -1], [8, 9])
+    out, cache = read(empty(more), *chunks)
+    assert error(out[0], whole[0]) < 1e-5 and error(out[1, :10], whole[1, :10]) < 1e-5
+    assert not np.any(cache.state[0]) and not np.any(cache.tail[2])  # of other layers
+    if not more:
+        left, _ = read(empty(), ([-1, -1, 0, 1, 2, 3, 4], [*range(7)]))
+        assert error(left[:, :5], whole[:, :5]) < 1e-5
+
+
+def test_tokens_taken_back(whole):
+    """As many as a cache is widened by: what a call reads anew is as if the later tokens had never been read."""
+    wrong = X[:, ::-1].copy()
+    wrong[:, :5] = X[:, :5]
+    _, cache = read(empty(3), ([*range(5)], [*range(5)]), ([5, 6, 7], [5, 6, 7]), rows=wrong)
+    out, _ = read(cache, ([5, 6, 7], [5, -1, -1]), ([7], [6]), ([8, 9, 10], [6, 7, 8]))
+    assert error(out[0, 5:11], whole[0, 5:11]) < 1e-5 and error(out[1, 5:9], whole[1, 5:9]) < 1e-5
+
+
+def test_a_row_begins_again(whole):
+    _, cache = read(empty(), ([*range(7)], [*range(7)]))
+    out, _ = read(cache, ([*range(7)], [-1] * 7), ([7], [7]))
+    assert error(out[0, :8], whole[0, :8]) < 1e-5 and error(out[1, 7], whole[1, 7]) < 1e-5
+
+
+def test_packed_documents_are_refused():
+    with pytest.raises(ValueError, match="one document a row"):
+        recur(step, jnp.asarray(X), empty(), Tokens(segments=jnp.ones((2, SEQ), jnp.int32)))
