@@ -7,13 +7,14 @@ import fnmatch
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import (
     HfApi,
@@ -174,18 +175,18 @@ def _no_safetensors(repo: str) -> ValueError:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the JSON object in a file.
+    """Reads the JSON object in a file. Infinity may be written as by Python, or as by transformers 5: an object of it.
 
     Raises:
-        ValueError: it is malformed (the message names the line), is not an object, has a key twice, or holds NaN or an
-            infinity; or the file is larger than LARGEST, or not a regular file.
+        ValueError: it is malformed (the message names the line), is not an object, has a key twice, or holds NaN or
+            -Infinity; or the file is larger than LARGEST, or not a regular file.
     """
     if (size := regular(path)) > LARGEST:
         raise ValueError(f"{path} has {size:,} bytes, where a few kB of JSON belong.")
 
     try:
         value = json.loads(
-            pathlib.Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_constant=_refuse
+            pathlib.Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_constant=_constant
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: {error.msg}.") from error
@@ -196,15 +197,17 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any] | float:
     if len(out := dict(pairs)) < len(pairs):
         twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} appears twice")
-    return out
+    return math.inf if out == {"__float__": "Infinity"} else out
 
 
-def _refuse(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not JSON")
+def _constant(literal: str) -> float:
+    if literal != "Infinity":
+        raise ValueError(f"{literal} is not JSON")
+    return math.inf
 
 
 def regular(path: str | os.PathLike[str]) -> int:

@@ -1,5 +1,8 @@
 """A short causal convolution of each channel by itself, as in Mamba (arXiv:2312.00752) and Qwen3-Next."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -30,13 +33,19 @@ def causal_conv(
     before, seq, blank = weight.shape[1] - 1, x.shape[1], padding(at, x.shape[:2])
     x = jnp.where(blank[..., None], 0, x)
     tail = jnp.zeros((len(x), before, x.shape[2]), x.dtype) if tail is None else tail.astype(x.dtype)
-    inputs, total = jnp.concatenate([tail, x], axis=1), jnp.zeros(x.shape, jnp.float32)
-    for back in range(before + 1):
-        earlier = inputs[:, before - back : before - back + seq].astype(jnp.float32)
-        if at.segments is not None and back:
-            segments = jnp.pad(at.segments, ((0, 0), (back, 0)))[:, :seq]
-            earlier = jnp.where((segments == at.segments)[..., None], earlier, 0)
-        total = total + earlier * weight[None, None, :, before - back].astype(jnp.float32)
+    inputs = jnp.concatenate([tail, x], axis=1)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # or each term is kept in float32
+    def sums(inputs: Array, weight: Array) -> Array:
+        total = jnp.zeros(x.shape, jnp.float32)
+        for back in range(before + 1):
+            earlier = inputs[:, before - back : before - back + seq].astype(jnp.float32)
+            if at.segments is not None and back:
+                segments = jnp.pad(at.segments, ((0, 0), (back, 0)))[:, :seq]
+                earlier = jnp.where((segments == at.segments)[..., None], earlier, 0)
+            total = total + earlier * weight[None, None, :, before - back].astype(jnp.float32)
+        return total.astype(x.dtype)
+
     read = jnp.max(jnp.where(blank, 0, jnp.arange(1, seq + 1)[None]), axis=1, keepdims=True)
     last = read + jnp.arange(before)[None]
-    return total.astype(x.dtype), jnp.take_along_axis(inputs, last[..., None], axis=1)
+    return sums(inputs, weight), jnp.take_along_axis(inputs, last[..., None], axis=1)

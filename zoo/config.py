@@ -254,7 +254,10 @@ def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, 
         implied |= {k: v for k, v in stated.items() if v in alternatives(family.implied.get(k, OneOf()))}
     carried.pop("torch_dtype", None)
     name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes `dtype`, and reads both
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
+    values = {f: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
+    # JSON has no infinity: a default that is none, such as of an upper limit, is left out.
+    infinite = lambda value: isinstance(value, tuple) and math.inf in value
+    fields = {f.name: value for f, value in values.items() if not (infinite(value) and value == f.default)}
     if scaling := fields.get("rope_scaling"):
         fields["rope_scaling"] = {"rope_type": scaling.rope_type} | dataclasses.asdict(scaling)
         fields["rope_scaling"].pop("max_position_embeddings", None)  # a key of its own

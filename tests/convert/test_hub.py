@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import http.server
 import json
+import math
 import os
 import pathlib
 import re
@@ -473,6 +474,11 @@ def test_read_json(tmp_path):
         '{"hidden_size": 8, "name": "é", "nested": {"name": [1.5, null]}}', encoding="utf-8"
     )
     assert read_json(tmp_path / "config.json") == {"hidden_size": 8, "name": "é", "nested": {"name": [1.5, None]}}
+
+
+def test_infinity_as_python_and_transformers_write_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"limits": [0.0, Infinity, {"__float__": "Infinity"}]}')
+    assert read_json(tmp_path / "config.json") == {"limits": [0.0, math.inf, math.inf]}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
-from kernels import Tokens, mesh
+from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.config import text_config
 from zoo.nn import moe
@@ -215,26 +215,8 @@ class Experts(eqx.Module):
         self.down_proj = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        gate, up = halves(self.gate_up_proj(x, sizes))
+        gate, up = moe.halves(self.gate_up_proj(x, sizes))
         return self.down_proj(swiglu(gate, up), sizes)
-
-
-def halves(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
-    """Splits the features in two halves; under "tensor", where a device has neighbours, into its part of each.
-
-    Of n devices the i-th has the parts 2i and 2i + 1 of 2n, the first n of which are the first half. It sends one of
-    them to the device that needs it of the first half and is even, or of the second and is odd; then the other one.
-    """
-    first, second = jnp.split(y, 2, axis=-1)
-    if (devices := mesh.manual(mesh.TENSOR)) == 1:
-        return first, second
-    device, received = jax.lax.axis_index(mesh.TENSOR), []
-    for odd in (0, 1):
-        sent = [p for p in range(2 * devices) if (p % devices + p // devices) % 2 == odd]
-        sends_second = jnp.asarray([p % 2 == 1 for p in sent])[device]
-        pairs = [(p // 2, p % devices) for p in sent]
-        received.append(jax.lax.ppermute(jnp.where(sends_second, second, first), mesh.TENSOR, pairs))
-    return tuple(jnp.where(device % 2 == half, *received) for half in (0, 1))
 
 
 class MoE(eqx.Module):

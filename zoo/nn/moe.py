@@ -90,6 +90,24 @@ def top_k(
     return jax.shard_map(local, axis_names=set(axes), in_specs=tokens, out_specs=tokens, check_vma=False)(scores)
 
 
+def halves(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
+    """Splits the features in two halves; under "tensor", where a device has neighbours, into its part of each.
+
+    Of n devices the i-th has the parts 2i and 2i + 1 of 2n, the first n of which are the first half. It sends one of
+    them to the device that needs it of the first half and is even, or of the second and is odd; then the other one.
+    """
+    first, second = jnp.split(y, 2, axis=-1)
+    if (devices := mesh.manual(mesh.TENSOR)) == 1:
+        return first, second
+    device, received = jax.lax.axis_index(mesh.TENSOR), []
+    for odd in (0, 1):
+        sent = [p for p in range(2 * devices) if (p % devices + p // devices) % 2 == odd]
+        sends_second = jnp.asarray([p % 2 == 1 for p in sent])[device]
+        pairs = [(p // 2, p % devices) for p in sent]
+        received.append(jax.lax.ppermute(jnp.where(sends_second, second, first), mesh.TENSOR, pairs))
+    return tuple(jnp.where(device % 2 == half, *received) for half in (0, 1))
+
+
 def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: int) -> Array:
     """Does what `dispatch` does for one device's tokens; of the experts it has one share of `devices`."""
     flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
