@@ -54,7 +54,8 @@ LEFT_BEHIND = {
 # Numbers that may be 0, and upper bounds of integers. All other numbers must be above 0, and integers below 2**31.
 MAY_BE_ZERO = {
     "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "layer_norm_epsilon", "max_window_layers",
-    "interleave_moe_layer_step", "mscale", "mscale_all_dim", "num_nextn_predict_layers", "rms_norm_eps",
+    "interleave_moe_layer_step", "mscale", "mscale_all_dim", "mtp_num_hidden_layers", "num_nextn_predict_layers",
+    "rms_norm_eps",
 }  # fmt: skip
 MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
 
@@ -93,8 +94,11 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
         read_rope(family, hub, where)
 
     values, left_behind = {}, []
+    defaults = {f.name: f.default for f in dataclasses.fields(family.Config)}
     for key, value in hub.items():
-        if key in hints:
+        if key in hints and (type(value), value) == (type(defaults[key]), defaults[key]):
+            values[key] = value  # whatever its bounds, such as 0 experts
+        elif key in hints:
             values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r}; {family.name}")
         elif key in family.implied:
             if value not in (allowed := values_of(key)):

@@ -1,0 +1,499 @@
+"""Qwen3.5 and Qwen3.6, the text models: gated delta rules (arXiv:2412.06464) and, in every fourth layer, attention.
+
+A linear layer keeps a matrix for each head in place of keys and values, so its cost and its memory do not grow with the
+text. Attention has a gate for each of its outputs, and rotary positions turn a quarter of each head. All norms but the
+one within the linear layers store their distance from one. Larger models are mixtures: each layer has a router, narrow
+experts, and one gated expert for all tokens. Every release has a module that predicts one more token, and a vision
+tower, which is left out here.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels import Tokens
+from kernels.sums import scaled
+from zoo.config import text_config
+from zoo.nn import moe
+from zoo.nn.cache import KV
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Float32,
+    GatedRMSNorm,
+    Linear,
+    OffsetRMSNorm,
+    l2_normalized,
+    swiglu,
+)
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
+from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
+from zoo.nn.recurrent import RecurrentCache, recur
+from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+
+
+# config.json's model_type of a dense model and of a mixture, and what transformers calls each.
+ARCHITECTURES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    linear_num_value_heads: int = 32
+    max_position_embeddings: int = 32_768
+    intermediate_size: int = 0  # of a dense model's MLP; 0 in a mixture
+    num_experts: int = 0  # 0, and the next three too: a dense model
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    head_dim: int = 256
+    linear_num_key_heads: int = 16
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 4
+    layer_types: tuple[str, ...] = ()  # (): "full_attention" in each full_attention_interval-th, else linear
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 0.25
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mtp_num_hidden_layers: int = 1
+    model_type: str = ""  # this and the next: those of a dense model or of a mixture
+    architectures: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        mixture = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+        model_type = self.model_type or tuple(ARCHITECTURES)[self.num_experts > 0]
+        if model_type not in ARCHITECTURES or self.architectures not in ((), (ARCHITECTURES[model_type],)):
+            known = "; ".join(f"{kind} with {name}" for kind, name in ARCHITECTURES.items())
+            raise ValueError(
+                f"model_type={model_type!r} with architectures={list(self.architectures)} is not implemented: {known}."
+            )
+        needed, other = mixture, ("intermediate_size",)
+        if model_type == "qwen3_5_text":
+            needed, other = other, mixture
+        for name in (*needed, *other):
+            if (getattr(self, name) > 0) != (name in needed):
+                raise ValueError(
+                    f"{name}={getattr(self, name)}, which {model_type} {'needs' if name in needed else 'has not'}."
+                )
+        every, kinds = self.full_attention_interval, ("linear_attention", "full_attention")
+        types = self.layer_types or tuple(kinds[n % every == 0] for n in range(1, self.num_hidden_layers + 1))
+        if len(types) != self.num_hidden_layers or set(types) - set(kinds):
+            raise ValueError(
+                f"layer_types has {len(types)} entries, of {', '.join(sorted(set(types)))}; it needs "
+                f"{self.num_hidden_layers}, of {' and '.join(kinds)}."
+            )
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "
+                f"linear_num_key_heads={self.linear_num_key_heads}."
+            )
+        object.__setattr__(self, "model_type", model_type)
+        object.__setattr__(self, "architectures", (ARCHITECTURES[model_type],))
+        object.__setattr__(self, "layer_types", types)
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        if self.layer_types[layer] == "full_attention":
+            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        # What the key reads of the state, what is written to it, and what the query reads.
+        return 3 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+
+
+# fmt: off
+QWEN: dict[str, Any] = dict(rope_theta=1e7)
+TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
+moe_of = lambda experts, chosen, width: QWEN | dict(
+    num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=width, shared_expert_intermediate_size=width
+)
+#                                    vocab hidden layers heads kv states positions    mlp
+CONFIGS = {
+    "qwen3.5-0.8b":           Config(248320, 1024,    24,    8, 2,    16,   262144,  3584, **TIED),
+    "qwen3.5-0.8b-base":      Config(248320, 1024,    24,    8, 2,    16,   262144,  3584, **TIED),
+    "qwen3.5-2b":             Config(248320, 2048,    24,    8, 2,    16,   262144,  6144, **TIED),
+    "qwen3.5-2b-base":        Config(248320, 2048,    24,    8, 2,    16,   262144,  6144, **TIED),
+    "qwen3.5-4b":             Config(248320, 2560,    32,   16, 4,    32,   262144,  9216, **TIED),
+    "qwen3.5-4b-base":        Config(248320, 2560,    32,   16, 4,    32,   262144,  9216, **TIED),
+    "qwen3.5-9b":             Config(248320, 4096,    32,   16, 4,    32,   262144, 12288, **QWEN),
+    "qwen3.5-9b-base":        Config(248320, 4096,    32,   16, 4,    32,   262144, 12288, **QWEN),
+    "qwen3.5-27b":            Config(248320, 5120,    64,   24, 4,    48,   262144, 17408, **QWEN),
+    "qwen3.5-35b-a3b":        Config(248320, 2048,    40,   16, 2,    32,   262144, **moe_of(256,  8,  512)),
+    "qwen3.5-122b-a10b":      Config(248320, 3072,    48,   32, 2,    64,   262144, **moe_of(256,  8, 1024)),
+    "qwen3.5-397b-a17b":      Config(248320, 4096,    60,   32, 2,    64,   262144, **moe_of(512, 10, 1024)),
+    "qwen3.6-27b":            Config(248320, 5120,    64,   24, 4,    48,   262144, 17408, **QWEN),
+    "qwen3.6-35b-a3b":        Config(248320, 2048,    40,   16, 2,    32,   262144, **moe_of(256,  8,  512)),
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    """Attention, each output of which is multiplied by the sigmoid of its gate. `q_proj` gives queries and gates."""
+
+    q_proj: AbstractLinear  # rows: of each head, first those of its queries, then those of its gates
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    q_norm: OffsetRMSNorm
+    k_norm: OffsetRMSNorm
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        self.rotary = Rotary(int(c.partial_rotary_factor * c.head_dim), c.rope_theta, c.rope_scaling)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, 2 * queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+        self.q_norm = OffsetRMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = OffsetRMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        heads = lambda y, dim: y.reshape(*y.shape[:2], -1, dim)
+        q, gate = jnp.split(heads(self.q_proj(x), 2 * self.head_dim), 2, axis=-1)
+        q = self.rotary(self.q_norm(q), at)
+        k = self.rotary(self.k_norm(heads(self.k_proj(x), self.head_dim)), at)
+        v, kv = heads(self.v_proj(x), self.head_dim), at
+        if cache is not None:
+            cache, k, v, kv = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class Convolution(eqx.Module):
+    """The weights of a causal convolution of each channel by itself."""
+
+    weight: Float[Array, "channels 1 width"]
+
+    def __init__(self, channels: int, width: int, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (channels, 1, width))
+
+
+class GatedDeltaNet(eqx.Module):
+    """Linear attention: short convolutions, a gated delta rule, a norm with a gate (arXiv:2412.06464, section 3)."""
+
+    in_proj_qkv: AbstractLinear  # rows: all queries', all keys', all values'
+    in_proj_z: AbstractLinear  # the norm's gate
+    in_proj_b: AbstractLinear  # how much is written
+    in_proj_a: AbstractLinear  # how much is kept
+    conv1d: Convolution
+    dt_bias: Float[Array, " v_heads"]
+    A_log: Float32
+    norm: GatedRMSNorm
+    out_proj: AbstractLinear
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (qkv, z, b, a, conv, decay, out) = config, jax.random.split(key, 7)
+        heads, (keys, values) = c.linear_num_value_heads, self.widths(c)
+        self.config = c
+        self.in_proj_qkv = Linear(c.hidden_size, 2 * keys + values, key=qkv)
+        self.in_proj_z = Linear(c.hidden_size, values, key=z)
+        self.in_proj_b = Linear(c.hidden_size, heads, key=b)
+        self.in_proj_a = Linear(c.hidden_size, heads, key=a)
+        self.conv1d = Convolution(2 * keys + values, c.linear_conv_kernel_dim, key=conv)
+        self.dt_bias = jnp.ones(heads)
+        self.A_log = Float32(jnp.log(jax.random.uniform(decay, (heads,), minval=0.01, maxval=16)))
+        self.norm = GatedRMSNorm(c.linear_value_head_dim, c.rms_norm_eps)
+        self.out_proj = Linear(values, c.hidden_size, key=out)
+
+    @staticmethod
+    def widths(config: Config) -> tuple[int, int]:
+        """How many features all keys have, and all values."""
+        c = config
+        return c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], RecurrentCache | None]:
+        a = self.in_proj_a(x).astype(jnp.float32)
+        rate = jax.nn.softplus(a + jnp.broadcast_to(self.dt_bias.astype(jnp.float32), a.shape))
+        decay = -jnp.broadcast_to(jnp.exp(self.A_log.value), a.shape) * rate
+        beta = jax.nn.sigmoid(self.in_proj_b(x))
+        y, cache = recur(self.step, (self.in_proj_qkv(x), decay, beta), cache, at)
+        y = self.norm(y, self.in_proj_z(x).reshape(y.shape))
+        return self.out_proj(y.reshape(*y.shape[:2], -1)), cache
+
+    def step(
+        self, inputs: tuple[Array, Array, Array], state: Array | None, tail: Array | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq v_heads v_dim"], Array, Array]:
+        """Convolutions and delta rule of the next tokens, as `zoo.nn.recurrent.recur` calls it."""
+        (qkv, decay, beta), c, (keys, _) = inputs, self.config, self.widths(self.config)
+        qkv, tail = kernels.causal_conv(qkv, self.conv1d.weight[:, 0], at, tail=tail)
+        heads = lambda y, dim: y.reshape(*y.shape[:2], -1, dim)
+        # Over "tensor" each device has an equal share of the channels, which is not that of its heads. So XLA sends
+        # about this array once in each layer and direction, beside what follows attention and MLP.
+        q, k, v = jnp.split(jax.nn.silu(qkv), [keys, 2 * keys], axis=-1)
+        q, k = (l2_normalized(heads(y, c.linear_key_head_dim)) for y in (q, k))
+        v, scale = heads(v, c.linear_value_head_dim), c.linear_key_head_dim**-0.5
+        y, state = kernels.delta_rule(q, k, v, decay, beta, at, scale=scale, state=state)
+        return y, state, tail
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, hidden: int, width: int, *, key: PRNGKeyArray):
+        gate, up, down = jax.random.split(key, 3)
+        self.gate_proj = Linear(hidden, width, key=gate)
+        self.up_proj = Linear(hidden, width, key=up)
+        self.down_proj = Linear(width, hidden, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Router(eqx.Module):
+    """Logits of experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, experts: int, hidden: int, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (experts, hidden))
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
+
+
+class Experts(eqx.Module):
+    gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
+    down_proj: AbstractExpertLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate_up, down) = config, jax.random.split(key)
+        self.gate_up_proj = ExpertLinear(c.num_experts, c.hidden_size, 2 * c.moe_intermediate_size, key=gate_up)
+        self.down_proj = ExpertLinear(c.num_experts, c.moe_intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
+        gate, up = moe.halves(self.gate_up_proj(x, sizes))
+        return self.down_proj(swiglu(gate, up), sizes)
+
+
+class MoE(eqx.Module):
+    gate: Router
+    experts: Experts
+    shared_expert: MLP
+    shared_expert_gate: Router  # of the one expert that all tokens go to
+    top_k: int = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, experts, shared, shared_gate) = config, jax.random.split(key, 4)
+        self.gate = Router(c.num_experts, c.hidden_size, key=gate)
+        self.experts = Experts(c, key=experts)
+        self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size, key=shared)
+        self.shared_expert_gate = Router(1, c.hidden_size, key=shared_gate)
+        self.top_k = c.num_experts_per_tok
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        logits = self.gate(x)
+        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        weights, chosen = moe.top_k(probability, self.top_k)
+        weights = (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
+        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
+        y = y + scaled(self.shared_expert(x), jax.nn.sigmoid(self.shared_expert_gate(x)))
+        return y, moe.Routing.of(logits, probability, chosen, segments)
+
+
+class Block(AbstractDecoderBlock):
+    input_layernorm: OffsetRMSNorm
+    linear_attn: GatedDeltaNet | None  # this, or the next
+    self_attn: Attention | None
+    post_attention_layernorm: OffsetRMSNorm
+    mlp: MLP | MoE
+    config: Config = eqx.field(static=True)
+    ordered: ClassVar[bool] = True
+
+    def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
+        c, (attention, mlp) = config, jax.random.split(key)
+        self.config = c
+        self.input_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.linear_attn = GatedDeltaNet(c, key=attention) if kind == "linear_attention" else None
+        self.self_attn = Attention(c, key=attention) if kind == "full_attention" else None
+        self.post_attention_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MoE(c, key=mlp) if c.num_experts else MLP(c.hidden_size, c.intermediate_size, key=mlp)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: Any, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], Any, moe.Routing | None]:
+        mixer = self.self_attn or self.linear_attn
+        assert mixer is not None
+        y, cache = mixer(self.input_layernorm(x), cache, at)
+        x = x + y
+        y = self.post_attention_layernorm(x)
+        y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
+        return x + y, cache, routing
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
+        c = self.config
+        if self.linear_attn is None:
+            return KV.init(layers, batch, length, c.num_key_value_heads, c.head_dim, dtype)
+        keys, values = GatedDeltaNet.widths(c)
+        state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        return RecurrentCache.init(layers, batch, state, (c.linear_conv_kernel_dim - 1, 2 * keys + values), dtype)
+
+
+class MTP(AbstractMTP):
+    """Multi-token prediction: `norm(layers[0](fc([pre_fc_norm_embedding(following), pre_fc_norm_hidden(x)])))`.
+
+    transformers leaves it out; this is how vLLM and SGLang compute it. `x` is from `Model.hidden`, so it is normed. Its
+    layer has attention.
+    """
+
+    pre_fc_norm_embedding: OffsetRMSNorm
+    pre_fc_norm_hidden: OffsetRMSNorm
+    fc: AbstractLinear
+    layers: tuple[Block]
+    norm: OffsetRMSNorm
+
+    def __init__(self, config: Config, *, keys: Sequence[PRNGKeyArray]):
+        c, (project, block) = config, keys
+        self.pre_fc_norm_embedding = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.pre_fc_norm_hidden = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.fc = Linear(2 * c.hidden_size, c.hidden_size, key=project)
+        self.layers = (Block(c, "full_attention", key=block),)
+        self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        following: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None, moe.Routing | None]:
+        y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
+        y, cache, report = self.layers[0](self.fc(y), cache, at)
+        return self.norm(y), cache, report
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KV:
+        return self.layers[0].init_cache(1, batch, length, dtype)
+
+
+class Model(AbstractMTPModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: OffsetRMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    mtp: MTP | None
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
+        if "mtp" in parts and c.mtp_num_hidden_layers != 1:
+            raise ValueError(f"The part mtp needs mtp_num_hidden_layers=1, not {c.mtp_num_hidden_layers}.")
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, c.layer_types[n], key=key), c.layer_types, key=layers)
+        self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+        self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Caches | None = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        x = self.embed_tokens(tokens)
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.norm(x), cache, reports
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
+        return self.layers.init_cache(batch, length, dtype)
+
+
+# Keys that may stand beside text_config: they are about images, or have no effect on the text model.
+BESIDE = {
+    "architectures", "image_token_id", "language_model_only", "model_type", "tie_word_embeddings", "video_token_id",
+    "vision_config", "vision_end_token_id", "vision_start_token_id",
+}  # fmt: skip
+# What rotary positions of images need: of text, the coordinates of all axes are the position.
+AXES = {"mrope_interleaved", "mrope_section"}
+
+
+def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the text part of config.json, and drop what says how rotary positions of images are laid out."""
+    if "text_config" in hub:
+        # The value of tie_word_embeddings beside text_config counts, not the one in it.
+        told = {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
+        hub = {"model_type": f"{hub.get('model_type')}_text"} | text_config(hub, BESIDE) | told
+    ropes = {key: hub[key] for key in ("rope_parameters", "rope_scaling") if isinstance(hub.get(key), Mapping)}
+    return dict(hub) | {key: {k: v for k, v in rope.items() if k not in AXES} for key, rope in ropes.items()}
+
+
+FAMILY = Family(
+    title="Qwen3.5, Qwen3.6 (text)",
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "*.[qkv]_proj": P("tensor", "fsdp"),
+        "*.o_proj": P("fsdp", "tensor"),
+        "*.in_proj_*": P("tensor", "fsdp"),
+        "*.out_proj": P("fsdp", "tensor"),
+        "*.conv1d.weight": P("tensor", None, None),
+        "*.dt_bias": P(),
+        "*.A_log.*": P(),
+        "*gate.weight": P(),
+        "*.experts.gate_up_proj": P("expert", "tensor", "fsdp"),
+        "*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "*.gate_proj": P("tensor", "fsdp"),
+        "*.up_proj": P("tensor", "fsdp"),
+        "*.down_proj": P("fsdp", "tensor"),
+        "mtp.fc": P("tensor", "fsdp"),
+        "*norm*.weight": P(),
+    },
+    checkpoint_names={
+        "lm_head.*": "lm_head.{}",
+        "mtp.*.experts.*.weight": "mtp.{}.experts.{}",
+        "mtp.*": "mtp.{}",
+        "*.experts.*.weight": "model.{}.experts.{}",
+        "*.A_log.value": "model.{}.A_log",
+        "*": "model.{}",
+    },
+    aliases={"model.language_model.": "model."},  # names in checkpoints with a vision tower
+    redundant={"lm_head.weight": "model.embed_tokens.weight", "model.visual.*": None, "mtp.*": None},
+    implied={
+        "attn_output_gate": True,
+        "hidden_act": OneOf(["silu", "swish"]),
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "mtp_use_dedicated_embeddings": False,
+        "output_gate_type": "swish",  # of the linear layers' norm; attention's gate is a sigmoid whatever this says
+    },
+    standard_form=standard_form,
+    parts={"mtp": "a module that predicts the token after the next (multi-token prediction)"},
+)
