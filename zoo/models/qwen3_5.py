@@ -23,7 +23,7 @@ from kernels import Tokens
 from kernels.sums import scaled
 from zoo.config import text_config
 from zoo.nn import moe
-from zoo.nn.cache import KV
+from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -348,7 +348,7 @@ class Block(AbstractDecoderBlock):
         y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
         return x + y, cache, routing
 
-    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
         c = self.config
         if self.linear_attn is None:
             return KV.init(layers, batch, length, c.num_key_value_heads, c.head_dim, dtype)
@@ -382,14 +382,14 @@ class MTP(AbstractMTP):
         self,
         x: Float[Array, "batch seq embed"],
         following: Float[Array, "batch seq embed"],
-        cache: KV | None,
+        cache: AbstractCache | None,
         at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], KV | None, moe.Routing | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
         y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
         y, cache, report = self.layers[0](self.fc(y), cache, at)
         return self.norm(y), cache, report
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KV:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
         return self.layers[0].init_cache(1, batch, length, dtype)
 
 
@@ -447,8 +447,9 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
         # The value of tie_word_embeddings beside text_config counts, not the one in it.
         told = {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
         hub = {"model_type": f"{hub.get('model_type')}_text"} | text_config(hub, BESIDE) | told
-    ropes = {key: hub[key] for key in ("rope_parameters", "rope_scaling") if isinstance(hub.get(key), Mapping)}
-    return dict(hub) | {key: {k: v for k, v in rope.items() if k not in AXES} for key, rope in ropes.items()}
+    ropes = ("rope_parameters", "rope_scaling")
+    plain = lambda rope: {key: value for key, value in rope.items() if key not in AXES}
+    return {key: plain(value) if key in ropes and value else value for key, value in hub.items()}
 
 
 FAMILY = Family(

@@ -265,9 +265,7 @@ class GatedRMSNorm(eqx.Module):
 
 @recomputed
 def l2_normalized(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-    """Divides each vector by its length, `sqrt(sum(x**2) + 1e-6)`, in float32, which the result stays in.
-
-    So queries and keys come to a delta rule (arXiv:2412.06464), which computes in float32 anyway.
-    """
+    """Divides each vector by its length, `sqrt(sum(x**2) + 1e-6)`, as queries and keys of a delta rule are
+    (arXiv:2412.06464). Computed in float32 and cast back, as in flash-linear-attention."""
     y = x.astype(jnp.float32)
-    return y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)
+    return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
