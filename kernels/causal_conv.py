@@ -10,6 +10,7 @@ from kernels.masks import Tokens
 from kernels.sequence import padding
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)  # or the backward pass would keep its inputs in float32
 def causal_conv(
     x: Float[Array, "batch seq channels"],
     weight: Float[Array, "channels width"],

@@ -93,6 +93,8 @@ REPOSITORIES = {
     "qwen3-235b-a22b-thinking-2507": "Qwen/Qwen3-235B-A22B-Thinking-2507",
     "qwen3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
     "qwen3-coder-480b-a35b-fp8": "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8",
+    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "qwen3-next-80b-a3b-thinking": "Qwen/Qwen3-Next-80B-A3B-Thinking",
     "qwen3.5-0.8b": "Qwen/Qwen3.5-0.8B",
     "qwen3.5-0.8b-base": "Qwen/Qwen3.5-0.8B-Base",
     "qwen3.5-2b": "Qwen/Qwen3.5-2B",

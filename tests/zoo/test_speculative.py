@@ -180,7 +180,7 @@ def test_text():
 
 def test_refusals(load):
     model = load("qwen3")
-    with pytest.raises(ValueError, match=r'load DeepSeek V3 or R1 with parts=\("mtp",\)'):
+    with pytest.raises(ValueError, match=r'DeepSeek V3 or Qwen3-Next, with parts=\("mtp",\)'):
         zoo.MTPDraft(model)
     with pytest.raises(ValueError, match="tokens=0"):
         zoo.ModelDraft(model, 0)

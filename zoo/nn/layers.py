@@ -144,6 +144,15 @@ def on_first(array: Float[Array, "*shape"], axis: str) -> Float[Array, "*shape"]
     return jnp.where(jax.lax.axis_index(axis) == 0, array, 0)
 
 
+class Conv1d(eqx.Module):
+    """The weight of a causal convolution of each channel by itself, for `kernels.causal_conv`."""
+
+    weight: Float[Array, "channels 1 width"]
+
+    def __init__(self, channels: int, width: int, *, key: PRNGKeyArray):
+        self.weight = jax.random.uniform(key, (channels, 1, width), minval=-(width**-0.5), maxval=width**-0.5)
+
+
 class Float32(eqx.Module):
     """An array that stays in float32, whatever the model around it is cast to."""
 

@@ -1,0 +1,169 @@
+"""Hybrids of recurrent layers and attention, where they differ from other families: documents packed into a row, rows
+of an engine that others had before, tokens taken back, and what is stored in 8 bits."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import convert.tensors
+import zoo
+from kernels import Tokens
+from tests.zoo import tiny
+from tests.zoo.programs import STACKS, TOKENS, error, same
+from tests.zoo.test_engine import PROMPTS, logits_after
+from tests.zoo.test_speculative import assert_same, noisy, per_call
+from zoo import registry, surgery
+from zoo.config import read
+from zoo.nn.cache import Int8Vectors
+from zoo.nn.recurrent import RecurrentCache
+
+
+def is_hybrid(name):
+    hub = tiny.CONFIGS[name]
+    family = registry.FAMILIES[hub["model_type"]]
+    model = eqx.filter_eval_shape(lambda: family.Model(read(family, hub), key=jax.random.key(0)))
+    return any(block.ordered for _, block in model.layers.blocks())
+
+
+HYBRIDS = [name for name in STACKS if is_hybrid(name)]
+LENGTHS = 11, 1, 9, 3  # of documents in a row, of which two are no longer than a convolution
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_packed_documents_do_not_leak(load, name):
+    """Logits, and gradients of all parameters by them, are those of each document alone.
+
+    So neither the states nor the convolutions see a token of another document, nor what pads the row.
+    """
+    model, total, ends = load(name), sum(LENGTHS), np.cumsum(LENGTHS)
+    packed = np.concatenate([np.full(length, n + 1) for n, length in enumerate(LENGTHS)] + [np.zeros(2, int)])
+    documents = np.split(tiny.TOKENS[0, :total], ends[:-1])
+    alone = np.zeros((len(LENGTHS), total + 2), int)
+    for row, document in zip(alone, documents, strict=True):
+        row[: len(document)] = document
+    segments = (np.arange(total + 2) < np.array(LENGTHS)[:, None]).astype(int)
+    weights = np.random.RandomState(0).standard_normal((total, model.config.vocab_size)).astype(np.float32)
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad(has_aux=True)
+    def weighed(model, tokens, segments, weights):
+        logits = model.unembed(model.hidden(tokens, segments=segments)[0])
+        return jnp.sum(logits * weights), logits
+
+    row = jnp.zeros_like(alone).at[0].set(jnp.asarray(np.append(tiny.TOKENS[0, :total], [5, 6])))
+    in_a_row = lambda x: np.concatenate([x, np.zeros((2, *x.shape[1:]), x.dtype)])[None]
+    rest = len(LENGTHS) - 1
+    by_row = np.concatenate([in_a_row(weights), np.zeros((rest, total + 2, weights.shape[1]), np.float32)])
+    by_document = np.zeros_like(by_row)
+    for n, (start, length) in enumerate(zip(ends - LENGTHS, LENGTHS, strict=True)):
+        by_document[n, :length] = weights[start : start + length]
+    in_row = np.concatenate([packed[None], np.zeros((rest, total + 2), int)])
+    (_, ours), gradients = weighed(model, row, jnp.asarray(in_row), jnp.asarray(by_row))
+    (_, theirs), expected = weighed(model, jnp.asarray(alone), jnp.asarray(segments), jnp.asarray(by_document))
+    for n, (start, length) in enumerate(zip(ends - LENGTHS, LENGTHS, strict=True)):
+        assert error(ours[0, start : start + length], theirs[n, :length]) < 1e-5
+    norms = lambda tree: np.array([np.linalg.norm(x) for x in jax.tree.leaves(tree)])
+    away, whole = norms(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), gradients, expected)), norms(expected)
+    assert np.linalg.norm(away) <= 1e-5 * np.linalg.norm(whole) and np.all(away <= 1e-4 * whole)
+
+
+@pytest.mark.parametrize("name", HYBRIDS[:1])
+def test_rows_of_an_engine(load, name):
+    """Rows end at different times and others take them; two samples of a prompt begin with copies of one state."""
+    model, stops = load(name), range(0, 64, 8)
+    groups = zoo.complete(model, PROMPTS, samples=2, max_new_tokens=12, stops=stops, batch=3)
+    for prompt, (completion, other) in zip(PROMPTS, groups, strict=True):
+        logits = logits_after(model, prompt, completion)
+        assert completion.tokens == np.argmax(logits, axis=-1).tolist() == other.tokens
+        assert completion.ended or len(completion.tokens) == 12
+    assert len({len(completion.tokens) for completion, _ in groups}) > 2
+
+
+@pytest.fixture(scope="module")
+def with_further(tmp_path_factory):
+    """The folder of Qwen3-Next's checkpoint with the module that predicts one more token, and its tensors."""
+    family, tensors, random = tiny.MODULES["qwen3_next"], tiny.tensors("qwen3_next"), np.random.RandomState(2)
+    shapes = sorted(family.further_shapes(tiny.CONFIGS["qwen3_next"]).items())
+    tensors |= {n: family.values(n, random.standard_normal(shape)).astype(np.float32) for n, shape in shapes}
+    folder = tiny.write(tmp_path_factory.mktemp("further"), "qwen3_next")
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, tensors
+
+
+def test_further_token_round_trip(folders, load, with_further, tmp_path):
+    """The module is skipped, or loaded, given rules and exported bit by bit."""
+    folder, tensors = with_further
+    model = zoo.load(folder, parts=("mtp",))
+    without = load("qwen3_next")
+    assert same(zoo.load(folder), without) and same(eqx.tree_at(lambda m: m.mtp, model, None), without)
+    specs = surgery.partition_specs(model, registry.family_of(model).partition_rules).mtp
+    assert specs.block.mlp.experts.up_proj.weight == jax.P("expert", "tensor", "fsdp")
+    zoo.save(model, tmp_path)
+    after = convert.tensors.open_tensors(tmp_path)
+    assert after.keys() == tensors.keys()
+    assert all(np.array_equal(after[name].view(), tensors[name]) for name in after)
+    with pytest.raises(ValueError, match=r"lacks \d+ tensors .*mtp\."):
+        zoo.load(folders["qwen3_next"], parts=("mtp",))
+
+
+@pytest.mark.live
+def test_further_token_is_a_layer_of_transformers(with_further, theirs):
+    """transformers drops the module; but its own layers, put together as vLLM and SGLang do, give the same."""
+    torch = pytest.importorskip("torch", reason="live parity needs transformers and torch")
+    from transformers.models.qwen3_next import modeling_qwen3_next as layers
+
+    folder, tensors = with_further
+    main, config = theirs("qwen3_next"), theirs("qwen3_next").config
+    under = lambda start: ((name.removeprefix(start), x) for name, x in tensors.items() if name.startswith(start))
+    of = lambda name: {key: torch.tensor(value) for key, value in under(f"mtp.{name}.")}
+    block = layers.Qwen3NextDecoderLayer(config, config.layer_types.index("full_attention"))
+    each = lambda kind: torch.stack([of(f"layers.0.mlp.experts.{n}")[f"{kind}_proj.weight"] for n in range(8)])
+    weights = {key: value for key, value in of("layers.0").items() if ".experts." not in key}
+    weights["mlp.experts.gate_up_proj"] = torch.cat([each("gate"), each("up")], dim=1)
+    block.load_state_dict(weights | {"mlp.experts.down_proj": each("down")})
+    names = "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"
+    norms = {name: layers.Qwen3NextRMSNorm(32, config.rms_norm_eps) for name in names}
+    for name, norm in norms.items():
+        norm.load_state_dict(of(name))
+    tokens = torch.tensor(tiny.TOKENS)
+    with torch.no_grad():
+        x = main.model(tokens[:, :-1]).last_hidden_state
+        following = main.model.embed_tokens(tokens[:, 1:])
+        y = torch.cat([norms["pre_fc_norm_embedding"](following), norms["pre_fc_norm_hidden"](x)], dim=-1)
+        y = y @ of("fc")["weight"].T
+        mask = torch.full((39, 39), -torch.inf).triu(1)[None, None]
+        where = main.model.rotary_emb(y, torch.arange(39)[None])
+        expected = main.lm_head(norms["norm"](block(y, position_embeddings=where, attention_mask=mask)))
+    model = zoo.load(folder, parts=("mtp",))
+    x, _, _ = model.hidden(TOKENS[:, :-1])
+    y, _, _ = model.mtp(x, model.embed_tokens(TOKENS[:, 1:]), None, Tokens())
+    assert error(model.unembed(y), expected.numpy()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["model", "mtp"])
+def test_speculation(load, with_further, draft):
+    """Greedy text is the model's own, where states are taken back: the model's, and a hybrid draft's."""
+    if draft == "mtp":
+        model = zoo.load(with_further[0], parts=("mtp",))
+        proposes = zoo.MTPDraft(model, 2)
+    else:
+        model = load("qwen3_next")
+        proposes = zoo.ModelDraft(noisy(model, 0.05), 3)
+    options = dict(max_new_tokens=20, stops=range(8, 40, 8), batch=2)
+    got = zoo.complete(model, PROMPTS[:3], draft=proposes, **options)
+    assert_same(got, zoo.complete(model, PROMPTS[:3], **options))
+    assert per_call(got) < 1 + proposes.num_draft_tokens, "nothing was rejected"
+    assert draft == "mtp" or per_call(got) > 1.1
+
+
+def test_states_are_kept_in_float32(load):
+    """Whatever the cache's dtype is; and 8 bits are for keys and values."""
+    for dtype in ("bfloat16", "int8"):
+        make = lambda model, dtype=dtype: zoo.nn.cache.init_cache(model, 2, 64, dtype)
+        _, (recurrent, attention), _ = eqx.filter_eval_shape(make, load("qwen3_next"))
+        assert isinstance(recurrent, RecurrentCache) and recurrent.state.dtype == jnp.float32
+        assert isinstance(attention.k, Int8Vectors) == (dtype == "int8")

@@ -1,0 +1,411 @@
+"""Qwen3-Next: three layers of gated delta rule (arXiv:2412.06464) to one of attention, each with a mixture of experts.
+
+A delta rule's state does not grow with the text: of 48 layers, 12 have keys and values to remember. The output of
+attention is multiplied by a sigmoid gate, which q_proj computes beside the queries; rotary positions turn a quarter of
+each head. Norms scale by 1 + weight, but for the one after the delta rule. Next to the chosen experts, every token goes
+through a shared one, which has a sigmoid gate as well. A module predicts one more token.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels import Tokens
+from kernels.sums import scaled
+from zoo.nn import moe
+from zoo.nn.cache import KV
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Conv1d,
+    Embedding,
+    ExpertLinear,
+    GatedRMSNorm,
+    Linear,
+    OffsetRMSNorm,
+    l2_normalized,
+    swiglu,
+)
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
+from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
+from zoo.nn.recurrent import RecurrentCache, recur
+from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # width of the MLP in dense layers
+    moe_intermediate_size: int  # width of each expert
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 2
+    max_position_embeddings: int = 32_768
+    rope_theta: float = 10_000.0
+    head_dim: int = 256
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    shared_expert_intermediate_size: int = 512
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 4
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = ()  # (): by full_attention_interval
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 0.25
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+
+    def __post_init__(self):
+        layers, every = range(self.num_hidden_layers), self.full_attention_interval
+        kinds = self.layer_types or tuple("linear_attention" if (n + 1) % every else "full_attention" for n in layers)
+        object.__setattr__(self, "layer_types", kinds)
+        if len(kinds) != len(layers):
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "
+                f"linear_num_key_heads={self.linear_num_key_heads}."
+            )
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        if self.layer_types[layer] == "full_attention":
+            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        # The state is read with the key, written to, and read with the query.
+        return 3 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+
+    def sparse(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+# fmt: off
+#                                         vocab hidden   mlp expert layers heads kv positions theta
+CONFIGS = {
+    "qwen3-next-80b-a3b":          Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-next-80b-a3b-thinking": Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear  # for each head a query, then a gate
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    q_norm: OffsetRMSNorm
+    k_norm: OffsetRMSNorm
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        self.rotary = Rotary(int(c.head_dim * c.partial_rotary_factor), c.rope_theta, c.rope_scaling)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, 2 * queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+        self.q_norm = OffsetRMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = OffsetRMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q, gate = jnp.split(self.q_proj(x).reshape(*x.shape[:2], -1, 2 * self.head_dim), 2, axis=-1)
+        q = self.rotary(self.q_norm(q), at)
+        k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
+        v, kv = heads(self.v_proj(x)), at
+        if cache is not None:
+            cache, k, v, kv = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+        y = y * jax.nn.sigmoid(gate)
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class GatedDeltaNet(eqx.Module):
+    """A gated delta rule (arXiv:2412.06464). Value heads share key heads in groups of neighbours."""
+
+    in_proj_qkvz: AbstractLinear  # for each key head its query, its key, and the values and output gates of its group
+    in_proj_ba: AbstractLinear  # for each key head the write strengths of its group, then the decays
+    conv1d: Conv1d  # of the queries of all heads, then the keys, then the values
+    dt_bias: Float[Array, " v_heads"]
+    A_log: Float[Array, " v_heads"]
+    norm: GatedRMSNorm
+    out_proj: AbstractLinear
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (qkvz, ba, conv, decay, out) = config, jax.random.split(key, 5)
+        keys = c.linear_num_key_heads * c.linear_key_head_dim
+        values = c.linear_num_value_heads * c.linear_value_head_dim
+        self.config = c
+        self.in_proj_qkvz = Linear(c.hidden_size, 2 * keys + 2 * values, key=qkvz)
+        self.in_proj_ba = Linear(c.hidden_size, 2 * c.linear_num_value_heads, key=ba)
+        self.conv1d = Conv1d(2 * keys + values, c.linear_conv_kernel_dim, key=conv)
+        self.dt_bias = jnp.ones(c.linear_num_value_heads)
+        self.A_log = jnp.log(jax.random.uniform(decay, (c.linear_num_value_heads,), minval=0.01, maxval=16.0))
+        self.norm = GatedRMSNorm(c.linear_value_head_dim, c.rms_norm_eps)
+        self.out_proj = Linear(values, c.hidden_size, key=out)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], RecurrentCache | None]:
+        c, dim = self.config, self.config.linear_key_head_dim
+        of_values = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim  # a group's
+        groups = lambda y: y.reshape(*y.shape[:2], c.linear_num_key_heads, -1)
+        flat = lambda y: y.reshape(*y.shape[:2], -1)
+        v_heads = lambda y: y.reshape(*y.shape[:2], c.linear_num_value_heads, -1)
+        qkv, z = jnp.split(groups(self.in_proj_qkvz(x)), [2 * dim + of_values], axis=-1)
+        b, a = map(flat, jnp.split(groups(self.in_proj_ba(x)), 2, axis=-1))
+        per_head = lambda p: jnp.broadcast_to(p.astype(jnp.float32), a.shape)
+        decay = -jnp.exp(per_head(self.A_log)) * jax.nn.softplus(a.astype(jnp.float32) + per_head(self.dt_bias))
+
+        # The convolution's weights are put in the order of the projection, and not the tokens' channels in theirs.
+        keys = c.linear_num_key_heads * dim
+        by_head = jnp.split(self.conv1d.weight[:, 0], [keys, 2 * keys])
+        by_head = [w.reshape(c.linear_num_key_heads, -1, w.shape[-1]) for w in by_head]
+        weight = jnp.concatenate(by_head, axis=1).reshape(-1, c.linear_conv_kernel_dim)
+
+        def step(inputs: tuple[Array, ...], state: Array | None, tail: Array | None, at: Tokens) -> Any:
+            qkv, decay, beta = inputs
+            qkv, tail = kernels.causal_conv(qkv, weight, at, tail=tail)
+            q, k, v = jnp.split(groups(jax.nn.silu(qkv)), [dim, 2 * dim], axis=-1)
+            q, k = l2_normalized(q), l2_normalized(k)
+            y, state = kernels.delta_rule(q, k, v_heads(v), decay, beta, at, scale=dim**-0.5, state=state)
+            return y, state, tail
+
+        y, cache = recur(step, (flat(qkv), decay, jax.nn.sigmoid(b)), cache, at)
+        return self.out_proj(flat(self.norm(y, v_heads(z)))), cache
+
+
+class Router(eqx.Module):
+    """Logits of all experts, or of the shared one's gate. Not a `Linear`, so LoRA and quantization leave it alone."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (experts, hidden))
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
+
+
+class MLP(eqx.Module):
+    """One gated MLP for all rows; or one for each expert, where expert i takes the next `sizes[i]` rows."""
+
+    gate_proj: AbstractLinear | AbstractExpertLinear
+    up_proj: AbstractLinear | AbstractExpertLinear
+    down_proj: AbstractLinear | AbstractExpertLinear
+
+    def __init__(self, linear: Callable[..., Any], hidden: int, width: int, *, key: PRNGKeyArray):
+        gate, up, down = jax.random.split(key, 3)
+        self.gate_proj = linear(hidden, width, key=gate)
+        self.up_proj = linear(hidden, width, key=up)
+        self.down_proj = linear(width, hidden, key=down)
+
+    def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
+        return self.down_proj(swiglu(self.gate_proj(x, *sizes), self.up_proj(x, *sizes)), *sizes)
+
+
+class MoE(eqx.Module):
+    gate: Router
+    experts: MLP  # one MLP for each expert
+    shared_expert: MLP
+    shared_expert_gate: Router
+    top_k: int = eqx.field(static=True)
+    rescale: bool = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, experts, shared, shared_gate) = config, jax.random.split(key, 4)
+        each = lambda *sizes, key: ExpertLinear(c.num_experts, *sizes, key=key)
+        self.gate = Router(c.hidden_size, c.num_experts, key=gate)
+        self.experts = MLP(each, c.hidden_size, c.moe_intermediate_size, key=experts)
+        self.shared_expert = MLP(Linear, c.hidden_size, c.shared_expert_intermediate_size, key=shared)
+        self.shared_expert_gate = Router(c.hidden_size, 1, key=shared_gate)
+        self.top_k = c.num_experts_per_tok
+        self.rescale = c.norm_topk_prob
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        logits = self.gate(x)
+        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        weights, chosen = moe.top_k(probability, self.top_k)
+        if self.rescale:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
+        shared = scaled(self.shared_expert(x), jax.nn.sigmoid(self.shared_expert_gate(x)))
+        return y + shared, moe.Routing.of(logits, probability, chosen, segments)
+
+
+class Block(AbstractDecoderBlock):
+    input_layernorm: OffsetRMSNorm
+    linear_attn: GatedDeltaNet | None  # a layer has this one
+    self_attn: Attention | None  # or this one
+    post_attention_layernorm: OffsetRMSNorm
+    mlp: MLP | MoE
+    ordered: ClassVar[bool] = True
+
+    def __init__(self, config: Config, kind: str, sparse: bool, *, key: PRNGKeyArray):
+        c, (attention, mlp) = config, jax.random.split(key)
+        full = kind == "full_attention"
+        self.input_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.linear_attn = None if full else GatedDeltaNet(c, key=attention)
+        self.self_attn = Attention(c, key=attention) if full else None
+        self.post_attention_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MoE(c, key=mlp) if sparse else MLP(Linear, c.hidden_size, c.intermediate_size, key=mlp)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: KV | RecurrentCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], KV | RecurrentCache | None, moe.Routing | None]:
+        attend: Any = self.self_attn or self.linear_attn
+        y, cache = attend(self.input_layernorm(x), cache, at)
+        x = x + y
+        y = self.post_attention_layernorm(x)
+        y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
+        return x + y, cache, routing
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
+        if self.linear_attn is None:
+            heads = self.self_attn.k_proj.shape[-2] // self.self_attn.head_dim
+            return KV.init(layers, batch, length, heads, self.self_attn.head_dim, dtype)
+        c = self.linear_attn.config
+        state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        tail = c.linear_conv_kernel_dim - 1, self.linear_attn.conv1d.weight.shape[-3]
+        return RecurrentCache.init(layers, batch, state, tail, dtype)
+
+
+class MTP(AbstractMTP):
+    """Multi-token prediction: `norm(block(fc([pre_fc_norm_embedding(following), pre_fc_norm_hidden(x)])))`.
+
+    The block has attention and experts. `x` is from `Model.hidden`, so it is normed, as in vLLM and SGLang;
+    transformers drops the module.
+    """
+
+    pre_fc_norm_embedding: OffsetRMSNorm
+    pre_fc_norm_hidden: OffsetRMSNorm
+    fc: AbstractLinear
+    block: Block
+    norm: OffsetRMSNorm
+
+    def __init__(self, config: Config, *, keys: Sequence[PRNGKeyArray]):
+        c, (project, block) = config, keys
+        self.pre_fc_norm_embedding = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.pre_fc_norm_hidden = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.fc = Linear(2 * c.hidden_size, c.hidden_size, key=project)
+        self.block = Block(c, "full_attention", True, key=block)
+        self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        following: Float[Array, "batch seq embed"],
+        cache: KV | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None, moe.Routing | None]:
+        y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
+        y, cache, report = self.block(self.fc(y), cache, at)
+        return self.norm(y), cache, report
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KV:
+        return self.block.init_cache(1, batch, length, dtype)
+
+
+class Model(AbstractMTPModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: OffsetRMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    mtp: MTP | None
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
+        kinds = [(kind, c.sparse(n)) for n, kind in enumerate(c.layer_types)]
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, *kinds[n], key=key), kinds, key=layers)
+        self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+        self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Caches | None = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        x = self.embed_tokens(tokens)
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.norm(x), cache, reports
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
+        return self.layers.init_cache(batch, length, dtype)
+
+
+FAMILY = Family(
+    title="Qwen3-Next",
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("qwen3_next",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "*.experts.*": P("expert", "tensor", "fsdp"),
+        "*.down_proj": P("fsdp", "tensor"),
+        "*.o_proj": P("fsdp", "tensor"),
+        "*.out_proj": P("fsdp", "tensor"),
+        "*.in_proj_*": P("tensor", "fsdp"),
+        "*_proj": P("tensor", "fsdp"),
+        "mtp.fc": P("tensor", "fsdp"),
+        "*gate.weight": P(),
+        "*.conv1d.weight": P(),
+        "*.dt_bias": P(),
+        "*.A_log": P(),
+        "*norm*.weight": P(),
+    },
+    checkpoint_names={
+        "lm_head.*": "lm_head.{}",
+        "mtp.block.*.experts.*.weight": "mtp.layers.0.{}.experts.{expert}.{}.weight",
+        "mtp.block.*": "mtp.layers.0.{}",
+        "mtp.*": "mtp.{}",
+        "layers.*.experts.*.weight": "model.layers.{}.experts.{expert}.{}.weight",
+        "*": "model.{}",
+    },
+    fp8_blocks=["*_proj.weight", "*.in_proj_qkvz.weight"],
+    redundant={"mtp.*": None},
+    implied={
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_act": OneOf(["silu", "swish"]),
+        "use_sliding_window": False,
+    },
+    parts={"mtp": "a module that predicts the token after the next (multi-token prediction)"},
+)
