@@ -11,6 +11,15 @@ from kernels.device import device
 
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "train": {
+        "gpu": {
+            # XLA's own kernels for products read arrays, and cuBLAS a part of one: by them each layer's weights are
+            # copied out of the stack, and their gradients into it. With cuBLAS they are not.
+            "xla_gpu_enable_triton_gemm": False,
+            # Products that share an input become one otherwise, for which weights and gradients are concatenated.
+            "xla_gpu_dot_merger_threshold_mb": 0,
+        },
+    },
     "decode": {
         "gpu": {
             # Products that share an input (those of q, k and v) become one, of weights that are concatenated for it: at
@@ -21,6 +30,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def compile_options(program: Literal["decode"]) -> dict[str, Any]:
+def compile_options(program: Literal["train", "decode"]) -> dict[str, Any]:
     """Returns the options for such a program on the device in use (`kernels.device`); where there are none, {}."""
     return OPTIONS[program].get(device().platform, {})

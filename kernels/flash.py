@@ -150,7 +150,7 @@ def _forward(
 
 def _backward(flash: Flash, formula: Formula, residuals: tuple, d_out: Array) -> tuple:
     q, k, v, sinks, q_tokens, kv_tokens, rounded, rest, lse = residuals
-    out = rounded.astype(jnp.float32) + (0 if rest is None else rest.astype(jnp.float32))
+    out = rounded if rest is None else rounded.astype(jnp.float32) + rest.astype(jnp.float32)
     dq, dk, dv = flash.backward(formula, *map(finite, (q, k, v)), q_tokens, kv_tokens, lse, out, d_out)
     d_sinks = None
     if sinks is not None:

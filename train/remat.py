@@ -29,9 +29,10 @@ class StepOptions:
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
     activations are rounded row by row; fp8 rounds gradients too. Weights are kept in float32 with all three. Embedding,
     head and routers are not rounded, nor are the gradients of experts."""
-    remat: Literal["none", "dots", "full", "offload"] = "dots"
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"
     """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products and attention.
-    full: whole layers. offload: whole layers, whose inputs are kept in the memory of a GPU's or TPU's host."""
+    attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept in the
+    memory of a GPU's or TPU's host."""
     mesh: str = "fsdp=-1"
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's
@@ -50,6 +51,10 @@ REMAT: dict[str, Callable[[Callable], Callable] | None] = {
             checkpoint_policies.save_only_these_names(matmul.SAVED, flash.SAVED),
         ),
         prevent_cse=False,
+    ),
+    # The layer's input, and what attention's backward kernel needs of its forward one: with long rows much is saved.
+    "attention": functools.partial(
+        jax.checkpoint, policy=checkpoint_policies.save_only_these_names(flash.SAVED), prevent_cse=False
     ),
     # The layer's input only: one more forward pass, a third more work.
     "full": functools.partial(jax.checkpoint, prevent_cse=False),

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, Num, Shaped
 
 import kernels
+from kernels.compile_options import compile_options
 from train.mesh import positions_of
 from train.microbatches import per, split, summed
 from train.mtp import mtp_loss
@@ -150,17 +151,18 @@ def train_step(
         whole = count, *jax.tree.map(lambda a: jnp.sum(a, axis=0), (per(count, sums), loads))
 
     def gradients_of(part: tuple[Batch, Any]) -> tuple[Any, tuple[Scalars, Any]]:
-        low = cast(parameters, compute_dtype)
-        return cast(jax.grad(loss, has_aux=True)(low, *part, *whole), jnp.float32)
+        gradients, others = jax.grad(loss, has_aux=True)(cast(parameters, compute_dtype), *part, *whole)
+        # Sums of parts are in float32. Of a single part they stay as they are until they are used, in half the bytes.
+        return gradients if microbatches == 1 else cast(gradients, jnp.float32), cast(others, jnp.float32)
 
     gradients, (means, reports) = summed(gradients_of, parts)
 
-    norm = optax.tree.norm(gradients)
+    norm = optax.tree.norm(cast(gradients, jnp.float32))
 
     @jax.named_scope("optimizer")
     def update(state: TrainState, gradients: Any) -> TrainState:
         transform = optax.with_extra_args_support(optimizer)
-        updates, opt_state = transform.update(gradients, state.opt_state, parameters, norm=norm)
+        updates, opt_state = transform.update(cast(gradients, jnp.float32), state.opt_state, parameters, norm=norm)
         model = eqx.combine(optax.apply_updates(parameters, updates), fixed)
         model = rebalance(model, reports) if rebalance else model
         return TrainState(state.step + 1, model, opt_state)
@@ -185,4 +187,7 @@ def jit_train_step(state: TrainState, **options: Any) -> Callable[..., tuple[Tra
     The state that goes in is used up: the new one is written over it, and lies on the devices where `state` does.
     """
     places = jax.tree.map(lambda array: array.sharding, state)
-    return jax.jit(functools.partial(train_step, **options), donate_argnums=0, out_shardings=(places, None))
+    return jax.jit(
+        functools.partial(train_step, **options),
+        donate_argnums=0, out_shardings=(places, None), compiler_options=compile_options("train"),
+    )  # fmt: skip

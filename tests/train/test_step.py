@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 import zoo
+from kernels import compile_options
 from tests.zoo import tiny
 from train.checkpoint import Checkpoints
 from train.mesh import put_batch
@@ -168,7 +169,31 @@ def test_dots_runs_no_kernel_twice():
     }
     assert found["none"]["attention_forward"] == found["none"]["ragged_dot_out"] == 1
     assert found["dots"] == found["none"]
+    assert found["attention"] == found["none"] + collections.Counter(["ragged_dot_out"])
     assert found["full"] == found["none"] + collections.Counter(["attention_forward", "ragged_dot_out"])
+
+
+def test_gradients_of_one_part_are_kept_in_the_compute_dtype(model, batch):
+    """They wait for the global norm before the optimizer reads them: in float32 that takes twice the bytes."""
+    step = functools.partial(train_step, optimizer=SGD, **OPTIONS | dict(compute_dtype=jnp.bfloat16))
+    (update,) = [
+        e for e in jax.make_jaxpr(step)(init_state(model, SGD), batch).jaxpr.eqns if e.primitive.name == "cond"
+    ]
+    sizes = collections.Counter()
+    for array in {id(v): v.aval for v in update.invars}.values():
+        sizes[array.dtype.name] += array.size
+    weights = sum(a.size for a in jax.tree.leaves(model))
+    assert sizes["bfloat16"] == weights <= sizes["float32"] < 1.1 * weights
+
+
+def test_options_of_xla_for_training(model, batch, monkeypatch):
+    """Those in the table are known to XLA, and the step is compiled with those of the device in use."""
+    for options in compile_options.OPTIONS["train"].values():
+        jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
+    monkeypatch.setitem(compile_options.OPTIONS["train"], "cpu", {"no_such_option": 1})
+    step = jit_train_step(abstract_state(model, SGD), optimizer=SGD, **OPTIONS)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        step.lower(init_state(model, SGD), batch).compile()
 
 
 def test_bfloat16(model, batch, train):

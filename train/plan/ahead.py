@@ -97,10 +97,11 @@ def training(
     state = abstract_state(trained, transform)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
     data = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), rows)
-    step = jit_train_step(
-        state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
-        microbatches=microbatches,
-    )  # fmt: skip
+    with jax.set_mesh(mesh):
+        step = jit_train_step(
+            state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
+            microbatches=microbatches,
+        )  # fmt: skip
     kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
     pairs = lambda seq: products_per_token(config, seq).attention  # of one token, which sees half of itself

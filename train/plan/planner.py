@@ -27,7 +27,7 @@ from zoo.registry import family_of
 from zoo.surgery import modules
 
 
-REMATS = ("none", "dots", "full", "offload")  # from most memory to least
+REMATS = ("none", "dots", "attention", "full", "offload")  # from most memory to least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Options:
     """Number of rows of a step, on all devices together."""
     seq: int
     """Number of tokens of a row; with --decode, number of positions of the cache."""
-    remat: Literal["none", "dots", "full", "offload"] = "full"
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "full"
     """What the backward pass recomputes, as for training."""
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another."""
@@ -158,9 +158,9 @@ def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
 def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
     """Lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known."""
     p = products_per_token(model.config, o.seq)
-    again = {"none": 0.0, "dots": 0.0, "full": p.layers + p.attention, "offload": p.layers + p.attention}
+    again = {"none": 0.0, "dots": 0.0, "attention": p.layers}.get(o.remat, p.layers + p.attention)
     weights = p.layers + p.head  # frozen ones have no gradient
-    products = sum(p) if o.decode else 3 * p.attention + (2 if o.lora.rank else 3) * weights + again[o.remat]
+    products = sum(p) if o.decode else 3 * p.attention + (2 if o.lora.rank else 3) * weights + again
     bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
     if compiled:
         # A step reads its arguments, writes its results, and writes and reads its temporaries.
@@ -188,7 +188,9 @@ def kept(config: AbstractConfig, mesh: Mesh, o: Options) -> float:
     inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
     # A product's result has for each token, on average, as many numbers as its weights divided by the model's width.
     results = 2 * tokens * products_per_token(config, o.seq).layers / config.hidden_size / mesh.shape[TENSOR]
-    return {"none": inputs + 2 * results, "dots": inputs + results, "full": inputs, "offload": 0.0}[o.remat]
+    outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # of attention
+    by_remat = {"none": inputs + 2 * results, "dots": inputs + results, "attention": inputs + outputs, "full": inputs}
+    return by_remat.get(o.remat, 0.0)
 
 
 def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, o: Options) -> float:
