@@ -5,8 +5,9 @@ chunks and no spans. The calls are those of `jax.nn.dot_product_attention`, made
 function knows no documents, and rounds the log-sum-exp, which sinks need, to the dtype of q.
 
 To cuDNN each document is a sequence of its own, given by its length and by where it starts among all rows. A program
-is compiled for a fixed number of them, `DOCUMENTS` times the rows. So it also has another implementation, which serves
-where there are more, or where the tokens of a document are not neighbours: a `lax.cond` decides as it runs.
+is compiled for a fixed number of them, `DOCUMENTS` times the rows. What it makes of a NaN, masked or not, is documented
+nowhere. So a program also has another implementation, which serves where there are more documents, where the tokens of
+one are not neighbours, and where a number is not finite: a `lax.cond` decides as it runs.
 
 cuDNN's backward kernel is not deterministic: it adds up the gradient of queries in whatever order programs end.
 """
@@ -16,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.lib import cuda_versions
 from jaxtyping import Array, Bool, Float, Int
@@ -34,9 +34,7 @@ from kernels.masks import (
     Window,
     each_in_one_piece,
     first_of_document,
-    last_of_document,
 )
-from kernels.reference import finite
 
 
 DOCUMENTS = 64  # on average in a row: each takes float32[heads, seq] while a kernel runs, and programs that do nothing
@@ -94,33 +92,21 @@ def attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.attention` by cuDNN."""
     formula = Formula(scale, mask, softcap)
-    kernels = flash.Flash(forward, backward, features=MULTIPLE)
-    if q_tokens.segments is not None:
-        other = dispatch.first(
-            "attention", ("triton", "xla"), q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
-            q_tokens=q_tokens, kv_tokens=kv_tokens,
-        ).FLASH  # fmt: skip
-        kernels = flash.where(_few_in_order, kernels, other)
+    other = dispatch.first(
+        "attention", ("triton", "xla"), q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
+        q_tokens=q_tokens, kv_tokens=kv_tokens,
+    ).FLASH  # fmt: skip
+    kernels = flash.where(_usual, flash.Flash(forward, backward, features=MULTIPLE), other)
     return flash.attention(kernels, formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
 def forward(
     formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens
 ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
-    """Implements `flash.Flash.forward`, in the dtype of q.
-
-    cuDNN itself is given finite arrays, since what it makes of a masked NaN is documented nowhere.
-    """
-    spoilt_q, spoilt_k = (jnp.isnan(x[..., 0]) for x in (q, k))
+    """Implements `flash.Flash.forward`, in the dtype of q, for finite arrays."""
     documents = Documents.of(q_tokens.segments, q)
-    out, found = _call(
-        cudnn._dot_product_attention_fwd_p, documents, formula, finite(q), finite(k), v, is_training=True
-    )
-    lse = found if documents is None else documents.of_tokens(found)
-    begin, end = _keys_of_queries(formula.mask, q_tokens.segments, q.shape[1], k.shape[1])
-    seen = jnp.repeat(_any_between(spoilt_k, begin, end), q.shape[2] // k.shape[2], axis=2)
-    nan = jnp.where(spoilt_q | seen, jnp.nan, 0)
-    return out + nan[..., None].astype(out.dtype), lse + nan.swapaxes(1, 2)
+    out, lse = _call(cudnn._dot_product_attention_fwd_p, documents, formula, q, k, v, is_training=True)
+    return out, lse if documents is None else documents.of_tokens(lse)
 
 
 def backward(
@@ -134,22 +120,11 @@ def backward(
     out: Float[Array, "batch seq heads v_dim"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
-    """Implements `flash.Flash.backward`, in the dtype of q.
-
-    A query with a NaN or an infinity adds nothing in cuDNN. Its own gradient, and that of every key that it sees, is
-    made NaN afterwards.
-    """
-    spoilt = ~jnp.isfinite(lse.swapaxes(1, 2) + jnp.sum(d_out, axis=-1, dtype=jnp.float32))
-    lse = jnp.where(spoilt.swapaxes(1, 2), jnp.finfo(jnp.float32).max, lse)  # so all its weights are zero
-    out, d_out = (jnp.where(spoilt[..., None], 0, x).astype(q.dtype) for x in (out, d_out))
+    """Implements `flash.Flash.backward`, in the dtype of q, for finite arrays."""
     documents = Documents.of(q_tokens.segments, q)
     statistics = lse if documents is None else documents.of_documents(lse)
-    dq, dk, dv = _call(cudnn._dot_product_attention_bwd_p, documents, formula, q, k, v, statistics, out, d_out)
-    begin, end = _queries_of_keys(formula.mask, q_tokens.segments, q.shape[1], k.shape[1])
-    of_group = spoilt.reshape(*spoilt.shape[:2], k.shape[2], -1).any(axis=3)
-    nan = lambda spoilt: jnp.where(spoilt, jnp.nan, 0).astype(q.dtype)[..., None]
-    touched = nan(_any_between(of_group, begin, end))
-    return dq + nan(spoilt), dk + touched, dv + touched
+    of_backward = statistics, out.astype(q.dtype), d_out.astype(q.dtype)
+    return _call(cudnn._dot_product_attention_bwd_p, documents, formula, q, k, v, *of_backward)
 
 
 class Documents:
@@ -211,6 +186,19 @@ def _call(
     )  # fmt: skip
 
 
+def _usual(q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens, *of_backward: Array) -> Bool[Array, ""]:
+    """Whether cuDNN can compute a kernel of `flash.Flash` with these arguments: of finite arrays and few documents.
+
+    Forward, a vector that is not finite has NaN in all features; backward, lse is NaN where a query sees one.
+    """
+    if of_backward:
+        lse, _, d_out = of_backward
+        numbers = jnp.all(jnp.isfinite(lse)) & jnp.all(jnp.isfinite(jnp.sum(d_out, axis=-1, dtype=jnp.float32)))
+    else:
+        numbers = ~(jnp.any(jnp.isnan(q[..., 0])) | jnp.any(jnp.isnan(k[..., 0])))
+    return numbers if q_tokens.segments is None else numbers & _few_in_order(q_tokens, kv_tokens)
+
+
 def _few_in_order(q_tokens: Tokens, kv_tokens: Tokens) -> Bool[Array, ""]:
     """Whether cuDNN's packed layout can express these documents."""
     segments: Any = q_tokens.segments
@@ -231,32 +219,6 @@ def _static(mask: Mask) -> tuple[bool, int | None] | None:
             return True, size
         case _:
             return None
-
-
-Range = tuple[Int[Array, "..."] | Int[np.ndarray, "..."], Int[Array, "..."] | Int[np.ndarray, "..."]]
-
-
-def _keys_of_queries(mask: Mask, segments: Array | None, seq: int, kv_seq: int) -> Range:
-    """Returns the first key that each query sees and the end of those that it sees, [batch or 1, seq]."""
-    (causal, window), index = _static(mask) or (False, None), np.arange(seq, dtype=np.int32)[None]
-    begin = np.zeros_like(index) if segments is None else first_of_document(segments)
-    end = np.full_like(index, kv_seq) if segments is None else last_of_document(segments) + 1
-    return begin if window is None else jnp.maximum(begin, index - window + 1), index + 1 if causal else end
-
-
-def _queries_of_keys(mask: Mask, segments: Array | None, seq: int, kv_seq: int) -> Range:
-    """Returns the first query that sees each key and the end of those that see it, [batch or 1, kv_seq]."""
-    (causal, window), index = _static(mask) or (False, None), np.arange(kv_seq, dtype=np.int32)[None]
-    begin = np.zeros_like(index) if segments is None else first_of_document(segments)
-    end = np.full_like(index, seq) if segments is None else last_of_document(segments) + 1
-    return index if causal else begin, end if window is None else jnp.minimum(end, index + window)
-
-
-def _any_between(marks: Bool[Array, "batch seq heads"], begin: Any, end: Any) -> Bool[Array, "batch others heads"]:
-    """Whether there is a mark from index `begin` to before `end`, by the difference of two running counts."""
-    before = jnp.pad(jnp.cumsum(marks, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
-    rows = jnp.arange(len(marks))[:, None]
-    return before[rows, end] > before[rows, begin]
 
 
 def _refusal_of_version(seq: int, kv_seq: int, dim: int, packed: bool) -> str | None:

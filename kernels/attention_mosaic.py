@@ -106,7 +106,7 @@ def attention(
             "attention", ("triton", "xla"), q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
             q_tokens=q_tokens, kv_tokens=kv_tokens,
         ).FLASH  # fmt: skip
-        kernels = flash.where(each_in_one_piece, kernels, other)
+        kernels = flash.where(lambda q, k, v, *tokens: each_in_one_piece(*tokens[:2]), kernels, other)
     return flash.attention(kernels, formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 

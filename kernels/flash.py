@@ -80,10 +80,11 @@ def delta_of(
     return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
 
-def where(condition: Callable[[Tokens, Tokens], Array], flash: Flash, other: Flash) -> Flash:
-    """Returns kernels that run those of `flash` where `condition(q_tokens, kv_tokens)` holds, and else the others.
+def where(condition: Callable[..., Array], flash: Flash, other: Flash) -> Flash:
+    """Returns kernels that run those of `flash` where the condition holds, and else the others.
 
-    Both are in the program, and a `lax.cond` decides as it runs: on a GPU it waits for that, for some 20 us a kernel.
+    The condition gets the arrays and tokens that the kernel gets. Both kernels are in the program, and a `lax.cond`
+    decides as it runs: on a GPU it waits for that, for some 20 us a kernel.
     """
     unit = _unit(flash) / _unit(other)  # of the two kinds of lse
 
@@ -101,7 +102,7 @@ def where(condition: Callable[[Tokens, Tokens], Array], flash: Flash, other: Fla
             here_, elsewhere_ = (functools.partial(branch, formula) for branch in (here, elsewhere))
             like = jax.eval_shape(here_, *args)
             cast = lambda *args: jax.tree.map(lambda x, y: x.astype(y.dtype), elsewhere_(*args), like)
-            return jax.lax.cond(condition(q_tokens, kv_tokens), here_, cast, *args)
+            return jax.lax.cond(condition(*args), here_, cast, *args)
 
         return run
 

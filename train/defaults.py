@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import rich
+from jax.sharding import Mesh
 
 from train.adapters import Lora
 from train.options import Options
+from train.plan import fit
+from train.report import device_bytes
 from zoo.nn.model import AbstractConfig
 
 
@@ -50,3 +54,30 @@ def resolve_steps(o: O, steps: int) -> O:
         eval_every=o.eval_every or math.ceil(steps / 10),
         sample_every=o.sample_every or math.ceil(steps / 4),
     )
+
+
+def resolve_remat(o: O, config: AbstractConfig, mesh: Mesh, trained: Any, held: float | int, *, frozen: bool) -> O:
+    """`o` with the remat and the microbatches that `train.plan.fit` estimates to fit and to be the fastest of those.
+
+    It says in a line what it chose, and why. If nothing is estimated to fit, it is what needs the least memory: the
+    estimates are rather too high. Where JAX does not say how much memory there is, it is dots.
+
+    `trained`, `held` and `frozen` are as in `train.plan.fit.ways`.
+    """
+    if o.remat != "auto":
+        return o
+    ways = fit.ways(
+        config, mesh, trained, held, rows=o.batch, seq=o.seq_len, compute_dtype=o.compute_dtype, frozen=frozen,
+        least=o.microbatches,
+    )  # fmt: skip
+    available = device_bytes()
+    if available is None or not ways:
+        rich.print("--remat auto is --remat dots: how much memory a device has is not known.")
+        return dataclasses.replace(o, remat="dots")
+    fitting = [way for way in ways if way.needed <= fit.MARGIN * available]
+    best = fitting[0] if fitting else min(ways, key=lambda way: way.needed)
+    gb = lambda size: f"{size / 1e9:,.1f} GB"
+    why = "the fastest" if best is ways[0] else f"{ways[0]}, the fastest, needs about {gb(ways[0].needed)}"
+    why = why if fitting else "nothing is estimated to fit, and this needs the least"
+    rich.print(f"--remat auto is {best}: a device needs about {gb(best.needed)} of {gb(available)}; {why}.")
+    return dataclasses.replace(o, remat=best.remat, microbatches=best.microbatches)

@@ -16,9 +16,11 @@ from jax.sharding import Mesh
 
 from train import cluster, folder, optim, report
 from train.checkpoint import Checkpoints
+from train.defaults import resolve_remat
 from train.mesh import put_batch
 from train.metrics import MetricsFile, Progress, flops_per_token, mean_of_updates
 from train.options import Options
+from train.plan.ahead import device_bytes
 from train.remat import REMAT
 from train.router import rebalancing
 from train.samples import Samples
@@ -141,16 +143,19 @@ def run(
 
 def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mapping[str, Any]) -> Run | None:
     """The run at its first step, or at that of its last checkpoint. After a dry run, which reports memory, None."""
+    optimizer, schedule = optim.make_optimizer(o, task.updates)
+    abstract = abstract_state(trained.abstract, optimizer)
+    frozen = trained.frozen is not None
+    held = device_bytes((abstract, trained.frozen, task.reference))
+    o = resolve_remat(o, trained.config, mesh, trained.abstract, held, frozen=frozen)
     dtype, rewarm = jnp.dtype(o.compute_dtype), None
     validation = Validation(o, task.validation, task.objective, mesh, dtype, task.reference)
-    rebalance = rebalancing(o, family_of(trained.config), adapters=trained.frozen is not None)
-    optimizer, schedule = optim.make_optimizer(o, task.updates)
+    rebalance = rebalancing(o, family_of(trained.config), adapters=frozen)
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=task.objective,
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
         rebalance=rebalance, neftune=task.neftune,
     )  # fmt: skip
-    abstract = abstract_state(trained.abstract, optimizer)
     about = folder.about(o, identity)
     out = o.out or folder.choose(o.name, about, accept_data=o.accept_data)
     if o.dry_run:

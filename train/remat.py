@@ -29,10 +29,11 @@ class StepOptions:
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
     activations are rounded row by row; fp8 rounds gradients too. Weights are kept in float32 with all three. Embedding,
     head and routers are not rounded, nor are the gradients of experts."""
-    remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"
+    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "dots"
     """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products and attention.
     attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept in the
-    memory of a GPU's or TPU's host."""
+    memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at least
+    --microbatches parts; it says which."""
     mesh: str = "fsdp=-1"
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's

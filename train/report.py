@@ -104,7 +104,7 @@ def memory(step: Any, *arguments: Any) -> dict[str, str]:
         "state and batch": size(used.argument_size_in_bytes),
         "while a step runs": size(used.temp_size_in_bytes),
         "in all": size(used.argument_size_in_bytes + used.temp_size_in_bytes),
-        "the device has": size(limit) if (limit := _device_bytes()) else "an unknown amount",
+        "the device has": size(limit) if (limit := device_bytes()) else "an unknown amount",
     }
 
 
@@ -124,6 +124,7 @@ def devices(mesh: Mesh) -> dict[str, str]:
     return {"devices": f"{mesh.size} x {device.device_kind}"} | {axis: str(size) for axis, size in mesh.shape.items()}
 
 
-def _device_bytes() -> int | None:
+def device_bytes() -> int | None:
+    """Returns the bytes that JAX may take of a device; None where it does not say, as on CPUs."""
     statistics = jax.local_devices()[0].memory_stats()
     return statistics and statistics.get("bytes_limit")

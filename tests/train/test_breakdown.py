@@ -80,8 +80,10 @@ TEXT = """HloModule jit_step
   ROOT %copied = f32[1000]{0} copy(%w)
 }
 
-%keep (k: f32[1000]) -> f32[1000] {
-  %k = f32[1000]{0} parameter(0)
+%moves (m: f32[1000]) -> f32[1000] {
+  %m = f32[1000]{0} parameter(0)
+  %once = f32[1000]{0} negate(%m)
+  ROOT %twice = f32[1000]{0} copy(%once)
 }
 
 %learn (l: f32[1000]) -> f32[1000] {
@@ -115,7 +117,8 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> s32[
   %new = f32[8,64]{1,0} parameter(8)
   %start = ((f32[1000]{0}), f32[1000]{0}, u32[]) async-start(%f), calls=%wrapped
   %done = f32[1000]{0} async-done(%start)
-  %either = f32[1000]{0} conditional(%true, %f, %f), branch_computations={%keep, %learn}
+  %either = f32[1000]{0} conditional(%true, %f, %f), branch_computations={%moves, %learn}
+  %asked = f32[1000]{0} conditional(%true, %f, %f), true_computation=%learn, false_computation=%moves
   %gathered = f32[4000]{0} all-gather(%f), replica_groups={{0,1,2,3}}, dimensions={0}
 }
 """
@@ -139,6 +142,7 @@ def test_every_kind_of_kernel():
         Kernel(breakdown.PRODUCTS, 2 * 8 * 16 * 32 * 4, 2 * 8 * (16 * 4 + 4 * 32 + 16 * 32), 1),
         Kernel(breakdown.SCATTERS, 0, 3 * 4 * part + 4 * 8, 1),
         Kernel(breakdown.COPIES, 0, 8000, 1),
+        Kernel(breakdown.OPTIMIZER, 0, 8000, 1),  # where the condition holds, though there the other moves more
         Kernel(breakdown.OPTIMIZER, 0, 8000, 1),
     ]
     assert [tuple(kernel) for kernel in found] == [tuple(kernel) for kernel in known]

@@ -18,13 +18,15 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
+from train import defaults
 from train.adapters import Lora
 from train.mesh import abstract_model
 from train.plan import __main__ as plan
-from train.plan import ahead, hlo, planner
+from train.plan import ahead, fit, hlo, planner
 from train.plan.ahead import Program, TooLarge, compile_ahead, training
 from train.plan.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
 from train.plan.planner import Options, candidates, suggestion
+from train.pretrain import PretrainOptions
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
@@ -573,3 +575,36 @@ def test_offload_trains_alike(config):
     loss = lambda model, remat: jnp.mean(with_remat(model, remat).hidden(tokens)[0] ** 2)
     full, offload = (jax.jit(jax.grad(loss), static_argnums=1)(model, ahead.REMAT[r]) for r in ("full", "offload"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), full, offload)
+
+
+# --------------------------------------------------------------------------------------------------------- --remat auto
+
+
+def test_remat_auto(config, monkeypatch, capsys):
+    """What fits is chosen, the fastest first: from products that are all kept to small parts of the batch. With no room
+    for any, it is what needs the least; where the memory is unknown, as on a CPU, it is what is usual."""
+    o = PretrainOptions(model="tiny", data=pathlib.Path(), remat="auto", batch=32, seq_len=64, compute_dtype="bfloat16")
+    mesh = make_mesh("fsdp=2", jax.devices()[:2])
+    model = abstract_model(config, planner.family_of(config), mesh)
+    held = 6 * sum(a.size for a in jax.tree.leaves(model))
+
+    def chosen(available, o=o, frozen=False):
+        monkeypatch.setattr(defaults, "device_bytes", lambda: available)
+        o = defaults.resolve_remat(o, config, mesh, model, held, frozen=frozen)
+        return o.remat, o.microbatches
+
+    assert chosen(None) == ("dots", 1) and "not known" in capsys.readouterr().out
+    assert chosen(1e12) == ("dots", 1) and "the fastest." in capsys.readouterr().out
+    assert chosen(1e12, dataclasses.replace(o, microbatches=4)) == ("dots", 4)
+    assert chosen(1.0, dataclasses.replace(o, remat="full", microbatches=4)) == ("full", 4)
+    capsys.readouterr()
+    assert chosen(1.0)[1] == 16 and "nothing is estimated to fit" in " ".join(capsys.readouterr().out.split())
+    ways = fit.ways(config, mesh, model, held, rows=32, seq=64, compute_dtype=jnp.bfloat16, frozen=False, least=1)
+    assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == set(fit.REMATS[1:])
+    sizes = {way[:2]: way.needed for way in ways}
+    assert sizes["dots", 1] > sizes["attention", 1] > sizes["full", 1] > sizes["offload", 1] > held
+    for way in ways:  # just enough memory for each: never more than that is taken, nor slower than it
+        remat, parts = chosen(way.needed / fit.MARGIN + 1)
+        other = next(each for each in ways if each[:2] == (remat, parts))
+        assert other.needed <= way.needed + 1 and other.work <= way.work
+    assert f"{ways[0]}, the fastest, needs about" in " ".join(capsys.readouterr().out.split())

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -180,7 +181,8 @@ def test_gradients_of_one_part_are_kept_in_the_compute_dtype(model, batch):
         e for e in jax.make_jaxpr(step)(init_state(model, SGD), batch).jaxpr.eqns if e.primitive.name == "cond"
     ]
     sizes = collections.Counter()
-    for array in {id(v): v.aval for v in update.invars}.values():
+    arrays: Any = {id(v): v.aval for v in update.invars}
+    for array in arrays.values():
         sizes[array.dtype.name] += array.size
     weights = sum(a.size for a in jax.tree.leaves(model))
     assert sizes["bfloat16"] == weights <= sizes["float32"] < 1.1 * weights

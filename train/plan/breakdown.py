@@ -88,8 +88,9 @@ def parts(kernels: Sequence[Kernel], chip: Chip) -> dict[str, Part]:
 def kernels(text: str, seen: float = 1.0) -> list[Kernel]:
     """Lists the kernels in the text of an optimized module, without collectives.
 
-    Those in a loop count as often as it runs; of the branches of a conditional the one that moves the most counts. What
-    a slice, a gather or an update in place leaves alone is not moved, nor is what stays in a TPU's fast memory.
+    Those in a loop count as often as it runs. Of a conditional those count that run where its condition holds: all
+    of ours ask whether things are as usual. What a slice, a gather or an update in place leaves alone is not moved, nor
+    is what stays in a TPU's fast memory.
 
     Args:
         seen: the share of all pairs of a row's tokens that attention's kernels compute, such as a half.
@@ -105,9 +106,8 @@ def kernels(text: str, seen: float = 1.0) -> list[Kernel]:
                 n = hlo.trips(i.line, computations)
                 yield from visit(i.called("body")[0], times * n, n)
             elif i.op == "conditional":
-                branches = i.called("branch_computations", "true_computation", "false_computation")
-                moved = lambda found: sum(kernel.bytes * kernel.times for kernel in found)
-                yield from max((list(visit(branch, times, turns)) for branch in branches), key=moved)
+                *_, usual = i.called("false_computation", "true_computation", "branch_computations")
+                yield from visit(usual, times, turns)
             elif i.op in ("call", "async-start"):
                 for called in i.called("to_apply", "calls"):
                     yield from visit(called, times, turns)

@@ -18,6 +18,7 @@ from train.metrics import flops_per_token, products_per_token
 from train.plan.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training
 from train.plan.breakdown import Part, parts
 from train.plan.chips import Chip, slowest_link
+from train.plan.fit import REMATS, kept, recomputed
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
@@ -25,9 +26,6 @@ from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, AbstractModel
 from zoo.nn.pipeline import rounds_of
 from zoo.registry import family_of
 from zoo.surgery import modules
-
-
-REMATS = ("none", "dots", "attention", "full", "offload")  # from most memory to least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,9 +156,12 @@ def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
 def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
     """Lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known."""
     p = products_per_token(model.config, o.seq)
-    again = {"none": 0.0, "dots": 0.0, "attention": p.layers}.get(o.remat, p.layers + p.attention)
     weights = p.layers + p.head  # frozen ones have no gradient
-    products = sum(p) if o.decode else 3 * p.attention + (2 if o.lora.rank else 3) * weights + again
+    products = (
+        sum(p)
+        if o.decode
+        else 3 * p.attention + (2 if o.lora.rank else 3) * weights + recomputed(model.config, o.seq, o.remat)
+    )
     bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
     if compiled:
         # A step reads its arguments, writes its results, and writes and reads its temporaries.
@@ -180,22 +181,10 @@ def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
     return (busy + stages - 1) / busy
 
 
-def kept(config: AbstractConfig, mesh: Mesh, o: Options) -> float:
-    """Estimates the bytes of a device for activations kept for the backward pass, to choose what to compile."""
-    rows = o.batch / o.microbatches / math.prod(mesh.shape[axis] for axis in BATCH)
-    tokens = rows * o.seq / mesh.shape[CONTEXT]
-    inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
-    inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
-    # A product's result has for each token, on average, as many numbers as its weights divided by the model's width.
-    results = 2 * tokens * products_per_token(config, o.seq).layers / config.hidden_size / mesh.shape[TENSOR]
-    outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # of attention
-    by_remat = {"none": inputs + 2 * results, "dots": inputs + results, "attention": inputs + outputs, "full": inputs}
-    return by_remat.get(o.remat, 0.0)
-
-
 def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, o: Options) -> float:
     """Estimates the bytes of a device during a step: what is there before it, gradients, activations."""
-    activations = 0.0 if o.decode else kept(config, mesh, o)
+    rows = o.batch / o.microbatches
+    activations = 0.0 if o.decode else kept(config, mesh, rows=rows, seq=o.seq, remat=o.remat)
     return sum(kinds.values()) + gradients + activations
 
 
