@@ -124,7 +124,8 @@ def backward(
     documents = Documents.of(q_tokens.segments, q)
     statistics = lse if documents is None else documents.of_documents(lse)
     of_backward = statistics, out.astype(q.dtype), d_out.astype(q.dtype)
-    return _call(cudnn._dot_product_attention_bwd_p, documents, formula, q, k, v, *of_backward)
+    dq, dk, dv = _call(cudnn._dot_product_attention_bwd_p, documents, formula, q, k, v, *of_backward)
+    return dq, dk, dv
 
 
 class Documents:

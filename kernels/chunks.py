@@ -16,17 +16,17 @@ class Chunks(NamedTuple):
     rows: int  # parts that devices split the rows into
     parts: int  # parts that devices split the positions into
     part: int  # positions of such a part
-    size: int  # positions of a part that are in one chunk; the last chunk is padded
+    size: int  # positions of a part that are in one chunk; the last chunk is padded to that
     count: int  # number of chunks
 
     @classmethod
     def of(cls, batch: int, seq: int, tokens: int) -> "Chunks":
-        """Plans chunks of about `tokens` tokens on each device."""
+        """Plans chunks of about `tokens` tokens on each device, or somewhat fewer: all are as large as the last."""
         rows = math.prod(map(mesh.split, mesh.splitting(batch, *mesh.BATCH)))
         parts = math.prod(map(mesh.split, mesh.splitting(seq, mesh.CONTEXT)))
         part = seq // parts
-        size = min(part, math.ceil(tokens * rows / batch))
-        return cls(batch, rows, parts, part, size, math.ceil(part / size))
+        count = math.ceil(part / math.ceil(tokens * rows / batch))
+        return cls(batch, rows, parts, part, math.ceil(part / count), count)
 
     def cut(self, a: Array) -> Array:
         """Cuts [batch, seq, ...] into [count, batch, parts * size, ...]."""

@@ -60,17 +60,20 @@ def cross_entropy(
     reference: None = None,
     means: Scalars | None = None,
     *,
-    chunk: int = 2048,
+    chunk: int = 0,
     z_loss: float = 0.0,
     mtp_weight: float = 0.0,
 ) -> Losses:
     """The objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
 
+    `chunk` 0 is twice the model's width: then a chunk's logits in bfloat16 take as many bytes as the float32 sum of the
+    head's gradients, which is read and written for each chunk.
+
     The sums are "loss", in nats, and "accuracy", the number of targets whose logit is the largest. With `mtp_weight`,
     so much of `train.mtp.mtp_loss` is added to the total; its sum is "mtp_loss".
     """
     x, reports = features(model, batch)
-    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk)
+    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or 2 * x.shape[-1])
     total, found = losses(x, batch["targets"], batch["loss_mask"], z_loss=z_loss)
     sums = {"loss": found["loss"], "accuracy": found["correct"]}
     if mtp_weight:

@@ -72,7 +72,7 @@ class Library:
         if not of_backward:
             lse = jax.nn.logsumexp(jnp.where(exist[:, None, :, None], x, 0), axis=-1)
             out = jnp.einsum("bnij,bjnd->bind", jnp.exp(x - lse[..., None]), v_j)
-            return put(out, rows, exist, q), jnp.where(exist[:, None], lse, jnp.nan)
+            return [put(out, rows, exist, q), jnp.where(exist[:, None], lse, jnp.nan)]
         lse, out, d_out = of_backward
         assert lse.shape == (count, heads, seq) and lse.dtype == jnp.float32
         out_i, d_out_i = (jnp.where(exist[..., None, None], take(a, rows), 0) for a in (out, d_out))
@@ -81,11 +81,11 @@ class Library:
         d_x = scale * weights * (jnp.einsum("bind,bjnd->bnij", d_out_i, v_j) - delta[..., None])
         share = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(axis=3)
         dk, dv = jnp.einsum("bnij,bind->bjnd", d_x, q_i), jnp.einsum("bnij,bind->bjnd", weights, d_out_i)
-        return (
+        return [
             put(jnp.einsum("bnij,bjnd->bind", d_x, k_j), rows, exist, q),
             put(share(dk), columns, kv_exist, k),
             put(share(dv), columns, kv_exist, v),
-        )
+        ]
 
 
 @pytest.fixture

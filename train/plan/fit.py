@@ -15,7 +15,6 @@ from zoo.nn.model import AbstractConfig
 
 REMATS = ("none", "dots", "attention", "full", "offload")  # from most memory to least
 MARGIN = 0.92  # share of the memory that a step may be estimated to need
-CHUNK = 2048  # tokens of a device whose logits exist at a time, see `train.step.cross_entropy`
 HOST = 14_000.0  # FLOPs of an H200 in the time in which a byte crosses PCIe
 # What a part of a batch costs for each parameter, in FLOPs of the same time: its gradient is read and added to a sum in
 # float32, 10 bytes, while an H200 computes 167 FLOPs a byte.
@@ -87,7 +86,13 @@ def ways(
         tokens = rows // parts * seq / shares / shape[CONTEXT]
         # Gradients; of several parts also those of one in float32, beside their sum, which is there all along.
         sums, first = parameters * (itemsize + 8 * (parts > 1)), 4 * parameters * (parts > 1)
-        logits = min(tokens, CHUNK) * config.vocab_size / shape[TENSOR] * (2 * itemsize + 4 * (itemsize > 2))
+        # See `train.step.cross_entropy`.
+        logits = (
+            min(tokens, 2 * config.hidden_size)
+            * config.vocab_size
+            / shape[TENSOR]
+            * (2 * itemsize + 4 * (itemsize > 2))
+        )
         weights = head * itemsize if frozen else head * (2 * itemsize + 4)  # its gradient by chunk, and their sum
         # One layer: its weights as they are gathered, what is computed again and the gradients of that.
         layer = itemsize * p.layers / config.num_hidden_layers * (2 + 3 * tokens / config.hidden_size) / shape[TENSOR]
