@@ -143,6 +143,7 @@ def run(
 
 def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mapping[str, Any]) -> Run | None:
     """The run at its first step, or at that of its last checkpoint. After a dry run, which reports memory, None."""
+    about = folder.about(o, identity)  # of the options as given: another device may need other microbatches
     optimizer, schedule = optim.make_optimizer(o, task.updates)
     abstract = abstract_state(trained.abstract, optimizer)
     frozen = trained.frozen is not None
@@ -156,7 +157,6 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mappin
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
         rebalance=rebalance, neftune=task.neftune,
     )  # fmt: skip
-    about = folder.about(o, identity)
     out = o.out or folder.choose(o.name, about, accept_data=o.accept_data)
     if o.dry_run:
         batch = put_batch(task.example or next(iter(task.data)), mesh)
