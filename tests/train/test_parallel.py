@@ -36,7 +36,7 @@ def axes(family):
     """Two meshes that have every axis for a family: weights and tokens are split, or experts, and then layers."""
     if family == "qwen3_next":  # whose tokens are in order, which context does not keep
         return ("stage",)
-    if family == "granite4":
+    if family in ("granite4", "nemotron_h"):
         return "fsdp=2,expert=2,tensor=2", "stage"
     return EXPERTS if issubclass(FAMILIES[family].Config, AbstractMixtureConfig) else SPLIT, "stage"
 

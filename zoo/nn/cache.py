@@ -221,6 +221,22 @@ class LatentKV(AbstractCache):
         return self
 
 
+class NoCache(AbstractCache):
+    """The cache of a layer that remembers nothing, such as an MLP alone."""
+
+    layer: Int[Array, ""]
+    rewinds: ClassVar[bool] = True
+
+    def partition_specs(self, sizes: Mapping[str, int]) -> "NoCache":
+        return eqx.tree_at(lambda c: c.layer, self, P())
+
+    def in_int8(self) -> "NoCache":
+        return self
+
+    def widened(self, more: int) -> "NoCache":
+        return self
+
+
 def init_kv(
     layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike, *, window: int | None
 ) -> KV | WindowKV:

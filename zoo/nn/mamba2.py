@@ -133,10 +133,10 @@ class Mamba2(eqx.Module):
             dt = _steps(dt, self.dt_bias, self.time_step_limit)
             decay = dt * jnp.broadcast_to(-jnp.exp(self.A_log.astype(jnp.float32)), dt.shape)
             y, state = kernels.delta_rule(c, b, x, decay, dt, at, scale=1.0, state=state, erase=False)
-            return _plus(y, x, self.D), state, tail
+            return (y, x), state, tail
 
-        y, cache = recur(step, (xbc, dt), cache, at)
-        return self.out_proj(self.norm(y.reshape(gate.shape), gate)), cache
+        (y, x), cache = recur(step, (xbc, dt), cache, at)
+        return self.out_proj(_normed(self.norm, self.D, y, x, gate)), cache
 
     def init_cache(self, layers: int, batch: int, dtype: DTypeLike) -> RecurrentCache:
         """Makes an empty cache of so many layers like this one. `dtype` is that of the convolution's inputs."""
@@ -146,12 +146,17 @@ class Mamba2(eqx.Module):
 
 
 @recomputed
-def _plus(
-    y: Float[Array, "batch seq heads dim"], x: Float[Array, "batch seq heads dim"], skip: Float[Array, " heads"]
-) -> Float[Array, "batch seq heads dim"]:
-    """Computes y + skip * x in float32."""
+def _normed(
+    norm: GroupedRMSNorm,
+    skip: Float[Array, " heads"],
+    y: Float[Array, "batch seq heads dim"],
+    x: Float[Array, "batch seq heads dim"],
+    gate: Float[Array, "batch seq features"],
+) -> Float[Array, "batch seq features"]:
+    """Computes norm(y + skip * x, gate), in float32 until the result."""
     skips = jnp.broadcast_to(skip.astype(jnp.float32)[:, None], x.shape)
-    return (y.astype(jnp.float32) + skips * x.astype(jnp.float32)).astype(y.dtype)
+    y = y.astype(jnp.float32) + skips * x.astype(jnp.float32)
+    return norm(y.reshape(gate.shape), gate).astype(gate.dtype)
 
 
 def _steps(

@@ -1,0 +1,430 @@
+"""Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 (arXiv:2508.14444), Nemotron 3 Nano and Super (arXiv:2512.20848).
+
+A layer is one norm and one mixer: Mamba-2 (arXiv:2405.21060), attention, an MLP, or a mixture of experts, as the
+letters of a pattern say. Attention is rare, and has no positions. MLPs and experts are not gated: down(relu(up(x))^2).
+Routers are DeepSeek V3's, with sigmoids and a bias that evens the load. Super's experts work on vectors of a quarter of
+the features, to and from which two projections lead.
+
+The step of Mamba-2 is between the two time_step_limits, 0 and infinity. transformers 5.23 takes time_step_min for the
+least one where it reads a text in one pass, and has none where it decodes; time_step_min is of random weights alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels import Tokens
+from kernels.sums import pick
+from zoo.nn import moe
+from zoo.nn.cache import KV, AbstractCache, NoCache
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear, recomputed
+from zoo.nn.mamba2 import Mamba2
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+
+
+MAMBA, ATTENTION, DENSE, EXPERTS = "M*-E"  # the letters of a pattern
+# What transformers 5 writes for each of them, and what it wrote before.
+LETTERS = {
+    "linear_attention": MAMBA,
+    "full_attention": ATTENTION,
+    "mlp": DENSE,
+    "moe": EXPERTS,
+    "mamba": MAMBA,
+    "attention": ATTENTION,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # width of the MLPs
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    hybrid_override_pattern: str  # a letter for each layer
+    head_dim: int = 128
+    mamba_num_heads: int = 128
+    mamba_head_dim: int = 64
+    n_groups: int = 8
+    ssm_state_size: int = 128
+    conv_kernel: int = 4
+    chunk_size: int = 128  # unused: how some kernels cut a row, which changes no result
+    expand: int = 2  # unused: mamba_num_heads and mamba_head_dim say it
+    use_conv_bias: bool = True
+    use_bias: bool = False  # of the projections of Mamba-2
+    time_step_limit: tuple[float, ...] = (0.0, math.inf)
+    time_step_min: float = 0.001  # unused: it is of random weights, and so are the next two
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    moe_latent_size: int | None = None  # None: experts read and write hidden_size features
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    mlp_bias: bool = False
+    layer_norm_epsilon: float = 1e-5
+    num_nextn_predict_layers: int = 0  # unused: modules that predict one more token are not loaded
+    mtp_hybrid_override_pattern: str = "*E"  # unused
+
+    def __post_init__(self):
+        c, pattern = self, self.hybrid_override_pattern
+        if len(pattern) != c.num_hidden_layers or set(pattern) - set(LETTERS.values()):
+            raise ValueError(
+                f"hybrid_override_pattern={pattern!r} needs one of M, *, - and E for each of the {c.num_hidden_layers} "
+                "layers."
+            )
+        if len(c.time_step_limit) != 2:
+            raise ValueError(f"time_step_limit is {list(c.time_step_limit)}; it needs the least and the largest step.")
+        each, rest = divmod(c.n_routed_experts, c.n_group)
+        enough = c.topk_group <= c.n_group and c.num_experts_per_tok <= c.topk_group * each
+        if rest or each < 2 or not enough:
+            raise ValueError(
+                f"{c.num_experts_per_tok} of {c.n_routed_experts} experts cannot be chosen from topk_group "
+                f"{c.topk_group} of n_group {c.n_group} groups."
+            )
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        kind = self.hybrid_override_pattern[layer]
+        if kind == ATTENTION:
+            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        # A state is written to, and read.
+        return 2 * self.mamba_num_heads * self.mamba_head_dim * self.ssm_state_size if kind == MAMBA else 0
+
+
+# fmt: off
+NANO2 = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+NANO3 = "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME"
+SUPER3 = "MEMEMEM*E" * 3 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME"
+V2: dict[str, Any] = dict(hybrid_override_pattern=NANO2, mamba_head_dim=80)
+V3_NANO: dict[str, Any] = dict(
+    hybrid_override_pattern=NANO3, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
+    moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+)
+V3_SUPER: dict[str, Any] = dict(
+    hybrid_override_pattern=SUPER3, n_routed_experts=512, num_experts_per_tok=22, moe_intermediate_size=2688,
+    moe_shared_expert_intermediate_size=5376, moe_latent_size=1024, routed_scaling_factor=5.0,
+    num_nextn_predict_layers=1,
+)
+#                                       vocab hidden    mlp layers heads kv positions
+CONFIGS = {
+    "nemotron-nano-9b-v2":         Config(131072, 4480, 15680,    56,   40, 8,   131072, **V2),
+    "nemotron-nano-9b-v2-base":    Config(131072, 4480, 15680,    56,   40, 8,   131072, **V2),
+    "nemotron3-nano-30b-a3b":      Config(131072, 2688,  1856,    52,   32, 2,   262144, **V3_NANO),
+    "nemotron3-nano-30b-a3b-base": Config(131072, 2688,  1856,    52,   32, 2,   262144, **V3_NANO),
+    "nemotron3-super-120b-a12b":   Config(131072, 4096,  2688,    88,   32, 2,   262144, **V3_SUPER),
+}
+# fmt: on
+
+
+class RMSNorm(eqx.Module):
+    """Root mean square norm (arXiv:1910.07467) that multiplies by its weight in float32 too, and rounds after that."""
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = jnp.ones(dim), eps
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    head_dim: int = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, key=o)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q, k, v, kv = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x)), at
+        if cache is not None:
+            cache, k, v, kv = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+@recomputed
+def relu_squared(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes relu(x)^2 (arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+class MLP(eqx.Module):
+    """One MLP for all rows; or one for each expert, where expert i takes the next `sizes[i]` rows."""
+
+    up_proj: AbstractLinear | AbstractExpertLinear
+    down_proj: AbstractLinear | AbstractExpertLinear
+
+    def __init__(self, linear: Callable[..., Any], hidden: int, width: int, *, key: PRNGKeyArray):
+        up, down = jax.random.split(key)
+        self.up_proj = linear(hidden, width, key=up)
+        self.down_proj = linear(width, hidden, key=down)
+
+    def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
+        return self.down_proj(relu_squared(self.up_proj(x, *sizes)), *sizes)
+
+
+class Router(eqx.Module):
+    """Logits of all experts, in float32. Not a `Linear`, so that LoRA and quantization leave it alone."""
+
+    weight: Float[Array, "experts embed"]
+    e_score_correction_bias: Float32  # added for the choice, not in the weights; gets no gradient
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
+        self.e_score_correction_bias = Float32(jnp.zeros(config.n_routed_experts))
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
+
+
+class MoE(eqx.Module):
+    gate: Router
+    experts: MLP  # one MLP for each expert
+    shared_experts: MLP
+    fc1_latent_proj: AbstractLinear | None  # with moe_latent_size: to what experts read
+    fc2_latent_proj: AbstractLinear | None  # and from what they write
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, experts, shared, into, out) = config, jax.random.split(key, 5)
+        latent = c.moe_latent_size or c.hidden_size
+        each = lambda *sizes, key: ExpertLinear(c.n_routed_experts, *sizes, key=key)
+        linear = lambda *sizes, key: Linear(*sizes, bias=c.mlp_bias, key=key)
+        self.config = c
+        self.gate = Router(c, key=gate)
+        self.experts = MLP(each, latent, c.moe_intermediate_size, key=experts)
+        self.shared_experts = MLP(linear, c.hidden_size, c.moe_shared_expert_intermediate_size, key=shared)
+        self.fc1_latent_proj = linear(c.hidden_size, latent, key=into) if c.moe_latent_size else None
+        self.fc2_latent_proj = linear(latent, c.hidden_size, key=out) if c.moe_latent_size else None
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        c, logits = self.config, self.gate(x)
+        scores = jax.nn.sigmoid(logits)
+        bias = jnp.broadcast_to(self.gate.e_score_correction_bias.value, scores.shape)
+        biased = (scores + bias).reshape(*x.shape[:2], c.n_group, -1)
+        best = moe.top_k(jnp.sum(moe.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # the best groups
+        kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
+        biased = jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape)
+        chosen = moe.top_k(biased, c.num_experts_per_tok)[1]
+        weights = pick(scores, chosen)
+        if c.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = (c.routed_scaling_factor * weights).astype(x.dtype)
+        y = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)
+        y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)
+        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
+        return y + self.shared_experts(x), routing
+
+
+class Block(AbstractDecoderBlock):
+    norm: RMSNorm
+    mixer: Mamba2 | Attention | MLP | MoE
+    ordered: ClassVar[bool] = True
+
+    def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
+        c = config
+        self.norm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        if kind == MAMBA:
+            self.mixer = Mamba2(
+                c.hidden_size,
+                heads=c.mamba_num_heads,
+                head_dim=c.mamba_head_dim,
+                groups=c.n_groups,
+                state_size=c.ssm_state_size,
+                width=c.conv_kernel,
+                time_step_limit=c.time_step_limit,
+                eps=c.layer_norm_epsilon,
+                bias=c.use_bias,
+                conv_bias=c.use_conv_bias,
+                key=key,
+            )
+        elif kind == ATTENTION:
+            self.mixer = Attention(c, key=key)
+        elif kind == EXPERTS:
+            self.mixer = MoE(c, key=key)
+        else:
+            linear = lambda *sizes, key: Linear(*sizes, bias=c.mlp_bias, key=key)
+            self.mixer = MLP(linear, c.hidden_size, c.intermediate_size, key=key)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
+        y, mixer, routing = self.norm(x), self.mixer, None
+        if isinstance(mixer, MoE):
+            y, routing = mixer(y, at.segments)
+        elif isinstance(mixer, MLP):
+            y = mixer(y)
+        else:
+            remembers: Any = mixer
+            y, cache = remembers(y, cache, at)
+        return x + y, cache, routing
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        if isinstance(self.mixer, Mamba2):
+            return self.mixer.init_cache(layers, batch, dtype)
+        if isinstance(self.mixer, Attention):
+            head_dim = self.mixer.head_dim
+            return KV.init(layers, batch, length, self.mixer.k_proj.shape[-2] // head_dim, head_dim, dtype)
+        return NoCache(jnp.array(0, jnp.int32))
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm_f: RMSNorm
+    lm_head: AbstractLinear
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Initialise random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        kinds = c.hybrid_override_pattern
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, kinds[n], key=key), kinds, key=layers)
+        self.norm_f = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Caches | None = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        x = self.embed_tokens(tokens)
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.norm_f(x), cache, reports
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.lm_head(x)
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
+        return self.layers.init_cache(batch, length, dtype)
+
+
+def rebalance(model: Model, reports: Reports, rate: float) -> Model:
+    """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
+
+    `reports` holds the routers' loads in a step, from `Model.hidden`.
+    """
+    sought = lambda m: isinstance(m, Router | moe.Routing)
+    find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
+    biases = lambda model: [router.e_score_correction_bias.value for router in find(model)]
+    signs = [jnp.sign(jnp.mean(r.load, axis=-1, keepdims=True) - r.load) for r in find(reports)]
+    return eqx.tree_at(biases, model, [b + rate * sign for b, sign in zip(biases(model), signs, strict=True)])
+
+
+def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes patterns of lists of layers, and leaves out the norm's epsilon under other names.
+
+    Raises:
+        ValueError: for an unknown kind of layer, or different epsilons.
+    """
+    hub = dict(hub)
+    for lists, pattern in (
+        (("layers_block_type", "layer_types"), "hybrid_override_pattern"),
+        (("mtp_layers_block_type",), "mtp_hybrid_override_pattern"),
+    ):
+        kinds = next((found for name in lists if (found := hub.pop(name, None)) is not None), None)
+        if kinds is not None:
+            if not isinstance(kinds, list) or not all(str(kind) in LETTERS for kind in kinds):
+                raise ValueError(f"{lists[0]}={kinds!r} is no list of {', '.join(LETTERS)}.")
+            hub.setdefault(pattern, "".join(LETTERS[kind] for kind in kinds))
+    if isinstance(pattern := hub.get("hybrid_override_pattern"), str):
+        hub.setdefault("num_hidden_layers", len(pattern))
+    for name in ("norm_eps", "rms_norm_eps"):
+        if (eps := hub.pop(name, None)) not in (None, used := hub.get("layer_norm_epsilon", 1e-5)):
+            raise ValueError(f"{name}={eps!r}, but layer_norm_epsilon={used!r}: which of them norms take is not known.")
+    return hub
+
+
+FAMILY = Family(
+    title="Nemotron-H, Nemotron 3",
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("nemotron_h",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.in_proj": P("tensor", "fsdp"),
+        "layers.*.out_proj": P("fsdp", "tensor"),
+        "layers.*.experts.up_proj": P("expert", "tensor", "fsdp"),
+        "layers.*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "layers.*.up_proj": P("tensor", "fsdp"),
+        "layers.*.down_proj": P("fsdp", "tensor"),
+        "layers.*.fc1_latent_proj": P(None, "fsdp"),
+        "layers.*.fc2_latent_proj": P("fsdp", None),
+        "layers.*": P(),
+        "norm_f.weight": P(),
+    },
+    checkpoint_names={
+        "lm_head.*": "lm_head.{}",
+        "embed_tokens.*": "backbone.embeddings.{}",
+        "*.experts.*.weight": "backbone.{}.experts.{expert}.{}.weight",
+        "*_bias.value": "backbone.{}_bias",
+        "*": "backbone.{}",
+    },
+    redundant={"mtp.*": None},
+    implied={
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "attention_bias": False,
+        "mamba_hidden_act": OneOf(["silu", "swish"]),
+        "mamba_proj_bias": False,
+        "mamba_ssm_cache_dtype": "float32",
+        "mlp_hidden_act": "relu2",
+        "moe_shared_expert_overlap": OneOf([True, False]),
+        "n_shared_experts": 1,
+        "partial_rotary_factor": 1.0,  # of attention that does not rotate; nor does it use the next one
+        "rope_theta": 10_000.0,
+        "rescale_prenorm_residual": OneOf([True, False]),
+        "residual_in_fp32": False,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_mamba_kernels": OneOf([True, False]),
+    },
+    standard_form=standard_form,
+    rebalance=rebalance,
+)
