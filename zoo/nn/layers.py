@@ -145,12 +145,14 @@ def on_first(array: Float[Array, "*shape"], axis: str) -> Float[Array, "*shape"]
 
 
 class Conv1d(eqx.Module):
-    """The weight of a causal convolution of each channel by itself, for `kernels.causal_conv`."""
+    """The parameters of a causal convolution of each channel by itself, for `kernels.causal_conv`."""
 
     weight: Float[Array, "channels 1 width"]
+    bias: Float[Array, " channels"] | None
 
-    def __init__(self, channels: int, width: int, *, key: PRNGKeyArray):
+    def __init__(self, channels: int, width: int, *, bias: bool = False, key: PRNGKeyArray):
         self.weight = jax.random.uniform(key, (channels, 1, width), minval=-(width**-0.5), maxval=width**-0.5)
+        self.bias = jnp.zeros(channels) if bias else None
 
 
 class Float32(eqx.Module):

@@ -12,19 +12,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.sums import spread
-from zoo.nn.layers import AbstractLinear, Linear, recomputed
+from zoo.nn.layers import AbstractLinear, Conv1d, Linear, recomputed
 from zoo.nn.recurrent import RecurrentCache, recur
-
-
-class Conv1d(eqx.Module):
-    """The parameters of a causal convolution of each channel by itself."""
-
-    weight: Float[Array, "channels 1 width"]
-    bias: Float[Array, " channels"] | None
-
-    def __init__(self, channels: int, width: int, *, bias: bool, key: PRNGKeyArray):
-        self.weight = jax.random.uniform(key, (channels, 1, width), minval=-(width**-0.5), maxval=width**-0.5)
-        self.bias = jnp.zeros(channels) if bias else None
 
 
 class GroupedRMSNorm(eqx.Module):
