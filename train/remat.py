@@ -40,9 +40,8 @@ class StepOptions:
     experts; stage the layers."""
 
 
-# What is kept of each layer, from most memory to least: a function around the body of the layers' scan.
-# In a scan nothing can be merged with the forward pass anyway, so `prevent_cse` would only hold back the compiler.
-REMAT: dict[str, Callable[[Callable], Callable] | None] = {
+# What is kept of each layer, from most memory to least: a function around it.
+REMAT: dict[str, Callable[..., Callable] | None] = {
     "none": None,
     # The results of matrix products with weights and of attention; what is elementwise is computed again.
     "dots": functools.partial(
@@ -51,14 +50,13 @@ REMAT: dict[str, Callable[[Callable], Callable] | None] = {
             checkpoint_policies.dots_with_no_batch_dims_saveable,
             checkpoint_policies.save_only_these_names(matmul.SAVED, flash.SAVED),
         ),
-        prevent_cse=False,
     ),
     # The layer's input, and what attention's backward kernel needs of its forward one: with long rows much is saved.
     "attention": functools.partial(
         jax.checkpoint, policy=checkpoint_policies.save_only_these_names(flash.SAVED), prevent_cse=False
     ),
     # The layer's input only: one more forward pass, a third more work.
-    "full": functools.partial(jax.checkpoint, prevent_cse=False),
+    "full": jax.checkpoint,
     # The same, kept in the host's memory: nothing grows with the depth of the model but what crosses PCIe.
     "offload": functools.partial(
         jax.checkpoint,
@@ -68,6 +66,5 @@ REMAT: dict[str, Callable[[Callable], Callable] | None] = {
             offload_src="device",
             offload_dst="pinned_host",
         ),
-        prevent_cse=False,
     ),
 }

@@ -26,7 +26,7 @@ from zoo.surgery import cast, with_remat
 
 
 Batch = Mapping[str, Shaped[Array, "batch seq ..."]]
-Remat = Callable[[Callable], Callable] | None
+Remat = Callable[..., Callable] | None
 Scalars = dict[str, Float[Array, ""]]
 Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Reports]  # total, count, sums, reports
 

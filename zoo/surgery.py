@@ -47,8 +47,8 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     return jax.tree.map(lambda a: a if kept(a) else one(a), tree, is_leaf=kept)
 
 
-def with_remat(model: T, remat: Callable[[Callable], Callable] | None) -> T:
-    """Put `remat`, such as `jax.checkpoint`, around each period of layers, to save memory in training.
+def with_remat(model: T, remat: Callable[..., Callable] | None) -> T:
+    """Put `remat`, such as `jax.checkpoint`, around each layer, to save memory in training.
 
     The backward pass then computes again the values that `remat` does not keep. None: all values are kept.
     """

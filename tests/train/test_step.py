@@ -279,3 +279,19 @@ def test_remat():
     assert_close((dots(stack, x), full(stack, x)), (none(stack, x),) * 2)
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (none, dots, full)]
     assert sizes[1] < 0.8 * sizes[0] and sizes[2] < 0.5 * sizes[1], sizes
+
+
+def test_remat_wraps_each_layer():
+    """Of the head, the period and the tail. Only in a scan of one layer XLA needs not be held back: what is computed
+    again there can't be merged with the forward pass, nor be computed for all layers at once."""
+
+    def prevented(kinds):
+        calls = []
+        remat = lambda layer, prevent_cse: calls.append(prevent_cse) or layer
+        stack = Stack(lambda n, *, key: Block(key=key), kinds, key=jax.random.key(0)).with_remat(remat)
+        jax.eval_shape(lambda x: stack(x)[0], jnp.ones((4, 32, 16)))
+        return calls
+
+    assert prevented(["a"] * 6) == [False]
+    assert prevented(["dense", *"abababab", "last"]) == [True] * 4
+    assert prevented(["dense", *"aaaaaa"]) == [True, False]

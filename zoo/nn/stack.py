@@ -22,7 +22,7 @@ from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.pipeline import pipeline
 
 
-LAYER_INPUT = "layer_input"  # names the input of a period of the scan, for the policies of `jax.checkpoint`
+LAYER_INPUT = "layer_input"  # names what each layer reads, for the policies of `jax.checkpoint`
 
 
 def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -91,7 +91,7 @@ class Stack(eqx.Module):
     period: tuple[AbstractBlock, ...]
     tail: tuple[AbstractBlock, ...]
     num_layers: int = eqx.field(static=True)
-    remat: Callable[[Callable], Callable] | None = eqx.field(static=True)  # see `zoo.surgery.with_remat`
+    remat: Callable[..., Callable] | None = eqx.field(static=True)  # see `zoo.surgery.with_remat`
 
     def __init__(self, make: Callable[..., AbstractBlock], kinds: Sequence[Any], *, key: PRNGKeyArray):
         """`make(n, key=key)` builds layer n, which is of the kind `kinds[n]`."""
@@ -127,8 +127,8 @@ class Stack(eqx.Module):
         """How many periods there are."""
         return (self.num_layers - len(self.head) - len(self.tail)) // len(self.period)
 
-    def with_remat(self, remat: Callable[[Callable], Callable] | None) -> "Stack":
-        """This stack, whose scan's body `remat` wraps, such as `jax.checkpoint`."""
+    def with_remat(self, remat: Callable[..., Callable] | None) -> "Stack":
+        """This stack, whose layers `remat` wraps one by one: `jax.checkpoint`, or that with a policy."""
         new = object.__new__(Stack)
         for field in dataclasses.fields(self):
             object.__setattr__(new, field.name, remat if field.name == "remat" else getattr(self, field.name))
@@ -175,21 +175,35 @@ class Stack(eqx.Module):
         head, period, tail = caches
 
         def run(
-            blocks: Sequence[AbstractBlock], x: Array, caches: Sequence[AbstractCache | None], at: Tokens
+            blocks: Sequence[AbstractBlock],
+            x: Array,
+            caches: Sequence[AbstractCache | None],
+            at: Tokens,
+            in_scan: bool = False,
         ) -> tuple[Array, tuple, tuple[Report, ...]]:
-            x, new, reports = checkpoint_name(between(x), LAYER_INPUT), [], []
+            new, reports = [], []
             for block, layer_cache in zip(blocks, caches, strict=True):
-                x, layer_cache, report = block(split_tokens(x), layer_cache, at)
+
+                def layer(x: Array, block: AbstractBlock = block, cache: Any = layer_cache) -> tuple[Array, Any, Any]:
+                    x = checkpoint_name(between(x), LAYER_INPUT)
+                    x, cache, report = block(split_tokens(x), cache, at)
+                    return between(x), cache, report
+
+                # XLA must not merge what is computed again with the forward pass, nor do it for all layers at once. In
+                # a scan of one layer it cannot, and to prevent it would only hold back the compiler.
+                alone = in_scan and len(blocks) == 1
+                wrapped = self.remat(layer, prevent_cse=not alone) if self.remat and layer_cache is None else layer
+                x, layer_cache, report = wrapped(x)
                 new.append(layer_cache)
                 reports.append(report)
-            return between(x), tuple(new), tuple(reports)
+            return x, tuple(new), tuple(reports)
 
         def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
             def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
-                x, _, reports = run(eqx.combine(arrays, static), x, none(self.period), at)
+                x, _, reports = run(eqx.combine(arrays, static), x, none(self.period), at, in_scan=True)
                 return x, reports
 
-            return jax.lax.scan(self.remat(one) if self.remat else one, x, arrays)
+            return jax.lax.scan(one, x, arrays)
 
         # Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied
         # whole at every step.
