@@ -278,14 +278,15 @@ def test_pretrain(words, capsys):
     assert zoo.load(out / "model").config == zoo.config(words / "model")
 
 
-def test_mtp_weight(base, monkeypatch):
+@pytest.mark.parametrize("name", ["deepseek3", "qwen3_next"])
+def test_mtp_weight(base, name, monkeypatch):
     """The scripts train the module for the token after the next, and give its loss that weight."""
-    model, got = tiny.write(base / "further", "deepseek3"), []
+    model, got = tiny.write(base / "further" / name, name), []
     tiny.write_tokenizer(model)
     monkeypatch.setattr(loop, "run", lambda o, trained, task, *_: got.append((trained.abstract, task.objective)))
     more = ("--model", model, "--mtp-weight", 0.25)
-    command("train.pretrain", *options(base, base / "pretrain", *more))
-    command("train.sft", *options(base, base / "sft", *more))
+    command("train.pretrain", *options(base, base / f"pretrain-{name}", *more))
+    command("train.sft", *options(base, base / f"sft-{name}", *more))
     batch = {name: jax.ShapeDtypeStruct((2, 8), "int32") for name in ("tokens", "targets", "segments", "positions")}
     batch["loss_mask"] = batch["tokens"]
     for abstract, objective in got:

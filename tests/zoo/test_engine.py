@@ -169,6 +169,7 @@ def test_int8_weights(load, name):
     [
         ("qwen3-window-head", "fsdp=2,tensor=2", jax.set_mesh),
         slow("qwen3_moe", "expert=2", contextlib.nullcontext),
+        slow("qwen3_next", "fsdp=2,tensor=2", jax.set_mesh),
     ],
 )
 def test_on_a_mesh(folders, load, name, spec, scope):

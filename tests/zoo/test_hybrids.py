@@ -1,6 +1,8 @@
 """Hybrids of recurrent layers and attention, where they differ from other families: documents packed into a row, rows
 of an engine that others had before, tokens taken back, and what is stored in 8 bits."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,17 @@ import convert.tensors
 import zoo
 from kernels import Tokens
 from tests.zoo import tiny
-from tests.zoo.programs import STACKS, TOKENS, error, same
+from tests.zoo.programs import STACKS, TOKENS, decode, error, forward, init_cache, same
 from tests.zoo.test_engine import PROMPTS, logits_after
 from tests.zoo.test_speculative import assert_same, noisy, per_call
 from zoo import registry, surgery
+from zoo.checkpoint import skeleton
 from zoo.config import read
+from zoo.models import qwen3_next
 from zoo.nn.cache import Int8Vectors
 from zoo.nn.recurrent import RecurrentCache
+from zoo.quantized import STORED, quantize
+from zoo.surgery import path_name
 
 
 def is_hybrid(name):
@@ -70,10 +76,22 @@ def test_packed_documents_do_not_leak(load, name):
     assert np.linalg.norm(away) <= 1e-5 * np.linalg.norm(whole) and np.all(away <= 1e-4 * whole)
 
 
-@pytest.mark.parametrize("name", HYBRIDS[:1])
-def test_rows_of_an_engine(load, name):
+def test_a_prompt_of_several_chunks(load):
+    """Right-padded to a length that the recurrence's chunks do not divide, like the prompts; then decoded."""
+    model, lengths, seq = load("qwen3_next"), np.array([67, 90]), 92
+    tokens = jnp.asarray(np.random.RandomState(3).randint(0, 64, (2, seq)))
+    whole, index = forward(model, tokens), np.arange(seq - 1)[None]
+    positions = jnp.asarray(np.where(index < lengths[:, None], index, -1))
+    logits, cache = decode(model, tokens[:, :-1], init_cache(model, 2, seq), positions)
+    one, _ = decode(model, tokens[np.arange(2), lengths][:, None], cache, jnp.asarray(lengths)[:, None])
+    for row, length in enumerate(lengths):
+        assert error(logits[row, :length], whole[row, :length]) < 1e-4
+        assert error(one[row, 0], whole[row, length]) < 1e-4
+
+
+def test_rows_of_an_engine(load):
     """Rows end at different times and others take them; two samples of a prompt begin with copies of one state."""
-    model, stops = load(name), range(0, 64, 8)
+    model, stops = load("qwen3_next"), range(0, 64, 8)
     groups = zoo.complete(model, PROMPTS, samples=2, max_new_tokens=12, stops=stops, batch=3)
     for prompt, (completion, other) in zip(PROMPTS, groups, strict=True):
         logits = logits_after(model, prompt, completion)
@@ -107,6 +125,9 @@ def test_further_token_round_trip(folders, load, with_further, tmp_path):
     assert all(np.array_equal(after[name].view(), tensors[name]) for name in after)
     with pytest.raises(ValueError, match=r"lacks \d+ tensors .*mtp\."):
         zoo.load(folders["qwen3_next"], parts=("mtp",))
+    config = zoo.config("qwen3-next-80b-a3b")
+    size = lambda *parts: sum(x.size for x in jax.tree.leaves(skeleton(qwen3_next.FAMILY, config, parts)))
+    assert size("mtp") - size() == 1_650_471_424, "the tensors that the Hub shows beyond the model's"
 
 
 @pytest.mark.live
@@ -167,3 +188,26 @@ def test_states_are_kept_in_float32(load):
         _, (recurrent, attention), _ = eqx.filter_eval_shape(make, load("qwen3_next"))
         assert isinstance(recurrent, RecurrentCache) and recurrent.state.dtype == jnp.float32
         assert isinstance(attention.k, Int8Vectors) == (dtype == "int8")
+
+
+@pytest.mark.slow
+def test_int8_keys_beside_states(load):
+    """Decoding with keys and values in 8 bits changes the log-probabilities of the exact cache's text by little."""
+    model, options = load("qwen3_next"), dict(max_new_tokens=6, batch=2)
+    exact, rounded = (zoo.complete(model, PROMPTS[:2], cache_dtype=dtype, **options) for dtype in (None, "int8"))
+    for (a,), (b,) in zip(exact, rounded, strict=True):
+        assert a.tokens[0] == b.tokens[0] and 0 < abs(a.logprobs[0] - b.logprobs[0]) < 0.2
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_what_is_stored_in_8_bits(load, name):
+    """Projections of recurrent layers are; their convolutions, decays and norms are not."""
+    for format, dtype in STORED.items():
+        model = eqx.filter_eval_shape(lambda model, format=format: quantize(model, format), load(name))
+        found = jax.tree_util.tree_leaves_with_path(model.layers)
+        stored = {path_name(path) for path, array in found if array.dtype == dtype}
+        kept = {path_name(path) for path, _ in found} - stored
+        last = lambda paths: {path.split(".")[-2] for path in paths}
+        assert {"in_proj_qkvz", "in_proj_qkv", "in_proj", "q_proj"} & last(stored)
+        assert not [path for path in stored if re.search("conv|norm|A_log|dt_bias|[.]D$|gate[.]weight", path)]
+        assert [path for path in kept if "conv1d" in path] and [path for path in kept if "A_log" in path]

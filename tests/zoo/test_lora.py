@@ -17,8 +17,8 @@ from zoo.registry import family_of
 from zoo.surgery import modules, shardings
 
 
-CASES = pytest.mark.parametrize("name", ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3"])
-UNLIKE = pytest.mark.parametrize("name", ["gpt3", "llama4", "mixtral"])  # each stores its matrices in its own way
+CASES = pytest.mark.parametrize("name", ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3", "qwen3_next"])
+UNLIKE = pytest.mark.parametrize("name", ["gpt3", "llama4", "mixtral", "qwen3_next"])  # each in its own way
 
 
 def trained(model, *, where=lora.LAYERS, rank=3, alpha=5.0):
@@ -86,7 +86,7 @@ def test_theirs_here(folders, load, name, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32).eval()
     model = load(name)
     experts = any(modules(model, AbstractExpertLinear))
-    first = {"gpt3": "c_attn", "deepseek2": "kv_b_proj", "deepseek3": "kv_b_proj"}.get(name, "q_proj")
+    first = {"gpt3": "c_attn", "deepseek3": "kv_b_proj", "qwen3_next": "in_proj_qkvz"}.get(name, "q_proj")
     config = module.LoraConfig(
         r=4, lora_alpha=6, init_lora_weights=False, target_modules=[first, "c_proj" if name == "gpt3" else "o_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj"] if experts else None,
