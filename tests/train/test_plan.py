@@ -1,6 +1,7 @@
 """Plans: collectives read from compiled programs, bytes, refusals and the search on 8 fake CPU devices; topologies."""
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
@@ -599,10 +600,18 @@ def test_remat_auto(config, monkeypatch, capsys):
     assert chosen(1.0, dataclasses.replace(o, remat="full", microbatches=4)) == ("full", 4)
     capsys.readouterr()
     assert chosen(1.0)[1] == 16 and "nothing is estimated to fit" in " ".join(capsys.readouterr().out.split())
-    ways = fit.ways(config, mesh, model, held, rows=32, seq=64, compute_dtype=jnp.bfloat16, frozen=False, least=1)
+    list_ways = functools.partial(
+        fit.ways, config, mesh, held=held, rows=32, seq=64, compute_dtype=jnp.bfloat16, least=1
+    )
+    ways = list_ways(trained=model, frozen=False)
     assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == set(fit.REMATS[1:])
     sizes = {way[:2]: way.needed for way in ways}
     assert sizes["dots", 1] > sizes["attention", 1] > sizes["full", 1] > sizes["offload", 1] > held
+    adapted = {way[:2]: way.needed for way in list_ways(trained=[], frozen=True)}  # of adapters that have no size
+    results = fit.kept(config, mesh, rows=32, seq=64, remat="dots") - fit.kept(
+        config, mesh, rows=32, seq=64, remat="full"
+    )
+    assert adapted["dots", 1] - adapted["full", 1] == pytest.approx(2 * results)
     for way in ways:  # just enough memory for each: never more than that is taken, nor slower than it
         remat, parts = chosen(way.needed / fit.MARGIN + 1)
         other = next(each for each in ways if each[:2] == (remat, parts))

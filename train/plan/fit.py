@@ -96,7 +96,8 @@ def ways(
         weights = head * itemsize if frozen else head * (2 * itemsize + 4)  # its gradient by chunk, and their sum
         # One layer: its weights as they are gathered, what is computed again and the gradients of that.
         layer = itemsize * p.layers / config.num_hidden_layers * (2 + 3 * tokens / config.hidden_size) / shape[TENSOR]
-        keeps = itemsize / 2 * kept(config, mesh, rows=rows / parts, seq=seq, remat=remat)
+        doubled = "none" if frozen and remat == "dots" else remat  # an adapter's result is kept beside its product's
+        keeps = itemsize / 2 * kept(config, mesh, rows=rows / parts, seq=seq, remat=doubled)
         copies = 0.0 if itemsize == 4 else parameters * itemsize
         needed = held + copies + keeps + max(first + logits + weights, sums + layer)
         weights_work = (2 if frozen else 3) * (p.layers + p.head)
