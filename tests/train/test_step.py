@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import kernels
 import zoo
 from kernels import compile_options
+from kernels.chunks import Chunks
 from tests.zoo import tiny
 from train.checkpoint import Checkpoints
 from train.mesh import put_batch
@@ -186,6 +187,18 @@ def test_gradients_of_one_part_are_kept_in_the_compute_dtype(model, batch):
         sizes[array.dtype.name] += array.size
     weights = sum(a.size for a in jax.tree.leaves(model))
     assert sizes["bfloat16"] == weights <= sizes["float32"] < 1.1 * weights
+
+
+def test_chunks_of_logits(model, batch, monkeypatch):
+    """Of twice as many tokens as the model has features, all alike, so that none is mostly padding."""
+    sizes = []
+    cross_entropy_of = kernels.cross_entropy
+    keep = lambda *args, chunk, **options: sizes.append(chunk) or cross_entropy_of(*args, chunk=chunk, **options)
+    monkeypatch.setattr(kernels, "cross_entropy", keep)
+    jax.eval_shape(cross_entropy, model, batch)
+    assert sizes == [2 * model.config.hidden_size]
+    assert Chunks.of(1, 300, 128)[-2:] == (100, 3) and Chunks.of(4, 300, 128)[-2:] == (30, 10)
+    assert Chunks.of(1, 100, 128)[-2:] == (100, 1)
 
 
 def test_options_of_xla_for_training(model, batch, monkeypatch):
