@@ -27,8 +27,8 @@ class RouterOptions:
     """Weight of the router z-loss in a mixture of experts, which keeps the routers' logits from growing; 0.001 in
     ST-MoE. 0: without it."""
     router_bias_rate: float = 0.0
-    """Amount by which each step moves the biases of DeepSeek V3's routers towards an even load; 0.001 in its paper. 0:
-    they stay as they are."""
+    """Amount by which each step moves the biases of the routers of DeepSeek V3, Kimi K2 and Kimi Linear towards an even
+    load; 0.001 in DeepSeek's paper. 0: they stay as they are."""
 
 
 def rebalancing(o: RouterOptions, family: Family, *, adapters: bool) -> Callable[[Any, Any], Any] | None:

@@ -144,11 +144,20 @@ def says_nothing(key: str) -> bool:
 
 
 def typed(key: str, value: Any, hint: Any, who: str) -> Any:
-    """Convert a value of config.json to the type of its field: integers to floats, lists to tuples.
+    """Convert a value of config.json to the type of its field: integers to floats, lists to tuples, objects to the
+    dataclasses that a field may be.
 
     Raises:
         ValueError: beginning with `who`, if it is of another type or out of bounds.
     """
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        hints, fields = typing.get_type_hints(hint), dataclasses.fields(hint)
+        value = {name: v for name, v in value.items() if v is not None}
+        if unknown := sorted(map(str, value.keys() - hints.keys())):
+            raise ValueError(f"{who} has no {', '.join(unknown)} there.")
+        if lacking := [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in value]:
+            raise ValueError(f"{who} needs {', '.join(lacking)} there.")
+        return hint(**{name: typed(f"{key}.{name}", v, hints[name], f"{who}'s {name}") for name, v in value.items()})
     # Check the items one by one: of a list, beartype checks one item, chosen at random.
     items, one = (value, lambda item: (item,)) if isinstance(value, list) else ([value], lambda item: item)
     if is_bearable(one(1.0), hint):  # files have `"rope_theta": 1000000`
@@ -265,4 +274,6 @@ def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, 
     if scaling := fields.get("rope_scaling"):
         fields["rope_scaling"] = {"rope_type": scaling.rope_type} | dataclasses.asdict(scaling)
         fields["rope_scaling"].pop("max_position_embeddings", None)  # a key of its own
+    is_object = lambda v: dataclasses.is_dataclass(v) and not isinstance(v, type)
+    fields = {key: dataclasses.asdict(v) if is_object(v) else v for key, v in fields.items()}
     return dict(sorted((carried | implied | fields | {name: dtype.name}).items()))

@@ -38,7 +38,11 @@ HYBRIDS = [name for name in STACKS if is_hybrid(name)]
 LENGTHS = 11, 1, 9, 3  # of documents in a row, of which two are no longer than a convolution
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+# Kimi Linear's has 13 s to compile; its layer is compared in tests/zoo/test_kimi_linear.py.
+SLOW = {"kimi_linear": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in HYBRIDS])
 def test_packed_documents_do_not_leak(load, name):
     """Logits, and gradients of all parameters by them, are those of each document alone.
 

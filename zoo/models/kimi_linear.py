@@ -1,0 +1,523 @@
+"""Kimi Linear (arXiv:2510.26692): three layers of Kimi Delta Attention to one of latent attention without positions.
+
+Kimi Delta Attention is a gated delta rule (arXiv:2412.06464) in which each channel of a key decays by its own rate. Its
+state does not grow with the text, and it tells the order of tokens, so latent attention turns nothing. Experts are
+chosen as in DeepSeek V3, by sigmoids and a bias that evens their load.
+
+Where transformers and the released modeling_kimi.py differ, this follows the one that rounds less: `beta` is a sigmoid
+in float32, as there, and the softplus of the decay is exact for large negative numbers, too. Experts outside of the
+chosen groups are never chosen, as in transformers; released models have one group.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels import Tokens
+from kernels.stacked import read
+from kernels.sums import pick, spread
+from zoo.nn import moe
+from zoo.nn.cache import LatentKV
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Conv1d,
+    Embedding,
+    ExpertLinear,
+    Float32,
+    Linear,
+    RMSNorm,
+    l2_normalized,
+    recomputed,
+    swiglu,
+)
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.recurrent import RecurrentCache, recur
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttention:
+    """What config.json calls linear_attn_config. Layers are counted from 1."""
+
+    full_attn_layers: tuple[int, ...]
+    kda_layers: tuple[int, ...]
+    head_dim: int = 128
+    num_heads: int = 32
+    short_conv_kernel_size: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # width of the MLP in the first layers
+    moe_intermediate_size: int  # width of each expert
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # unused: every head has its own keys and values
+    num_experts: int
+    model_max_length: int
+    linear_attn_config: LinearAttention
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64  # features of a key that all heads share; nothing rotates them
+    v_head_dim: int = 128
+    num_shared_experts: int = 1
+    num_experts_per_token: int = 8
+    num_expert_group: int = 1
+    topk_group: int = 1
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 2.446
+    first_k_dense_replace: int = 1
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        each, rest = divmod(self.num_experts, self.num_expert_group)
+        enough = self.topk_group <= self.num_expert_group and self.num_experts_per_token <= self.topk_group * each
+        if rest or each < 2 or not enough:
+            raise ValueError(
+                f"{self.num_experts_per_token} of {self.num_experts} experts cannot be chosen from topk_group "
+                f"{self.topk_group} of num_expert_group {self.num_expert_group} groups."
+            )
+        named = sorted(self.linear_attn_config.full_attn_layers + self.linear_attn_config.kda_layers)
+        if named != [*range(1, self.num_hidden_layers + 1)]:
+            raise ValueError(
+                "linear_attn_config needs each layer from 1 to num_hidden_layers="
+                f"{self.num_hidden_layers} once in its full_attn_layers or kda_layers."
+            )
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        if self.attends(layer):
+            return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
+        # The state is read with the key, written to, and read with the query.
+        return 3 * self.linear_attn_config.num_heads * self.linear_attn_config.head_dim**2
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has latent attention."""
+        return layer + 1 in self.linear_attn_config.full_attn_layers
+
+    @property
+    def head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.model_max_length
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        return self.num_experts_per_token
+
+
+# fmt: off
+FULL = (4, 8, 12, 16, 20, 24, 27)
+LAYERS = LinearAttention(FULL, tuple(n for n in range(1, 28) if n not in FULL))
+#                                      vocab  hidden   mlp  expert  layers  heads  kv  experts  positions
+CONFIGS = {
+    "kimi-linear-48b-a3b":      Config(163840,  2304, 9216,   1024,     27,    32, 32,     256,   1048576, LAYERS),
+    "kimi-linear-48b-a3b-base": Config(163840,  2304, 9216,   1024,     27,    32, 32,     256,   1048576, LAYERS),
+}
+# fmt: on
+
+
+class GatedRMSNorm(eqx.Module):
+    """Root mean square norm (arXiv:1910.07467) times sigmoid(gate), in float32 to the end."""
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = jnp.ones(dim), eps
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch dim"], gate: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)
+        return (y * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class DeltaAttention(eqx.Module):
+    """Kimi Delta Attention (section 3): a delta rule with a decay for each channel of the keys."""
+
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    q_conv1d: Conv1d
+    k_conv1d: Conv1d
+    v_conv1d: Conv1d
+    A_log: Float32  # [1, 1, heads, 1]: how fast a head decays
+    f_a_proj: AbstractLinear  # f_b_proj(f_a_proj(x)) + dt_bias: how much of that each channel does now
+    f_b_proj: AbstractLinear
+    dt_bias: Float32
+    b_proj: AbstractLinear  # how strongly each head writes
+    g_a_proj: AbstractLinear  # g_b_proj(g_a_proj(x)): the gates of the outputs
+    g_b_proj: AbstractLinear
+    o_norm: GatedRMSNorm
+    o_proj: AbstractLinear
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        self.config, c, d = config, config.linear_attn_config, config.hidden_size
+        q, k, v, q_conv, k_conv, v_conv, rate, step, f_a, f_b, b, g_a, g_b, o = jax.random.split(key, 14)
+        channels = c.num_heads * c.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (Linear(d, channels, key=each) for each in (q, k, v))
+        convs = (Conv1d(channels, c.short_conv_kernel_size, key=each) for each in (q_conv, k_conv, v_conv))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = convs
+        self.A_log = Float32(jnp.log(jax.random.uniform(rate, (1, 1, c.num_heads, 1), minval=1.0, maxval=16.0)))
+        self.f_a_proj = Linear(d, c.head_dim, key=f_a)
+        self.f_b_proj = Linear(c.head_dim, channels, key=f_b)
+        # softplus(dt_bias) is between 0.001 and 0.1, evenly by its logarithm, as in Mamba (arXiv:2312.00752).
+        steps = jnp.exp(jax.random.uniform(step, (channels,), minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
+        self.dt_bias = Float32(steps + jnp.log(-jnp.expm1(-steps)))
+        self.b_proj = Linear(d, c.num_heads, key=b)
+        self.g_a_proj = Linear(d, c.head_dim, key=g_a)
+        self.g_b_proj = Linear(c.head_dim, channels, key=g_b)
+        self.o_norm = GatedRMSNorm(c.head_dim, config.rms_norm_eps)
+        self.o_proj = Linear(channels, d, key=o)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], RecurrentCache | None]:
+        c = self.config.linear_attn_config
+        heads = lambda y: y.reshape(*y.shape[:2], c.num_heads, -1)
+        flat = lambda y: y.reshape(*y.shape[:2], -1)
+        # One convolution for all, whose channels lie by heads: so "tensor" splits them as it splits the projections.
+        qkv = jnp.concatenate([heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
+        weights = [conv.weight.reshape(c.num_heads, c.head_dim, -1) for conv in self.convolutions]
+        weight = jnp.concatenate(weights, axis=1).reshape(-1, c.short_conv_kernel_size)
+        bias = self.dt_bias.value.reshape(1, 1, c.num_heads, -1)
+        decay = log_decay(heads(self.f_b_proj(self.f_a_proj(x))), bias, self.A_log.value)
+        beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
+
+        def step(inputs: tuple[Array, ...], state: Array | None, tail: Array | None, at: Tokens) -> Any:
+            qkv, decay, beta = inputs
+            qkv, tail = kernels.causal_conv(qkv, weight, at, tail=tail)
+            q, k, v = jnp.split(heads(jax.nn.silu(qkv)), 3, axis=-1)
+            q, k = l2_normalized(q), l2_normalized(k)
+            y, state = kernels.delta_rule(q, k, v, decay, beta, at, scale=c.head_dim**-0.5, state=state)
+            return y, state, tail
+
+        y, cache = recur(step, (flat(qkv), decay, beta), cache, at)
+        return self.o_proj(flat(self.o_norm(y, heads(self.g_b_proj(self.g_a_proj(x)))))), cache
+
+    convolutions = property(lambda self: (self.q_conv1d, self.k_conv1d, self.v_conv1d))
+
+
+@recomputed
+def log_decay(
+    x: Float[Array, "batch seq heads dim"], bias: Float[Array, "1 1 heads dim"], rate: Float[Array, "1 1 heads 1"]
+) -> Float[Array, "batch seq heads dim"]:
+    """Computes -exp(rate) * softplus(x + bias), in float32."""
+    return -jnp.exp(rate) * jax.nn.softplus(x.astype(jnp.float32) + bias)
+
+
+class LatentAttention(eqx.Module):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1), without positions.
+
+    The keys and values of all heads are projections of one vector per token, `c_kv`. The cache holds it in their place,
+    with the features of a key that all heads share.
+    """
+
+    q_proj: AbstractLinear
+    kv_a_proj_with_mqa: AbstractLinear
+    kv_a_layernorm: RMSNorm
+    kv_b_proj: AbstractLinear
+    o_proj: AbstractLinear
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q, kv_a, kv_b, o) = config, jax.random.split(key, 4)
+        heads = c.num_attention_heads
+        self.config = c
+        self.q_proj = Linear(c.hidden_size, heads * c.head_dim, key=q)
+        self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, key=kv_a)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, 1e-6)  # not rms_norm_eps
+        self.kv_b_proj = Linear(c.kv_lora_rank, heads * (c.qk_nope_head_dim + c.v_head_dim), key=kv_b)
+        self.o_proj = Linear(heads * c.v_head_dim, c.hidden_size, key=o)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
+        c, scale = self.config, self.config.head_dim**-0.5
+        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
+        q_own, q_shared = heads(self.q_proj(x))
+        c_kv, k_shared = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
+        c_kv = self.kv_a_layernorm(c_kv)
+        latents, kv = None, at
+        if cache is not None:
+            cache, latents, kv = cache.update(jnp.concatenate([c_kv, k_shared], axis=-1), at)
+        if latents is not None and x.shape[1] <= kernels.FEW:
+            # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
+            # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
+            w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+            w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
+            q = jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_own, w_k), q_shared], axis=-1)
+            y = kernels.attention(q, latents, c.kv_lora_rank, at, kv, scale=scale)
+            y = jnp.einsum("bshr,hvr->bshv", y, w_v)
+        else:
+            if latents is not None:
+                c_kv, k_shared = jnp.split(read(latents)[:, :, 0], [c.kv_lora_rank], axis=-1)
+            k_own, v = heads(self.kv_b_proj(c_kv))
+            k_shared = spread(k_shared[:, :, None], (*k_own.shape[:3], c.qk_rope_head_dim))
+            q, k = jnp.concatenate([q_own, q_shared], axis=-1), jnp.concatenate([k_own, k_shared], axis=-1)
+            y = kernels.attention(q, k, v, at, kv, scale=scale)
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class Router(eqx.Module):
+    """Logits of all experts, in float32. Not a `Linear`, so that LoRA and quantization leave it alone."""
+
+    weight: Float[Array, "experts embed"]
+    e_score_correction_bias: Float32  # added for the choice, not in the weights; gets no gradient
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.num_experts, config.hidden_size))
+        self.e_score_correction_bias = Float32(jnp.zeros(config.num_experts))
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, hidden: int, width: int, *, key: PRNGKeyArray):
+        gate, up, down = jax.random.split(key, 3)
+        self.gate_proj = Linear(hidden, width, key=gate)
+        self.up_proj = Linear(hidden, width, key=up)
+        self.down_proj = Linear(width, hidden, key=down)
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Experts(eqx.Module):
+    w1: AbstractExpertLinear  # gate
+    w2: AbstractExpertLinear  # down
+    w3: AbstractExpertLinear  # up
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, down, up) = config, jax.random.split(key, 3)
+        self.w1 = ExpertLinear(c.num_experts, c.hidden_size, c.moe_intermediate_size, key=gate)
+        self.w2 = ExpertLinear(c.num_experts, c.moe_intermediate_size, c.hidden_size, key=down)
+        self.w3 = ExpertLinear(c.num_experts, c.hidden_size, c.moe_intermediate_size, key=up)
+
+    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
+        return self.w2(swiglu(self.w1(x, sizes), self.w3(x, sizes)), sizes)
+
+
+class MoE(eqx.Module):
+    gate: Router
+    experts: Experts
+    shared_experts: MLP  # all of them as one wide MLP
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, experts, shared) = config, jax.random.split(key, 3)
+        self.config = c
+        self.gate = Router(c, key=gate)
+        self.experts = Experts(c, key=experts)
+        self.shared_experts = MLP(c.hidden_size, c.num_shared_experts * c.moe_intermediate_size, key=shared)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        c, logits = self.config, self.gate(x)
+        scores = jax.nn.sigmoid(logits)
+        bias = jnp.broadcast_to(self.gate.e_score_correction_bias.value, scores.shape)
+        biased = (scores + bias).reshape(*x.shape[:2], c.num_expert_group, -1)
+        best = moe.top_k(jnp.sum(moe.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # the best groups
+        kept = jnp.any(jax.nn.one_hot(best, c.num_expert_group, dtype=bool), axis=-2)
+        biased = jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape)
+        chosen = moe.top_k(biased, c.num_experts_per_token)[1]
+        weights = pick(scores, chosen)
+        if c.moe_renormalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = (c.routed_scaling_factor * weights).astype(x.dtype)
+        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
+        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
+        return y + self.shared_experts(x), routing
+
+
+class Block(AbstractDecoderBlock):
+    input_layernorm: RMSNorm
+    self_attn: DeltaAttention | LatentAttention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP | None  # a layer has this one
+    block_sparse_moe: MoE | None  # or this one
+    ordered: ClassVar[bool] = True
+
+    def __init__(self, config: Config, attends: bool, dense: bool, *, key: PRNGKeyArray):
+        c, (attention, mlp) = config, jax.random.split(key)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = LatentAttention(c, key=attention) if attends else DeltaAttention(c, key=attention)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, key=mlp) if dense else None
+        self.block_sparse_moe = None if dense else MoE(c, key=mlp)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: Any, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | RecurrentCache | None, moe.Routing | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, at)
+        x = x + y
+        y, routing = self.post_attention_layernorm(x), None
+        if self.mlp is not None:
+            y = self.mlp(y)
+        if self.block_sparse_moe is not None:
+            y, routing = self.block_sparse_moe(y, at.segments)
+        return x + y, cache, routing
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV | RecurrentCache:
+        c = self.self_attn.config
+        if isinstance(self.self_attn, LatentAttention):
+            return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+        heads, dim = c.linear_attn_config.num_heads, c.linear_attn_config.head_dim
+        tail = c.linear_attn_config.short_conv_kernel_size - 1, 3 * heads * dim
+        return RecurrentCache.init(layers, batch, (heads, dim, dim), tail, dtype)
+
+
+class Model(AbstractModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Initialise random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
+        kinds = [(c.attends(n), n < c.first_k_dense_replace) for n in range(c.num_hidden_layers)]
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.layers = Stack(lambda n, *, key: Block(c, *kinds[n], key=key), kinds, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Caches | None = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        x = self.embed_tokens(tokens)
+        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        return self.norm(x), cache, reports
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.lm_head(x)
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
+        return self.layers.init_cache(batch, length, dtype)
+
+
+def rebalance(model: Model, reports: Reports, rate: float) -> Model:
+    """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
+
+    `reports` holds the routers' loads in a step, from `Model.hidden`.
+    """
+    sought = lambda m: isinstance(m, Router | moe.Routing)
+    find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
+    biases = lambda model: [router.e_score_correction_bias.value for router in find(model)]
+    signs = [jnp.sign(jnp.mean(r.load, axis=-1, keepdims=True) - r.load) for r in find(reports)]
+    return eqx.tree_at(biases, model, [b + rate * sign for b, sign in zip(biases(model), signs, strict=True)])
+
+
+def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring the keys that transformers 5 writes into the Hub's form, and drop sizes that no layer has.
+
+    transformers writes what is in linear_attn_config, and which layers are dense, as keys of their own.
+
+    Raises:
+        ValueError: if these contradict the Hub's keys beside them, or if other layers than the first are dense.
+    """
+    hub = {key: value for key, value in hub.items() if key not in ("head_dim", "qk_head_dim", "rope_theta")}
+    linear = {name: hub.pop(key) for key, name in LINEAR.items() if hub.get(key) is not None}
+    if isinstance(kinds := hub.get("layer_types"), list):
+        linear |= {name: [n for n, k in enumerate(kinds, 1) if k == kind] for kind, name in KINDS.items()}
+        del hub["layer_types"]
+    nested = hub.get("linear_attn_config") or {}
+    if linear and isinstance(nested, Mapping):
+        if differing := [name for name in linear.keys() & nested.keys() if linear[name] != nested[name]]:
+            raise ValueError(f"it says {sorted(differing)[0]} twice, in linear_attn_config and outside of it.")
+        hub["linear_attn_config"] = linear | dict(nested)
+    if isinstance(kinds := hub.get("mlp_layer_types"), list):
+        dense = kinds.count("dense")
+        layers = hub.get("num_hidden_layers")
+        if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense) or len(kinds) != layers:
+            raise ValueError(f"mlp_layer_types needs {layers} layers, of which the first are dense, the others sparse.")
+        if hub.setdefault("first_k_dense_replace", dense) != dense:
+            raise ValueError("first_k_dense_replace and mlp_layer_types differ.")
+        del hub["mlp_layer_types"]
+    return hub
+
+
+KINDS = {"full_attention": "full_attn_layers", "linear_attention": "kda_layers"}
+LINEAR = {
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+
+FAMILY = Family(
+    title="Kimi Linear",
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("kimi_linear",),
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "*.experts.w2": P("expert", "fsdp", "tensor"),
+        "*.experts.*": P("expert", "tensor", "fsdp"),
+        "*.down_proj": P("fsdp", "tensor"),
+        "*.o_proj": P("fsdp", "tensor"),
+        "*_a_proj*": P(None, "fsdp"),
+        "*_proj": P("tensor", "fsdp"),
+        "*.gate.*": P(),
+        "*_conv1d.weight": P(),
+        "*.A_log.value": P(),
+        "*.dt_bias.value": P(),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={
+        "lm_head.*": "lm_head.{}",
+        "*.experts.*.weight": "model.{}.experts.{expert}.{}.weight",
+        "*.value": "model.{}",
+        "*": "model.{}",
+    },
+    # transformers writes a first dense layer as if it had experts.
+    aliases={
+        f"model.layers.0.block_sparse_moe.{name}": f"model.layers.0.mlp.{name}"
+        for name in ("gate_proj.", "up_proj.", "down_proj.")
+    },
+    implied={
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "hidden_act": OneOf(["silu", "swish"]),
+        "attention_bias": False,
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "tie_word_embeddings": False,
+        "use_grouped_topk": True,
+    },
+    standard_form=standard_form,
+    rebalance=rebalance,
+)
