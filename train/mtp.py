@@ -18,8 +18,8 @@ class MTPOptions:
     """Whether the module is trained, in `train.options.LanguageModelingOptions`."""
 
     mtp_weight: float = 0.0
-    """Weight of the loss of the token after the next, for which DeepSeek V3 has a module; 0.3, then 0.1 in its paper.
-    0: without that module."""
+    """Weight of the loss of the token after the next, for which Qwen3.5 and DeepSeek V3 have a module; 0.3, then 0.1
+    in DeepSeek V3's paper. 0: without that module."""
 
     @property
     def parts(self) -> tuple[str, ...]:

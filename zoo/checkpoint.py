@@ -11,6 +11,7 @@ be redundant. Otherwise the checkpoint is refused.
 import concurrent.futures
 import fnmatch
 import functools
+import itertools
 import os
 import re
 import sys
@@ -33,11 +34,10 @@ from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Fl
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.quantized import Format, LowPrecisionExpertLinear, LowPrecisionLinear, quantize
-from zoo.reading import Parameter, Part, Scan, Source, once, read, read_quantized
+from zoo.reading import Fused, Parameter, Part, Scan, Source, once, read, read_quantized
 from zoo.surgery import modules, path_name, shardings
 
 
-T = TypeVar("T")
 M = TypeVar("M", bound=AbstractModel)
 
 # The quantization_config of an export with `fp8`.
@@ -100,14 +100,27 @@ def stars(pattern: str, text: str) -> tuple[str, ...]:
     return match.groups() or ("",) if match else ()
 
 
-def standard_names(tensors: Mapping[str, T], family: Family) -> dict[str, T]:
-    """Rename tensors to the names that the family writes, by replacing prefixes in its `aliases`."""
+def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Rename tensors to the names that the family writes, by replacing prefixes in its `aliases`; and read those of
+    each expert as one, by its `fused`."""
 
     def rename(name: str) -> str:
         old = next((old for old in family.aliases if name.startswith(old)), "")
         return family.aliases.get(old, "") + name.removeprefix(old)
 
-    return {rename(name): tensor for name, tensor in tensors.items()}
+    out = {rename(name): tensor for name, tensor in tensors.items()}
+    for end, ends in family.fused.items():
+        first = ends[0].format(0)
+        for start in [name.removesuffix(first) for name in out if name.endswith(first)]:
+            names = lambda n, start=start, ends=ends: [start + part.format(n) for part in ends]
+            count = next(n for n in itertools.count() if names(n)[0] not in out)
+            experts = [[out.get(name) for name in names(n)] for n in range(count)]
+            shapes = {tuple(tensor and tensor.shape for tensor in expert) for expert in experts}
+            if len(shapes) == 1 and None not in experts[0]:  # others are named as they are
+                out[start + end] = Fused(start + end, tuple(map(tuple, experts)))
+                read = {name for n in range(count) for name in names(n)}
+                out = {name: tensor for name, tensor in out.items() if name not in read}
+    return out
 
 
 def fill(

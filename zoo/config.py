@@ -221,7 +221,10 @@ def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
     stated = {key: value for key, value in (older or newer or {}).items() if value is not None or key == "truncate"}
     parts = [stated.pop("partial_rotary_factor", None), beside["partial_rotary_factor"]]  # the one inside comes first
     if "partial_rotary_factor" in family.Config.__dataclass_fields__:
-        hub |= [("partial_rotary_factor", part) for part in parts if part is not None][:1]
+        for part in [part for part in parts if part is not None][:1]:
+            hub["partial_rotary_factor"] = part
+            if isinstance(part, int | float) and part > 1:
+                raise ValueError(f"{where} says partial_rotary_factor={part!r}; at most 1, the whole head, can turn.")
     elif turned := [part for part in parts if part not in (None, 1)]:
         raise ValueError(
             f"{where} says partial_rotary_factor={turned[0]!r}, but {family.name} turns whole heads, and so does "

@@ -61,8 +61,8 @@ def load(
         quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
             four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
             all others keep their dtype.
-        parts: names of optional parts to load too, as the family's `FAMILY.parts` lists them. DeepSeek V3 and R1 have
-            "mtp", a module that predicts the token after the next.
+        parts: names of optional parts to load too, as the family's `FAMILY.parts` lists them. Qwen3.5, Qwen3.6,
+            DeepSeek V3 and R1 have "mtp", a module that predicts the token after the next.
         verify: before reading a folder that `save` wrote, check its files against the hashes beside them, at 1 to 2
             GB/s per core. Several processes share this work. False skips it.
         check_values: while reading, refuse tensors with NaN or infinities, and matrices of zeros alone (biases and

@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,12 +17,54 @@ from convert.tensors import Tensor
 from zoo.quantized import STORED, Format, quantize_weight
 
 
-Source = Tensor | Packed
 Index = tuple[slice, ...]
 Part = Callable[[Any], Any]  # reads the part of an array at an `Index`
 
 PIECE = 2**25  # bytes that a thread reads at a time
 QUANTIZED_PIECE = 2**18  # the same where it quantizes them: this fits into a core's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """The tensors of all experts read as one, [experts, rows, columns]. The rows of an expert's follow one another."""
+
+    name: str
+    experts: tuple[tuple[Tensor | Packed, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.experts[0]
+        return len(self.experts), sum(tensor.shape[0] for tensor in first), *first[0].shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.experts[0][0].dtype
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.experts[0][0].file
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for expert in self.experts for tensor in expert)
+
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Reads the part at `index` (slices without steps) in `dtype`, and nothing else."""
+        experts, rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+        first, last, _ = rows.indices(self.shape[1])
+        parts = []
+        for expert in self.experts[experts]:
+            start, found = 0, []
+            for tensor in expert:
+                size = tensor.shape[0]
+                here = slice(min(max(first - start, 0), size), min(max(last - start, 0), size))
+                found.append(tensor.part((here, columns), dtype))
+                start += size
+            parts.append(np.concatenate(found))
+        return np.stack(parts) if parts else np.empty((0, last - first, self.shape[2]), dtype)
+
+
+Source = Tensor | Packed | Fused
 
 
 @dataclasses.dataclass(frozen=True)

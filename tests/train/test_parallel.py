@@ -38,7 +38,7 @@ def axes(family):
         return ("stage",)
     if family == "kimi_linear":  # not tested: its split programs compile, but on a CPU their devices wait for ever
         return ()
-    if family in ("granite4", "nemotron_h"):
+    if family in ("granite4", "nemotron_h", "qwen3_5"):
         return "fsdp=2,expert=2,tensor=2", "stage"
     return EXPERTS if issubclass(FAMILIES[family].Config, AbstractMixtureConfig) else SPLIT, "stage"
 

@@ -487,6 +487,11 @@ FAMILY = Family(
     },
     aliases={"model.language_model.": "model."},  # names in checkpoints with a vision tower
     redundant={"lm_head.weight": "model.embed_tokens.weight", "model.visual.*": None, "mtp.*": None},
+    # Qwen3.5's files have the experts of MTP one by one, and so do those that transformers writes.
+    fused={
+        ".experts.gate_up_proj": (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight"),
+        ".experts.down_proj": (".experts.{}.down_proj.weight",),
+    },
     implied={
         "attn_output_gate": True,
         "hidden_act": OneOf(["silu", "swish"]),

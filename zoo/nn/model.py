@@ -169,6 +169,10 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other beginnings of tensors' names -> those that `checkpoint_names` gives."""
 
+    fused: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """End of the name of a tensor of all experts -> ends of the names of those that a checkpoint may hold in its place,
+    `{}` being the expert's number. The rows of an expert's tensors follow one another."""
+
     fp8_blocks: Collection[str] = ()
     """Patterns of the paths of parameters that releases store in blocks of 8 bits."""
 

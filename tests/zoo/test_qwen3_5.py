@@ -1,0 +1,234 @@
+"""Qwen3.5 and Qwen3.6: their files' forms, what stays in float32, and the module that predicts one more token.
+
+transformers has no such module for them, so a float64 oracle stands here. It does what vLLM's and SGLang's do.
+"""
+
+import json
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import convert.tensors
+import kernels
+import zoo
+from kernels import Tokens
+from tests.zoo import tiny
+from tests.zoo.programs import TOKENS, error, same
+from tests.zoo.test_speculative import PROMPTS, assert_same
+from train.step import cross_entropy
+from zoo import surgery
+from zoo.checkpoint import skeleton
+from zoo.models import qwen3_5
+
+
+FAMILY, NAME = tiny.MODULES["qwen3_5"], "qwen3_5-moe"
+CONFIG = tiny.CONFIGS[NAME]
+FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    """Those of the mixture, with the module for one more token."""
+    random, out = np.random.RandomState(2), tiny.tensors(NAME)
+    for name, shape in sorted(FAMILY.further_shapes(CONFIG).items()):
+        out[name] = FAMILY.values(name, random.standard_normal(shape)).astype(np.float32)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tensors, tmp_path_factory):
+    folder = tiny.write(tmp_path_factory.mktemp("further"), NAME)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return zoo.load(folder, parts=("mtp",))
+
+
+# Files.
+
+
+def hub(folder, name, tensors, **outer):
+    """A checkpoint in the form of the Hub, where the text model is a part of one with vision."""
+    beside = ("architectures", "tie_word_embeddings")
+    text = {key: value for key, value in tiny.CONFIGS[name].items() if key not in beside}
+    whole = dict(
+        architectures=["Qwen3_5ForConditionalGeneration"], model_type=text["model_type"].removesuffix("_text"),
+        text_config=text, vision_config=dict(depth=1), image_token_id=60, video_token_id=61, vision_start_token_id=62,
+        vision_end_token_id=63, tie_word_embeddings=tiny.CONFIGS[name]["tie_word_embeddings"],
+        language_model_only=False, transformers_version="4.57.1",
+    )  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole | outer))
+    rename = lambda key: f"model.language_model.{key.removeprefix('model.')}" if key.startswith("model.") else key
+    stored = {rename(key): value for key, value in tensors.items()}
+    stored["model.visual.patch_embed.proj.weight"] = np.ones((2, 3, 2, 2, 2), np.float32)
+    safetensors.numpy.save_file(stored, folder / "model.safetensors")
+    return folder
+
+
+def test_the_hubs_form(load, folder, model, tensors, tmp_path):
+    """It is read as the plain form, and saved as that: without the tower it is no model of images."""
+    for name, more in (("qwen3_5", {}), (NAME, tensors)):
+        ours = zoo.load(hub(tmp_path / name, name, tiny.tensors(name) | more))
+        assert ours.config == load(name).config and same(ours, load(name))
+    ours = zoo.load(tmp_path / NAME, parts=("mtp",))
+    assert same(ours, model)
+    zoo.save(ours, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved/config.json").read_text())
+    assert (saved["model_type"], saved["architectures"]) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
+    assert not saved.keys() & {"text_config", "vision_config", "image_token_id", "rope_parameters"}
+    after = convert.tensors.open_tensors(tmp_path / "saved")
+    assert after.keys() == tensors.keys()
+    assert all((after[name].view() == tensors[name]).all() for name in after)
+    assert same(zoo.load(tmp_path / "saved", parts=("mtp",)), model)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (dict(audio_config={}), "'audio_config' beside text_config"),
+        (dict(text_config=CONFIG | dict(attn_output_gate=False)), "attn_output_gate=False"),
+        (dict(text_config=CONFIG | dict(num_experts=0)), "num_experts=0, which qwen3_5_moe_text needs"),
+        (dict(text_config=CONFIG | dict(layer_types=["full_attention"] * 3)), "layer_types has 3 entries"),
+        (dict(text_config=CONFIG | dict(linear_num_value_heads=3)), "linear_num_value_heads=3 is no multiple of"),
+        (dict(text_config=CONFIG | dict(model_type="qwen3_5_moe")), "model_type='qwen3_5_moe' with"),
+        (dict(text_config=CONFIG | dict(partial_rotary_factor=1.5, rope_parameters=None)), "partial_rotary_factor=1.5"),
+    ],
+)
+def test_what_is_refused(tmp_path, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        zoo.config(hub(tmp_path / "model", NAME, {}, **changes))
+
+
+def test_experts_one_by_one(folder, model, tensors, tmp_path):
+    """As Qwen3.5's files have those of MTP, and transformers writes all. One that lacks a matrix is named."""
+    apart = {}
+    for name, value in tensors.items():
+        parts = np.split(value, 2, axis=1) if name.endswith("experts.gate_up_proj") else [value]
+        kinds = ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",)
+        start, expert, _ = name.partition("experts.")
+        for kind, part in zip(kinds if expert else (), parts, strict=bool(expert)):
+            apart |= {f"{start}experts.{n}.{kind}.weight": np.ascontiguousarray(one) for n, one in enumerate(part)}
+        apart |= {} if expert else {name: value}
+    tiny.write(tmp_path, NAME)
+    safetensors.numpy.save_file(apart, tmp_path / "model.safetensors")
+    assert same(zoo.load(tmp_path, parts=("mtp",)), model)
+    apart.pop("mtp.layers.0.mlp.experts.2.up_proj.weight")
+    safetensors.numpy.save_file(apart, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 1 tensors .*mtp\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        zoo.load(tmp_path, parts=("mtp",))
+
+
+def test_decays_stay_in_float32(folders):
+    model = zoo.load(folders["qwen3_5"], dtype="bfloat16")
+    (linear,) = [block.linear_attn for block in model.layers.period if block.linear_attn]
+    stored = tiny.tensors("qwen3_5")
+    assert np.array_equal(linear.A_log.value[0], stored["model.layers.1.linear_attn.A_log"])
+    assert linear.dt_bias.dtype == jnp.bfloat16 == surgery.cast(model, jnp.bfloat16).norm.weight.dtype
+
+
+@pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
+@pytest.mark.parametrize("name", FAMILY.MTP_PARAMETERS)
+def test_parameters_with_mtp(name):
+    """With the vision tower, they are all numbers of the Hub's files."""
+    facts, config = json.loads((FACTS / f"{name}.json").read_text()), zoo.config(name)
+    count = sum(a.size for a in jax.tree.leaves(skeleton(qwen3_5.FAMILY, config, parts=("mtp",))))
+    assert count == FAMILY.PARAMETERS[name] + FAMILY.MTP_PARAMETERS[name]
+    assert count + FAMILY.vision_parameters(facts["config"]) == facts["hub_safetensors_total"]
+
+
+# One more token.
+
+
+def oracle(tensors, x, following):
+    """Features of the token after the next, in float64."""
+    t, c = {name.removeprefix("mtp."): a.astype(np.float64) for name, a in tensors.items()}, CONFIG
+    matrix = lambda y, name: y @ t[f"{name}.weight"].T
+    silu, sigmoid = (lambda y: y / (1 + np.exp(-y))), (lambda y: 1 / (1 + np.exp(-y)))
+    norm = lambda y, name: y / np.sqrt(np.mean(y**2, -1, keepdims=True) + 1e-6) * (1 + t[f"{name}.weight"])
+    mlp = lambda y, name: matrix(
+        silu(matrix(y, f"{name}.gate_proj")) * matrix(y, f"{name}.up_proj"), f"{name}.down_proj"
+    )
+    layer, (batch, seq, _), dim, turned = "layers.0", x.shape, c["head_dim"], c["head_dim"] // 4
+
+    def rotated(y):
+        angle = np.arange(seq)[:, None, None] * 1e4 ** -(np.arange(turned // 2) / (turned // 2))
+        a, b, rest = np.split(y, [turned // 2, turned], axis=-1)
+        return np.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle), rest], axis=-1
+        )
+
+    y = np.concatenate([norm(following, "pre_fc_norm_embedding"), norm(x, "pre_fc_norm_hidden")], axis=-1)
+    y = matrix(y, "fc")
+    normed, heads = norm(y, f"{layer}.input_layernorm"), lambda a: a.reshape(batch, seq, -1, dim)
+    both = matrix(normed, f"{layer}.self_attn.q_proj").reshape(batch, seq, -1, 2, dim)
+    q = rotated(norm(both[:, :, :, 0], f"{layer}.self_attn.q_norm"))
+    k = rotated(norm(heads(matrix(normed, f"{layer}.self_attn.k_proj")), f"{layer}.self_attn.k_norm"))
+    v = heads(matrix(normed, f"{layer}.self_attn.v_proj"))
+    k, v = (np.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(dim)
+    scores = np.exp(np.where(np.tri(seq, dtype=bool), scores - scores.max(-1, keepdims=True), -np.inf))
+    seen = np.einsum("bhqk,bkhd->bqhd", scores / scores.sum(-1, keepdims=True), v) * sigmoid(both[:, :, :, 1])
+    y = y + matrix(seen.reshape(batch, seq, -1), f"{layer}.self_attn.o_proj")
+
+    normed, mixture = norm(y, f"{layer}.post_attention_layernorm"), f"{layer}.mlp"
+    out = mlp(normed, f"{mixture}.shared_expert") * sigmoid(matrix(normed, f"{mixture}.shared_expert_gate"))
+    chances = np.exp(matrix(normed, f"{mixture}.gate"))
+    chances = np.where(chances >= np.sort(chances, axis=-1)[..., -c["num_experts_per_tok"], None], chances, 0)
+    chances /= chances.sum(-1, keepdims=True)
+    gate, up = np.split(np.einsum("bsd,efd->bsef", normed, t[f"{mixture}.experts.gate_up_proj"]), 2, axis=-1)
+    experts = np.einsum("bsef,edf->bsed", silu(gate) * up, t[f"{mixture}.experts.down_proj"])
+    return norm(y + out + np.einsum("bse,bsed->bsd", chances, experts), "norm")
+
+
+def test_one_more_token_and_its_loss(model, tensors):
+    """The module's features are the oracle's; and of packed documents, its loss reaches all of it."""
+    batch = dict(tokens=TOKENS[:, :-1], targets=TOKENS[:, 1:], loss_mask=jnp.ones((2, 39), jnp.int32))
+    batch["segments"] = jnp.asarray(np.broadcast_to(np.where(np.arange(39) < 17, 1, 2), (2, 39)), jnp.int32)
+    batch["positions"] = kernels.counted(batch["segments"])
+    parameters, fixed = eqx.partition(model.mtp, eqx.is_inexact_array)
+
+    @jax.jit
+    def run(parameters, rest):
+        def loss(parameters):
+            whole = eqx.tree_at(lambda m: m.mtp, rest, eqx.combine(parameters, fixed), is_leaf=lambda x: x is None)
+            total, _, sums, _ = cross_entropy(whole, batch, mtp_weight=1.0)
+            return total, sums
+
+        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(parameters)
+        x, _, _ = rest.hidden(batch["tokens"])
+        following = rest.embed_tokens(batch["targets"])
+        y, _, _ = eqx.combine(parameters, fixed)(x, following, None, Tokens())
+        return x, y, sums, gradient
+
+    x, y, sums, gradient = run(parameters, eqx.tree_at(lambda m: m.mtp, model, None))
+    embedded = tensors["model.embed_tokens.weight"][tiny.TOKENS[:, 1:]]
+    assert error(y, oracle(tensors, np.asarray(x, np.float64), embedded.astype(np.float64))) < 1e-5
+    assert sums["mtp_loss"] > 0 and all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.slow
+def test_greedy_with_mtp(model):
+    """The states of linear layers go back with the tokens that are taken back."""
+    want = zoo.complete(model, PROMPTS, max_new_tokens=12)
+    assert_same(zoo.complete(model, PROMPTS, max_new_tokens=12, draft=zoo.MTPDraft(model, 2)), want)
+
+
+def test_mtp_has_rules_for_every_array(model):
+    specs = surgery.partition_specs(model, qwen3_5.FAMILY.partition_rules)
+    assert specs.mtp.layers[0].mlp.experts.gate_up_proj.weight == jax.P("expert", "tensor", "fsdp")
+    assert specs.layers.period[0].linear_attn.in_proj_qkv.weight == jax.P("stage", "tensor", "fsdp")
+    with pytest.raises(ValueError, match="mtp needs mtp_num_hidden_layers=1, not 0"):
+        qwen3_5.Model(
+            qwen3_5.Config(64, 32, 1, 2, 1, intermediate_size=8, mtp_num_hidden_layers=0),
+            key=jax.random.key(0),
+            parts=("mtp",),
+        )
