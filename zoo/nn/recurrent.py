@@ -18,7 +18,8 @@ from kernels.mesh import BATCH, TENSOR
 from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
 
 
-X, Y = TypeVar("X"), TypeVar("Y")
+X = TypeVar("X")
+Y = TypeVar("Y")
 Step = Callable[[X, Array | None, Array | None, Tokens], tuple[Y, Array, Array]]
 """`y, state, tail = step(x, state, tail, at)`, as by `kernels.causal_conv` and then `kernels.delta_rule`."""
 
