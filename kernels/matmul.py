@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Int8, Shaped
 
 from kernels import dispatch
-from kernels.quantize import BLOCK, LARGEST, Quantized, dequantize, exact_dtype, quantize
+from kernels.quantize import BLOCK, LARGEST, Quantized, dequantize, exact_dtype, largest_magnitudes, quantize
 from kernels.stacked import Stacked, read
 
 
@@ -89,7 +89,9 @@ def fp8_matmul(
 
     Values are rounded to the nearest float8, whose largest is 448, times the scale; all products accumulate in float32.
     With "quantized" gradients `d_out` becomes float8_e5m2 (largest 57,344), which trades a bit of precision for a wider
-    range; but where scales are by blocks it is float8_e4m3fn like all else, as in DeepSeek-V3.
+    range. Both gradients are products of whole tensors with one scale each, whether or not the output's are by channel:
+    rows and columns of a tensor then share a scale, and one pass writes it in 8 bits both as it is and transposed. But
+    where scales are by blocks, the gradients' are too, and `d_out` is float8_e4m3fn like all else, as in DeepSeek-V3.
     """
     return _matmul(jnp.float8_e4m3fn, x, w, scale, granularity, activations, gradients, implementation)
 
@@ -103,15 +105,18 @@ class Formula(NamedTuple):
     gradients: Gradients
 
     @property
+    def of_rows(self) -> Literal["tensor", "channel", "piece"]:
+        """Which values of a row share a scale."""
+        return "piece" if self.granularity == "block" else self.granularity
+
+    @property
+    def gradients_by_tensor(self) -> bool:
+        """Whether the backward pass has a scale for each whole tensor."""
+        return self.dtype == jnp.float8_e4m3fn and self.granularity != "block"
+
+    @property
     def gradient_dtype(self) -> DTypeLike:
-        by_range = self.dtype == jnp.float8_e4m3fn and self.granularity != "block"
-        return jnp.float8_e5m2 if by_range else self.dtype
-
-    def quantize_rows(self, x: Float[Array, "*batch in"], dtype: DTypeLike) -> Quantized:
-        return quantize(x, dtype, "piece" if self.granularity == "block" else self.granularity)
-
-    def quantize_matrix(self, w: Float[Array, "out in"]) -> Quantized:
-        return quantize(w, self.dtype, self.granularity)
+        return jnp.float8_e5m2 if self.gradients_by_tensor else self.dtype
 
 
 class Kernels(NamedTuple):
@@ -127,27 +132,46 @@ class Kernels(NamedTuple):
     both: Callable[[Quantized, Quantized, DTypeLike], Array]
 
 
+class Residuals(NamedTuple):
+    """What the backward pass is given. It quantises both sides anew, as they are or transposed.
+
+    The largest magnitudes of their groups are named, so that policies of `jax.checkpoint` keep them: they take few
+    bytes, and to find them again both sides would have to be read once more.
+    """
+
+    x: Array
+    w: Matrix
+    scale: Array | None
+    largest_x: Array | None  # None: float rows
+    largest_w: Array | None  # None: `w` is quantised already
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def quantized_matmul(
     kernels: Kernels, formula: Formula, x: Array, w: Matrix, scale: Array | None
 ) -> Float[Array, "*batch out"]:
     """Computes `int8_matmul` or `fp8_matmul` by these kernels."""
-    if formula.activations:
-        return kernels.both(formula.quantize_rows(x, formula.dtype), _matrix(formula, read(w), scale), x.dtype)
-    return kernels.weight_only(x, _matrix(formula, w, scale), x.dtype)
+    return _forward(kernels, formula, x, w, scale)[0]
 
 
-def _forward(
-    kernels: Kernels, formula: Formula, x: Array, w: Matrix, scale: Array | None
-) -> tuple[Array, tuple[Array, Matrix, Array | None]]:
-    return quantized_matmul(kernels, formula, x, w, scale), (x, w, scale)
+def _forward(kernels: Kernels, formula: Formula, x: Array, w: Matrix, scale: Array | None) -> tuple[Array, Residuals]:
+    largest = lambda side, granularity: checkpoint_name(largest_magnitudes(side, granularity), SAVED)
+    largest_w = None if scale is not None else largest(read(w), formula.granularity)
+    if not formula.activations:
+        out = kernels.weight_only(x, _matrix(formula, w, scale, largest_w), x.dtype)
+        return out, Residuals(x, w, scale, None, largest_w)
+    largest_x = largest(x, formula.of_rows)
+    rows = quantize(x, formula.dtype, formula.of_rows, largest_x)
+    out = kernels.both(rows, _matrix(formula, read(w), scale, largest_w), x.dtype)
+    return out, Residuals(x, w, scale, largest_x, largest_w)
 
 
 def _backward(
-    kernels: Kernels, formula: Formula, residuals: tuple[Array, Matrix, Array | None], d_out: Array
+    kernels: Kernels, formula: Formula, residuals: Residuals, d_out: Array
 ) -> tuple[Array, Array | None, None]:
-    x, w, scale = residuals[0], read(residuals[1]), residuals[2]
-    matrix = _matrix(formula, w, scale)
+    x, w, scale, largest_x, largest_w = residuals
+    w = read(w)
+    matrix = _matrix(formula, w, scale, largest_w)
     rows = lambda side: side.reshape(-1, side.shape[-1])
     exact = exact_dtype(x)
 
@@ -159,15 +183,23 @@ def _backward(
         dw = jnp.einsum("to,ti->oi", rows(d_out), rows(x), preferred_element_type=exact)
         return dx, dw.astype(w.dtype), None
 
-    if formula.granularity == "channel":  # scales are by row, and the transpose has other rows
-        transposed = formula.quantize_matrix((w if scale is None else dequantize(matrix)).T)
+    of_rows, of_matrices = formula.of_rows, formula.granularity
+    largest_d_out = None
+    if formula.gradients_by_tensor:
+        of_rows = of_matrices = "tensor"
+        whole = lambda largest: None if largest is None else largest_magnitudes(largest, "tensor")
+        largest_x, largest_w, largest_d_out = whole(largest_x), whole(largest_w), whole(d_out)
+    else:
+        largest_x = largest_w = None  # the groups of a transpose are others
+    if formula.granularity == "channel":
+        transposed = quantize((w if scale is None else dequantize(matrix)).T, formula.dtype, of_matrices, largest_w)
     else:
         transposed = Quantized(matrix.values.T, matrix.scale.T)
-    dx = kernels.both(formula.quantize_rows(d_out, formula.gradient_dtype), transposed, x.dtype)
+    dx = kernels.both(quantize(d_out, formula.gradient_dtype, of_rows, largest_d_out), transposed, x.dtype)
     if scale is not None:
         return dx, None, None
-    d_out_rows = formula.quantize_rows(rows(d_out).T, formula.gradient_dtype)
-    return dx, kernels.both(d_out_rows, formula.quantize_matrix(rows(x).T), w.dtype), None
+    d_out_rows = quantize(rows(d_out).T, formula.gradient_dtype, of_rows, largest_d_out)
+    return dx, kernels.both(d_out_rows, quantize(rows(x).T, formula.dtype, of_matrices, largest_x), w.dtype), None
 
 
 quantized_matmul.defvjp(_forward, _backward)
@@ -180,9 +212,11 @@ def refusal(x: Float[Array, "*batch in"], w: Matrix) -> str | None:
     return None if x.size and w.size else "it needs a row, a feature and an output at least"
 
 
-def _matrix(formula: Formula, w: Matrix, scale: Array | None) -> Quantized:
+def _matrix(formula: Formula, w: Matrix, scale: Array | None, largest: Array | None) -> Quantized:
+    if scale is None:
+        return quantize(read(w), formula.dtype, formula.granularity, largest)
     values: Any = w
-    return formula.quantize_matrix(read(w)) if scale is None else Quantized(values, scale)
+    return Quantized(values, scale)
 
 
 def _matmul(
@@ -221,4 +255,4 @@ def _matmul(
         "quantized_matmul", implementation, x, w, scale, first=None if granularity == "block" or few_rows else "xla",
         formula=Formula(dtype, granularity, activations, gradients),
     )  # fmt: skip
-    return checkpoint_name(out, SAVED)  # policies of jax.checkpoint do not see the product inside
+    return checkpoint_name(out, SAVED)  # policies of jax.checkpoint do not see products inside of kernels

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float8e4m3fn, Float8e5m2, Int8, Num
+from jaxtyping import Array, Float, Float8e4m3fn, Float8e5m2, Int8, Num, UInt
 
 from kernels.stacked import read
 
@@ -39,12 +39,17 @@ class Quantized(NamedTuple):
         return self.scale.ndim == self.values.ndim
 
 
-def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, granularity: Granularity) -> Quantized:
+def quantize(
+    x: Float[Array, "*shape"],
+    dtype: DTypeLike,
+    granularity: Granularity,
+    largest: Float[Array, "..."] | None = None,
+) -> Quantized:
     """Quantises `x` to int8, float8_e4m3fn or float8_e5m2.
 
     `granularity` says which values share a scale: the whole "tensor", each "channel" (a row, along the last axis), each
     "block" of 128 x 128 in the last two axes, or each "piece" of 128 neighbours in a row. Blocks and pieces at the
-    edges may be smaller.
+    edges may be smaller. `largest` is what `largest_magnitudes` returns, where it is known already.
 
     The scale of a group is its largest magnitude / the dtype's largest magnitude (127, 448 or 57344), in float32, or in
     float64 if x is. Values are x * (1 / scale), rounded to the nearest, ties to even. Where the scale would be 0, or
@@ -52,9 +57,10 @@ def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, granularity: Granulari
     NaN, and with it the whole group: nothing ever saturates.
     """
     exact, limit = exact_dtype(x), LARGEST[jnp.dtype(dtype)]
+    largest = largest_magnitudes(x, granularity) if largest is None else largest
     # Multiplies by reciprocals, as XLA would rewrite divisions; zoo/quantized.py computes the same bits in numpy.
-    scale = _largest_magnitudes(x, granularity).astype(exact) * (1 / limit)
-    scale = jnp.where(jnp.isinf(scale), jnp.nan, jnp.where(scale < jnp.finfo(exact).tiny, 1, scale))
+    scale = largest.astype(exact) * (1 / limit)
+    scale = jnp.where(jnp.isfinite(scale), jnp.where(scale < jnp.finfo(exact).tiny, 1, scale), jnp.nan)
     values = x.astype(exact) * spread(1 / scale, x.shape)
     return Quantized((jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), scale)
 
@@ -84,16 +90,26 @@ def whole_pieces(values: Num[Array, "*rows in"]) -> Num[Array, "*rows padded"]:
     return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % BLOCK)])
 
 
-def _largest_magnitudes(x: Float[Array, "*shape"], granularity: Granularity) -> Float[Array, "..."]:
-    """Returns each group's largest magnitude: infinity for a NaN, which a maximum may miss (XLA's does on CPUs)."""
-    magnitudes = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+def largest_magnitudes(x: Float[Array, "*shape"], granularity: Granularity) -> Float[Array, "..."]:
+    """Returns each group's largest magnitude, which is not finite if any value is not.
+
+    Floats without their signs are in the order of their bits, read as integers, and NaNs come last. A maximum of floats
+    may miss NaNs (XLA's does on CPUs). To replace them by `jnp.where` takes a constant of the shape of `x`, which
+    `jax.grad` moves out of a scan: every layer would read it.
+    """
+    bits = 8 * x.dtype.itemsize
+    magnitudes = lax.bitcast_convert_type(x, f"uint{bits}") & ((1 << bits - 1) - 1)
+    return lax.bitcast_convert_type(_largest(magnitudes, granularity), x.dtype)
+
+
+def _largest(magnitudes: UInt[Array, "*shape"], granularity: Granularity) -> UInt[Array, "..."]:
     if granularity == "tensor":
         return magnitudes.max(initial=0)
     if granularity == "channel":
         return magnitudes.max(axis=-1, initial=0)
-    kept = x.ndim - (2 if granularity == "block" else 1)
-    counts = [-(-length // BLOCK) for length in x.shape[kept:]]
-    edges = [(0, n * BLOCK - length) for n, length in zip(counts, x.shape[kept:], strict=True)]
+    kept = magnitudes.ndim - (2 if granularity == "block" else 1)
+    counts = [-(-length // BLOCK) for length in magnitudes.shape[kept:]]
+    edges = [(0, n * BLOCK - length) for n, length in zip(counts, magnitudes.shape[kept:], strict=True)]
     cut = [side for n in counts for side in (n, BLOCK)]
-    blocks = jnp.pad(magnitudes, [(0, 0)] * kept + edges).reshape(*x.shape[:kept], *cut)
+    blocks = jnp.pad(magnitudes, [(0, 0)] * kept + edges).reshape(*magnitudes.shape[:kept], *cut)
     return blocks.max(axis=tuple(range(kept + 1, blocks.ndim, 2)), initial=0)

@@ -27,8 +27,8 @@ class StepOptions:
     """Data type of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
     matmul: Literal["float", "int8", "fp8"] = "float"
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
-    activations are rounded row by row; fp8 rounds gradients too. Weights are kept in float32 with all three. Embedding,
-    head and routers are not rounded, nor are the gradients of experts."""
+    activations are rounded row by row; fp8 rounds the backward pass too, with one scale a tensor. Weights are kept in
+    float32 with all three. Embedding, head and routers are not rounded, nor are the gradients of experts."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "dots"
     """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products and attention.
     attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept in the

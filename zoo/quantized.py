@@ -195,7 +195,7 @@ class LowPrecisionLinear(AbstractLinear):
     """A `Linear` that trains in eight bits: its parameters are floats, which are quantised only to be multiplied.
 
     Weight and activations are quantised row by row. In "fp8" all three products of a training step are of quantised
-    factors, gradients too; in "int8" the backward pass multiplies floats.
+    factors, gradients too; those of the backward pass have one scale a tensor. In "int8" it multiplies floats.
     """
 
     weight: Float[Array, "out in"]

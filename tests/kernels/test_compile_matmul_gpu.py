@@ -1,14 +1,19 @@
 """The quantised matrix products compile for an H200: on its tensor cores, without spilling, and without copies."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kernels
 from kernels import matmul_triton, matmul_xla
 from kernels.matmul import Formula
 from tests.kernels.gpu import Case, complaints, mesh_of, needs_compiler
+from train.plan import breakdown
+from train.remat import REMAT
 
 
 MB = 1 << 20
@@ -75,3 +80,34 @@ def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
         compiled = product.lower(*arguments).compile({"xla_gpu_enable_triton_gemm": False})
     assert f'custom_call_target="{call}"' in compiled.as_text()
     assert "s8[4096,4096]" in compiled.as_text() or dtype == FP8
+
+
+@needs_compiler
+def test_training_in_fp8_quantises_in_few_passes(tmp_path):
+    """Every product is cuBLASLt's of float8, and layers move at most 1.25 times the bytes that they do in bfloat16.
+
+    Each gradient is read once for its scale, and then once to be written in 8 bits, both ways round.
+    """
+    mesh, moved = mesh_of("h200"), {}
+    for low in (False, True):
+        product = lambda x, w: kernels.fp8_matmul(x, w, activations=True, gradients="quantized", implementation="xla")
+        multiply = product if low else lambda x, w: jnp.einsum("...i,oi->...o", x, w)
+
+        def layer(x, w, multiply=multiply):
+            gate, up, down = w
+            return x + multiply(jax.nn.silu(multiply(x, gate)) * multiply(x, up), down), None
+
+        def step(x, w, layer=layer):
+            return jax.grad(lambda w: jnp.sum(jax.lax.scan(REMAT["dots"](layer), x, w)[0].astype(jnp.float32) ** 2))(w)
+
+        shapes = (2048, 1024), ((3, 4096, 1024), (3, 4096, 1024), (3, 1024, 4096))
+        abstract = lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+        arguments = jax.tree.map(abstract, shapes, is_leaf=lambda node: isinstance(node[0], int))
+        with jax.set_mesh(mesh):
+            options = {"xla_dump_to": str(tmp_path / str(low)), "xla_gpu_enable_triton_gemm": False}
+            jax.jit(step).lower(*arguments).compile(options)
+        (file,) = (tmp_path / str(low)).glob("*.jit_step*after_optimizations.txt")
+        text = file.read_text()
+        moved[low] = sum(kernel.bytes * kernel.times for kernel in breakdown.kernels(text))
+    assert {*re.findall(r'custom_call_target="(__cublas[^"]*)"', text)} == {"__cublas$lt$matmul$f8"}
+    assert moved[True] < 1.25 * moved[False], moved
