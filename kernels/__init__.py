@@ -22,7 +22,8 @@ from kernels.device import device
 from kernels.dispatch import explain, prefer
 from kernels.masks import Causal, Chunk, Full, Mask, Segments, Spans, Tokens, Window, counted, sliding
 from kernels.matmul import SAVED, fp8_matmul, int8_matmul
-from kernels.mesh import split_attention, split_heads
+from kernels.mesh import split_attention
+from kernels.recurrence import split_recurrence
 from kernels.sequence import begins, padding
 from kernels.stacked import Stacked, read
 
@@ -202,8 +203,9 @@ def delta_rule(
     blank = padding(at, v.shape[:2])
     q, k, v, decay, beta = (jnp.where(jnp.expand_dims(blank, range(2, x.ndim)), 0, x) for x in (q, k, v, decay, beta))
     first = "reference" if v.shape[1] <= 16 else None
-    run = functools.partial(dispatch.run, "delta_rule", implementation, first=first, scale=scale, erase=erase)
-    return split_heads(run, q, k, v, decay, beta, begins(at, v.shape[:2]), state.astype(exact))
+    run = functools.partial(dispatch.run, "delta_rule", implementation, first=first)
+    given = q, k, v, decay, beta, begins(at, v.shape[:2]), state.astype(exact)
+    return split_recurrence(run, *given, scale=scale, erase=erase)
 
 
 def cross_entropy(

@@ -4,9 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels.masks import Tokens
+from kernels.mesh import BATCH, CONTEXT, TENSOR, free, split, splitting
 from kernels.sequence import padding
 
 
@@ -22,7 +24,8 @@ def causal_conv(
 
     The last column of `weight` is the token's own. Inputs before the row's first are those of `tail`, or zeros. Sums
     are in float32. Padding (segment 0, or a position below 0) counts as zeros; it stands at the end of a row, or at its
-    beginning where there is no tail.
+    beginning where there is no tail. Tokens that are split over a mesh must be in order: each device gets the last
+    inputs of the one before it.
 
     Returns the sums in the dtype of x, and the new tail: the last `width` - 1 inputs that are not padding.
 
@@ -31,22 +34,57 @@ def causal_conv(
     """
     if tail is not None and at.segments is not None:
         raise ValueError("A tail is of one document a row: leave segments out where there is one, or the tail.")
-    before, seq, blank = weight.shape[1] - 1, x.shape[1], padding(at, x.shape[:2])
+    before, blank = weight.shape[1] - 1, padding(at, x.shape[:2])
     x = jnp.where(blank[..., None], 0, x)
     tail = jnp.zeros((len(x), before, x.shape[2]), x.dtype) if tail is None else tail.astype(x.dtype)
-    inputs = jnp.concatenate([tail, x], axis=1)
+    if not (seq := splitting(x.shape[1], CONTEXT)) or x.shape[1] // split(CONTEXT) < before:
+        return _convolved(x, weight, at.segments, blank, tail)
+    batch, channels = splitting(len(x), *BATCH), splitting(x.shape[2], TENSOR)
+    return jax.shard_map(
+        functools.partial(_convolved, devices=split(CONTEXT)),
+        axis_names=set(free()),
+        in_specs=(P(batch, seq, channels), P(channels), P(batch, seq), P(batch, seq), P(batch, None, channels)),
+        out_specs=(P(batch, seq, channels), P(batch, None, channels)),
+        check_vma=False,
+    )(x, weight, at.segments, blank, tail)
+
+
+def _convolved(
+    x: Float[Array, "batch seq channels"],
+    weight: Float[Array, "channels width"],
+    segments: Int[Array, "batch seq"] | None,
+    blank: Bool[Array, "batch seq"],
+    tail: Float[Array, "batch before channels"],
+    devices: int = 1,
+) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch before channels"]]:
+    """The sums and the new tail. Of several devices along `CONTEXT` each has its part of the row."""
+    seq, before = x.shape[1], tail.shape[1]
+    inputs, first = jnp.concatenate([tail, x], axis=1), 0  # the first input's place in the row, tail included
+    read = jnp.max(jnp.where(blank, 0, jnp.arange(1, seq + 1)), axis=1, keepdims=True)
+    if segments is not None:
+        segments = jnp.pad(segments, ((0, 0), (before, 0)))
+    if devices > 1:
+        # The last inputs of the device before, instead of the row's tail.
+        first = jax.lax.axis_index(CONTEXT) * seq
+        read = jax.lax.pmax(jnp.where(read > 0, first + read, 0), CONTEXT)
+        left = lambda a: jax.lax.ppermute(a[:, seq:], CONTEXT, [(n, n + 1) for n in range(devices - 1)])
+        inputs = inputs.at[:, :before].set(jnp.where(first == 0, tail, left(inputs)))
+        segments = None if segments is None else segments.at[:, :before].set(left(segments))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # or each term is kept in float32
     def sums(inputs: Array, weight: Array) -> Array:
         total = jnp.zeros(x.shape, jnp.float32)
         for back in range(before + 1):
-            earlier = inputs[:, before - back : before - back + seq].astype(jnp.float32)
-            if at.segments is not None and back:
-                segments = jnp.pad(at.segments, ((0, 0), (back, 0)))[:, :seq]
-                earlier = jnp.where((segments == at.segments)[..., None], earlier, 0)
+            part = slice(before - back, before - back + seq)
+            earlier = inputs[:, part].astype(jnp.float32)
+            if segments is not None and back:
+                earlier = jnp.where((segments[:, part] == segments[:, before:])[..., None], earlier, 0)
             total = total + earlier * weight[None, None, :, before - back].astype(jnp.float32)
         return total.astype(x.dtype)
 
-    read = jnp.max(jnp.where(blank, 0, jnp.arange(1, seq + 1)[None]), axis=1, keepdims=True)
-    last = read + jnp.arange(before)[None]
-    return sums(inputs, weight), jnp.take_along_axis(inputs, last[..., None], axis=1)
+    last = read + jnp.arange(before)[None] - first
+    new = jnp.take_along_axis(inputs, jnp.clip(last, 0, seq + before - 1)[..., None], axis=1)
+    if devices > 1:
+        own = (last < seq + before) & (last >= jnp.where(first == 0, 0, before))
+        new = jax.lax.psum(jnp.where(own[..., None], new, 0), CONTEXT)
+    return sums(inputs, weight), new

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kernels.masks import Tokens
 from kernels.stacked import Stacked, read
@@ -138,34 +138,6 @@ def split_attention(
         out_specs=whole,
         check_vma=False,
     )(q, k, v, sinks, q_ids, kv_ids)
-
-
-def split_heads(
-    run: Callable[..., tuple[Array, Array]],
-    q: Float[Array, "batch seq heads dim"],
-    k: Float[Array, "batch seq heads dim"],
-    v: Float[Array, "batch seq v_heads v_dim"],
-    decay: Float[Array, "batch seq v_heads *dim"],
-    beta: Float[Array, "batch seq v_heads"],
-    begins: Bool[Array, "batch seq"],
-    state: Float[Array, "batch v_heads dim v_dim"],
-) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
-    """Runs a recurrence on each device, with the device's share of the sequences and of the heads.
-
-    Every device has all tokens of its sequences, since each depends on those before it. Axes of the mesh that do not
-    divide the sequences, or the query/key heads, leave them whole.
-    """
-    if not (axes := free()):
-        return run(q, k, v, decay, beta, begins, state)
-    batch, heads = splitting(len(v), *BATCH), splitting(k.shape[2], TENSOR)
-    tokens = P(batch, None, heads)
-    return jax.shard_map(
-        run,
-        axis_names=set(axes),
-        in_specs=(tokens, tokens, tokens, tokens, tokens, P(batch), P(batch, heads)),
-        out_specs=(tokens, P(batch, heads)),
-        check_vma=False,
-    )(q, k, v, decay, beta, begins, state)
 
 
 def split_lookup(

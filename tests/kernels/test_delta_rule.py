@@ -1,6 +1,7 @@
 """The gated delta rule and the short convolution, against float64: packed, padded, continued, split over a mesh."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -118,13 +119,42 @@ def test_a_sequence_in_parts_is_the_whole():
     assert error(jnp.concatenate(outs, axis=1), whole) < 1e-5
 
 
+def on_a_mesh(run, *arguments, **axes):
+    """The results on one device, and on a mesh with these axes."""
+    alone = jax.jit(run)(*arguments)
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values())
+    with jax.set_mesh(Mesh(devices, tuple(axes))):
+        return jax.tree.leaves(jax.jit(lambda *x: run(*x))(*arguments)), jax.tree.leaves(alone)
+
+
 def test_split_over_a_mesh():
     given, at = arrays(channels=True), Tokens(segments=jnp.asarray(SEGMENTS))
-    alone = kernels.delta_rule(*given, at, scale=SCALE)
-    with jax.set_mesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))):
-        split = jax.jit(lambda *x: kernels.delta_rule(*x, at, scale=SCALE))(*given)
+    split, alone = on_a_mesh(lambda *x: kernels.delta_rule(*x, at, scale=SCALE), *given, fsdp=2, tensor=2)
     for ours, one in zip(split, alone, strict=True):
         assert error(ours, np.asarray(one, np.float64)) < 1e-6
+
+
+# Over four devices of 38 tokens: a document begins with the second device and has one token; the next goes on through
+# the third; in the other row one begins within the second.
+ACROSS = np.concatenate([np.repeat([[1, 2, 3, 0]], [38, 1, 100, 13], axis=1), np.repeat([[5, 4]], [60, 92], axis=1)])
+
+
+def test_tokens_split_over_the_context(kind):
+    """The outputs, the last state, and all gradients are one device's."""
+    of_arrays, options = kind
+    given, at = arrays(**of_arrays, seq=ACROSS.shape[1]), Tokens(segments=jnp.asarray(ACROSS))
+    random = np.random.default_rng(1)
+    start = jnp.asarray(random.normal(size=(BATCH, V_HEADS, DIM, V_DIM)), jnp.float32)
+    d_out = jnp.asarray(random.normal(size=given[2].shape), jnp.float32), start[::-1]
+
+    def both(given, start, d_out):
+        run = lambda *x: kernels.delta_rule(*x[:-1], at, scale=SCALE, state=x[-1], **options)
+        out, pull = jax.vjp(run, *given, start)
+        return out, pull(d_out)
+
+    split, alone = on_a_mesh(both, given, start, d_out, context=4)
+    for name, ours, one in zip(("out", "last", "q", "k", "v", "decay", "beta", "state"), split, alone, strict=True):
+        assert error(ours, np.asarray(one, np.float64)) < 1e-5, name
 
 
 def test_half_precision_is_rounded_once():
@@ -161,6 +191,28 @@ def test_convolution_of_packed_documents():
     true = convolved(x, weight, SEGMENTS)
     assert error(ours[0, :-9], true[0, :-9]) < 1e-6 and error(ours[1], true[1]) < 1e-6
     np.testing.assert_array_equal(tail, [x[0, -12:-9], x[1, -3:]])
+
+
+def test_convolution_split_over_the_context():
+    """With gradients. Padding begins on any device; the tail then lies on one or on two, or is mostly the one given."""
+    random = np.random.default_rng(5)
+    x, weight, before = (random.normal(size=n).astype(np.float32) for n in ((3, 16, 6), (6, 4), (3, 3, 6)))
+    segments = np.repeat([[1, 2, 3, 0]], [4, 5, 4, 3], axis=1), np.repeat([[1, 2]], [6, 10], axis=1), np.ones((1, 16))
+    segments = jnp.asarray(np.concatenate(segments), jnp.int32)
+    positions = jnp.where(jnp.arange(16)[None] < jnp.array([[1], [9], [16]]), jnp.arange(16)[None], -1)
+
+    def both(x, weight, before):
+        run = lambda x, weight, before: (
+            kernels.causal_conv(x, weight, Tokens(segments=segments)),
+            kernels.causal_conv(x, weight, Tokens(positions), tail=before),
+        )
+        out, pull = jax.vjp(run, x, weight, before)
+        return out, pull(jax.tree.map(jnp.cos, out))
+
+    split, alone = on_a_mesh(both, x, weight, before, context=4)
+    assert error(alone[0][0, :13], convolved(x, weight, np.asarray(segments))[0, :13]) < 1e-6
+    for ours, one in zip(split, alone, strict=True):
+        assert error(ours, np.asarray(one, np.float64)) < 1e-6
 
 
 def test_convolution_in_parts_is_the_whole():
