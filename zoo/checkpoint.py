@@ -114,12 +114,12 @@ def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]
         for start in [name.removesuffix(first) for name in out if name.endswith(first)]:
             names = lambda n, start=start, ends=ends: [start + part.format(n) for part in ends]
             count = next(n for n in itertools.count() if names(n)[0] not in out)
-            experts = [[out.get(name) for name in names(n)] for n in range(count)]
+            experts: Any = [[out.get(name) for name in names(n)] for n in range(count)]
             shapes = {tuple(tensor and tensor.shape for tensor in expert) for expert in experts}
             if len(shapes) == 1 and None not in experts[0]:  # others are named as they are
                 out[start + end] = Fused(start + end, tuple(map(tuple, experts)))
-                read = {name for n in range(count) for name in names(n)}
-                out = {name: tensor for name, tensor in out.items() if name not in read}
+                apart = {name for n in range(count) for name in names(n)}
+                out = {name: tensor for name, tensor in out.items() if name not in apart}
     return out
 
 
