@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -54,11 +54,12 @@ READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "targe
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base's weights alone
 
 # Name of an experts' map in families -> the parameter in transformers, and the map's part of it (0 or 1; None: all).
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 EXPERTS = {
     "gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "w1": (GATE_UP, 0), "w3": (GATE_UP, 1), "w2": (DOWN, None),
     GATE_UP: (GATE_UP, None), DOWN: (DOWN, None),
 }  # fmt: skip
+OF_GRANITE = {"input_linear": GATE_UP, "output_linear": DOWN}
 
 
 class Pair(NamedTuple):
@@ -109,12 +110,13 @@ def save(
 
     # For experts: module -> parameter -> part -> the path of its adapter, and the layer's index there.
     places: dict[str, dict[str, dict[int | None, Any]]] = {}
+    every = {name for of_map in names.values() for name in of_map.flat}
     for path, m in adapters.items():
         for at, name in np.ndenumerate(names[path]):
             if isinstance(m, LoRALinear):
                 put(name, m.a.shape[-2:], m.b.shape[-2:], functools.partial(pair_of, path, at))
             else:
-                module, parameter, part = expert_place(name)
+                module, parameter, part = expert_place(name, every)
                 places.setdefault(module, {}).setdefault(parameter, {})[part] = (path, at)
     several, swapped = set(), family.experts_swapped_in_peft
     for module, of_module in places.items():
@@ -213,6 +215,7 @@ def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_valu
         for tensor in tensors.values():
             Scan().look(tensor, tensor.part((), np.dtype(np.float32)))
     used: set[str] = set()
+    every = {name for of_map in names.values() for name in of_map.flat}
 
     def stored(name: str, key: str) -> Pair | None:
         """The adapter stored under a name, if any; patterns in the config are matched with `key`."""
@@ -224,7 +227,7 @@ def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_valu
         return Pair(a, b, scale_of(config, key))
 
     def of_experts(name: str, experts: int) -> Pair | None:
-        module, parameter, part = expert_place(name)
+        module, parameter, part = expert_place(name, every)
         stem, _, kind = name.rpartition(".")
         each = [stored(n, n) for n in (f"{stem}.{e}.{kind}" for e in range(experts))]  # as in transformers 4
         if all(each):
@@ -296,14 +299,22 @@ def scale_of(config: dict[str, Any], name: str) -> float:
 
 
 def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
-    """Path of a linear map -> its names in checkpoints, for each layer of a stack; names of experts have no number."""
-    plain = skeleton(family_of(model), model.config)
+    """Path of a linear map -> its names in transformers, for each layer of a stack; names of experts have no number.
+
+    They are those of checkpoints, but for the beginnings in the family's `beginnings_in_transformers`.
+    """
+    plain, other = skeleton(family_of(model), model.config), family_of(model).beginnings_in_transformers
+
+    def named(tensor: str) -> str:
+        begin = next((begin for begin in other if tensor.startswith(begin)), "")
+        return other.get(begin, "") + tensor.removeprefix(begin).removesuffix(".weight")
+
     experts, found = {path for path, _ in modules(plain, AbstractExpertLinear)}, {}
     for p in parameters(plain, family_of(model)):
         path, names = p.path.removesuffix(".weight"), p.names
         if path in experts and names.ndim > p.array.ndim - 3:  # the checkpoint has a tensor for each expert
             names = np.vectorize(lambda name: re.sub(r"\.0(\.\w+\.weight)$", r"\1", name), [object])(names[..., 0])
-        found[path] = np.vectorize(lambda name: name.removesuffix(".weight"), [object])(names)
+        found[path] = np.vectorize(named, [object])(names)
     return found
 
 
@@ -313,18 +324,23 @@ def fan_in_fan_out(model: AbstractModel) -> bool:
     return any(p.transposed and p.array.ndim - p.names.ndim == 2 for p in parameters(plain, family_of(model)))
 
 
-def expert_place(name: str) -> tuple[str, str, int | None]:
+def expert_place(name: str, names: Collection[str]) -> tuple[str, str, int | None]:
     """An experts' map in transformers: its module, its parameter, and its part of that: 0 gate, 1 up, None all.
 
-    transformers renames Mixtral's block_sparse_moe to mlp.
+    `names` are those of all maps: experts that have no gate keep up_proj as it is. transformers renames Mixtral's
+    block_sparse_moe to mlp, and not Granite's, whose experts' maps it puts into a module of their own.
     """
     module, _, kind = name.rpartition(".")
+    if kind in OF_GRANITE:
+        return f"{module}.experts", OF_GRANITE[kind], None
+    if kind == UP and f"{module}.gate_proj" not in names:
+        return module, UP, None
     return module.replace(".block_sparse_moe.", ".mlp."), *EXPERTS[kind]
 
 
 def wrapper(module: str, parameter: str, wrapped: set[str]) -> str:
-    """The module under which PEFT stores a parameter's adapter: with both adapted, down_proj's wraps gate_up_proj's."""
-    return f"{module}.base_layer" if parameter == GATE_UP and DOWN in wrapped else module
+    """The module under which PEFT stores a parameter's adapter: with both adapted, down_proj's wraps the other."""
+    return f"{module}.base_layer" if parameter != DOWN and DOWN in wrapped else module
 
 
 def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:

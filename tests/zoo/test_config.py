@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import zoo
+from convert.hub import read_json
 from tests import hurry
 from tests.zoo import tiny
 from zoo import registry
@@ -136,7 +137,7 @@ def test_refused(name, changes, words):
 
 @pytest.mark.live
 @pytest.mark.parametrize("family", sorted(tiny.MODULES))
-def test_defaults_are_transformers(family):
+def test_defaults_are_transformers(family, tmp_path):
     """A config.json with what is required alone means the same as the one that transformers makes of it, in full."""
     transformers = pytest.importorskip("transformers", reason="live parity needs transformers")
     hub = next(iter(tiny.MODULES[family].CONFIGS.values()))
@@ -147,7 +148,8 @@ def test_defaults_are_transformers(family):
     )  # as many as defaults have
     least = {key: wide.get(key, hub[key]) for key in required}
     theirs = transformers.AutoConfig.for_model(hub["model_type"], **least)
-    full = json.loads(theirs.to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(theirs.to_json_string(use_diff=False))
+    full = read_json(tmp_path / "config.json")
     assert read_config(module, full) == read_config(module, least)
     for key in full.keys() & {f.name for f in dataclasses.fields(module.Config)} - least.keys():
         assert read_config(module, {k: v for k, v in full.items() if k != key}) == read_config(module, least), key

@@ -1,5 +1,7 @@
 """Mamba-2's layer against its recurrence, one token after the other in float64, with documents packed into a row."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 
 from kernels import Tokens
 from tests.zoo.programs import error, noise
+from zoo.mesh import make_mesh
 from zoo.nn.mamba2 import Mamba2
 
 
@@ -36,9 +39,13 @@ def recurrence(layer, x):
     return np.array(found) @ p.out_proj.weight.T + p.out_proj.bias
 
 
+def make(groups):
+    sizes: Any = dict(heads=HEADS, head_dim=DIM, groups=groups, state_size=STATE, width=WIDTH, time_step_limit=LIMIT)
+    return noise(lambda: Mamba2(16, **sizes, eps=1e-5, bias=True, conv_bias=True, key=jax.random.key(0)))
+
+
 def test_documents_are_the_recurrence():
-    sizes = dict(heads=HEADS, head_dim=DIM, groups=GROUPS, state_size=STATE, width=WIDTH, time_step_limit=LIMIT)
-    layer = noise(lambda: Mamba2(16, **sizes, eps=1e-5, bias=True, conv_bias=True, key=jax.random.key(0)))
+    layer = make(GROUPS)
     x, lengths = np.random.RandomState(3).standard_normal((1, 24, 16)), (9, 1, 11)  # and three tokens of padding
     segments = np.repeat([1, 2, 3, 0], [*lengths, 3])[None]
     x[0, -3:] = np.nan
@@ -46,3 +53,11 @@ def test_documents_are_the_recurrence():
     ours = run(layer, jnp.asarray(x, jnp.float32), jnp.asarray(segments))
     for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
         assert error(ours[0, start : start + length], recurrence(layer, x[0, start : start + length])) < 1e-5
+
+
+def test_heads_of_one_group_are_split():
+    """Over "tensor", although all of them share a group's keys and queries."""
+    with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
+        program = jax.make_jaxpr(lambda x: make(groups=1)(x, None, Tokens())[0])(jnp.ones((4, 24, 16)))
+    split = [e.params["jaxpr"].invars for e in program.jaxpr.eqns if e.primitive.name == "shard_map"]
+    assert (1, 24, HEADS // 2, DIM) in [v.aval.shape for values in split for v in values]

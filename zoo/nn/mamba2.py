@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import kernels
-from kernels import Tokens
+from kernels import Tokens, mesh
 from kernels.sums import spread
 from zoo.nn.layers import AbstractLinear, Conv1d, Linear, recomputed
 from zoo.nn.recurrent import RecurrentCache, recur
@@ -111,13 +111,17 @@ class Mamba2(eqx.Module):
         split = lambda y, size: y.reshape(*y.shape[:2], -1, size)
         gate, xbc, dt = jnp.split(self.in_proj(x), [inner, 2 * inner + 2 * of_state], axis=-1)
 
+        # With fewer groups than devices along "tensor", each device has a copy of its heads' group.
+        groups = math.lcm(self.groups, mesh.split(mesh.TENSOR))
+        copies = 1 if self.heads % groups else groups // self.groups
+
         def step(inputs: tuple[Array, Array], state: Array | None, tail: Array | None, at: Tokens) -> Any:
             xbc, dt = inputs
             xbc, tail = kernels.causal_conv(xbc, self.conv1d.weight[:, 0], at, tail=tail)
             xbc = xbc if self.conv1d.bias is None else xbc + spread(self.conv1d.bias, xbc.shape)
             x, b, c = jnp.split(jax.nn.silu(xbc), [inner, inner + of_state], axis=-1)
             # All heads of a group share b and c, whose gradients are so summed in float32.
-            b, c = (split(a.astype(jnp.float32), self.state_size) for a in (b, c))
+            b, c = (jnp.repeat(split(a.astype(jnp.float32), self.state_size), copies, axis=2) for a in (b, c))
             x = split(x, self.head_dim)
             dt = _steps(dt, self.dt_bias, self.time_step_limit)
             decay = dt * jnp.broadcast_to(-jnp.exp(self.A_log.astype(jnp.float32)), dt.shape)
