@@ -87,7 +87,14 @@ def test_routers_and_shared_experts():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gpt3-52k", 1.95e-5), ("gpt2", 0.1235), ("qwen3-30b-a3b", 3.0), ("deepseek-v3", 36.6), ("gpt-oss-20b", 3.6)],
+    [
+        ("gpt3-52k", 1.95e-5),
+        ("gpt2", 0.1235),
+        ("qwen3-30b-a3b", 3.0),
+        ("deepseek-v3", 36.6),
+        ("gpt-oss-20b", 3.6),
+        ("qwen3-next-80b-a3b", 3.6),
+    ],
 )
 def test_flops_of_the_active_parameters(name, billions):
     """6 a token for each, with those of the head, and of the experts those that a token goes to."""

@@ -1,6 +1,7 @@
 """Hybrids of recurrent layers and attention, where they differ from other families: documents packed into a row, rows
 of an engine that others had before, tokens taken back, and what is stored in 8 bits."""
 
+import json
 import re
 
 import equinox as eqx
@@ -13,6 +14,7 @@ import safetensors.numpy
 import convert.tensors
 import zoo
 from kernels import Tokens
+from tests.train.conftest import command
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, TOKENS, decode, error, forward, init_cache, same
 from tests.zoo.test_engine import PROMPTS, logits_after
@@ -215,3 +217,18 @@ def test_what_is_stored_in_8_bits(load, name):
         assert {"in_proj_qkvz", "in_proj_qkv", "in_proj", "q_proj"} & last(stored)
         assert not [path for path in stored if re.search("conv|norm|A_log|dt_bias|[.]D$|gate[.]weight", path)]
         assert [path for path in kept if "conv1d" in path] and [path for path in kept if "A_log" in path]
+
+
+@pytest.mark.slow
+def test_sampling_and_training_agree(tmp_path):
+    """A step of GRPO: completions that were drawn with states have the same log-probabilities in rows of training."""
+    folder = tiny.write(tmp_path / "model", "qwen3_next", eos_token_id=63)
+    tiny.write_tokenizer(folder)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{word} "}}\n' for word in ("abc", "hello", "fox")))
+    (tmp_path / "reward.py").write_text("def length(completion, record):\n    return len(completion)\n")
+    sizes = ("--prompts", 2, "--group", 4, "--max-new-tokens", 6, "--seq-len", 32, "--sample-tokens", 4, "--steps", 1)
+    files = ("--model", folder, "--data", tmp_path / "prompts.jsonl", "--reward", f"{tmp_path / 'reward.py'}:length")
+    command("train.grpo", *map(str, (*files, "--out", tmp_path / "run", "--compute-dtype", "float32", *sizes)))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    (drift,) = (line["drift"] for line in lines if "drift" in line)
+    assert drift < 1e-4

@@ -114,7 +114,7 @@ class Config(AbstractMixtureConfig):
         if self.layer_types[layer] == "full_attention":
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
         # What the key reads of the state, what is written to it, and what the query reads.
-        return 3 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        return 3.0 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
 
 
 # fmt: off

@@ -88,7 +88,7 @@ class Config(AbstractMixtureConfig):
         if self.layer_types[layer] == "full_attention":
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
         # The state is read with the key, written to, and read with the query.
-        return 3 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        return 3.0 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""
