@@ -6,6 +6,7 @@ import pytest
 
 import zoo
 from train.metrics import flops_per_token, products_per_token
+from train.plan.ahead import seen_pairs
 
 
 TOLERANCE = 0.005
@@ -113,3 +114,9 @@ def test_flops_through_a_window():
     assert saved == pytest.approx(12 * 32 * 128 * fewer, rel=0.01)
     wide = dataclasses.replace(half, sliding_window=5000)
     assert flops_per_token(wide, 1000) == flops_per_token(full, 1000)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3.5-27b"])
+def test_attention_sees_half_of_all_pairs(name):
+    """Whatever the states of a hybrid's other layers take, which does not grow with the row."""
+    assert seen_pairs(zoo.config(name), 4096) == pytest.approx(0.5)

@@ -17,7 +17,6 @@ from kernels.compile_options import compile_options
 from kernels.mesh import BATCH
 from train.adapters import Lora
 from train.mesh import abstract_model, token_sharding
-from train.metrics import products_per_token
 from train.optim import OptimizerOptions, make_optimizer
 from train.plan.breakdown import Kernel, kernels
 from train.plan.hlo import Collective, activations, collectives
@@ -104,9 +103,15 @@ def training(
         )  # fmt: skip
     kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
-    pairs = lambda seq: products_per_token(config, seq).attention  # of one token, which sees half of itself
-    seen = pairs(seq) / (2 * seq * pairs(1))
-    return Program(step, (state, data, kept), kinds, jax.tree.map(one, trained), seen)
+    return Program(step, (state, data, kept), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
+
+
+def seen_pairs(config: AbstractConfig, seq: int) -> float:
+    """Returns the share of all pairs of a row's tokens that its attention computes; 1 for a model without attention."""
+    products = config.attention_products
+    layers = [n for n in range(config.num_hidden_layers) if products(n, 2) > products(n, 1)]  # not recurrent ones
+    pairs = lambda seq: sum(products(n, seq) for n in layers)  # of one token, which sees half of itself
+    return pairs(seq) / (2 * seq * pairs(1)) if layers else 1.0
 
 
 def frozen(

@@ -88,7 +88,7 @@ class Config(AbstractMixtureConfig):
         if self.layer_types[layer] == "attention":
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
         # The state is written to, and read.
-        return 2 * self.mamba_n_heads * self.mamba_d_head * self.mamba_d_state
+        return 2.0 * self.mamba_n_heads * self.mamba_d_head * self.mamba_d_state
 
 
 # fmt: off

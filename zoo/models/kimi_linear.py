@@ -99,7 +99,7 @@ class Config(AbstractMixtureConfig):
         if self.attends(layer):
             return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
         # The state is read with the key, written to, and read with the query.
-        return 3 * self.linear_attn_config.num_heads * self.linear_attn_config.head_dim**2
+        return 3.0 * self.linear_attn_config.num_heads * self.linear_attn_config.head_dim**2
 
     def attends(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has latent attention."""

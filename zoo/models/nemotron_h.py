@@ -104,7 +104,7 @@ class Config(AbstractMixtureConfig):
         if kind == ATTENTION:
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
         # A state is written to, and read.
-        return 2 * self.mamba_num_heads * self.mamba_head_dim * self.ssm_state_size if kind == MAMBA else 0
+        return 2.0 * self.mamba_num_heads * self.mamba_head_dim * self.ssm_state_size if kind == MAMBA else 0.0
 
 
 # fmt: off
