@@ -188,9 +188,12 @@ def delta_rule(
     `implementation` is one of
 
     - "reference": one token after the other. It has every derivative, and computes float64 in float64.
-    - "xla": chunks of 64 tokens, in plain JAX. Its memory grows with the tokens, and has a state for each chunk.
+    - "xla": chunks of 64 tokens, in plain JAX. Its memory grows with the tokens, and has a state for each chunk. It and
+      all below have first derivatives only, in reverse mode.
+    - "triton": the same, with Pallas kernels for NVIDIA GPUs that go through the chunks. On a CPU it is interpreted.
 
-    None means "xla", and "reference" for at most 16 tokens and for what "xla" refuses.
+    None chooses by the tables of `kernels.dispatch`: "triton" on its devices if it can, else "xla", and "reference" for
+    at most 16 tokens and for float64.
 
     Raises:
         ValueError: where arguments contradict one another, or the implementation asked for cannot take them.

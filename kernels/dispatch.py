@@ -36,6 +36,7 @@ MODULES = {
     "delta_rule": {
         "reference": "delta_rule_reference",
         "xla": "delta_rule_xla",
+        "triton": "delta_rule_triton",
     },
     "quantized_matmul": {
         "reference": "matmul_reference",
@@ -72,7 +73,7 @@ PREFERENCES = {
     },
     "delta_rule": {
         "cpu": ("xla", "reference"),
-        "gpu": ("xla", "reference"),
+        "gpu": ("triton", "xla", "reference"),
         "tpu": ("xla", "reference"),
     },
     "quantized_matmul": {

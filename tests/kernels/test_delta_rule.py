@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import Mesh
 
 import kernels
-from kernels import Tokens
+from kernels import Tokens, delta
 
 
 BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 150, 2, 8, 4, 6  # SEQ: chunks of 64 do not divide it
 SCALE = 0.3
+CHUNKED = "xla", "triton"
 # What `arrays` makes, and options of the operation.
 KINDS = {
     "a head's decay": ({}, {}),
@@ -76,7 +77,7 @@ def test_packed_documents_and_padding(kind):
     out, state = oracle(*given, SEGMENTS, **options)
     given = tuple(x.at[0, -9:].set(jnp.nan) for x in given)
     at = Tokens(segments=jnp.asarray(SEGMENTS))
-    for implementation in ("reference", "xla"):
+    for implementation in ("reference", *CHUNKED):
         ours, last = kernels.delta_rule(*given, at, scale=SCALE, implementation=implementation, **options)
         assert error(ours[0, :-9], out[0, :-9]) < 1e-5 and error(ours[1], out[1]) < 1e-5, implementation
         assert error(last, state) < 1e-5, implementation
@@ -97,12 +98,14 @@ def test_gradients(kind):
             )
             return jax.vjp(run, *given, start)[1](d_out)
 
-        return each("xla"), each("reference")
+        return {implementation: each(implementation) for implementation in ("reference", *CHUNKED)}
 
-    ours, theirs = gradients(given, start, d_out)
-    for name, a, b in zip(("q", "k", "v", "decay", "beta", "state"), ours, theirs, strict=True):
-        assert np.all(np.isfinite(a)), name
-        assert error(a, np.asarray(b, np.float64)) < 2e-5, name
+    found = gradients(given, start, d_out)
+    theirs = found.pop("reference")
+    for implementation, ours in found.items():
+        for name, a, b in zip(("q", "k", "v", "decay", "beta", "state"), ours, theirs, strict=True):
+            assert np.all(np.isfinite(a)), (implementation, name)
+            assert error(a, np.asarray(b, np.float64)) < 2e-5, (implementation, name)
 
 
 def test_a_sequence_in_parts_is_the_whole():
@@ -158,11 +161,37 @@ def test_tokens_split_over_the_context(kind):
 
 
 def test_half_precision_is_rounded_once():
+    """Where a GPU multiplies in TF32, so does what is interpreted: it adds little to the rounding of the outputs."""
     given = arrays(dtype=jnp.bfloat16)
-    out, _ = oracle(*given)
-    ours, state = kernels.delta_rule(*given, scale=SCALE)
-    assert ours.dtype == jnp.bfloat16 and state.dtype == jnp.float32
-    assert error(ours, out) < 2e-3
+    out, last = oracle(*given)
+    for implementation in CHUNKED:
+        ours, state = kernels.delta_rule(*given, scale=SCALE, implementation=implementation)
+        assert ours.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+        assert error(ours, out) < 2e-3 and error(state, last) < 1e-3, implementation
+
+
+def test_inverse():
+    """As exact as float32 is: also of equal keys, where powers of the matrix are as large as 1e17."""
+    random = np.random.default_rng(5)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    keys = unit(random.normal(size=(64, 16)))
+    alike = unit(keys[:1] + 0.01 * keys)
+    weak, strong = (np.cumsum(-strength * random.random(64)) for strength in (1e-3, 5.0))
+    cases = [
+        (keys, weak),
+        (np.tile(keys[:1], (64, 1)), 0 * weak),
+        (alike, weak),
+        (unit(keys[:, :2]), weak),
+        (keys, strong),
+    ]
+    decayed = lambda k, total: k @ k.T * np.exp(np.minimum(total[:, None] - total, 0))
+    lower = np.stack([np.tril(decayed(*case), -1) for case in cases]).astype(np.float32)
+    true = np.linalg.inv(np.eye(64) + lower.astype(np.float64))
+    solved = jax.lax.linalg.triangular_solve(
+        jnp.asarray(lower), jnp.tile(jnp.eye(64), (len(lower), 1, 1)), left_side=True, lower=True, unit_diagonal=True
+    )
+    for ours, theirs, one in zip(delta.inverse(jnp.asarray(lower)), solved, true, strict=True):
+        assert error(ours, one) < max(2e-7, error(theirs, one))
 
 
 def test_bad_arguments():

@@ -1,0 +1,245 @@
+"""Shared by every implementation of the delta rule in chunks: all but the scan over the chunks, and the derivatives.
+
+Within a chunk of tokens the recurrence is matrix products, and a scan hands the state on. Let S be the state before a
+chunk, G_i the sum of the chunk's log decays up to token i, and D_ij = exp(G_i - G_j), by which what token j wrote has
+decayed at token i. What token i writes, u_i, depends on what was written before it:
+
+    u_i = beta_i (v_i - exp(G_i) S^T k_i - sum_{j<i} D_ij (k_i . k_j) u_j)
+
+These are linear equations with a lower triangular matrix, so U = U' - W S, where its inverse gives U' and W of all
+chunks at once (the UT transform of arXiv:2406.06484, section 3, with the decays of arXiv:2412.06464, section 3.3).
+
+An implementation brings the scan: one that goes through the chunks, and one that goes back with the gradient of the
+state. Of the forward pass only the states before the chunks are kept. The backward pass prepares the chunks anew, and
+all gradients but those that the scan hands on are products for all chunks at once.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+
+CHUNK = 64  # tokens
+BLOCK = 16  # tokens: in pairs of such blocks a decay of each channel is split into two factors, neither above 1
+
+
+class Parts(NamedTuple):
+    """What a scan needs of the chunks, in float32.
+
+    If S is the state before a chunk, then `written = alone - less @ S`, the outputs are `query @ S + pairs @ written`,
+    and the state after it is `fade * S + key.T @ written`.
+    """
+
+    query: Float[Array, "chunks batch heads tokens dim"]
+    pairs: Float[Array, "chunks batch heads tokens tokens"]
+    alone: Float[Array, "chunks batch heads tokens v_dim"]
+    less: Float[Array, "chunks batch heads tokens dim"] | None  # None: nothing is erased
+    key: Float[Array, "chunks batch heads tokens dim"]
+    fade: Float[Array, "chunks batch heads dim_or_1 1"]
+
+
+class Scan(NamedTuple):
+    """The two passes of an implementation over `Parts`. States are [batch, heads, dim, v_dim].
+
+    `forward(formula, parts, state, keep)` returns the outputs [chunks, batch, heads, tokens, v_dim], the last state,
+    and if `keep` the states before each chunk (else None).
+
+    `backward(formula, parts, d_out, d_state)` takes the gradients of the outputs and of the last state. It returns
+    those of what is written, like the outputs, of the states after each chunk, and of the first state.
+
+    `formula.precision` is HIGHEST where products have to be those of float32, and HIGH where the operation's inputs
+    have 16 bits: then TF32 on a GPU, or three products of bfloat16 on a TPU, adds little to the rounding of its result.
+    """
+
+    forward: Callable[..., tuple[Array, Array, Array | None]]
+    backward: Callable[..., tuple[Array, Array, Array]]
+
+
+class Formula(NamedTuple):
+    """The arguments of the operation that are not arrays, and the precision of its products."""
+
+    scale: float
+    erase: bool
+    precision: lax.Precision
+
+    def dot(self, x: Float[Array, "*chunks m n"], y: Float[Array, "*chunks n k"]) -> Float[Array, "*chunks m k"]:
+        return jnp.matmul(x, y, precision=self.precision)
+
+
+def refusal(_: Array, __: Array, v: Array, *___: object, **____: object) -> str | None:
+    """Returns why chunks cannot serve these arguments of `delta_rule`, or None if they can."""
+    return "it computes in float32, and v is float64" if v.dtype == jnp.float64 else None
+
+
+@functools.partial(jax.jit, static_argnames=("scan", "scale", "erase"))  # so that calls outside jit compile once, too
+def delta_rule(
+    scan: Scan,
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch seq heads dim"],
+    v: Float[Array, "batch seq v_heads v_dim"],
+    decay: Float[Array, "batch seq v_heads"] | Float[Array, "batch seq v_heads dim"],
+    beta: Float[Array, "batch seq v_heads"],
+    restart: Bool[Array, "batch seq"],
+    state: Float[Array, "batch v_heads dim v_dim"],
+    *,
+    scale: float,
+    erase: bool,
+) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
+    """Computes `kernels.delta_rule` by this scan."""
+    precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else lax.Precision.HIGH
+    return _delta_rule(scan, Formula(scale, erase, precision), (q, k, v, decay, beta), restart, state)
+
+
+Given = tuple[Array, ...]  # q, k, v, decay and beta
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _delta_rule(scan: Scan, formula: Formula, given: Given, restart: Array, state: Array) -> tuple[Array, Array]:
+    out, state, _ = scan.forward(formula, _prepare(formula, given, restart), state, keep=False)
+    return _joined(out, given[2]), state
+
+
+def _forward(
+    scan: Scan, formula: Formula, given: Given, restart: Array, state: Array
+) -> tuple[tuple[Array, Array], tuple[Given, Array, Array | None]]:
+    out, state, states = scan.forward(formula, _prepare(formula, given, restart), state, keep=True)
+    return (_joined(out, given[2]), state), (given, restart, states)
+
+
+def _backward(
+    scan: Scan, formula: Formula, residuals: tuple[Given, Array, Array], gradients: tuple[Array, Array]
+) -> tuple[Given, None, Array]:
+    given, restart, states = residuals
+    # Without the barrier XLA might see that all is prepared twice, and keep it from the forward pass.
+    given, restart = lax.optimization_barrier((given, restart))
+    parts, pull = jax.vjp(lambda given: _prepare(formula, given, restart), given)
+    d_out = _cut(gradients[0])
+    d_written, d_states, d_state = scan.backward(formula, parts, d_out, gradients[1])
+    dot, turn = formula.dot, lambda x: x.swapaxes(-1, -2)
+    written = parts.alone if parts.less is None else parts.alone - dot(parts.less, states)
+    d_fade = jnp.sum(states * d_states, axis=-1, keepdims=True)
+    d_parts = Parts(
+        query=dot(d_out, turn(states)),
+        pairs=dot(d_out, turn(written)),
+        alone=d_written,
+        less=None if parts.less is None else -dot(d_written, turn(states)),
+        key=dot(written, turn(d_states)),
+        fade=d_fade if parts.fade.shape[-2] > 1 else jnp.sum(d_fade, axis=-2, keepdims=True),
+    )
+    return *pull(d_parts), None, d_state
+
+
+_delta_rule.defvjp(_forward, _backward)
+
+
+def _cut(x: Float[Array, "batch seq heads *dim"]) -> Float[Array, "chunks batch heads tokens *dim"]:
+    """Cuts into chunks, in float32. The last is padded by zeros, which change no state."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % CHUNK)) + ((0, 0),) * (x.ndim - 2))
+    x = x.reshape(len(x), -1, CHUNK, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2)).astype(jnp.float32)
+
+
+def _joined(out: Float[Array, "chunks batch heads tokens v_dim"], v: Array) -> Float[Array, "batch seq heads v_dim"]:
+    """Inverts `_cut`, to the shape and the dtype of v."""
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(len(v), -1, *v.shape[2:])
+    return out[:, : v.shape[1]].astype(v.dtype)
+
+
+def _prepare(formula: Formula, given: Given, restart: Array) -> Parts:
+    scale, dot = formula.scale, formula.dot
+    q, k, v, decay, beta = given
+    group = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
+    q, k, v, decay, beta = map(_cut, (q, k, v, decay if decay.ndim == 4 else decay[..., None], beta[..., None]))
+    restart = _cut(restart[..., None, None].astype(jnp.float32))
+    begun = jnp.cumsum(restart, axis=-2)  # how many documents have begun in the chunk
+    decay = jnp.where(restart > 0, 0, decay)
+    total = jnp.cumsum(decay, axis=-2)  # log of the decay since before the chunk
+    same = begun == begun.swapaxes(-1, -2)
+    end = total[..., -1:, :]
+    before = jnp.where(begun == 0, jnp.exp(total), 0)
+    key = k * jnp.where(begun == begun[..., -1:, :], jnp.exp(end - total), 0)
+    fade = jnp.where(begun[..., -1:, :] == 0, jnp.exp(end), 0).swapaxes(-1, -2)
+    pairs = jnp.where(same, scale * _decayed(dot, q, k, total), 0)
+    if not formula.erase:
+        return Parts(scale * q * before, pairs, beta * v, None, key, fade)
+    matrix = inverse(jnp.where(same, beta * jnp.tril(_decayed(dot, k, k, total), -1), 0))
+    return Parts(scale * q * before, pairs, dot(matrix, beta * v), dot(matrix, beta * k * before), key, fade)
+
+
+def _decayed(
+    dot: Callable[[Array, Array], Array],
+    x: Float[Array, "*chunks tokens dim"],
+    k: Float[Array, "*chunks tokens dim"],
+    total: Float[Array, "*chunks tokens dim_or_1"],
+) -> Float[Array, "*chunks tokens tokens"]:
+    """The products of x_i and k_j, with what each channel has decayed by from j to i; 0 for i < j.
+
+    No exponential is taken of a sum of decays with its sign turned, which would overflow where decays are strong.
+    """
+    token = np.arange(CHUNK)
+    if total.shape[-1] == 1:  # one decay for all channels
+        return dot(x, k.swapaxes(-1, -2)) * _exp(total - total.swapaxes(-1, -2), token[:, None] >= token)
+    total = jnp.broadcast_to(total, k.shape)
+    blocks = lambda a: a.reshape(*a.shape[:-2], -1, BLOCK, a.shape[-1])
+    xs, ks, sums, place = blocks(x), blocks(k), blocks(total), np.arange(BLOCK)
+    # Of two tokens in one block, each channel by itself.
+    apart = _exp(sums[..., :, None, :] - sums[..., None, :, :], (place[:, None] >= place)[..., None])
+    near = jnp.sum(xs[..., :, None, :] * ks[..., None, :, :] * apart, axis=-1)
+    # Of a token and those in earlier blocks: the decay since its block began, times that before.
+    start, block = sums[..., :1, :], token // BLOCK
+    earlier = np.arange(CHUNK // BLOCK)[:, None] > block
+    late = xs * jnp.exp(sums - start)
+    early = k[..., None, :, :] * _exp(start - total[..., None, :, :], earlier[..., None])
+    far = dot(late, early.swapaxes(-1, -2)).reshape(*x.shape[:-1], CHUNK)
+    near = jnp.tile(near.reshape(*x.shape[:-1], BLOCK), CHUNK // BLOCK)
+    return jnp.where(np.broadcast_to(block[:, None] == block, far.shape), near, far)
+
+
+def _exp(x: Float[Array, "..."], where: Bool[np.ndarray, "..."]) -> Float[Array, "..."]:
+    """exp(x), and 0 elsewhere, where it might overflow."""
+    return jnp.exp(jnp.where(np.broadcast_to(where, x.shape), x, -jnp.inf))
+
+
+@jax.custom_vjp
+def inverse(lower: Float[Array, "*chunks size size"]) -> Float[Array, "*chunks size size"]:
+    """Inverts 1 + `lower`, which is zero on its diagonal and above; `size` is a power of two.
+
+    Of blocks on the diagonal, from single elements on, two and two become one: the inverse of [[A, 0], [C, B]] is
+    [[1/A, 0], [-1/B C 1/A, 1/B]]. Here the elements of all these inverses are at most about 1, since they belong to
+    products of factors 1 - beta k k^T; those of the powers of `lower`, in a Neumann series, may be as large as 1e17.
+    """
+    size, done = lower.shape[-1], jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)
+    while (half := done.shape[-1]) < size:
+        corners = [lower[..., i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)]
+        first, second = done[..., ::2, :, :], done[..., 1::2, :, :]
+        corner = -_times(second, _times(jnp.stack(corners, axis=-3), first))
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        done = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    return done[..., 0, :, :]
+
+
+def _times(x: Float[Array, "*blocks size size"], y: Float[Array, "*blocks size size"]) -> Array:
+    if x.shape[-1] < BLOCK:  # too small for instructions that multiply matrices
+        return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
+    return jnp.matmul(x, y, precision="highest")
+
+
+def _inverse_forward(lower: Array) -> tuple[Array, Array]:
+    inverted = inverse(lower)
+    return inverted, inverted
+
+
+def _inverse_backward(inverted: Array, gradient: Array) -> tuple[Array]:
+    turned = inverted.swapaxes(-1, -2)
+    dot = functools.partial(jnp.matmul, precision="highest")
+    return (-dot(dot(turned, gradient), turned),)
+
+
+inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,69 @@
+"""The delta rule compiles for GPUs: its scans on tensor cores and unspilled, all of it in memory linear in the tokens.
+
+Most cases are the two kernels alone, since XLA makes some eighty more of all that is around them.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import kernels
+from kernels import Tokens, delta_rule_triton
+from kernels.delta import CHUNK, Formula, Parts
+from tests.kernels.gpu import Case, complaints, needs_compiler
+
+
+KERNELS = "delta_rule_forward", "delta_rule_backward"
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def scans(dim, v_dim, *, card="h200", erase=True, precision=jax.lax.Precision.HIGH):
+    chunks = 4, 1, 2, CHUNK
+    parts = Parts(
+        query=array(*chunks, dim), pairs=array(*chunks, CHUNK), alone=array(*chunks, v_dim),
+        less=array(*chunks, dim) if erase else None, key=array(*chunks, dim), fade=array(4, 1, 2, dim, 1),
+    )  # fmt: skip
+
+    def both(parts, state, d_out):
+        formula = Formula(0.1, erase, precision)
+        forward = delta_rule_triton.forward(formula, parts, state, keep=True)
+        return forward, delta_rule_triton.backward(formula, parts, d_out, state)
+
+    return Case(both, (parts, array(1, 2, dim, v_dim), array(*chunks, v_dim)), KERNELS, 16 << 20, card)
+
+
+def whole(seq, heads, dim):
+    """Forward and backward of a row of packed documents. One matrix [seq, seq] for each head would be too much."""
+    of_tokens = lambda *more: array(1, seq, heads, *more, dtype=jnp.bfloat16)
+    state, segments = array(1, heads, dim, dim), array(1, seq, dtype=jnp.int32)
+
+    def both(segments, gradients, *given):
+        def run(*given):
+            options = dict(scale=dim**-0.5, implementation="triton")
+            return kernels.delta_rule(*given[:-1], Tokens(segments=segments), state=given[-1], **options)
+
+        out, gradient = jax.vjp(run, *given)
+        return out, gradient(gradients)
+
+    q = of_tokens(dim)
+    temporary = 20 * seq * heads * dim * 4  # arrays of float32 like q
+    return Case(both, (segments, (q, state), q, q, q, of_tokens(), of_tokens(), state), KERNELS, temporary)
+
+
+CASES = {
+    "Qwen3-Next, packed": whole(4096, 2, 128),
+    "Qwen3-Next, Kimi Linear": scans(128, 128),
+    "Nemotron-H": scans(128, 64, erase=False),
+    "RTX 4090": scans(128, 128, card="4090"),
+    "RTX 4090, D256": scans(256, 128, card="4090"),
+    "RTX 4090, float32": scans(128, 128, card="4090", precision=jax.lax.Precision.HIGHEST),
+    "RTX 4090, float32, D256": scans(256, 128, card="4090", precision=jax.lax.Precision.HIGHEST),
+}
+
+
+@needs_compiler
+def test_gpu():
+    """What XLA itself makes around the kernels may spill."""
+    assert [complaint for complaint in complaints(__file__) if "fusion spills" not in complaint] == []
