@@ -121,21 +121,36 @@ def _backward(
     parts, pull = jax.vjp(lambda given: _prepare(formula, given, restart), given)
     d_out = _cut(gradients[0])
     d_written, d_states, d_state = scan.backward(formula, parts, d_out, gradients[1])
-    dot, turn = formula.dot, lambda x: x.swapaxes(-1, -2)
+    dot = formula.dot
     written = parts.alone if parts.less is None else parts.alone - dot(parts.less, states)
     d_fade = jnp.sum(states * d_states, axis=-1, keepdims=True)
     d_parts = Parts(
-        query=dot(d_out, turn(states)),
-        pairs=dot(d_out, turn(written)),
+        query=dot(d_out, turned(states)),
+        pairs=dot(d_out, turned(written)),
         alone=d_written,
-        less=None if parts.less is None else -dot(d_written, turn(states)),
-        key=dot(written, turn(d_states)),
+        less=None if parts.less is None else -dot(d_written, turned(states)),
+        key=dot(written, turned(d_states)),
         fade=d_fade if parts.fade.shape[-2] > 1 else jnp.sum(d_fade, axis=-2, keepdims=True),
     )
     return *pull(d_parts), None, d_state
 
 
 _delta_rule.defvjp(_forward, _backward)
+
+
+def turned(x: Float[Array, "*chunks m n"]) -> Float[Array, "*chunks n m"]:
+    return x.swapaxes(-1, -2)
+
+
+def padded(x: Float[Array, "*chunks m n"], rows: int, columns: int) -> Float[Array, "*chunks {rows} {columns}"]:
+    """Pads matrices with zeros to this size."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, columns - x.shape[-1])])
+
+
+def fade_row(parts: Parts, wide: int) -> Float[Array, "chunks batch heads 1 {wide}"]:
+    """Returns `parts.fade` for each feature of the keys, and zeros up to so many."""
+    *chunks, _, dim = parts.key.shape
+    return padded(jnp.broadcast_to(turned(parts.fade), (*chunks, 1, dim)), 1, wide)
 
 
 def _cut(x: Float[Array, "batch seq heads *dim"]) -> Float[Array, "chunks batch heads tokens *dim"]:
@@ -237,9 +252,8 @@ def _inverse_forward(lower: Array) -> tuple[Array, Array]:
 
 
 def _inverse_backward(inverted: Array, gradient: Array) -> tuple[Array]:
-    turned = inverted.swapaxes(-1, -2)
     dot = functools.partial(jnp.matmul, precision="highest")
-    return (-dot(dot(turned, gradient), turned),)
+    return (-dot(dot(turned(inverted), gradient), turned(inverted)),)
 
 
 inverse.defvjp(_inverse_forward, _inverse_backward)

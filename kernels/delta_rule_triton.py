@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from kernels import blocks, delta
-from kernels.delta import CHUNK, Formula, Parts, Scan
+from kernels.delta import CHUNK, Formula, Parts, Scan, fade_row, padded, turned
 from kernels.device import device, elsewhere
 from kernels.triton import SMALLEST, launch, load, store
 
@@ -38,17 +38,17 @@ def forward(formula: Formula, parts: Parts, state: Array, keep: bool) -> tuple[A
     (batch, heads, dim, v_dim), chunks = state.shape, len(parts.query)
     size, wide, v_wide = _sizes("forward", formula, dim, v_dim)
     operands = (
-        _padded(_turned(parts.alone), v_wide, CHUNK),
-        None if parts.less is None else _padded(parts.less, CHUNK, wide),
-        _padded(_turned(parts.key), wide, CHUNK),
-        _fade(parts, wide),
-        _padded(_turned(state), v_wide, wide),
+        padded(turned(parts.alone), v_wide, CHUNK),
+        None if parts.less is None else padded(parts.less, CHUNK, wide),
+        padded(turned(parts.key), wide, CHUNK),
+        fade_row(parts, wide),
+        padded(turned(state), v_wide, wide),
     )
     results = (chunks, batch, heads, v_wide, CHUNK), (chunks, batch, heads, v_wide, wide), (batch, heads, v_wide, wide)
     written, states, last = _launch(_forward_kernel, "forward", formula, size, operands, results)
-    own = lambda x: _turned(x)[..., :dim, :v_dim]
+    own = lambda x: turned(x)[..., :dim, :v_dim]
     states = own(states)
-    out = formula.dot(parts.query, states) + formula.dot(parts.pairs, _turned(written)[..., :v_dim])
+    out = formula.dot(parts.query, states) + formula.dot(parts.pairs, turned(written)[..., :v_dim])
     return out, own(last), states if keep else None
 
 
@@ -75,7 +75,7 @@ def _forward_kernel(
                 written -= program.product(piece, load(less_ref.at[*here, :, part]))
         store(written_ref.at[*here, program.columns], written)
         return [
-            load(fade_ref.at[*here, part])[None] * piece + program.product(written, load(key_ref.at[*here, part]))
+            load(fade_ref.at[*here, :, part]) * piece + program.product(written, load(key_ref.at[*here, part]))
             for part, piece in zip(program.parts, state, strict=True)
         ]
 
@@ -88,18 +88,18 @@ def backward(formula: Formula, parts: Parts, d_out: Array, d_state: Array) -> tu
     (batch, heads, dim, v_dim), chunks = d_state.shape, len(parts.query)
     size, wide, v_wide = _sizes("backward", formula, dim, v_dim)
     operands = (
-        _padded(_turned(d_out), v_wide, CHUNK),
-        _turned(parts.pairs),
-        None if parts.less is None else _padded(_turned(parts.less), wide, CHUNK),
-        _padded(_turned(parts.query), wide, CHUNK),
-        _padded(parts.key, CHUNK, wide),
-        _fade(parts, wide),
-        _padded(_turned(d_state), v_wide, wide),
+        padded(turned(d_out), v_wide, CHUNK),
+        turned(parts.pairs),
+        None if parts.less is None else padded(turned(parts.less), wide, CHUNK),
+        padded(turned(parts.query), wide, CHUNK),
+        padded(parts.key, CHUNK, wide),
+        fade_row(parts, wide),
+        padded(turned(d_state), v_wide, wide),
     )
     results = (chunks, batch, heads, v_wide, CHUNK), (chunks, batch, heads, v_wide, wide), (batch, heads, v_wide, wide)
     d_written, d_states, first = _launch(_backward_kernel, "backward", formula, size, operands, results)
-    own = lambda x: _turned(x)[..., :dim, :v_dim]
-    return _turned(d_written)[..., :v_dim], own(d_states), own(first)
+    own = lambda x: turned(x)[..., :dim, :v_dim]
+    return turned(d_written)[..., :v_dim], own(d_states), own(first)
 
 
 def _backward_kernel(
@@ -127,7 +127,7 @@ def _backward_kernel(
             d_written += program.product(piece, load(key_ref.at[*here, :, part]))
         store(d_written_ref.at[*here, program.columns], d_written)
         before = [
-            load(fade_ref.at[*here, part])[None] * piece + program.product(d_out, load(query_ref.at[*here, part]))
+            load(fade_ref.at[*here, :, part]) * piece + program.product(d_out, load(query_ref.at[*here, part]))
             for part, piece in zip(program.parts, d_state, strict=True)
         ]
         if less_ref is None:
@@ -182,20 +182,6 @@ def _sizes(kernel: str, formula: Formula, dim: int, v_dim: int) -> tuple[dict[st
     size = blocks.sizes("delta_rule_triton", kernel, dtype, f"d{max(64, wide)}")
     size = size | {"v": min(size["v"], v_wide)}
     return size, wide, pl.cdiv(v_dim, size["v"]) * size["v"]
-
-
-def _turned(x: Array) -> Array:
-    return x.swapaxes(-1, -2)
-
-
-def _padded(x: Array, rows: int, columns: int) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, columns - x.shape[-1])])
-
-
-def _fade(parts: Parts, wide: int) -> Array:
-    dim = parts.key.shape[-1]
-    fade = jnp.broadcast_to(parts.fade[..., 0], (*parts.fade.shape[:3], dim))
-    return jnp.pad(fade, [(0, 0)] * 3 + [(0, wide - dim)])
 
 
 def _launch(

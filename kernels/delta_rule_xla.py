@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array
 
 from kernels import delta
-from kernels.delta import Formula, Parts, Scan, refusal  # noqa: F401 (dispatch asks for refusal)
+from kernels.delta import Formula, Parts, Scan, refusal, turned  # noqa: F401 (dispatch asks for refusal)
 
 
 def forward(formula: Formula, parts: Parts, state: Array, keep: bool) -> tuple[Array, Array, Array | None]:
@@ -16,7 +16,7 @@ def forward(formula: Formula, parts: Parts, state: Array, keep: bool) -> tuple[A
     def step(state: Array, chunk: Parts) -> tuple[Array, tuple[Array, Array | None]]:
         written = chunk.alone if chunk.less is None else chunk.alone - dot(chunk.less, state)
         out = dot(chunk.query, state) + dot(chunk.pairs, written)
-        return chunk.fade * state + dot(chunk.key.swapaxes(-1, -2), written), (out, state if keep else None)
+        return chunk.fade * state + dot(turned(chunk.key), written), (out, state if keep else None)
 
     state, (out, states) = jax.lax.scan(step, state, parts)
     return out, state, states
@@ -24,14 +24,14 @@ def forward(formula: Formula, parts: Parts, state: Array, keep: bool) -> tuple[A
 
 def backward(formula: Formula, parts: Parts, d_out: Array, d_state: Array) -> tuple[Array, Array, Array]:
     """Implements `Scan.backward`."""
-    dot, turn = formula.dot, lambda x: x.swapaxes(-1, -2)
+    dot = formula.dot
 
     def step(after: Array, chunk: tuple[Parts, Array]) -> tuple[Array, tuple[Array, Array]]:
         parts, d_out = chunk
-        d_written = dot(turn(parts.pairs), d_out) + dot(parts.key, after)
-        before = parts.fade * after + dot(turn(parts.query), d_out)
+        d_written = dot(turned(parts.pairs), d_out) + dot(parts.key, after)
+        before = parts.fade * after + dot(turned(parts.query), d_out)
         if parts.less is not None:
-            before -= dot(turn(parts.less), d_written)
+            before -= dot(turned(parts.less), d_written)
         return before, (d_written, after)
 
     d_state, (d_written, d_states) = jax.lax.scan(step, d_state, (parts, d_out), reverse=True)

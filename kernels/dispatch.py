@@ -37,6 +37,7 @@ MODULES = {
         "reference": "delta_rule_reference",
         "xla": "delta_rule_xla",
         "triton": "delta_rule_triton",
+        "tpu": "delta_rule_tpu",
     },
     "quantized_matmul": {
         "reference": "matmul_reference",
@@ -74,7 +75,7 @@ PREFERENCES = {
     "delta_rule": {
         "cpu": ("xla", "reference"),
         "gpu": ("triton", "xla", "reference"),
-        "tpu": ("xla", "reference"),
+        "tpu": ("tpu", "xla", "reference"),
     },
     "quantized_matmul": {
         "cpu": ("xla", "reference"),

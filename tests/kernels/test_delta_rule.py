@@ -10,12 +10,11 @@ import pytest
 from jax.sharding import Mesh
 
 import kernels
-from kernels import Tokens, delta
+from kernels import Tokens, delta, delta_rule_tpu, delta_rule_triton, delta_rule_xla
 
 
 BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 150, 2, 8, 4, 6  # SEQ: chunks of 64 do not divide it
 SCALE = 0.3
-CHUNKED = "xla", "triton"
 # What `arrays` makes, and options of the operation.
 KINDS = {
     "a head's decay": ({}, {}),
@@ -77,7 +76,7 @@ def test_packed_documents_and_padding(kind):
     out, state = oracle(*given, SEGMENTS, **options)
     given = tuple(x.at[0, -9:].set(jnp.nan) for x in given)
     at = Tokens(segments=jnp.asarray(SEGMENTS))
-    for implementation in ("reference", *CHUNKED):
+    for implementation in ("reference", "xla"):
         ours, last = kernels.delta_rule(*given, at, scale=SCALE, implementation=implementation, **options)
         assert error(ours[0, :-9], out[0, :-9]) < 1e-5 and error(ours[1], out[1]) < 1e-5, implementation
         assert error(last, state) < 1e-5, implementation
@@ -98,14 +97,12 @@ def test_gradients(kind):
             )
             return jax.vjp(run, *given, start)[1](d_out)
 
-        return {implementation: each(implementation) for implementation in ("reference", *CHUNKED)}
+        return each("xla"), each("reference")
 
-    found = gradients(given, start, d_out)
-    theirs = found.pop("reference")
-    for implementation, ours in found.items():
-        for name, a, b in zip(("q", "k", "v", "decay", "beta", "state"), ours, theirs, strict=True):
-            assert np.all(np.isfinite(a)), (implementation, name)
-            assert error(a, np.asarray(b, np.float64)) < 2e-5, (implementation, name)
+    ours, theirs = gradients(given, start, d_out)
+    for name, a, b in zip(("q", "k", "v", "decay", "beta", "state"), ours, theirs, strict=True):
+        assert np.all(np.isfinite(a)), name
+        assert error(a, np.asarray(b, np.float64)) < 2e-5, name
 
 
 def test_a_sequence_in_parts_is_the_whole():
@@ -161,13 +158,42 @@ def test_tokens_split_over_the_context(kind):
 
 
 def test_half_precision_is_rounded_once():
-    """Where a GPU multiplies in TF32, so does what is interpreted: it adds little to the rounding of the outputs."""
+    """What is interpreted multiplies in TF32 or in halves, as a GPU or a TPU does: that adds little."""
     given = arrays(dtype=jnp.bfloat16)
     out, last = oracle(*given)
-    for implementation in CHUNKED:
+    for implementation in ("xla", "triton", "tpu"):
         ours, state = kernels.delta_rule(*given, scale=SCALE, implementation=implementation)
         assert ours.dtype == jnp.bfloat16 and state.dtype == jnp.float32
         assert error(ours, out) < 2e-3 and error(state, last) < 1e-3, implementation
+
+
+@pytest.mark.parametrize("of", [delta_rule_triton, delta_rule_tpu])
+def test_kernels_scan_as_plain_jax_does(of):
+    """The rest of an implementation is the same for all: chunks, features that fill no block, erasing and not."""
+    random = np.random.default_rng(6)
+    array = lambda *shape: jnp.asarray(random.normal(size=shape) / 8, jnp.float32)
+    of_chunks = lambda *shape: array(3, 2, 3, 64, *shape)
+    parts = delta.Parts(
+        query=of_chunks(DIM), pairs=of_chunks(64), alone=of_chunks(20), less=of_chunks(DIM), key=of_chunks(DIM),
+        fade=jnp.abs(array(3, 2, 3, DIM, 1)),
+    )  # fmt: skip
+    state, d_state, d_out = array(2, 3, DIM, 20), array(2, 3, DIM, 20), of_chunks(20)
+    formula = delta.Formula(1.0, True, jax.lax.Precision.HIGHEST)
+    plain = parts._replace(less=None, fade=parts.fade[..., :1, :])
+
+    @jax.jit
+    def found(parts, plain):
+        def both(of):
+            yield of.forward(formula, parts, state, keep=True)
+            yield of.backward(formula, parts, d_out, d_state)
+            yield of.forward(formula, plain, state, keep=False)
+            yield of.backward(formula, plain, d_out, d_state)
+
+        return list(both(of)), list(both(delta_rule_xla))
+
+    ours, theirs = found(parts, plain)
+    for each, one in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert error(each, np.asarray(one, np.float64)) < 1e-5
 
 
 def test_inverse():

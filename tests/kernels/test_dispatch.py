@@ -1,5 +1,6 @@
 """Who serves a call: chosen by the tables, preferred, asked for; and what `explain` says of it."""
 
+import functools
 import pathlib
 import sys
 import types
@@ -171,6 +172,10 @@ CALLS = {
     "`attention`": (attend, [bf16(2, 300, 4, 256), *[bf16(2, 300, 2, 256)] * 2, shape(2, 300, dtype=jnp.int32)]),
     "`decode_attention`": (decode, [bf16(2, 1, 4, 128), *[bf16(2, 300, 2, 128)] * 2]),
     "`ragged_dot`": (kernels.ragged_dot, [bf16(256, 64), bf16(4, 128, 64), shape(4, dtype=jnp.int32)]),
+    "`delta_rule`": (
+        functools.partial(kernels.delta_rule, scale=1.0),
+        [*[bf16(1, 64, 2, 128)] * 2, bf16(1, 64, 4, 128), *[bf16(1, 64, 4)] * 2],
+    ),
     "`int8_matmul`, weights only or by blocks": (
         kernels.int8_matmul,
         [bf16(16, 256), shape(256, 256, dtype=jnp.int8), BY_BLOCKS],

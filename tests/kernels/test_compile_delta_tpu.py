@@ -1,0 +1,28 @@
+"""The delta rule's two kernels compile for TPUs: without spilling, and they stay as large as they are.
+
+Those of float32, whose products take six passes each, do spill some registers, and are not among them.
+"""
+
+import pytest
+
+from kernels import delta_rule_tpu
+from tests.kernels.test_compile_delta_gpu import scans
+from tests.kernels.tpu import Case, complaints, needs_libtpu
+
+
+def case(dim, v_dim, **options):
+    """The arrays of a chunk are all that there is: nothing is as large as two of all states."""
+    function, arguments, *_ = scans(dim, v_dim, of=delta_rule_tpu, **options)
+    return Case(function, arguments, 1 + 2 * 4 * 2 * max(dim, 128) * max(v_dim, 128), ("v6e",))
+
+
+CASES = {
+    "delta rule": case(128, 128),
+    "delta rule, no erasing": case(128, 64, erase=False),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v6e"])
+def test_tpu(chip):
+    assert not complaints(chip, __file__)
