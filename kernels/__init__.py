@@ -190,8 +190,8 @@ def delta_rule(
     - "reference": one token after the other. It has every derivative, and computes float64 in float64.
     - "xla": chunks of 64 tokens, in plain JAX. Its memory grows with the tokens, and has a state for each chunk. It and
       all below have first derivatives only, in reverse mode.
-    - "tpu": the same, with Pallas kernels for TPUs that go through the chunks. "triton": with such for NVIDIA GPUs. On a
-      CPU both are interpreted.
+    - "tpu": the same, with Pallas kernels for TPUs that go through the chunks. "triton": with some for NVIDIA GPUs. On
+      a CPU both are interpreted.
 
     None chooses by the tables of `kernels.dispatch`: "triton" or "tpu" on their devices if they can, else "xla", and
     "reference" for at most 16 tokens and for float64.
