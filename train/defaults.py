@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from train.adapters import Lora
 from train.options import Options
-from train.plan import fit
+from train.plan import ahead, fit
 from train.report import device_bytes
+from train.state import Trained
 from zoo.nn.model import AbstractConfig
 
 
@@ -56,19 +57,19 @@ def resolve_steps(o: O, steps: int) -> O:
     )
 
 
-def resolve_remat(o: O, config: AbstractConfig, mesh: Mesh, trained: Any, held: float | int, *, frozen: bool) -> O:
+def resolve_remat(o: O, trained: Trained, mesh: Mesh, held: Any) -> O:
     """`o` with the remat and the microbatches that `train.plan.fit` estimates to fit and to be the fastest of those.
 
     It says in a line what it chose, and why. If nothing is estimated to fit, it is what needs the least memory: the
     estimates are rather too high. Where JAX does not say how much memory there is, it is dots.
 
-    `trained`, `held` and `frozen` are as in `train.plan.fit.ways`.
+    `held` are the arrays that lie on the devices before a step, or their shapes.
     """
     if o.remat != "auto":
         return o
     ways = fit.ways(
-        config, mesh, trained, held, rows=o.batch, seq=o.seq_len, compute_dtype=o.compute_dtype, frozen=frozen,
-        least=o.microbatches,
+        trained.config, mesh, trained.abstract, ahead.device_bytes(held), rows=o.batch, seq=o.seq_len,
+        compute_dtype=o.compute_dtype, frozen=trained.frozen is not None, least=o.microbatches,
     )  # fmt: skip
     available = device_bytes()
     if available is None or not ways:

@@ -20,7 +20,6 @@ from train.defaults import resolve_remat
 from train.mesh import put_batch
 from train.metrics import MetricsFile, Progress, flops_per_token, mean_of_updates
 from train.options import Options
-from train.plan.ahead import device_bytes
 from train.remat import REMAT
 from train.router import rebalancing
 from train.samples import Samples
@@ -146,12 +145,10 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mappin
     about = folder.about(o, identity)  # of the options as given: another device may need other microbatches
     optimizer, schedule = optim.make_optimizer(o, task.updates)
     abstract = abstract_state(trained.abstract, optimizer)
-    frozen = trained.frozen is not None
-    held = device_bytes((abstract, trained.frozen, task.reference))
-    o = resolve_remat(o, trained.config, mesh, trained.abstract, held, frozen=frozen)
+    o = resolve_remat(o, trained, mesh, (abstract, trained.frozen, task.reference))
     dtype, rewarm = jnp.dtype(o.compute_dtype), None
     validation = Validation(o, task.validation, task.objective, mesh, dtype, task.reference)
-    rebalance = rebalancing(o, family_of(trained.config), adapters=frozen)
+    rebalance = rebalancing(o, family_of(trained.config), adapters=trained.frozen is not None)
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=task.objective,
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,

@@ -66,14 +66,12 @@ def cross_entropy(
 ) -> Losses:
     """The objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
 
-    `chunk` 0 is twice the model's width: then a chunk's logits in bfloat16 take as many bytes as the float32 sum of the
-    head's gradients, which is read and written for each chunk.
-
-    The sums are "loss", in nats, and "accuracy", the number of targets whose logit is the largest. With `mtp_weight`,
-    so much of `train.mtp.mtp_loss` is added to the total; its sum is "mtp_loss".
+    `chunk` 0 is 2,048, or twice a wider model's width: its logits then take the bytes of the head's gradients, which a
+    chunk reads and writes. The sums are "loss", in nats, and "accuracy", the number of targets whose logit is largest.
+    With `mtp_weight`, so much of `train.mtp.mtp_loss` is added to the total; its sum is "mtp_loss".
     """
     x, reports = features(model, batch)
-    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or 2 * x.shape[-1])
+    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or max(2048, 2 * x.shape[-1]))
     total, found = losses(x, batch["targets"], batch["loss_mask"], z_loss=z_loss)
     sums = {"loss": found["loss"], "accuracy": found["correct"]}
     if mtp_weight:
@@ -159,7 +157,6 @@ def train_step(
         return gradients if microbatches == 1 else cast(gradients, jnp.float32), cast(others, jnp.float32)
 
     gradients, (means, reports) = summed(gradients_of, parts)
-
     norm = optax.tree.norm(cast(gradients, jnp.float32))
 
     @jax.named_scope("optimizer")
@@ -190,7 +187,5 @@ def jit_train_step(state: TrainState, **options: Any) -> Callable[..., tuple[Tra
     The state that goes in is used up: the new one is written over it, and lies on the devices where `state` does.
     """
     places = jax.tree.map(lambda array: array.sharding, state)
-    return jax.jit(
-        functools.partial(train_step, **options),
-        donate_argnums=0, out_shardings=(places, None), compiler_options=compile_options("train"),
-    )  # fmt: skip
+    compiled: Any = dict(out_shardings=(places, None), compiler_options=compile_options("train"))
+    return jax.jit(functools.partial(train_step, **options), donate_argnums=0, **compiled)

@@ -28,6 +28,7 @@ from train.plan.ahead import Program, TooLarge, compile_ahead, training
 from train.plan.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
 from train.plan.planner import Options, candidates, suggestion
 from train.pretrain import PretrainOptions
+from train.state import Trained
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
@@ -587,11 +588,13 @@ def test_remat_auto(config, monkeypatch, capsys):
     o = PretrainOptions(model="tiny", data=pathlib.Path(), remat="auto", batch=32, seq_len=64, compute_dtype="bfloat16")
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
     model = abstract_model(config, planner.family_of(config), mesh)
-    held = 6 * sum(a.size for a in jax.tree.leaves(model))
+    held = ahead.device_bytes(model)
 
     def chosen(available, o=o, frozen=False):
         monkeypatch.setattr(defaults, "device_bytes", lambda: available)
-        o = defaults.resolve_remat(o, config, mesh, model, held, frozen=frozen)
+        o = defaults.resolve_remat(
+            o, Trained("tiny", config, model, lambda: None, model if frozen else None), mesh, model
+        )
         return o.remat, o.microbatches
 
     assert chosen(None) == ("dots", 1) and "not known" in capsys.readouterr().out
