@@ -301,13 +301,14 @@ def scale_of(config: dict[str, Any], name: str) -> float:
 def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
     """Path of a linear map -> its names in transformers, for each layer of a stack; names of experts have no number.
 
-    They are those of checkpoints, but for the beginnings in the family's `beginnings_in_transformers`.
+    They are those of checkpoints, but for the parts in the family's `names_in_transformers`.
     """
-    plain, other = skeleton(family_of(model), model.config), family_of(model).beginnings_in_transformers
+    plain, other = skeleton(family_of(model), model.config), family_of(model).names_in_transformers
 
     def named(tensor: str) -> str:
-        begin = next((begin for begin in other if tensor.startswith(begin)), "")
-        return other.get(begin, "") + tensor.removeprefix(begin).removesuffix(".weight")
+        for part, theirs in other.items():
+            tensor = tensor.replace(part, theirs)
+        return tensor.removesuffix(".weight")
 
     experts, found = {path for path, _ in modules(plain, AbstractExpertLinear)}, {}
     for p in parameters(plain, family_of(model)):

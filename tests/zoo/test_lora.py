@@ -17,7 +17,7 @@ from zoo.registry import family_of
 from zoo.surgery import modules, shardings
 
 
-NAMES = ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3", "qwen3_next", "granite4", "nemotron_h"]
+NAMES = ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3", "qwen3_next", "granite4", "nemotron_h", "kimi_linear"]
 CASES = pytest.mark.parametrize("name", NAMES)
 # Each stores its matrices in its own way, or has names of its own.
 UNLIKE = pytest.mark.parametrize("name", ["gpt3", "llama4", "mixtral", "qwen3_next", "granite4", "nemotron_h"])

@@ -519,5 +519,10 @@ FAMILY = Family(
         "use_grouped_topk": True,
     },
     standard_form=standard_form,
+    names_in_transformers={
+        ".block_sparse_moe.": ".mlp.",
+        ".f_a_proj.": ".forget_gate.f_a_proj.",
+        ".f_b_proj.": ".forget_gate.f_b_proj.",
+    },
     rebalance=rebalance,
 )

@@ -426,6 +426,6 @@ FAMILY = Family(
         "use_mamba_kernels": OneOf([True, False]),
     },
     standard_form=standard_form,
-    beginnings_in_transformers={"backbone.": "model."},
+    names_in_transformers={"backbone.": "model."},
     rebalance=rebalance,
 )

@@ -187,8 +187,8 @@ class Family:
     """Whether PEFT exchanges in and out in the adapters of experts. It takes transformers' parameters of experts for
     (experts, out, in) unless they are marked as transposed, and Llama 4's are (experts, in, out) without the mark."""
 
-    beginnings_in_transformers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Beginnings of tensors' names -> those of transformers' modules, if others: PEFT names adapters by modules."""
+    names_in_transformers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Parts of tensors' names -> those of transformers' modules, if others: PEFT names adapters by modules."""
 
     rebalance: Callable[..., Any] | None = None
     """`rebalance(model, reports, rate)` moves the biases of the routers towards an even load; None: they have none."""
