@@ -32,13 +32,12 @@ STAGES = {2: "stage=2,replica=2,fsdp=2", 3: "stage=3,replica=2"}  # by how often
 WEIGHTS, COPIES = "fsdp=2,tensor=4", "replica=2,fsdp=4"
 
 
+HYBRIDS = ("granite4", "kimi_linear", "nemotron_h", "qwen3_5", "qwen3_next")
+
+
 def axes(family):
     """Two meshes that have every axis for a family: weights and tokens are split, or experts, and then layers."""
-    if family == "qwen3_next":  # whose tokens are in order, which context does not keep
-        return ("stage",)
-    if family == "kimi_linear":  # not tested: its split programs compile, but on a CPU their devices wait for ever
-        return ()
-    if family in ("granite4", "nemotron_h", "qwen3_5"):
+    if family in HYBRIDS:  # whose tokens are in order, which context does not keep
         return "fsdp=2,expert=2,tensor=2", "stage"
     return EXPERTS if issubclass(FAMILIES[family].Config, AbstractMixtureConfig) else SPLIT, "stage"
 

@@ -285,9 +285,10 @@ class Block(AbstractDecoderBlock):
         return x + y, cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
-        if self.linear_attn is None:
+        if self.self_attn is not None:
             heads = self.self_attn.k_proj.shape[-2] // self.self_attn.head_dim
             return KV.init(layers, batch, length, heads, self.self_attn.head_dim, dtype)
+        assert self.linear_attn is not None
         c = self.linear_attn.config
         state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
         tail = c.linear_conv_kernel_dim - 1, self.linear_attn.conv1d.weight.shape[-3]
@@ -319,14 +320,14 @@ class MTP(AbstractMTP):
         self,
         x: Float[Array, "batch seq embed"],
         following: Float[Array, "batch seq embed"],
-        cache: KV | None,
+        cache: KV | RecurrentCache | None,
         at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], KV | None, moe.Routing | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], KV | RecurrentCache | None, moe.Routing | None]:
         y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
         y, cache, report = self.block(self.fc(y), cache, at)
         return self.norm(y), cache, report
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KV:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
         return self.block.init_cache(1, batch, length, dtype)
 
 
