@@ -170,7 +170,7 @@ def _prepare(formula: Formula, given: Given, restart: Array) -> Parts:
     scale, dot = formula.scale, formula.dot
     q, k, v, decay, beta = given
     group = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
+    q, k = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (q, k))  # so gradients of a group's heads add up
     q, k, v, decay, beta = map(_cut, (q, k, v, decay if decay.ndim == 4 else decay[..., None], beta[..., None]))
     restart = _cut(restart[..., None, None].astype(jnp.float32))
     begun = jnp.cumsum(restart, axis=-2)  # how many documents have begun in the chunk

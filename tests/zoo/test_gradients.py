@@ -31,6 +31,8 @@ def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, name):
         x, _, _ = model.hidden(TOKENS, positions=POSITIONS, segments=SEGMENTS)
         return jnp.sum(model.unembed(x).astype(jnp.float32))
 
+    # Kimi Linear's decays, one for each channel: rounded, they would forget at other rates.
+    exempt = {"scan keeps float32[2,2,40,4,8]"} if name.startswith("kimi_linear") else set()
     choices = getattr(model.config, "num_experts_per_tok", 0)  # gpt-oss has the softmax of these in its dtype
     found, width = set(), model.config.hidden_size
     for equation in operations(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model).jaxpr):
@@ -52,7 +54,7 @@ def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, name):
             many = math.prod(operand.shape[axis] for axis in equation.params.get("axes", (-1,)))
             if many > max(choices, 1):
                 found.add(f"{kind} of {many} of {operand}")
-    assert not found
+    assert not found - exempt
 
 
 @pytest.mark.slow

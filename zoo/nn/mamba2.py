@@ -120,9 +120,8 @@ class Mamba2(eqx.Module):
             xbc, tail = kernels.causal_conv(xbc, self.conv1d.weight[:, 0], at, tail=tail)
             xbc = xbc if self.conv1d.bias is None else xbc + spread(self.conv1d.bias, xbc.shape)
             x, b, c = jnp.split(jax.nn.silu(xbc), [inner, inner + of_state], axis=-1)
-            # All heads of a group share b and c, whose gradients are so summed in float32.
-            b, c = (jnp.repeat(split(a.astype(jnp.float32), self.state_size), copies, axis=2) for a in (b, c))
-            x = split(x, self.head_dim)
+            x, b, c = split(x, self.head_dim), split(b, self.state_size), split(c, self.state_size)
+            b, c = (jnp.repeat(a, copies, axis=2) for a in (b, c))
             dt = _steps(dt, self.dt_bias, self.time_step_limit)
             decay = dt * jnp.broadcast_to(-jnp.exp(self.A_log.astype(jnp.float32)), dt.shape)
             y, state = kernels.delta_rule(c, b, x, decay, dt, at, scale=1.0, state=state, erase=False)
