@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import pytest
 
 
-FILE, FAMILY = 30, 15  # CPU seconds, on a machine with two cores and nothing else to do
+FILE, FAMILY = 55, 20  # CPU seconds, on a machine with two cores and nothing else to do
 TIERS = ("default", "slow")
 ROOM = 3  # by which a run may exceed them: busy machines, slower cores, and newer jaxlibs, which compile half as fast
 README = pathlib.Path(__file__).with_name("README.md")
