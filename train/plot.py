@@ -68,13 +68,16 @@ def draw(curves: list[Curve], title: str, below: str, picture: str | os.PathLike
         text((x(value), BOTTOM + 22), f"{value:,.0f}")
     text(((LEFT + RIGHT) / 2, BOTTOM + 50), below)
     text((LEFT, TOP - 28), title, "lm", 24)
+    # On the side where most curves are low.
+    rising = sum(curve.points[-1][1] - curve.points[0][1] for curve in curves) > 0
+    place, anchor = (LEFT + 10, "lm") if rising else (RIGHT - 10, "rm")
     for row, curve in enumerate(curves):
         canvas.line(
             [number for a, b in curve.points for number in scaled(x(a), y(b))], fill=curve.color, width=3 * SHARP
         )
         for a, b in curve.dots:
             canvas.ellipse(scaled(x(a) - 5, y(b) - 5, x(a) + 5, y(b) + 5), fill=curve.color)
-        text((RIGHT - 10, TOP + 24 + 28 * row), curve.label, "rm", 20, curve.color)
+        text((place, TOP + 24 + 28 * row), curve.label, anchor, 20, curve.color)
     image.resize(SIZE, Image.Resampling.LANCZOS).save(picture)
 
 
