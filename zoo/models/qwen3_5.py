@@ -27,6 +27,7 @@ from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
+    Conv1d,
     Embedding,
     ExpertLinear,
     Float32,
@@ -181,15 +182,6 @@ class Attention(eqx.Module):
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
-class Convolution(eqx.Module):
-    """The weights of a causal convolution of each channel by itself."""
-
-    weight: Float[Array, "channels 1 width"]
-
-    def __init__(self, channels: int, width: int, *, key: PRNGKeyArray):
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (channels, 1, width))
-
-
 class GatedDeltaNet(eqx.Module):
     """Linear attention: short convolutions, a gated delta rule, a norm with a gate (arXiv:2412.06464, section 3)."""
 
@@ -197,7 +189,7 @@ class GatedDeltaNet(eqx.Module):
     in_proj_z: AbstractLinear  # the norm's gate
     in_proj_b: AbstractLinear  # how much is written
     in_proj_a: AbstractLinear  # how much is kept
-    conv1d: Convolution
+    conv1d: Conv1d
     dt_bias: Float[Array, " v_heads"]
     A_log: Float32
     norm: GatedRMSNorm
@@ -212,7 +204,7 @@ class GatedDeltaNet(eqx.Module):
         self.in_proj_z = Linear(c.hidden_size, values, key=z)
         self.in_proj_b = Linear(c.hidden_size, heads, key=b)
         self.in_proj_a = Linear(c.hidden_size, heads, key=a)
-        self.conv1d = Convolution(2 * keys + values, c.linear_conv_kernel_dim, key=conv)
+        self.conv1d = Conv1d(2 * keys + values, c.linear_conv_kernel_dim, key=conv)
         self.dt_bias = jnp.ones(heads)
         self.A_log = Float32(jnp.log(jax.random.uniform(decay, (heads,), minval=0.01, maxval=16)))
         self.norm = GatedRMSNorm(c.linear_value_head_dim, c.rms_norm_eps)
