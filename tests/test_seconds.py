@@ -17,7 +17,7 @@ def test_overruns_are_named():
     assert seconds.overruns(within) == []
     (file,) = seconds.overruns(within | {"tests/b.py": 3 * seconds.FILE + 1})
     (family,) = seconds.overruns(within | {"gemma": 3 * seconds.FAMILY + 1})
-    assert "tests/b.py took 91 CPU seconds, where 30" in file and "gemma took 46 CPU seconds, where 15" in family
+    assert "tests/b.py took 166 CPU seconds, where 55" in file and "gemma took 61 CPU seconds, where 20" in family
 
 
 def test_a_run_counts_each_test_and_fails_beyond_the_budget(pytester, monkeypatch):
