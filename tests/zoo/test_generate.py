@@ -198,10 +198,12 @@ def test_greedy_is_transformers(load, theirs, name):
     theirs(name).generation_config.eos_token_id = None
     prompts = [tiny.TOKENS[0, :5].tolist(), tiny.TOKENS[1, :12].tolist()]
     new = min(14, load(name).config.max_position_embeddings - 12)
+    cached = name != "granite4-dense-new"  # with a cache, transformers 5.23 leaves out its time_step_limit
     ours = zoo.complete(load(name), prompts, max_new_tokens=new)
     for prompt, (completion,) in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        options["use_cache"] = cached
         assert completion.tokens == theirs(name).generate(ids, **options)[0, len(prompt) :].tolist()
 
 

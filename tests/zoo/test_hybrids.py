@@ -167,7 +167,7 @@ def test_further_token_is_a_layer_of_transformers(with_further, theirs):
     model = zoo.load(folder, parts=("mtp",))
     x, _, _ = model.hidden(TOKENS[:, :-1])
     y, _, _ = model.mtp(x, model.embed_tokens(TOKENS[:, 1:]), None, Tokens())
-    assert error(model.unembed(y), expected.numpy()) < 1e-5
+    assert error(model.unembed(y), expected.numpy()) < 1e-4
 
 
 @pytest.mark.slow
