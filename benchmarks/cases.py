@@ -244,6 +244,37 @@ class CrossEntropy(Case):
         return dataclasses.replace(self, batch=2, seq=64, embed=16, vocab=96)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaRule(Case):
+    """The recurrence of a layer that keeps a state for each head, over whole sequences."""
+
+    seq: int = 8192
+    batch: int = 1
+    heads: int = 16  # of queries and keys
+    v_heads: int = 32
+    dim: int = 128
+    v_dim: int = 128
+    by_channel: bool = False  # each channel of the keys has a decay of its own
+    erase: bool = True
+    operation = "delta_rule"
+    passes = ("forward", "backward")
+
+    @property
+    def in_torch(self) -> tuple[str, ...]:
+        return ("torch fla",) if self.erase else ("torch mamba_ssm",)
+
+    def flops(self, which: str) -> float:
+        """Those of the recurrence, token by token; chunks compute up to twice as many."""
+        from kernels.delta import state_products  # imports JAX
+
+        forward = 2.0 * self.batch * self.seq * self.v_heads * state_products(self.dim, self.v_dim, erase=self.erase)
+        return forward if which == "forward" else 2 * forward
+
+    def tiny(self) -> Self:
+        group = min(self.v_heads // self.heads, 2)
+        return dataclasses.replace(self, batch=2, seq=80, heads=2, v_heads=2 * group, dim=16, v_dim=16)
+
+
 QWEN3_30B: dict[str, Any] = dict(groups=128, ins=2048, outs=768)
 
 CASES: tuple[Case, ...] = (
@@ -256,6 +287,9 @@ CASES: tuple[Case, ...] = (
     Quantized(name="fp8 blocks 8192^3", dtype="fp8", granularity="block"),
     CrossEntropy(name="cross-entropy of 152k words, 32k tokens"),
     Decode(name="decode Llama 3 8B, 16 x 32k"),
+    DeltaRule(name="states of Qwen3.5-35B-A3B T8k"),
+    DeltaRule(name="states of Kimi Linear T8k", heads=32, by_channel=True),
+    DeltaRule(name="states of Nemotron 3 Nano T8k", heads=8, v_heads=64, v_dim=64, erase=False),
     # What the plain causal case costs with more: the targets compare these with it.
     Attention(name="sinks D128 T8k", sinks=True),
     Attention(name="softcap D128 T8k", softcap=50.0),

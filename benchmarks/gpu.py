@@ -25,7 +25,7 @@ from benchmarks.common import RESULTS, circumstances
 
 PACKAGES = (
     "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "equinox", "optax", "torch", "triton", "transformers",
-    "peft", "flash-attn", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas",
+    "peft", "flash-attn", "fla-core", "mamba-ssm", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas",
 )  # fmt: skip
 
 

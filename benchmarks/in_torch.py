@@ -1,4 +1,5 @@
-"""The opponents in torch: SDPA with cuDNN and FlashAttention, FlexAttention (Triton), grouped and 8-bit products.
+"""The opponents in torch: SDPA with cuDNN and FlashAttention, FlexAttention (Triton), grouped and 8-bit products, and
+the recurrences of flash-linear-attention and mamba_ssm.
 
 They are timed between two events of the device, over as many calls as `in_jax` queues. Their results are compared with
 float32 on a part of the data, to see that they do the same work.
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.cases import Attention, Case, Decode, Dense, Experts, Grouped, Quantized
+from benchmarks.cases import Attention, Case, Decode, DeltaRule, Dense, Experts, Grouped, Quantized
 from benchmarks.gpu import regions
 
 
@@ -178,8 +179,57 @@ def quantized(case: Quantized, name: str, which: str) -> Pass:
     return call, _error([call()], [true])
 
 
+def delta_rule(case: DeltaRule, name: str, which: str) -> Pass:
+    c, first, group = case, 512, case.v_heads // case.heads
+    if c.erase:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
+
+        function = chunk_kda if c.by_channel else chunk_gated_delta_rule
+        run = lambda q, k, v, decay, beta: function(q, k, v, decay, beta, scale=c.dim**-0.5)[0]
+    else:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        run = lambda q, k, v, decay, beta: mamba_chunk_scan_combined(v, beta, decay, k, q, chunk_size=256)
+    of_tokens = lambda *shape: torch.randn((c.batch, c.seq, *shape), device=DEVICE)
+    q, k, v, d_out = (of_tokens(n, d) for n, d in ((c.heads, c.dim),) * 2 + ((c.v_heads, c.v_dim),) * 2)
+    if c.erase:
+        q, k, beta = F.normalize(q, dim=-1), F.normalize(k, dim=-1), of_tokens(c.v_heads).sigmoid()
+        decay = F.logsigmoid(of_tokens(c.v_heads, *[c.dim] * c.by_channel)) / 16
+    else:
+        decay = -1.0 - torch.arange(c.v_heads, device=DEVICE) % 16
+        beta = of_tokens(c.v_heads).sigmoid() / 10
+    q, k, v, d_out = (x.bfloat16() for x in (q, k, v, d_out))
+
+    def by_token(q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
+        decay = decay if c.erase else decay * beta
+        q, k, state, outs = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), 0.0, []
+        for n in range(q.shape[1]):
+            state = state * decay[:, n].exp().reshape(1, group, -1, 1)
+            held = torch.einsum("bhdv,bhd->bhv", state, k[:, n]) if c.erase and n else 0.0
+            written = beta[:, n, :, None] * (v[:, n] - held)
+            state = state + k[:, n, :, :, None] * written[:, :, None]
+            outs.append(torch.einsum("bhdv,bhd->bhv", state, q[:, n]))
+        return torch.stack(outs, 1) * (c.dim**-0.5 if c.erase else 1.0)
+
+    # What the first tokens of the last head give and what their queries' gradients are depends on no later token.
+    cut = lambda x, heads: x[-1:, :first, -heads:].float()
+    part = [cut(q, 1), cut(k, 1), cut(v, group), cut(decay, group) if c.erase else decay[-group:], cut(beta, group)]
+    if which == "forward":
+        return lambda: run(q, k, v, decay, beta), _error([cut(run(q, k, v, decay, beta), group)], [by_token(*part)])
+
+    def gradients(run: Callable[..., Any], d_out: Any, *arguments: Any) -> Callable[[], Any]:
+        leaves = [x.detach().requires_grad_() for x in arguments]
+        out = run(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+
+    backward = gradients(run, d_out, q, k, v, decay, beta)
+    return backward, _error([cut(backward()[0], 1)], gradients(by_token, cut(d_out, group), *part)()[:1])
+
+
 BUILDERS: dict[type[Case], Callable[..., Pass]] = {
     Dense: dense, Attention: attention, Decode: decode, Grouped: grouped, Experts: experts, Quantized: quantized,
+    DeltaRule: delta_rule,
 }  # fmt: skip
 
 

@@ -221,6 +221,45 @@ class CrossEntropy(Program):
         return x[-1:, -256:], w, targets[-1:, -256:]
 
 
+class DeltaRule(Program):
+    gradients = types.MappingProxyType({"backward": (0, 1, 2, 3, 4)})
+    checked = (0, 1, 2, 4)  # the decays' are small differences of long sums
+
+    def arguments(self, key: jax.Array) -> Arrays:
+        """q, k, v, decay and beta, as models make them; of Mamba-2 the decay is the heads' A, and beta the step."""
+        c, keys = self.case, jax.random.split(key, 5)
+        normal = lambda key, *shape: jax.random.normal(key, (c.batch, c.seq, *shape))
+        q, k, v = normal(keys[0], c.heads, c.dim), normal(keys[1], c.heads, c.dim), normal(keys[2], c.v_heads, c.v_dim)
+        if c.erase:
+            q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+            decay = jax.nn.log_sigmoid(normal(keys[3], c.v_heads, *[c.dim] * c.by_channel)) / 16
+            beta = jax.nn.sigmoid(normal(keys[4], c.v_heads))
+        else:
+            decay = -1 - jnp.arange(c.v_heads) % 16.0
+            beta = jnp.exp(jax.random.uniform(keys[4], (c.batch, c.seq, c.v_heads), minval=-7, maxval=-2.3))
+        return *(x.astype(jnp.bfloat16) for x in (q, k, v)), decay, beta
+
+    def function(self, name: str | None) -> Callable[..., Any]:
+        c = self.case
+
+        def delta_rule(q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
+            decay = decay if c.erase else decay * beta
+            scale = c.dim**-0.5 if c.erase else 1.0
+            return kernels.delta_rule(q, k, v, decay, beta, scale=scale, erase=c.erase, implementation=name)[0]
+
+        return delta_rule
+
+    def part(self, arguments: Arrays) -> Arrays:
+        """The last sequence, and its last query/key head with the value heads that share it."""
+        q, k, v, decay, beta = arguments
+        group = self.case.v_heads // self.case.heads
+        decay = decay[-1:, :, -group:] if self.case.erase else decay[-group:]
+        return q[-1:, :, -1:], k[-1:, :, -1:], v[-1:, :, -group:], decay, beta[-1:, :, -group:]
+
+    def part_of_output(self, out: Any) -> Any:
+        return out[-1:, :, -(self.case.v_heads // self.case.heads) :]
+
+
 class NotQuantized(Quantized):
     """What a `Quantized` is compared with: the same product in bfloat16."""
 

@@ -25,7 +25,7 @@ from kernels.matmul import SAVED, fp8_matmul, int8_matmul
 from kernels.mesh import split_attention
 from kernels.recurrence import split_recurrence
 from kernels.sequence import begins, padding
-from kernels.stacked import Stacked, read
+from kernels.stacked import Slots, Stacked, read
 
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Chunk",
     "Full",
     "Mask",
+    "Slots",
     "Spans",
     "Stacked",
     "Tokens",
@@ -114,7 +115,8 @@ def attention(
     attend = functools.partial(
         dispatch.run, "attention", implementation, first=first, scale=scale, mask=mask, softcap=softcap
     )
-    return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
+    grows = Causal in mask and Window not in mask and Chunk not in mask
+    return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens, grows=grows)
 
 
 def decode_attention(
@@ -136,7 +138,7 @@ def decode_attention(
     may hold anything. With `kv` None, the index of a slot is its position. All else is as in `attention`.
 
     Where k and v are layers of a cache, `kernels.stacked.Stacked`, all implementations but "reference" read in place
-    what the queries see of them.
+    what the queries see of them, also in 8 bits.
 
     `implementation` is "reference" (reads every slot of the cache, has every derivative), "xla", "tpu" or "triton"
     (read only blocks with a key that is seen, "xla" those up to the longest row's last; they have first derivatives
@@ -166,10 +168,10 @@ def delta_rule(
     at: Tokens = Tokens(),  # noqa: B008 (a value)
     *,
     scale: float,
-    state: Float[Array, "batch v_heads dim v_dim"] | None = None,
+    state: Float[Array, "batch v_heads dim v_dim"] | Slots | None = None,
     erase: bool = True,
     implementation: str | None = None,
-) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
+) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"] | Slots]:
     """Runs the gated delta rule (arXiv:2412.06464), a recurrence over tokens with a matrix as the state of each head:
 
         S_t = A_t S_{t-1} + beta_t k_t (v_t - (A_t S_{t-1})^T k_t)^T,        out_t = scale * S_t^T q_t
@@ -183,7 +185,9 @@ def delta_rule(
     not see each other; tokens of a row must be in order. Padding (segment 0, or a position below 0) neither decays the
     state nor writes to it, and may hold anything.
 
-    Returns the outputs in the dtype of v, and the state after the last token, in float32.
+    Returns the outputs in the dtype of v, and the state after the last token, in float32. Where the state lies in a
+    cache, `kernels.stacked.Slots`, so does what is returned. One token then is the step of a decode: on a GPU or a TPU
+    a kernel reads the state once and writes it in place. That step has no derivatives.
 
     `implementation` is one of
 
@@ -194,21 +198,29 @@ def delta_rule(
       a CPU both are interpreted.
 
     None chooses by the tables of `kernels.dispatch`: "triton" or "tpu" on their devices if they can, else "xla", and
-    "reference" for at most 16 tokens and for float64.
+    "reference" for at most 16 tokens and for float64. For the step of a decode the tables have "delta_step".
 
     Raises:
         ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
     """
     if v.shape[2] % k.shape[2]:
         raise ValueError(f"The value heads ({v.shape[2]}) must be a multiple of the query/key heads ({k.shape[2]}).")
+    if isinstance(state, Slots) and (implementation is not None or v.shape[1] > 1):
+        options: Any = dict(scale=scale, erase=erase, implementation=implementation)
+        out, last = delta_rule(q, k, v, decay, beta, at, state=state.read(), **options)
+        assert not isinstance(last, Slots)
+        return out, state.write(last)
     exact = jnp.float64 if v.dtype == jnp.float64 else jnp.float32
     if state is None:
         state = jnp.zeros((len(v), v.shape[2], k.shape[3], v.shape[3]), exact)
     blank = padding(at, v.shape[:2])
     q, k, v, decay, beta = (jnp.where(jnp.expand_dims(blank, range(2, x.ndim)), 0, x) for x in (q, k, v, decay, beta))
-    first = "reference" if v.shape[1] <= 16 else None
-    run = functools.partial(dispatch.run, "delta_rule", implementation, first=first)
-    given = q, k, v, decay, beta, begins(at, v.shape[:2]), state.astype(exact)
+    if isinstance(state, Slots):
+        run = functools.partial(dispatch.run, "delta_step", None)
+    else:
+        first, state = "reference" if v.shape[1] <= 16 else None, state.astype(exact)
+        run = functools.partial(dispatch.run, "delta_rule", implementation, first=first)
+    given = q, k, v, decay, beta, begins(at, v.shape[:2]), state
     return split_recurrence(run, *given, scale=scale, erase=erase)
 
 
@@ -351,6 +363,8 @@ def _check(
         raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {of_v}: cast them first.")
     if isinstance(v, int) and not 0 < v <= k.shape[3]:
         raise ValueError(f"The values cannot be the first {v} features of keys that have {k.shape[3]}.")
+    if isinstance(v, int) and isinstance(k, Stacked) and k.scale is not None and v != k.parts[0]:
+        raise ValueError(f"The values cannot be the first {v} features of keys whose first scale is of {k.parts[0]}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"The query heads ({q.shape[2]}) must be a multiple of the key/value heads ({k.shape[2]}).")
 

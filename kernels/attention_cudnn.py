@@ -96,7 +96,10 @@ def attention(
         "attention", ("triton", "xla"), q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
         q_tokens=q_tokens, kv_tokens=kv_tokens,
     ).FLASH  # fmt: skip
-    kernels = flash.where(_usual, flash.Flash(forward, backward, features=MULTIPLE), other)
+    # `_usual` asks for finite arrays, so nothing is marked in those that cuDNN gets: that would read them once more.
+    as_they_are = lambda q, k, v: (q, k, v)
+    own = flash.Flash(forward, backward, features=MULTIPLE, marked=as_they_are)
+    kernels = flash.where(_usual, own, other)
     return flash.attention(kernels, formula, q, k, v, sinks, q_tokens, kv_tokens)
 
 
@@ -190,13 +193,14 @@ def _call(
 def _usual(q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens, *of_backward: Array) -> Bool[Array, ""]:
     """Whether cuDNN can compute a kernel of `flash.Flash` with these arguments: of finite arrays and few documents.
 
-    Forward, a vector that is not finite has NaN in all features; backward, lse is NaN where a query sees one.
+    Backward, q, k and v are finite, and lse is NaN where a query sees one that was not.
     """
+    known = lambda x: jnp.all(jnp.isfinite(jnp.sum(x, axis=-1, dtype=jnp.float32)))  # the fastest way to tell
     if of_backward:
         lse, _, d_out = of_backward
-        numbers = jnp.all(jnp.isfinite(lse)) & jnp.all(jnp.isfinite(jnp.sum(d_out, axis=-1, dtype=jnp.float32)))
+        numbers = jnp.all(jnp.isfinite(lse)) & known(d_out)
     else:
-        numbers = ~(jnp.any(jnp.isnan(q[..., 0])) | jnp.any(jnp.isnan(k[..., 0])))
+        numbers = known(q) & known(k) & known(v)
     return numbers if q_tokens.segments is None else numbers & _few_in_order(q_tokens, kv_tokens)
 
 

@@ -93,8 +93,11 @@ def cross_entropy(
         return total, (dxs, [next(rest) if t else None for t in trained])
 
     def backward(gradients: Any, cotangent: Any) -> Any:
-        dxs, dw = jax.tree.map(lambda g: g * cotangent[0].astype(g.dtype), gradients)
-        return dxs, [None if g is None else g.astype(w.dtype) for g, w in zip(dw, weights, strict=True)], None, None
+        # The cotangent, such as one over the number of targets, is not rounded: that would scale all gradients alike.
+        scaled = lambda g, like: (g.astype(jnp.float32) * cotangent[0]).astype(like.dtype)
+        dxs, dw = gradients
+        dw = [None if g is None else scaled(g, w) for g, w in zip(dw, weights, strict=True)]
+        return scaled(dxs, dxs), dw, None, None
 
     sums.defvjp(forward, backward, symbolic_zeros=True)
     return sums(split(x), weights, split(targets), split(mask))

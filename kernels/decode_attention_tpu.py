@@ -9,6 +9,9 @@ sink.
 The heads of a slot are neighbouring rows in memory, and a TPU is slow at picking one head from each slot. So every
 query head is multiplied by the keys of all heads, as one matrix of [slots * kv_heads, dim], and a mask leaves it its
 own head's. The matrix unit has to take in each key anyway, and has time for more queries than there are.
+
+Of a cache in 8 bits the integers are multiplied as they are. Scales of keys multiply logits, those of values the
+weights.
 """
 
 import functools
@@ -43,18 +46,21 @@ def refusal(
     if not q.size or not k.shape[1]:
         return "it needs a query, a key and a feature at least"
     widths = (k.shape[3], k.shape[3] if v is None else v_dim)
-    if device().platform == "tpu" and not _lies_flat(k.shape[2], *widths):
+    if device().platform == "tpu" and not _lies_flat(k.shape[2], *widths, k.stack.dtype.itemsize):
         return f"XLA would copy a cache of {k.shape[2]} heads with {widths[0]} and {widths[1]} features to flatten it"
     return elsewhere("tpu")
 
 
-def _lies_flat(kv_heads: int, dim: int, v_dim: int) -> bool:
+def _lies_flat(kv_heads: int, dim: int, v_dim: int, itemsize: int) -> bool:
     """Whether [slots, kv_heads, dim] is stored as [slots * kv_heads, dim] would be, in a TPU's tiles of 8 x 128.
 
-    The conditions are the compiler's behaviour: it pads no tile for 1, 2 or 4 heads of 128 features.
+    The conditions are the compiler's behaviour: it pads no tile for 1, 2 or 4 heads of 128 features, in 8 bits for 4.
     """
+    one_tile = dim == v_dim == LANES
+    if itemsize == 1:
+        return one_tile and (kv_heads % 8 == 0 or kv_heads == 4)
     whole_rows = dim % LANES == 0 and v_dim % LANES == 0
-    return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and dim == v_dim == LANES)))
+    return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and one_tile)))
 
 
 # Compiled even where it is called outside jit, so that calls there compile once, too.
@@ -103,15 +109,22 @@ def decode_attention(
     sink = jnp.full(heads, LOWEST, jnp.float32) if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
     wide = lambda x: jnp.broadcast_to(x, (rows, LANES))
 
+    def scale_of(x: Stacked) -> Array:
+        """A number for each part of each column, of this layer: XLA copies 4 bytes for, mostly, 128."""
+        of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
+        return of_layer.reshape(batch, kv_seq * kv_heads, len(x.parts)).swapaxes(1, 2)
+
     of_part = lambda width: pl.BlockSpec((None, None, rows, width), lambda b, i, j, *_: (b, i, 0, 0))
     of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (row(b, x), i, 0, 0))
     of_keys = lambda n, width: pl.BlockSpec(
         (None, None, columns, width), lambda b, i, j, s, layers: (layers[n], b, block(b, j, s), 0)
     )
+    of_scale = lambda x: pl.BlockSpec((None, len(x.parts), columns), lambda b, i, j, s, _: (b, 0, block(b, j, s)))
     of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (row(b, x), 0, block(b, j, s)))
     of_all = lambda *shape: pl.BlockSpec(shape, lambda b, i, j, *_: (0, 0))
+    scaled = [] if k.scale is None else [k, *values]
     out = pl.pallas_call(
-        functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * kv_heads),
+        functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * kv_heads, k.parts),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, parts, jnp.maximum(schedule.met.max(), 1)),
@@ -120,6 +133,7 @@ def decode_attention(
                 jax.tree.map(of_q_ids, q_ids),
                 of_keys(0, dim),
                 [of_keys(1, v_dim) for _ in values],
+                [of_scale(x) for x in scaled],
                 jax.tree.map(of_ids, kv_ids),
                 of_all(1, columns),
                 of_all(rows, LANES),
@@ -130,8 +144,8 @@ def decode_attention(
                 pltpu.VMEM((rows, LANES), jnp.float32),
                 pltpu.VMEM((rows, LANES), jnp.float32),
                 pltpu.VMEM((rows, v_dim), jnp.float32),
-                pltpu.VMEM((few, dim), k.dtype),
-                [pltpu.VMEM((few, v_dim), k.dtype) for _ in values],
+                pltpu.VMEM((few, dim), q.dtype),
+                [pltpu.VMEM((few, v_dim), q.dtype) for _ in values],
                 pltpu.VMEM((few, LANES), jnp.float32),
             ],
         ),
@@ -144,12 +158,7 @@ def decode_attention(
         cost_estimate=pl.CostEstimate(
             flops=2 * batch * seq * heads * kv_seq * kv_heads * (dim + v_dim),
             transcendentals=batch * seq * heads * kv_seq * kv_heads,
-            bytes_accessed=batch
-            * parts
-            * kv_seq
-            * kv_heads
-            * (dim + len(values) * v_dim)
-            * jnp.dtype(k.dtype).itemsize,
+            bytes_accessed=batch * parts * kv_seq * kv_heads * (dim + len(values) * v_dim) * k.stack.dtype.itemsize,
         ),
     )(
         schedule,
@@ -158,6 +167,7 @@ def decode_attention(
         q_ids,
         flat(k),
         [flat(x) for x in values],
+        [scale_of(x) for x in scaled],
         kv_ids,
         head_of_column,
         wide(head_of_row),
@@ -169,12 +179,14 @@ def decode_attention(
 def _kernel(
     formula: Formula,
     all_columns: int,
+    k_parts: tuple[int, ...],
     schedule: Any,
     layers: Any,
     q_ref: Any,
     q_ids: Any,
     k_ref: Any,
     v_refs: list[Any],
+    scale_refs: list[Any],
     kv_ids: Any,
     head_of_column: Any,
     head_of_row: Any,
@@ -192,7 +204,7 @@ def _kernel(
     `top` and `total` are the maximum and the denominator of each head's softmax so far, repeated over a register's
     width, and `sum` the weighted sum of values. The last scratch arrays are for `few` keys: keys and values with zeros
     for what is not finite, and by lane how many numbers these zeros replace. Where the values are the first features of
-    the keys, there are none of their own.
+    the keys, there are none of their own. In 8 bits all is finite but the scales.
     """
     del layers  # it chose the blocks
     b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
@@ -207,27 +219,42 @@ def _kernel(
 
     def add(i: Any, _: None) -> None:
         at = pl.ds(pl.multiple_of(i * few, few), few)
-        changed_ref[...] = jnp.zeros_like(changed_ref)
-        _clean(k_ref, i * few, finite_k_ref, changed_ref)
-        for v_ref in v_refs:
-            _clean(v_ref, i * few, finite_v_ref, changed_ref)
-        # Summed by a product with ones, whose result is a row and not a column.
-        spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
-        x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
+        if scale_refs:
+            _widen(k_ref, i * few, finite_k_ref)
+            for v_ref in v_refs:
+                _widen(v_ref, i * few, finite_v_ref)
+            v_scale = scale_refs[-1][:1, at]
+            x, first = 0.0, 0
+            for part, width in enumerate(k_parts):
+                features = pl.ds(first, width)
+                # A value's scale that is not finite makes a logit NaN, so that it spoils only what sees it.
+                k_scale = formula.scale * scale_refs[0][part : part + 1, at] + 0 * v_scale
+                x += k_scale * dot(q_ref[:, features], finite_k_ref[:, features], 1, 1)
+                first += width
+        else:
+            changed_ref[...] = jnp.zeros_like(changed_ref)
+            _clean(k_ref, i * few, finite_k_ref, changed_ref)
+            for v_ref in v_refs:
+                _clean(v_ref, i * few, finite_v_ref, changed_ref)
+            # Summed by a product with ones, whose result is a row and not a column.
+            spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
+            x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
+            x = jnp.where(spoilt > 0, jnp.nan, x)
         if formula.softcap is not None:
             x = formula.softcap * jnp.tanh(x / formula.softcap)
         query = jax.tree.map(lambda x: x[...], q_ids)
         seen = formula.mask.visible(query, jax.tree.map(lambda x: x[:, at], kv_ids))
         start = schedule.order[row(schedule.order), j] * columns + i * few
         seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
-        own = head_of_row[:, :1] == head_of_column[:, at]
-        x = jnp.where(spoilt > 0, jnp.nan, x)
-        x = jnp.where(own & seen, x, -jnp.inf)
+        seen &= head_of_row[:, :1] == head_of_column[:, at]
+        x = jnp.where(seen, x, -jnp.inf)
         top = top_ref[...]
         new_top = jnp.maximum(top, x.max(axis=1, keepdims=True))
         fade, weights = jnp.exp(top - new_top), jnp.exp(x - new_top[:, :1])
         top_ref[...] = new_top
         total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
+        if scale_refs:
+            weights *= jnp.where(jnp.abs(v_scale) < jnp.inf, v_scale, 0)
         weights = weights.astype(finite_v_ref.dtype)
         for piece in _pieces(sum_ref):
             new = dot(weights, finite_v_ref[:, piece], 1, 0)
@@ -261,6 +288,18 @@ def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:
     lax.fori_loop(0, all_rows // rows, strip, None)
 
 
+def _widen(ref: Any, first: Any, copy_ref: Any) -> None:
+    """Copies rows from `first` on from 8 bits to the dtype that is multiplied, a strip at a time."""
+    all_rows = len(copy_ref)
+    rows = STRIP if all_rows % STRIP == 0 else all_rows
+
+    def strip(n: Any, _: None) -> None:
+        own = pl.ds(pl.multiple_of(n * rows, rows), rows)
+        copy_ref[own] = ref[pl.ds(pl.multiple_of(first + n * rows, rows), rows)].astype(copy_ref.dtype)
+
+    lax.fori_loop(0, all_rows // rows, strip, None)
+
+
 def _pieces(ref: Any) -> list[Any]:
     """Cuts a row into slices of a register's width."""
     width = ref.shape[1]
@@ -269,7 +308,7 @@ def _pieces(ref: Any) -> list[Any]:
 
 def _block_size(k: Stacked, v_dim: int) -> int:
     """Returns how many slots have the table's number of bytes of keys and values; all slots, if they are few."""
-    sizes = blocks.sizes("decode_attention_tpu", "decode", k.dtype, "*")
-    slot = k.shape[2] * (k.shape[3] + v_dim) * jnp.dtype(k.dtype).itemsize
+    sizes = blocks.sizes("decode_attention_tpu", "decode", k.stack.dtype, "*")
+    slot = k.shape[2] * (k.shape[3] + v_dim) * k.stack.dtype.itemsize
     whole = lambda slots: max(1, slots // sizes["unit"]) * sizes["unit"]
     return min(whole(sizes["bytes"] // slot), whole(k.shape[1]) if k.shape[1] > sizes["unit"] else k.shape[1])

@@ -8,6 +8,9 @@ merges these, and a sink is one more log-sum-exp to merge.
 
 No pass over the cache cleans it of NaN. Keys and values that no query sees are not loaded: within a block too, zeros
 take their place. One that is seen and not finite makes a logit or a sum that is not finite, which becomes NaN.
+
+Of a cache in 8 bits the integers are multiplied as they are: scales of keys multiply logits, and those of values the
+weights, a number for each key in place of one for each feature.
 """
 
 import functools
@@ -27,7 +30,7 @@ from kernels.flash import Formula
 from kernels.masks import Mask, Schedule, Tokens, block_classes
 from kernels.reference import LOWEST, by_head, by_token, poison, with_gradient
 from kernels.stacked import Stacked
-from kernels.triton import SMALLEST, dot, exp2, inside, launch, load, pieces, store
+from kernels.triton import SMALLEST, addressable, dot, exp2, inside, launch, load, pieces, store
 
 
 WIDTHS = (64, 128, 256, 576)  # features of a head for which there are block sizes; 576 is DeepSeek's latent cache
@@ -52,6 +55,8 @@ def refusal(
         return "it needs a query, a key and a feature at least"
     if scale <= 0:
         return f"it needs a scale above 0, and this is {scale}"
+    if k.scale is not None and q.dtype == jnp.float16:
+        return "weights times the scales of a cache in 8 bits may be too small for float16"
     return elsewhere("gpu")
 
 
@@ -74,7 +79,8 @@ def decode_attention(
     """Computes `kernels.decode_attention` in Triton. Its gradient is the reference's."""
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
     width = next(width for width in WIDTHS if width >= max(dim, v_dim))
-    size = blocks.sizes("decode_attention_triton", "decode", q.dtype, f"d{width}")
+    row_dtype = k.stack.dtype if q.dtype.itemsize == 2 else q.dtype
+    size = blocks.sizes("decode_attention_triton", "decode", row_dtype, f"d{width}")
     group = heads // kv_heads
     rows = min(max(SMALLEST, pl.next_power_of_2(seq * group)), size["rows"])
     programs = kv_heads * pl.cdiv(seq * group, rows)
@@ -82,7 +88,9 @@ def decode_attention(
     of_rows = jax.tree.map(lambda ids: jnp.tile(ids, group), q_tokens)
     out, lse = launch(
         functools.partial(_kernel, Formula(scale, mask, softcap), size["kv"], rows, v_dim, seq > 1),
-        *(by_head(q + poison(q), kv_heads), k, v, of_rows, kv_tokens),
+        by_head(q + poison(q), kv_heads),
+        *(None if x is None else addressable(x) for x in (k, v)),
+        *(of_rows, kv_tokens),
         Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size["kv"])),
         name="decode_attention",
         grid=(programs, splits, batch),
@@ -95,7 +103,7 @@ def decode_attention(
         cost=pl.CostEstimate(
             flops=2 * batch * seq * heads * kv_seq * (dim + v_dim),
             transcendentals=batch * seq * heads * kv_seq,
-            bytes_accessed=batch * kv_seq * kv_heads * (dim + (0 if v is None else v_dim)) * q.dtype.itemsize,
+            bytes_accessed=batch * kv_seq * kv_heads * (dim + (0 if v is None else v_dim)) * k.stack.dtype.itemsize,
         ),
     )
     if sinks is not None:
@@ -133,12 +141,19 @@ def _kernel(
     these = pl.ds(part * rows, rows)
     exist = inside(part * rows, rows, all_rows)
     column = None if exist is None else exist[:, None]
-    q = [load(q_ref.at[batch, kv_head, these, piece], column) for piece in pieces(dim)]
+    starts = [sum(k_ref.parts[:part]) for part in range(len(k_ref.parts))] or [0]
+    k_parts = [pieces(width, start) for width, start in zip(k_ref.parts or [dim], starts, strict=True)]
+    of_v = pieces(v_dim)
+    q = [[load(q_ref.at[batch, kv_head, these, piece], column) for piece in part] for part in k_parts]
     row = row_of(schedule.order, batch)
 
-    def vectors(ref: Stacked, block: Block, width: int) -> list[Array]:
-        layer = ref.layer[...]
-        return [load(ref.stack.at[layer, batch, block.tokens, kv_head, piece], block.rows) for piece in pieces(width)]
+    def vectors(ref: Stacked, block: Block, pieces: list[Any]) -> list[Array]:
+        at = lambda piece: ref.stack.at[ref.layer[...], batch, block.tokens, kv_head, piece]
+        return [load(at(piece), block.rows).astype(q_ref.dtype) for piece in pieces]
+
+    def scale_of(ref: Stacked, block: Block, part: int) -> Array:
+        number = kv_head * len(ref.parts) + part
+        return load(ref.scale.at[ref.layer[...], batch, block.tokens, number], block.exist)
 
     def seen_of(block: Block) -> Bool[Array, "rows kv"]:
         at = lambda ref: load(ref.at[row_of(ref, batch), these], exist)[:, None]
@@ -154,29 +169,38 @@ def _kernel(
         if masked:  # keys that are not seen are not loaded
             seen = jnp.broadcast_to(seen_of(kv_block), (rows, kv_size))
             kv_block = kv_block._replace(exist=seen.astype(jnp.int32).max(axis=0) > 0)
-        k, of_v = vectors(k_ref, kv_block, dim), pieces(v_dim)
-        loaded = v_ref is None and pieces(dim)[: len(of_v)] == of_v
-        v = k[: len(of_v)] if loaded else vectors(v_ref or k_ref, kv_block, v_dim)
-        x = product(q, k)
+        v_scale = None
+        k = [vectors(k_ref, kv_block, part) for part in k_parts]
+        loaded = v_ref is None and k_parts[0][: len(of_v)] == of_v
+        v = k[0][: len(of_v)] if loaded else vectors(v_ref or k_ref, kv_block, of_v)
+        logits = [product(of_part, keys) for of_part, keys in zip(q, k, strict=True)]
+        if k_ref.parts:
+            logits = [x * scale_of(k_ref, kv_block, part)[None, :] for part, x in enumerate(logits)]
+            v_scale = scale_of(v_ref or k_ref, kv_block, 0)
+        x = functools.reduce(jnp.add, logits)
         x = capped(formula, jnp.where(jnp.abs(x) == jnp.inf, jnp.nan, x))
         if seen is not None:
             if several:  # a value that is not finite has to spoil the queries that see it, and no other
-                is_finite = [jnp.abs(p.astype(jnp.float32)) < jnp.inf for p in v]
-                spoilt = [jnp.where(each, 0.0, 1.0).max(axis=1) for each in is_finite]
-                x = jnp.where(functools.reduce(jnp.maximum, spoilt)[None, :] > 0, jnp.nan, x)
-                v = [jnp.where(each, p, jnp.zeros_like(p)) for each, p in zip(is_finite, v, strict=True)]
+                numbers = v if v_scale is None else [v_scale]
+                is_finite = [jnp.abs(p.astype(jnp.float32)) < jnp.inf for p in numbers]
+                spoilt = [jnp.where(each, 0.0, 1.0) for each in is_finite]
+                spoilt = functools.reduce(jnp.maximum, [each.max(axis=1) if each.ndim > 1 else each for each in spoilt])
+                x = jnp.where(spoilt[None, :] > 0, jnp.nan, x)
+                numbers = [jnp.where(each, p, jnp.zeros_like(p)) for each, p in zip(is_finite, numbers, strict=True)]
+                v, v_scale = (numbers, None) if v_scale is None else (v, numbers[0])
             x = jnp.where(seen, x, -jnp.inf)
         new_top = jnp.maximum(top, to_log2(formula) * x.max(axis=1))
         weights = exp2(x, to_log2(formula), less=new_top[:, None])
         fade = jnp.exp2(top - new_top)
         total = total * fade + weights.sum(axis=1)
+        weights = weights if v_scale is None else weights * v_scale[None, :]
         out = [o * fade[:, None] + dot(weights.astype(p.dtype), p) for o, p in zip(out, v, strict=True)]
         return new_top, total, out
 
     met, splits = schedule.met[row, 0], pl.num_programs(1)
     begin, end = lax.div(met * split, splits), lax.div(met * (split + 1), splits)
     middle = jnp.clip(schedule.full[row, 0], begin, end)
-    zeros = [jnp.zeros((rows, piece.size), jnp.float32) for piece in pieces(v_dim)]
+    zeros = [jnp.zeros((rows, piece.size), jnp.float32) for piece in of_v]
     state = jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), zeros
     state = lax.fori_loop(begin, middle, functools.partial(step, False), state)
     top, total, out = lax.fori_loop(middle, end, functools.partial(step, True), state)
@@ -185,7 +209,7 @@ def _kernel(
     total += 0 * functools.reduce(jnp.add, [o.sum(axis=1) for o in out])
     nothing = total == 0
     total = jnp.where(nothing, 1, total)
-    for piece, o in zip(pieces(v_dim), out, strict=True):
+    for piece, o in zip(of_v, out, strict=True):
         store(out_ref.at[batch, split, kv_head, these, piece], o / total[:, None], column)
     lse = jnp.where(nothing, LOWEST, math.log(2) * (top + jnp.log2(total)))
     store(lse_ref.at[batch, split, kv_head, these], lse, exist)

@@ -6,6 +6,7 @@ is copied but a block at a time.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +53,12 @@ def decode_attention(
 
     def take(x: Stacked, j: Array) -> Array:
         start, zero = blocks.start(j).astype(jnp.int32), jnp.zeros((), jnp.int32)
-        of_block = (1, batch, blocks.size, *x.shape[2:])
-        return by_head(lax.dynamic_slice(x.stack, (x.layer, zero, start, zero, zero), of_block)[0], kv_heads)
+
+        def of_block(stack: Any) -> Any:
+            sizes = (1, batch, blocks.size, *stack.shape[3:])
+            return lax.dynamic_slice(stack, (x.layer, zero, start, *[zero] * (stack.ndim - 3)), sizes)[0]
+
+        return by_head(x.widened(of_block(x.stack), None if x.scale is None else of_block(x.scale)), kv_heads)
 
     def step(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = state

@@ -15,7 +15,8 @@ all gradients but those that the scan hands on are products for all chunks at on
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,25 @@ from jaxtyping import Array, Bool, Float
 
 CHUNK = 64  # tokens
 BLOCK = 16  # tokens: in pairs of such blocks a decay of each channel is split into two factors, neither above 1
+
+
+def state_products(dim: int, v_dim: int, *, erase: bool) -> int:
+    """Counts the multiply-adds of one token with the state of one head, forward.
+
+    The key reads the state, where something is erased; then it writes to it, and the query reads it. Any implementation
+    needs these, so they are what a model's FLOPs count. Chunks of `CHUNK` tokens compute up to twice as many, since
+    their tokens also meet one another.
+    """
+    return (2 + erase) * dim * v_dim
+
+
+def scan_flops(matrices: Iterable[Sequence[int]], v_dim: int) -> int:
+    """Counts the floating point operations of a scan by the shapes of the matrices that it multiplies.
+
+    Those are `query`, `pairs`, `less` and `key` of all chunks, or some of them. Each number of theirs is multiplied
+    with each feature of the values, in the forward pass and in the backward pass alike.
+    """
+    return 2 * v_dim * sum(map(math.prod, matrices))
 
 
 class Parts(NamedTuple):

@@ -1,8 +1,10 @@
-"""Defines `kernels.delta_rule` as its recurrence, one token after the other."""
+"""Defines `kernels.delta_rule` as its recurrence, one token after the other, and its step over a cache."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from kernels.stacked import Slots
 
 
 def delta_rule(
@@ -33,3 +35,22 @@ def delta_rule(
     by_token = lambda x: jnp.moveaxis(x, 1, 0)
     state, out = jax.lax.scan(token, state, tuple(map(by_token, (q, k, v, decay, beta, restart))))
     return jnp.moveaxis(out, 0, 1).astype(dtype), state
+
+
+def delta_step(
+    q: Float[Array, "batch 1 heads dim"],
+    k: Float[Array, "batch 1 heads dim"],
+    v: Float[Array, "batch 1 v_heads v_dim"],
+    decay: Float[Array, "batch 1 v_heads"] | Float[Array, "batch 1 v_heads dim"],
+    beta: Float[Array, "batch 1 v_heads"],
+    restart: Bool[Array, "batch 1"],
+    state: Slots,
+    *,
+    scale: float,
+    erase: bool,
+) -> tuple[Float[Array, "batch 1 v_heads v_dim"], Slots]:
+    """Computes one token of `kernels.delta_rule`, from and to a cache."""
+    exact = jnp.float64 if v.dtype == jnp.float64 else jnp.float32
+    given = q, k, v, decay, beta, restart, state.read().astype(exact)
+    out, last = delta_rule(*given, scale=scale, erase=erase)
+    return out, state.write(last)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from kernels import delta
-from kernels.delta import CHUNK, Formula, Parts, Scan, fade_row, padded, turned
+from kernels.delta import CHUNK, Formula, Parts, Scan, fade_row, padded, scan_flops, turned
 from kernels.device import device, elsewhere
 
 
@@ -152,7 +152,7 @@ def _launch(
         interpret=device().platform == "cpu",
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * v_dim * sum(x.size for x in jax.tree.leaves(matrices)),
+            flops=scan_flops((x.shape for x in jax.tree.leaves(matrices)), v_dim),
             transcendentals=0,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, out_shape))),
         ),

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from kernels import blocks, delta
-from kernels.delta import CHUNK, Formula, Parts, Scan, fade_row, padded, turned
+from kernels.delta import CHUNK, Formula, Parts, Scan, fade_row, padded, scan_flops, turned
 from kernels.device import device, elsewhere
 from kernels.triton import SMALLEST, launch, load, store
 
@@ -209,7 +209,7 @@ def _launch(
         warps=size["warps"],
         stages=size["stages"],
         cost=pl.CostEstimate(
-            flops=2 * v_wide * sum(x.size for x in matrices if x is not None),
+            flops=scan_flops((x.shape for x in matrices if x is not None), v_wide),
             transcendentals=0,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
         ),

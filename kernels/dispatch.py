@@ -39,6 +39,11 @@ MODULES = {
         "triton": "delta_rule_triton",
         "tpu": "delta_rule_tpu",
     },
+    "delta_step": {
+        "reference": "delta_rule_reference",
+        "triton": "delta_step_triton",
+        "tpu": "delta_step_tpu",
+    },
     "quantized_matmul": {
         "reference": "matmul_reference",
         "xla": "matmul_xla",
@@ -76,6 +81,11 @@ PREFERENCES = {
         "cpu": ("xla", "reference"),
         "gpu": ("triton", "xla", "reference"),
         "tpu": ("tpu", "xla", "reference"),
+    },
+    "delta_step": {
+        "cpu": ("reference",),
+        "gpu": ("triton", "reference"),
+        "tpu": ("tpu", "reference"),
     },
     "quantized_matmul": {
         "cpu": ("xla", "reference"),

@@ -37,6 +37,11 @@ class Formula(NamedTuple):
     softcap: float | None
 
 
+def marked(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Returns q, k and v with NaN in all features of queries and keys that are not finite or whose value is not."""
+    return q + poison(q), jnp.where(jnp.isnan(poison(k) + poison(v)), jnp.nan, k), finite(v)
+
+
 class Flash(NamedTuple):
     """The two kernels of an implementation; q is (batch, seq, heads, dim), lse and delta are (batch, heads, seq).
 
@@ -55,6 +60,7 @@ class Flash(NamedTuple):
     backward: Callable[..., tuple[Array, Array, Array]]
     features: int = 1  # features of a head are padded with zeros to a multiple of this
     base_2: bool = False  # lse is a logarithm to base 2, not a natural one
+    marked: Callable[..., tuple[Array, Array, Array]] = marked  # makes the forward kernel's q, k and v
 
 
 def attention(
@@ -83,13 +89,14 @@ def delta_of(
 def where(condition: Callable[..., Array], flash: Flash, other: Flash) -> Flash:
     """Returns kernels that run those of `flash` where the condition holds, and else the others.
 
-    The condition gets the arrays and tokens that the kernel gets. Both kernels are in the program, and a `lax.cond`
-    decides as it runs: on a GPU it waits for that, for some 20 us a kernel.
+    The condition gets the arrays and tokens that the kernel of `flash` gets. Both kernels are in the program, and a
+    `lax.cond` decides as it runs: on a GPU it waits for that, for some 20 us a kernel.
     """
     unit = _unit(flash) / _unit(other)  # of the two kinds of lse
 
-    def other_forward(*args: Any) -> tuple[Array, Array]:
-        out, lse = other.forward(*args)
+    def other_forward(formula: Formula, q: Array, k: Array, v: Array, *tokens: Tokens) -> tuple[Array, Array]:
+        given = (q, k, v) if flash.marked is other.marked else other.marked(q, k, v)
+        out, lse = other.forward(formula, *given, *tokens)
         return out, unit * lse
 
     def other_backward(*args: Any) -> tuple[Array, Array, Array]:
@@ -133,8 +140,7 @@ def _forward(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> tuple[Array, tuple]:
-    marked_k = jnp.where(jnp.isnan(poison(k) + poison(v)), jnp.nan, k)
-    out, lse = flash.forward(formula, q + poison(q), marked_k, finite(v), q_tokens, kv_tokens)
+    out, lse = flash.forward(formula, *flash.marked(q, k, v), q_tokens, kv_tokens)
     if sinks is not None:
         add, exp = (jnp.logaddexp2, jnp.exp2) if flash.base_2 else (jnp.logaddexp, jnp.exp)
         with_sink = add(lse, _column(flash, sinks))

@@ -4,6 +4,7 @@ XLA cannot split a Pallas kernel, so operations run within `jax.shard_map`. This
 axes of the mesh in scope (`jax.set_mesh`), over which of them each axis of an array is split.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,6 +82,7 @@ def split_attention(
     sinks: Float[Array, " heads"] | None,
     q_tokens: Tokens,
     kv_tokens: Tokens,
+    grows: bool = False,
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Runs `attend` on each device, with the device's share of the sequences, the heads and the queries.
 
@@ -90,6 +92,10 @@ def split_attention(
     over 3 devices are repeated three times each, and a device gets the 2 that its query heads need. A single one, such
     as a latent, is whole on each. An axis of the mesh that does not divide an axis of the arrays leaves it whole, and
     the tokens of a cache (`Stacked`) are not split.
+
+    `grows`: later queries see more keys, as under a causal mask alone. Where tokens are in order, the last device would
+    then do most of the work. So each exchanges the later half of its queries with its counterpart: of n devices, number
+    i with number n - 1 - i. Those early in the row and those late in it then add up to the same for all.
     """
     if not (axes := free()):
         return attend(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
@@ -97,6 +103,8 @@ def split_attention(
     cached = isinstance(k, Stacked)
     seq = () if cached else splitting(math.gcd(q.shape[1], k.shape[1]), CONTEXT)
     heads = splitting(q.shape[2], TENSOR)
+    devices = split(CONTEXT)
+    unbalanced = grows and seq and q_tokens.in_order and q.shape[1] % (2 * devices) == 0
     if heads and k.shape[2] != 1 and k.shape[2] % split(TENSOR):
         times = math.lcm(k.shape[2], split(TENSOR)) // k.shape[2]  # both divide the query heads, so this does, too
 
@@ -115,12 +123,27 @@ def split_attention(
 
     whole = P(batch, seq, heads)
     of_keys = P(batch, seq, heads if k.shape[2] > 1 else ())
-    of_keys = Stacked(P(None, *of_keys), P()) if cached else of_keys
+
+    def spec_of(x: Array | Stacked | None) -> Any:
+        if not isinstance(x, Stacked):
+            return None if x is None else of_keys
+        of_stack = P(None, *of_keys)
+        scale = None if x.scale is None else P(*of_stack[:4])
+        return dataclasses.replace(x, stack=of_stack, layer=P(), scale=scale)
+
+    def exchanged(a: Array) -> Array:
+        if not unbalanced:
+            return a
+        kept, sent = jnp.split(a, 2, axis=1)
+        received = jax.lax.ppermute(sent, CONTEXT, [(n, devices - 1 - n) for n in range(devices)])
+        return jnp.concatenate([kept, received], axis=1)
 
     def local(q: Any, k: Any, v: Any, sinks: Any, q_ids: Any, kv_ids: Any) -> Any:
         gather = lambda a: jax.lax.all_gather(a, CONTEXT, axis=1, tiled=True) if seq else a
         k, v, kv_ids = jax.tree.map(gather, (k, v, kv_ids))
-        return attend(q, k, v, sinks=sinks, q_tokens=merge(q_tokens, q_ids), kv_tokens=merge(kv_tokens, kv_ids))
+        q, q_ids = jax.tree.map(exchanged, (q, q_ids))
+        tokens = dict(q_tokens=merge(q_tokens, q_ids), kv_tokens=merge(kv_tokens, kv_ids))
+        return exchanged(attend(q, k, v, sinks=sinks, **tokens))  # back again
 
     # Positions in numpy, known when tracing, are not split.
     arrays = lambda tokens: tuple(ids for ids in tokens if isinstance(ids, jax.Array))
@@ -134,7 +157,7 @@ def split_attention(
     return jax.shard_map(
         local,
         axis_names=set(axes),
-        in_specs=(whole, of_keys, None if v is None else of_keys, P(heads), *jax.tree.map(spec, (q_ids, kv_ids))),
+        in_specs=(whole, spec_of(k), spec_of(v), P(heads), *jax.tree.map(spec, (q_ids, kv_ids))),
         out_specs=whole,
         check_vma=False,
     )(q, k, v, sinks, q_ids, kv_ids)

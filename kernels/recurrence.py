@@ -7,6 +7,7 @@ each composes those of the devices before it: that is the state which its own to
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,41 +15,46 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from kernels.mesh import BATCH, CONTEXT, TENSOR, free, splitting
+from kernels.stacked import Slots
 
 
 def split_recurrence(
-    run: Callable[..., tuple[Array, Array]],
+    run: Callable[..., tuple[Array, Any]],
     q: Float[Array, "batch seq heads dim"],
     k: Float[Array, "batch seq heads dim"],
     v: Float[Array, "batch seq v_heads v_dim"],
     decay: Float[Array, "batch seq v_heads *dim"],
     beta: Float[Array, "batch seq v_heads"],
     begins: Bool[Array, "batch seq"],
-    state: Float[Array, "batch v_heads dim v_dim"],
+    state: Float[Array, "batch v_heads dim v_dim"] | Slots,
     *,
     scale: float,
     erase: bool,
-) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
+) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"] | Slots]:
     """Runs a recurrence on each device, with the device's share of the sequences, of the heads and of the tokens.
 
     Along `CONTEXT` devices have neighbouring tokens, in the order of the row. Axes of the mesh that do not divide the
     sequences, the tokens or the query/key heads leave them whole.
     """
     run = functools.partial(run, scale=scale, erase=erase)
+    given: tuple[Any, ...] = (q, k, v, decay, beta, begins, state)
     if not (axes := free()):
-        return run(q, k, v, decay, beta, begins, state)
+        return run(*given)
     batch, seq, heads = splitting(len(v), *BATCH), splitting(v.shape[1], CONTEXT), splitting(k.shape[2], TENSOR)
     if seq:
         effect = functools.partial(_of_any_state, run) if erase else functools.partial(_of_decay, run, scale)
         run = functools.partial(_composed, effect)
-    tokens = P(batch, seq, heads)
-    return jax.shard_map(
+    tokens, of_state = P(batch, seq, heads), P(batch, heads)
+    if isinstance(state, Slots):
+        of_state = Slots(P(None, batch, None, heads), P(), P(batch), P(batch))
+    local: Callable[..., Any] = jax.shard_map(
         run,
         axis_names=set(axes),
-        in_specs=(tokens, tokens, tokens, tokens, tokens, P(batch, seq), P(batch, heads)),
-        out_specs=(tokens, P(batch, heads)),
+        in_specs=(tokens, tokens, tokens, tokens, tokens, P(batch, seq), of_state),
+        out_specs=(tokens, of_state),
         check_vma=False,
-    )(q, k, v, decay, beta, begins, state)
+    )
+    return local(*given)
 
 
 Effect = tuple[

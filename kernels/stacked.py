@@ -1,4 +1,4 @@
-"""One layer's array, named by where it lies in the array of all layers of its kind."""
+"""One layer's array, or its rows' states, named by where they lie in the array of all layers of their kind."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -18,10 +18,17 @@ class Stacked:
     A Pallas kernel is opaque to XLA, which copies `stack[layer]` whole before the kernel may read a part of it: in
     decoding that is all experts of a layer, or all of its cache, at every token. A kernel that is given the stack and
     the number of the layer reads what it needs.
+
+    The keys or values of a cache may be in 8 bits: then `scale` has what their integers are to be multiplied by.
     """
 
     stack: Any  # [layers, ...]; like all pytrees it also holds what JAX puts in place of arrays, such as Refs and specs
     layer: Any  # int32 []
+    scale: Any = None  # float32 [layers, batch, slots, heads * parts]; None: `stack` has the numbers themselves
+    parts: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
+    """How many neighbouring features of a vector share each of its scales."""
+    wide: Any = dataclasses.field(default=None, metadata=dict(static=True))
+    """The dtype in which the integers times their scales are read."""
 
     @classmethod
     def of(cls, x: "Shaped[Array, '...'] | Stacked") -> "Stacked":
@@ -42,11 +49,53 @@ class Stacked:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.stack.dtype
+        return self.stack.dtype if self.scale is None else np.dtype(self.wide)
 
     def read(self) -> Shaped[Array, "..."]:
         """The layer's array. Products of XLA's own read it in place; a Pallas kernel gets a copy."""
-        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+        of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
+        return self.widened(of_layer(self.stack), None if self.scale is None else of_layer(self.scale))
+
+    def widened(self, values: Shaped[Array, "*vectors dim"], scale: Any) -> Shaped[Array, "*vectors dim"]:
+        """Multiplies vectors of the stack by their scales, if they have any."""
+        if scale is None:
+            return values
+        scale = scale.reshape(*values.shape[:-1], len(self.parts))
+        return (values.astype(scale.dtype) * jnp.repeat(scale, np.array(self.parts), axis=-1)).astype(self.wide)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The states of one layer for the rows of a batch, in a cache that has several slots for each row.
+
+    As with `Stacked`, a kernel that is given the cache reads and writes these states alone, and in place.
+    """
+
+    stack: Any  # [layers, batch, slots, ...]
+    layer: Any  # int32 []
+    before: Any  # int32 [batch]: the slot that has the row's state; below 0 the state is zeros, whatever the slots have
+    after: Any  # int32 [batch]: the slot for the next state. A row of padding alone names the slot that it has read
+
+    @property
+    def fresh(self) -> Bool[Array, " batch"]:
+        """Whether the state of a row begins as zeros."""
+        return self.before < 0
+
+    def read(self) -> Shaped[Array, "batch ..."]:
+        """The states themselves."""
+        kept = self.stack[self._where(jnp.maximum(self.before, 0))]
+        return jnp.where(jnp.expand_dims(self.fresh, range(1, kept.ndim)), 0, kept)
+
+    def write(self, states: Shaped[Array, "batch ..."]) -> "Slots":
+        """The same place in a cache with these states."""
+        stack = self.stack.at[self._where(self.after)].set(states.astype(self.stack.dtype))
+        return dataclasses.replace(self, stack=stack)
+
+    def _where(self, slot: Any) -> tuple[Any, ...]:
+        rows, slots = self.stack.shape[1:3]
+        # With one slot there is nothing to look up: XLA cuts it out and puts it back.
+        return (self.layer, slice(None), 0) if slots == 1 else (self.layer, jnp.arange(rows), slot)
 
 
 def read(x: Shaped[Array, "..."] | Stacked) -> Shaped[Array, "*shape"]:

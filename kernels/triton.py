@@ -5,9 +5,10 @@ blocks whose sides are powers of two, and multiplies blocks of at least 16 rows 
 and cut blocks from them; elements of a block beyond the array's end are masked.
 """
 
+import dataclasses
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Shaped
 
 from kernels.device import device
-from kernels.stacked import Stacked, read
+from kernels.stacked import Stacked
 
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -36,12 +37,13 @@ def launch(
     warps: int,
     stages: int,
     cost: pl.CostEstimate,
+    in_place: Mapping[int, int] = {},
 ) -> Any:
     """Runs `kernel(*operands, *results)`, which gets Refs of whole arrays, once for each index of the grid.
 
     `operands` are arrays in any pytrees, `results` a pytree of `jax.ShapeDtypeStruct`. The grid's first axis runs
-    fastest. `stages` is how many steps of a loop have their loads in flight at once. On a CPU the kernel is
-    interpreted.
+    fastest. `stages` is how many steps of a loop have their loads in flight at once. `in_place` says which results are
+    written into which operands, both by their numbers among all arrays. On a CPU the kernel is interpreted.
     """
     return pl.pallas_call(
         kernel,
@@ -51,19 +53,23 @@ def launch(
         interpret=device().platform == "cpu",
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
         cost_estimate=cost,
+        input_output_aliases=dict(in_place),
     )(*operands)
 
 
 def addressable(x: Shaped[Array, "..."] | Stacked) -> Stacked:
     """Takes the layer out of a stack that Pallas-Triton would address by too few bits: one of 2 to 4 GB in 8 bits."""
-    few = isinstance(x, Stacked) and x.dtype.itemsize == 1 and 2**31 < x.stack.size <= 2**32
-    return Stacked.of(read(x) if few else x)
+    x = Stacked.of(x)
+    if x.stack.dtype.itemsize > 1 or not 2**31 < x.stack.size <= 2**32:
+        return x
+    one = lambda stack: None if stack is None else jax.lax.dynamic_slice_in_dim(stack, x.layer, 1)
+    return dataclasses.replace(x, stack=one(x.stack), layer=jnp.zeros((), jnp.int32), scale=one(x.scale))
 
 
-def pieces(width: int) -> list[Any]:
+def pieces(width: int, start: int = 0) -> list[Any]:
     """Cuts a width, a multiple of 16, into powers of two: 192 becomes 128 and 64, where padding would take 256."""
     sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
-    return [pl.ds(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    return [pl.ds(start + sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def inside(start: Array, size: int, length: int) -> Bool[Array, " size"] | None:

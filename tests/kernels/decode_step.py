@@ -35,6 +35,7 @@ from train.plan import breakdown, hlo
 from zoo import registry
 from zoo.nn.cache import init_cache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.recurrent import RecurrentCache
 from zoo.quantized import quantize
 from zoo.surgery import modules
 
@@ -59,6 +60,8 @@ class Step(NamedTuple):
     queries: int = 1
     cache: str = "bfloat16"
     quantize: str | None = None
+    widen: int = 0  # tokens that may be taken back
+    changes: dict[str, Any] | None = None  # fields of the config
 
 
 class Result(NamedTuple):
@@ -77,7 +80,8 @@ class Compiled(NamedTuple):
     cache: float  # bytes of one layer's keys, or of its values, or latents: the smallest large array of any cache
     matrix: float  # bytes of the smallest matrix of a layer; of experts, of those of all
     moved: float  # bytes that the step reads and writes; of a mixture it is taken to read all experts
-    needed: float  # bytes of the weights that it reads, and of the caches
+    needed: float  # bytes of the weights that it reads, and of the caches; of recurrent states, what it also writes
+    state: float  # bytes of one layer's recurrent states, one for each row; 0 without any
 
 
 def measure(chip: str, *steps: Step) -> list[Compiled]:
@@ -147,24 +151,31 @@ def _in_place(fusion: list[str], shape: str) -> bool:
     return any(dims(plain(m[2])) == dims(shape) for m in writes)
 
 
-def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, float, float]]:
-    """The decode step, the shapes of its arguments (cache, model, tokens, positions), and three fields of `Compiled`:
-    cache, matrix and needed."""
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    """A config with other fields, where JSON has lists for tuples, and objects for fields of configs in it."""
+    field = lambda old, new: _changed(old, new) if isinstance(new, dict) else tuple(new) if type(new) is list else new
+    return dataclasses.replace(config, **{name: field(getattr(config, name), new) for name, new in changes.items()})
+
+
+def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
+    """The decode step, the shapes of its arguments (cache, model, tokens, positions), and the last fields of `Compiled`
+    but `moved`: cache, matrix, needed and state."""
     config: Any = zoo.config(step.model)
     changes: dict[str, Any] = dict(num_hidden_layers=step.layers)
     if hasattr(config, "layer_types"):
         changes["layer_types"] = config.layer_types[-step.layers :]  # the last are of all kinds that there are
     if hasattr(config, "first_k_dense_replace"):
         changes["first_k_dense_replace"] = 0
-    config = dataclasses.replace(config, **changes)
+    config = _changed(config, changes | (step.changes or {}))
     family = registry.family_of(config)
     model = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
     in_bf16 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype)
     model = jax.tree.map(in_bf16, model)
     if step.quantize:
         model = eqx.filter_eval_shape(quantize, model, step.quantize)
-    cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache), model)
-    of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in jax.tree.leaves(cache) if x.ndim >= 4]
+    cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache, widen=step.widen), model)
+    vectors = [x for x in jax.tree.leaves(cache) if x.ndim >= 4 and x.shape[-1] >= 16]  # not their scales
+    of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in vectors]
     tokens = jax.ShapeDtypeStruct((step.batch, step.queries), jnp.int32)
     arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
@@ -176,7 +187,11 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, float, float
     linears = [m for block in model.layers.period for _, m in modules(block, (AbstractLinear, AbstractExpertLinear))]
     matrices = [m.weight.size // m.weight.shape[0] * m.weight.dtype.itemsize for m in linears]
     looked_up = 0 if getattr(config, "tie_word_embeddings", True) else size(model.embed_tokens)
-    facts = (min(of_layer), min(matrices), size(model) - looked_up + size(cache))
+    recurrent = [c for block in cache for c in block if isinstance(c, RecurrentCache)]
+    slot = lambda x: x.size // x.shape[2] * x.dtype.itemsize  # each step reads one slot, and writes one
+    twice = sum(2 * (slot(c.state) + slot(c.tail)) - size(c) for c in recurrent)
+    state = max((slot(c.state) // len(c.state) for c in recurrent), default=0)
+    facts = (min(of_layer), min(matrices), size(model) - looked_up + size(cache) + twice, state)
     return function, (cache, arrays, tokens, tokens), facts
 
 
@@ -191,14 +206,14 @@ def _compile(chip: str, steps: list[Step]) -> list[Compiled]:
     found = []
     for step in steps:
         with jax.set_mesh(mesh):
-            function, arguments, (cache, matrix, needed) = program(step)
+            function, arguments, (cache, matrix, needed, state) = program(step)
             compiled = function.lower(*jax.tree.map(on_mesh, arguments)).compile()
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         if dump := os.environ.get("DECODE_STEP_TEXT"):
             Path(dump).write_text(text)
         assert memory is not None
         moved = sum(kernel.bytes * kernel.times for kernel in breakdown.kernels(text))
-        found.append(Compiled(results(text), memory.temp_size_in_bytes, cache, matrix, moved, needed))
+        found.append(Compiled(results(text), memory.temp_size_in_bytes, cache, matrix, moved, needed, state))
     return found
 
 

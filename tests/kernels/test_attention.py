@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kernels
 from kernels import Causal, Chunk, Full, Spans, Tokens, sliding
 from kernels.masks import Segments
+from kernels.mesh import split_attention
 from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run, tokens
 
 
@@ -98,6 +99,27 @@ def test_tokens_in_order_need_no_positions():
         assert (
             np.max(errors(run("reference", *x, mask=mask, q_segments=segments, kv_segments=segments), expected)) < 1e-6
         )
+
+
+def test_tokens_in_order_over_the_context():
+    """Output and gradients are one device's, also of documents and images that lie across devices. And all devices
+    compute as many pairs of tokens, wherever in the row their own ones are."""
+    seq, devices = 24, 3
+    spans = np.tile(np.repeat([-1, 2, -1], [6, 6, 12]), (2, 1))
+    where = {name: ids for name, ids in packed([7, 17, 0], [1, 20, 3]).items() if "segments" in name}
+    options = dict(mask=Causal() | Spans(), sinks=SINKS, q_spans=spans, kv_spans=spans, **where)
+    mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+
+    def pairs(q, k, v, *, q_tokens, kv_tokens, **_):
+        seen = kv_tokens.positions <= q_tokens.positions[0, :, None]
+        return jnp.full(q.shape, jnp.sum(seen), jnp.float32)
+
+    x, order = arrays(seq=seq), Tokens(np.arange(seq)[None])
+    split = functools.partial(split_attention, pairs, sinks=None, q_tokens=order, kv_tokens=order)
+    with jax.set_mesh(mesh):
+        assert np.max(errors(run("reference", *x, **options), oracle(*x, **options))) < 1e-5
+        as_it_is, balanced = (jax.jit(functools.partial(split, grows=grows))(*x[:3]) for grows in (False, True))
+    assert np.unique(as_it_is).tolist() == [36, 100, 164] and np.unique(balanced).tolist() == [100]
 
 
 def runs_of(values, length):

@@ -134,11 +134,11 @@ def test_which_documents_are_cudnns(library):
 
 def test_which_numbers_are_cudnns():
     q, lse = jnp.ones((2, 100, 4, 16)), jnp.ones((2, 4, 100))
-    usual = lambda q, k, *rest: bool(attention_cudnn._usual(q, k, q, Tokens(), Tokens(), *rest))
-    spoilt = q.at[1, 3, 2].set(jnp.nan)  # all features, as `flash` makes them
-    assert usual(q, q) and not usual(spoilt, q) and not usual(q, spoilt)
-    assert usual(q, q, lse, q, q) and not usual(q, q, lse.at[1, 2, 3].set(jnp.nan), q, q)
-    assert not usual(q, q, lse, q, q.at[1, 3, 2, 5].set(jnp.inf))
+    usual = lambda *x: bool(attention_cudnn._usual(*x[:3], Tokens(), Tokens(), *x[3:]))
+    for spoilt in (q.at[1, 3, 2, 5].set(jnp.nan), q.at[1, 3, 2, 5].set(-jnp.inf)):
+        assert not usual(spoilt, q, q) and not usual(q, spoilt, q) and not usual(q, q, spoilt)
+    assert usual(q, q, q) and usual(q, q, q, lse, q, q) and not usual(q, q, q, lse.at[1, 2, 3].set(jnp.nan), q, q)
+    assert not usual(q, q, q, lse, q, q.at[1, 3, 2, 5].set(jnp.inf))
 
 
 def test_a_nan_touches_only_those_who_see_it(library):

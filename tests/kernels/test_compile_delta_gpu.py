@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from kernels import Tokens, delta_rule_triton
+from kernels import Slots, Tokens, delta_rule_triton, delta_step_triton
 from kernels.delta import CHUNK, Formula, Parts
 from tests.kernels.gpu import Case, complaints, needs_compiler
 
@@ -52,7 +52,27 @@ def whole(seq, heads, dim):
     return Case(both, (segments, (q, state), q, q, q, of_tokens(), of_tokens(), state), KERNELS, temporary)
 
 
+def step(dim, v_dim, *, decays=1, erase=True, card="h200"):
+    """One token for each of four rows, in a cache of two layers with three slots a row: nothing is multiplied as
+    matrices, and nothing as large as a state is beside the cache."""
+    heads, rows = 8, array(4, dtype=jnp.int32)
+    cache = array(2, 4, 3, heads, dim, v_dim)
+    of_token = lambda *more: array(4, 1, heads, *more)
+    decay = of_token() if decays == 1 else of_token(decays)
+
+    def one(cache, layer, before, after, *given):
+        state = Slots(cache, layer, before, after)
+        return delta_step_triton.delta_step(*given, jnp.zeros((4, 1), bool), state, scale=0.1, erase=erase)
+
+    given = of_token(dim), of_token(dim), of_token(v_dim), decay, of_token()
+    return Case(one, (cache, array(dtype=jnp.int32), rows, rows, *given), (), 1 << 16, card)
+
+
 CASES = {
+    "Qwen3-Next, one token": step(128, 128),
+    "Kimi Linear, one token": step(128, 128, decays=128),
+    "Nemotron-H, one token": step(128, 64, erase=False),
+    "RTX 4090, one token": step(128, 128, card="4090"),
     "Qwen3-Next, packed": whole(4096, 2, 128),
     "Qwen3-Next, Kimi Linear": scans(128, 128),
     "Nemotron-H": scans(128, 64, erase=False),

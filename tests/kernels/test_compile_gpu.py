@@ -66,6 +66,7 @@ def decode(
     sinks: bool = False,
     v_dim: int | None = None,
     queries: int = 1,
+    int8: bool = False,
     megabytes: int = 2,
 ) -> Case:
     """One token or a few in each row, over the second layer of a cache of three, of which nothing is copied.
@@ -76,10 +77,13 @@ def decode(
 
     def function(q, k, v, positions, sinks):
         more = dict(scale=dim**-0.5, mask=mask, implementation="triton")
-        of_layer = lambda x: Stacked(x, jnp.array(1))
+        of_layer = lambda x: Stacked(x[0], jnp.array(1), x[1], parts, q.dtype) if int8 else Stacked(x, jnp.array(1))
         return kernels.decode_attention(q, of_layer(k), v_dim or of_layer(v), Tokens(positions), sinks=sinks, **more)
 
-    cache, positions = array(3, batch, kv_seq, kv_heads, dim), array(batch, queries, dtype=jnp.int32)
+    of_cache, parts = (3, batch, kv_seq, kv_heads), (v_dim, dim - v_dim) if v_dim else (dim,)
+    cache, positions = array(*of_cache, dim), array(batch, queries, dtype=jnp.int32)
+    if int8:
+        cache = array(*of_cache, dim, dtype=jnp.int8), array(*of_cache[:3], kv_heads * len(parts), dtype=jnp.float32)
     arguments = (array(batch, queries, heads, dim), cache, None if v_dim else cache, positions)
     return Case(function, (*arguments, array(heads, dtype=jnp.float32) if sinks else None), (), megabytes * 10**6)
 
@@ -110,6 +114,9 @@ CASES = {
     "gpt-oss, local, decode": decode(**GPT_OSS, mask=sliding(128)),
     "gpt-oss, global, decode": decode(**GPT_OSS),
     "DeepSeek V3, decode": decode(heads=128, kv_heads=1, dim=576, v_dim=512, megabytes=32),
+    "Llama 3 8B, decode, int8": decode(**LLAMA_8B, int8=True),
+    "DeepSeek V3, decode, int8": decode(heads=128, kv_heads=1, dim=576, v_dim=512, int8=True, megabytes=32),
+    "gpt-oss, decode, int8, 8 queries": decode(**GPT_OSS, queries=8, int8=True, megabytes=9),
     "Llama 3 8B, decode, 16 queries": decode(**LLAMA_8B, queries=16, megabytes=18),
     "gpt-oss, decode, 8 queries": decode(**GPT_OSS, queries=8, megabytes=9),
     "Gemma 2 9B, decode, 16 queries": decode(heads=16, kv_heads=8, dim=256, queries=16, megabytes=26),

@@ -165,6 +165,20 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     np.testing.assert_allclose(np.float32(gradient), [[-seq / 2], [seq / 2]], rtol=0.01)
 
 
+def test_gradients_are_scaled_without_rounding_the_scale():
+    """The mean over 7 targets has gradients of the sum, divided by 7 and rounded once; not multiplied by a bfloat16."""
+    x = jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16).reshape(1, 64, 1)
+    head = jnp.array([[1], [-0.5], [0.25]], jnp.bfloat16)
+    targets, mask = jnp.arange(64)[None] % 3, jnp.ones((1, 64), jnp.int32)
+
+    def loss(x, head, count):
+        return cross_entropy(lambda x: x @ head.T, x, targets, mask, chunk=32)[0] / count
+
+    gradient = jax.jit(jax.grad(loss))
+    want = np.float32(gradient(x, head, 1.0)) * np.float32(1 / 7)
+    np.testing.assert_array_equal(gradient(x, head, 7.0), want.astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("shape", [(8, 1, 1), (4, 1, 2), (2, 2, 2)])
 def test_split_over_devices(shape):
     mesh = jax.make_mesh(shape, ("fsdp", "context", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)

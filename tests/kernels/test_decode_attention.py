@@ -17,7 +17,7 @@ SINKS = np.array([1.0, -2.0, 5.0, -np.inf], np.float32)
 DECODES = {
     "causal": (dict(seq=1, kv_seq=150, kv_heads=1), {}),
     "all, of a few queries": (dict(seq=3, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=SINKS)),
-    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=64), dict(mask=Causal() & Chunk(64))),
+    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=128), dict(mask=Causal() & Chunk(64))),
     "latents, wider than a register": (dict(seq=2, kv_seq=96, kv_heads=1, dim=160, size=1), dict(v_dim=144)),
     "more queries than one part has": (dict(seq=16, kv_seq=150, heads=10, kv_heads=2), {}),
 }
@@ -65,6 +65,57 @@ def test_decode_of_a_ragged_cache(case, implementation):
     assert np.isnan(spoilt[1, -1]).all()
     np.testing.assert_array_equal(spoilt[0], out[0])
     np.testing.assert_array_equal(spoilt[1, :-1], out[1, :-1])
+
+
+@pytest.mark.parametrize(
+    "case", ["all, of a few queries", "chunks, of which one is empty yet", "latents, wider than a register"]
+)
+@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
+def test_decode_of_a_cache_in_8_bits(case, implementation):
+    """As of its integers times their scales, in float64. Later slots and other layers hold scales of NaN, and so does,
+    in the end, a slot that only the last query sees."""
+    shapes, options = DECODES[case]
+    options: dict[str, Any] = {n: jnp.asarray(x) if n == "sinks" else x for n, x in options.items()}
+    q, k, v, d_out = arrays(**shapes)
+    width = options.pop("v_dim", None)
+    parts = {"k": (width, k.shape[3] - width) if width else k.shape[3:], "v": v.shape[3:]}
+    stores = {name: _quantized(x, parts[name]) for name, x in (("k", k), ("v", v))}
+    k, v = (values * np.repeat(scale, parts[name], axis=-1) for name, (values, scale) in stores.items())
+    v, d_out = (k[..., :width], d_out[..., :width]) if width else (v, d_out)
+    last = np.arange(1 - shapes["seq"], 1)
+    positions = np.stack([np.where(last < 0, -1, last), 67 + last])
+    expected, _ = oracle(q, k, v, d_out, q_positions=positions, **options)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def decode(q, stores, positions):
+        def layer(name):
+            values, scale = stores[name]
+            scale = scale.reshape(*scale.shape[:2], -1)
+            stack = jnp.stack([-values, values]), jnp.stack([scale * jnp.nan, scale])
+            return Stacked(stack[0], jnp.array(1), stack[1], parts[name], np.dtype(q.dtype))
+
+        at, v = Tokens(positions), width or layer("v")
+        return kernels.decode_attention(q, layer("k"), v, at, scale=SCALE, implementation=implementation, **options)
+
+    for _, scale in stores.values():
+        scale[np.arange(shapes["kv_seq"])[None] > positions[:, -1:]] = np.nan
+    out = np.asarray(decode(q, stores, positions))
+    assert np.linalg.norm(out - expected) < 1e-5 * np.linalg.norm(expected)
+    for name in ("k",) if width else ("k", "v"):
+        _, scale = stores[name]
+        kept, scale[1, 67, 0, -1] = scale[1, 67, 0, -1], np.nan
+        spoilt, group = np.array(decode(q, stores, positions)), q.shape[2] // k.shape[2]
+        assert np.isnan(spoilt[1, -1, :group]).all()
+        spoilt[1, -1, :group] = out[1, -1, :group]
+        np.testing.assert_array_equal(spoilt, out)
+        scale[1, 67, 0, -1] = kept
+
+
+def _quantized(x, parts):
+    """Rounds vectors to int8, each of their parts with a scale, as a cache does."""
+    pieces = np.split(x, np.cumsum(parts)[:-1], axis=-1)
+    scale = np.stack([np.abs(piece).max(axis=-1) / 127 for piece in pieces], axis=-1)
+    return np.round(x / np.repeat(scale, parts, axis=-1)).astype(np.int8), scale
 
 
 def test_gradients_are_the_references():

@@ -4,13 +4,14 @@ import itertools
 import math
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
 import kernels
-from kernels import Tokens, delta, delta_rule_tpu, delta_rule_triton, delta_rule_xla
+from kernels import Slots, Tokens, delta, delta_rule_tpu, delta_rule_triton, delta_rule_xla, delta_step_tpu
 
 
 BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 150, 2, 8, 4, 6  # SEQ: chunks of 64 do not divide it
@@ -119,6 +120,31 @@ def test_a_sequence_in_parts_is_the_whole():
     assert error(jnp.concatenate(outs, axis=1), whole) < 1e-5
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton", "tpu"])
+def test_a_step_changes_its_slots_alone(kind, implementation, monkeypatch):
+    """One row goes on from a slot and writes another, one begins anew whatever lies there, one rests."""
+    of_arrays, options = kind
+    if "channels" in of_arrays:  # the layout of states whose values fill a TPU's registers
+        monkeypatch.setattr(delta_step_tpu, "LANES", V_DIM)
+    token = tuple(jnp.concatenate([x, jnp.full_like(x[:1], jnp.nan)]) for x in arrays(**of_arrays, seq=1))
+    random = np.random.default_rng(2)
+    stack = random.normal(size=(2, BATCH + 1, 3, V_HEADS, DIM, V_DIM)).astype(np.float32)
+    stack[1, 1] = np.nan
+    state = Slots(jnp.asarray(stack), jnp.array(1), jnp.array([2, -1, 0]), jnp.array([0, 1, 0]))
+    at = Tokens(jnp.array([[5], [0], [-1]]))
+    with kernels.prefer(implementation):
+        step = lambda *x: kernels.delta_rule(*x[:-1], at, state=x[-1], scale=SCALE, **options)
+        assert kernels.explain(step, *token, state)[0][:2] == ("delta_step", implementation)
+        out, after = step(*token, state)
+    start = np.stack([stack[1, 0, 2], np.zeros_like(stack[1, 0, 0])])
+    true, last = oracle(*(x[:BATCH] for x in token), state=start, **options)
+    assert error(out[:BATCH], true) < 1e-6
+    found = np.array(after.stack)
+    assert error(found[1, 0, 0], last[0]) < 1e-6 and error(found[1, 1, 1], last[1]) < 1e-6
+    found[1, 0, 0], found[1, 1, 1] = stack[1, 0, 0], stack[1, 1, 1]
+    np.testing.assert_array_equal(found, stack)
+
+
 def on_a_mesh(run, *arguments, **axes):
     """The results on one device, and on a mesh with these axes."""
     alone = jax.jit(run)(*arguments)
@@ -130,6 +156,13 @@ def on_a_mesh(run, *arguments, **axes):
 def test_split_over_a_mesh():
     given, at = arrays(channels=True), Tokens(segments=jnp.asarray(SEGMENTS))
     split, alone = on_a_mesh(lambda *x: kernels.delta_rule(*x, at, scale=SCALE), *given, fsdp=2, tensor=2)
+    for ours, one in zip(split, alone, strict=True):
+        assert error(ours, np.asarray(one, np.float64)) < 1e-6
+    stack = jnp.asarray(np.random.default_rng(1).normal(size=(2, BATCH, 2, V_HEADS, DIM, V_DIM)), jnp.float32)
+    state = Slots(stack, jnp.array(1), jnp.array([0, -1]), jnp.array([1, 0]))
+    token = tuple(x[:, :1] for x in given)
+    with kernels.prefer("triton"):
+        split, alone = on_a_mesh(lambda *x: kernels.delta_rule(*x, scale=SCALE, state=state), *token, fsdp=2, tensor=2)
     for ours, one in zip(split, alone, strict=True):
         assert error(ours, np.asarray(one, np.float64)) < 1e-6
 
@@ -194,6 +227,39 @@ def test_kernels_scan_as_plain_jax_does(of):
     ours, theirs = found(parts, plain)
     for each, one in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert error(each, np.asarray(one, np.float64)) < 1e-5
+
+
+def additions(jaxpr):
+    """Of products and sums in a jaxpr, and of whole states; those in a loop as often as it runs."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        ins, out = [getattr(v.aval, "shape", ()) for v in eqn.invars], eqn.outvars[0].aval.shape
+        if eqn.primitive.name == "dot_general":
+            total += math.prod(out) * math.prod(ins[0][axis] for axis in eqn.params["dimension_numbers"][0][0])
+        elif eqn.primitive.name == "reduce_sum":
+            total += math.prod(ins[0])
+        elif eqn.primitive.name == "add" and out[-2:] == (DIM, V_DIM):
+            total += math.prod(out)
+        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += turns * sum(additions(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params))
+    return total
+
+
+@pytest.mark.parametrize("erase", [True, False])
+def test_operations_are_those_that_are_counted(erase):
+    """The reference's; those that chunks add; and a scan's, by its four matrices."""
+    seq, tokens = 2 * delta.CHUNK, BATCH * V_HEADS * 2 * delta.CHUNK
+    given, of = arrays(seq=seq), dict(scale=SCALE, erase=erase)
+    count = lambda name: additions(
+        jax.make_jaxpr(lambda *x: kernels.delta_rule(*x, implementation=name, **of))(*given).jaxpr
+    )
+    once = tokens * delta.state_products(DIM, V_DIM, erase=erase)
+    assert count("reference") == once
+    within = delta.CHUNK * (DIM + V_DIM) + erase * (delta.CHUNK * (2 * DIM + V_DIM) + (delta.CHUNK**2 - 1) // 3)
+    to_states = 2 * BATCH * V_HEADS * DIM * V_DIM  # each of two chunks adds to the state that fades
+    assert count("xla") == once + tokens * within + to_states
+    matrices = [(tokens, DIM)] * (2 + erase) + [(tokens, delta.CHUNK)]  # query, key, less; pairs
+    assert delta.scan_flops(matrices, V_DIM) == 2 * (once + tokens * delta.CHUNK * V_DIM)
 
 
 def test_inverse():
