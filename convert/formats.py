@@ -38,6 +38,10 @@ class Layout:
 
 
 FP8_BLOCKS = Layout(Fp8Blocks, "", (E4M3,), {"scales": "_scale_inv"}, stands_for="")
+FP8_WHOLE = Layout(
+    functools.partial(Blocks, group_size=None), ".weight", (E4M3,), {"scales": ".weight_scale_inv"},
+    dropped=(".activation_scale",),
+)  # fmt: skip
 MXFP4 = Layout(Mxfp4, "_blocks", INTEGERS, {"scales": "_scales"}, stands_for="")
 SCALE = {"scales": ".weight_scale"}
 ZEROS = {"zeros": ".weight_zero_point", "groups": ".weight_g_idx"}
@@ -126,7 +130,10 @@ def _only(stored: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default
 
 
 def _fp8(stored: Mapping[str, Any]) -> list[Layout]:
-    _only(stored, "fmt", ("e4m3",))
+    _only(stored, "fmt", ("e4m3",), "e4m3")
+    if stored.get("activation_scheme") == "static":
+        _only(stored, "weight_block_size", (None,))
+        return [FP8_WHOLE]
     _only(stored, "weight_block_size", ([128, 128],))
     return [FP8_BLOCKS, MXFP4]
 

@@ -46,7 +46,7 @@ from convert import manifest
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "model.safetensors.manifest.json"  # file of weights -> SHA-256; `convert.tensors.save_tensors` writes it
-# Files beside config.json and the weights: the tokenizer's, and the settings for generation.
+# Files beside config.json and the weights: the tokenizer's, the settings for generation, and how images are prepared.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -61,6 +61,9 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's own, sha256
 T = TypeVar("T")

@@ -11,18 +11,20 @@ import rich.markup
 import tyro
 
 import zoo
+from zoo.generation.generate import Encoded, encode
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.harmony import Parts
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, seeing
 from zoo.tokenizer import Tokenizer
+from zoo.vision.images import open_image
 
 
 with contextlib.suppress(ImportError):  # not on Windows
     import readline  # noqa: F401 (gives `input` its arrow keys and history)
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
-COMMANDS = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply."
+COMMANDS = "/reset starts anew, /image PATH shows an image, /exit or Ctrl-D leaves, Ctrl-C stops a reply."
 
 
 def chat(
@@ -38,11 +40,14 @@ def chat(
     seed: int = 0,
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     dtype: str | None = None,
+    images: bool = False,
     draft: str | None = None,
     num_draft_tokens: int = 4,
     special_in_content: bool = False,
 ) -> None:
-    """Talks with a model in the terminal. /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops a reply.
+    """Talks with a model in the terminal.
+
+    /reset starts anew, /image PATH shows an image, /exit or Ctrl-D leaves, Ctrl-C stops a reply.
 
     Once the conversation fills the model's positions, its oldest turns are dropped.
 
@@ -60,6 +65,7 @@ def chat(
         seed: random seed of sampling. With the same seed, the same inputs get the same replies.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
+        images: load the model's vision tower too, so that /image PATH shows it an image with your next message.
         draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
             own module for further tokens.
         num_draft_tokens: number of tokens that the draft proposes at a time.
@@ -72,11 +78,12 @@ def chat(
     # A template that cannot be used is refused here, before a long load.
     tokenizer.render([*opening, {"role": "user", "content": "?"}])
     with console.status(f"loading {rich.markup.escape(source)}"):
-        model, drafting = load(source, adapter, draft, num_draft_tokens, dtype=dtype, quantize=quantize)
+        model, drafting = load(source, adapter, draft, num_draft_tokens, images, dtype=dtype, quantize=quantize)
     limit = model.config.max_position_embeddings
     console.print(f"[bold]{rich.markup.escape(source)}[/], {limit:,} positions. [dim]{COMMANDS}[/]")
 
     turns: list[Message] = []
+    pictures: list[dict[str, str]] = []  # of the next message
     for number in itertools.count():
         try:
             text = input("> ").strip()
@@ -89,13 +96,25 @@ def chat(
         if text == "/exit":
             return
         if text == "/reset":
-            turns = []
+            turns, pictures = [], []
             console.print("[dim]The conversation starts anew.[/]")
+        elif text.startswith("/image "):
+            path = text.removeprefix("/image ").strip()
+            try:
+                seeing(model)
+                open_image(path)
+            except ValueError as error:
+                console.print(f"[red]{rich.markup.escape(str(error))}[/]")
+            else:
+                pictures.append({"type": "image", "path": path})
+                console.print(f"[dim]{rich.markup.escape(path)} goes with your next message.[/]")
         elif text.startswith("/"):
             console.print(f"[dim]{rich.markup.escape(text)} is no command. {COMMANDS}[/]")
         elif text:
-            turns.append({"role": "user", "content": text})
-            dropped, ids = fit(tokenizer, opening, turns, limit, min(max_new_tokens, limit // 2))
+            content = [*pictures, {"type": "text", "text": text}] if pictures else text
+            turns.append({"role": "user", "content": content})
+            pictures = []
+            dropped, prompt = fit(model, tokenizer, opening, turns, limit, min(max_new_tokens, limit // 2))
             if dropped == len(turns):
                 turns.pop()
                 console.print(f"[red]That does not fit into the model's {limit:,} positions; say it more shortly.[/]")
@@ -108,8 +127,8 @@ def chat(
                 for piece in zoo.stream(
                     model,
                     tokenizer,
-                    ids,
-                    max_new_tokens=min(max_new_tokens, limit - len(ids)),
+                    prompt,
+                    max_new_tokens=min(max_new_tokens, limit - len(prompt.ids)),
                     temperature=temperature,
                     top_p=top_p,
                     repetition_penalty=repetition_penalty,
@@ -132,10 +151,22 @@ def chat(
 
 
 def load(
-    source: str, adapter: pathlib.Path | None, draft: str | None, num_draft_tokens: int, **options: Any
+    source: str,
+    adapter: pathlib.Path | None,
+    draft: str | None,
+    num_draft_tokens: int,
+    images: bool,
+    **options: Any,
 ) -> tuple[AbstractModel, AbstractDraft | None]:
-    """Loads a model with its adapter, and its draft: "mtp" or a model's name, loaded with the same options."""
-    model = zoo.load(source, parts=("mtp",) if draft == "mtp" else (), **options)
+    """Loads a model with its adapter, and its draft: "mtp" or a model's name, loaded with the same options.
+
+    Raises:
+        ValueError: for a draft where the model is to take images.
+    """
+    if images and draft:
+        raise ValueError("A draft takes no images: use --images or --draft.")
+    parts = {"vision": images, "mtp": draft == "mtp"}
+    model = zoo.load(source, parts=[part for part, wanted in parts.items() if wanted], **options)
     if adapter:
         model = zoo.peft.load(model, adapter)
         for warning in zoo.peft.warnings_of(adapter, quantize=options["quantize"]):
@@ -148,15 +179,20 @@ def load(
 
 
 def fit(
-    tokenizer: Tokenizer, opening: Sequence[Message], turns: Sequence[Message], limit: int, room: int
-) -> tuple[int, list[int]]:
-    """Drops the oldest turns until `room` of the `limit` positions are free. Returns how many, and the ids of the rest.
+    model: AbstractModel,
+    tokenizer: Tokenizer,
+    opening: Sequence[Message],
+    turns: Sequence[Message],
+    limit: int,
+    room: int,
+) -> tuple[int, Encoded]:
+    """Drops the oldest turns until `room` of the `limit` positions are free. Returns how many, and the rest encoded.
 
     The rest starts with a turn of the user. All turns are dropped if the last one alone is too long.
     """
     for first, turn in enumerate(turns):
         if turn["role"] == "user":
-            ids = tokenizer.encode_prompt([*opening, *turns[first:]])
-            if len(ids) + room <= limit:
-                return first, ids
-    return len(turns), []
+            prompt = encode(model, tokenizer, [*opening, *turns[first:]])
+            if len(prompt.ids) + room <= limit:
+                return first, prompt
+    return len(turns), Encoded([])

@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -276,7 +276,8 @@ def equal(a: Source, b: Source) -> bool:
 def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
     """The inverse of `fill`: tensor name -> (shape, dtype, function that returns the tensor as numpy), in layer order.
 
-    `fp8` stores the matrices in the family's `fp8_blocks` in 8 bits, with a scale for each block of 128 x 128.
+    `fp8` stores the matrices in the family's `fp8_blocks` in 8 bits, with a scale for each block of 128 x 128. Experts
+    that are one tensor otherwise are stored one by one then, as they are published.
 
     Raises:
         ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, or if `fp8` is asked of
@@ -291,15 +292,40 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
     for parameter in parameters(model, family):
         blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.fp8_blocks)
         for at in np.ndindex(parameter.names.shape):
-            name, shape = str(parameter.names[at]), parameter.stored_shape
-            get = functools.partial(stored, parameter, at)
-            if blocks:
+            if not blocks:
+                get = functools.partial(stored, parameter, at)
+                out[str(parameter.names[at])] = (parameter.stored_shape, np.dtype(parameter.array.dtype), get)
+                continue
+            for name, shape, get in matrices(parameter, at, family):
                 scales = tuple(-(-n // 128) for n in shape)
                 out[name] = (shape, np.dtype(ml_dtypes.float8_e4m3fn), lambda get=get: quantize_blocks(get())[0])
                 out[f"{name}_scale_inv"] = (scales, np.dtype(np.float32), lambda get=get: quantize_blocks(get())[1])
-            else:
-                out[name] = (shape, np.dtype(parameter.array.dtype), get)
-    return out
+    return {published_name(name, model, family): tensor for name, tensor in out.items()}
+
+
+def published_name(name: str, model: AbstractModel, family: Family) -> str:
+    """What a tensor is called in checkpoints of models with this one's parts, by the family's `beginnings`."""
+    begun = [pair for part, names in family.beginnings.items() if getattr(model, part) for pair in names.items()]
+    old, new = next((pair for pair in begun if name.startswith(pair[0])), ("", ""))
+    return new + name.removeprefix(old)
+
+
+def matrices(
+    parameter: Parameter, at: tuple[int, ...], family: Family
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
+    """The tensor `parameter.names[at]`, or where the family's `fused` knows it, the matrices of its experts.
+
+    Yields the name, shape and a function that returns the values of each.
+    """
+    name, shape = str(parameter.names[at]), parameter.stored_shape
+    end = next((end for end in family.fused if name.endswith(end)), None)
+    if end is None:
+        yield name, shape, functools.partial(stored, parameter, at)
+        return
+    ends = family.fused[end]
+    for n, (i, part) in itertools.product(range(shape[0]), enumerate(ends)):
+        rows = lambda n=n, i=i: np.split(stored(parameter, (*at, n)), len(ends))[i]
+        yield name.removesuffix(end) + part.format(n), (shape[1] // len(ends), shape[2]), rows
 
 
 def stored(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:

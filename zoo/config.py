@@ -8,7 +8,7 @@ import pathlib
 import re
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from beartype.door import is_bearable
@@ -16,6 +16,9 @@ from beartype.door import is_bearable
 from convert.formats import layouts
 from zoo.nn import rope
 from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family, OneOf
+
+
+T = TypeVar("T")
 
 
 # Keys of config.json that do not affect what the model computes. Saving copies them.
@@ -74,7 +77,7 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
         ValueError: naming the key that is missing, unknown, of the wrong type, or of a value not implemented.
     """
     where = f"{source / 'config.json'}" if source else "config.json"
-    for key in ("quantization_config", "rope_parameters", "rope_scaling", "text_config"):
+    for key in ("quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"):
         if not isinstance(hub.get(key) or {}, Mapping):
             raise ValueError(f"{where} says {key}={hub[key]!r}; it needs an object in braces, or null.")
     try:
@@ -138,6 +141,24 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
     return config
 
 
+def part_config(kind: type[T], stated: Mapping[str, Any], implied: Mapping[str, Any], name: str) -> T:
+    """Read an object within a config.json, such as `vision_config`, as a dataclass: strictly, as `read` does.
+
+    Raises:
+        ValueError: naming the key that is unknown, of the wrong type, or of a value not implemented.
+    """
+    hints, values = typing.get_type_hints(kind), {}
+    for key, value in stated.items():
+        if key in hints and value is not None:
+            values[key] = typed(key, value, hints[key], f"{name} says {key}={value!r}; it")
+        elif key in implied and value not in alternatives(implied[key]):
+            only = " and ".join(map(repr, alternatives(implied[key])))
+            raise ValueError(f"{name} says {key}={value!r}, but only {only} is implemented.")
+        elif key not in implied and not says_nothing(key) and value is not None:
+            raise ValueError(f"{name} has the key {key!r} (= {value!r}), which is not known here.")
+    return kind(**values)
+
+
 def says_nothing(key: str) -> bool:
     """Whether a key of config.json does not affect what the model computes."""
     return key in NOT_THE_MODEL or key in LEFT_BEHIND or DROPOUT.fullmatch(key) is not None
@@ -199,8 +220,9 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
     try:
         layouts(stored)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
+        short = {key: value for key, value in (stored or {}).items() if not isinstance(value, list | dict)}
         raise ValueError(
-            f"{where} has the quantization_config {stored!r}, which is not implemented: {error}. Load another "
+            f"{where} has the quantization_config {short!r}, which is not implemented: {error}. Load another "
             "repository of the model, with plain weights."
         ) from error
 
@@ -279,4 +301,4 @@ def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, 
         fields["rope_scaling"].pop("max_position_embeddings", None)  # a key of its own
     is_object = lambda v: dataclasses.is_dataclass(v) and not isinstance(v, type)
     fields = {key: dataclasses.asdict(v) if is_object(v) else v for key, v in fields.items()}
-    return dict(sorted((carried | implied | fields | {name: dtype.name}).items()))
+    return dict(sorted(family.published_form(carried | implied | fields | {name: dtype.name}).items()))

@@ -27,6 +27,7 @@ from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.quantized import STORED
 from zoo.tokenizer import Tokenizer
+from zoo.vision.prompts import processor_of
 
 
 def names() -> list[str]:
@@ -61,8 +62,9 @@ def load(
         quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
             four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
             all others keep their dtype.
-        parts: names of optional parts to load too, as the family's `FAMILY.parts` lists them. Qwen3.5, Qwen3.6,
-            DeepSeek V3 and R1 have "mtp", a module that predicts the token after the next.
+        parts: names of optional parts to load too, as the family's `FAMILY.parts` lists them. Qwen3-Next,
+            Qwen3.5 to 3.8, Nemotron 3 Super, DeepSeek V3 and R1 have "mtp", a module that predicts the token after the
+            next.
         verify: before reading a folder that `save` wrote, check its files against the hashes beside them, at 1 to 2
             GB/s per core. Several processes share this work. False skips it.
         check_values: while reading, refuse tensors with NaN or infinities, and matrices of zeros alone (biases and
@@ -175,12 +177,20 @@ def fingerprint(source: str | os.PathLike, *, revision: str | None = None) -> st
     return convert.hub.weights_hash(folder_of(source, revision, weights=True))
 
 
-def tokenizer(source: str | os.PathLike, *, revision: str | None = None, **options: Any) -> Tokenizer:
+def tokenizer(
+    source: str | os.PathLike, *, revision: str | None = None, parts: Sequence[str] = (), **options: Any
+) -> Tokenizer:
     """Load a checkpoint's tokenizer, with its chat template and end tokens; for gpt3-*, one that fits the vocabulary.
 
-    `options` go to `Tokenizer`.
+    With the part "vision" it has the checkpoint's `processor` of images. `options` go to `Tokenizer`.
+
+    Raises:
+        ValueError: for the part "vision", if the family or the config has none.
     """
-    return Tokenizer(folder_of(source, revision, weights=False), **options)
+    folder = folder_of(source, revision, weights=False)
+    if "vision" in parts:
+        options["processor"] = processor_of(zoo.checkpoint.skeleton(*family_and_config(folder), ("vision",)))
+    return Tokenizer(folder, **options)
 
 
 def folder_of(

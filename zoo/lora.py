@@ -26,6 +26,34 @@ T = TypeVar("T")
 LAYERS = "layers.*"  # every linear map of the layers, but not the output head
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def low_rank(
+    x: Float[Array, "*batch in"], a: Float[Array, "rank in"], b: Float[Array, "out rank"], scale: float
+) -> Float[Array, "*batch out"]:
+    """Computes `scale * b(a(x))`, so that only arrays of width `rank` are scaled, and transposed.
+
+    The gradients are those that JAX takes, but for the order of two products: XLA for CPUs transposes the left side of
+    a sum over tokens, which in JAX's order is the wide one.
+    """
+    return _low_rank_forward(x, a, b, scale)[0]
+
+
+def _low_rank_forward(x: Array, a: Array, b: Array, scale: float) -> tuple[Array, tuple[Array, ...]]:
+    low = scale * jnp.einsum("...i,ri->...r", x, a)
+    return jnp.einsum("...r,or->...o", low, b), (x, a, b, low)
+
+
+def _low_rank_backward(scale: float, residuals: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
+    x, a, b, low = residuals
+    d_low = scale * jnp.einsum("...o,or->...r", gradient, b)
+    tokens = tuple(range(x.ndim - 1))
+    over_tokens = lambda narrow, wide: jnp.tensordot(narrow, wide, (tokens, tokens))
+    return jnp.einsum("...r,ri->...i", d_low, a), over_tokens(d_low, x), over_tokens(low, gradient).T
+
+
+low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+
+
 class LoRALinear(AbstractLinear):
     """`base`, frozen, plus a trained update of low rank: `base(x) + alpha / rank * b(a(x))`."""
 
@@ -47,7 +75,7 @@ class LoRALinear(AbstractLinear):
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
-        return self.base(x) + self.scale * jnp.einsum("...r,or->...o", jnp.einsum("...i,ri->...r", x, a), b)
+        return self.base(x) + low_rank(x, a, b, self.scale)
 
     def matrix(self) -> Float[Array, "out in"]:
         base = self.base.matrix()
@@ -78,8 +106,8 @@ class LoRAExpertLinear(AbstractExpertLinear):
         return self.base.shape
 
     def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
-        low = kernels.ragged_dot(x, self.a.astype(x.dtype), group_sizes)
-        return self.base(x, group_sizes) + self.scale * kernels.ragged_dot(low, self.b.astype(x.dtype), group_sizes)
+        low = self.scale * kernels.ragged_dot(x, self.a.astype(x.dtype), group_sizes)
+        return self.base(x, group_sizes) + kernels.ragged_dot(low, self.b.astype(x.dtype), group_sizes)
 
     def part(self, axis: str) -> "LoRAExpertLinear":
         return eqx.tree_at(lambda m: m.base, self, self.base.part(axis))

@@ -27,11 +27,11 @@ from jaxtyping import Float
 
 import convert.hub
 import convert.tensors
-from zoo.checkpoint import parameters, skeleton
+from zoo.checkpoint import parameters, published_name, skeleton
 from zoo.gather import gathered, write_once
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, sees
 from zoo.reading import Scan
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
@@ -301,21 +301,25 @@ def scale_of(config: dict[str, Any], name: str) -> float:
 def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
     """Path of a linear map -> its names in transformers, for each layer of a stack; names of experts have no number.
 
-    They are those of checkpoints, but for the parts in the family's `names_in_transformers`.
+    They are those of checkpoints, but for the parts in the family's `names_in_transformers`. A map that is no module in
+    transformers has none.
     """
-    plain, other = skeleton(family_of(model), model.config), family_of(model).names_in_transformers
+    family = family_of(model)
+    plain = skeleton(family, model.config, ("vision",) if sees(model) else ())
 
     def named(tensor: str) -> str:
-        for part, theirs in other.items():
+        tensor = published_name(tensor, model, family)
+        for part, theirs in family.names_in_transformers.items():
             tensor = tensor.replace(part, theirs)
         return tensor.removesuffix(".weight")
 
     experts, found = {path for path, _ in modules(plain, AbstractExpertLinear)}, {}
-    for p in parameters(plain, family_of(model)):
+    for p in parameters(plain, family):
         path, names = p.path.removesuffix(".weight"), p.names
         if path in experts and names.ndim > p.array.ndim - 3:  # the checkpoint has a tensor for each expert
             names = np.vectorize(lambda name: re.sub(r"\.0(\.\w+\.weight)$", r"\1", name), [object])(names[..., 0])
-        found[path] = np.vectorize(named, [object])(names)
+        if path in experts or names.flat[0].endswith(".weight"):
+            found[path] = np.vectorize(named, [object])(names)
     return found
 
 

@@ -26,11 +26,11 @@ from kernels.quantize import LARGEST
 from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear, biased, on_first
-from zoo.nn.stack import Stack
+from zoo.nn.model import AbstractModel
 from zoo.surgery import map_linears, modules
 
 
-T = TypeVar("T")
+M = TypeVar("M", bound=AbstractModel)
 Format = Literal["int8", "fp8", "nf4"]
 STORED = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "nf4": np.dtype(np.uint8)}
 
@@ -46,21 +46,20 @@ NF4 = np.array(
 NF4_BLOCK = 64  # at most so many weights share a scale
 
 
-def quantize(model: T, format: Format) -> T:
-    """Stores the weights of the layers' linear maps, experts' too, in a format: see `quantize_weight`."""
-    for layers, stack in modules(model, Stack):
-        for kind, quantized in ((AbstractLinear, QuantizedLinear), (AbstractExpertLinear, QuantizedExpertLinear)):
-            if any(modules(stack, kind)):
-                model = map_linears(model, functools.partial(quantized, format=format), f"{layers}.*", kind=kind)
+def quantize(model: M, format: Format) -> M:
+    """Stores the weights of the decoder layers' linear maps, experts' too, in a format: see `quantize_weight`."""
+    for kind, quantized in ((AbstractLinear, QuantizedLinear), (AbstractExpertLinear, QuantizedExpertLinear)):
+        if any(modules(model.layers, kind)):
+            model = map_linears(model, functools.partial(quantized, format=format), "layers.*", kind=kind)
     return model
 
 
-def quantize_training(model: T, dtype: Literal["int8", "fp8"]) -> T:
-    """Replaces the `Linear`s and `ExpertLinear`s of the layers by ones of low precision. Every array stays as it is."""
+def quantize_training(model: M, dtype: Literal["int8", "fp8"]) -> M:
+    """Replaces the `Linear`s and `ExpertLinear`s of the decoder layers by ones of low precision, array by array."""
     kinds = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExpertLinear}
     linear = lambda m: kinds[type(m)](m, dtype) if type(m) in kinds else m
-    layers = lambda m: jax.tree.map(linear, m, is_leaf=lambda m: type(m) in kinds) if isinstance(m, Stack) else m
-    return jax.tree.map(layers, model, is_leaf=lambda m: isinstance(m, Stack))
+    layers = jax.tree.map(linear, model.layers, is_leaf=lambda m: type(m) in kinds)
+    return eqx.tree_at(lambda m: m.layers, model, layers)
 
 
 def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleType = jnp) -> tuple[Any, Any]:

@@ -125,12 +125,15 @@ def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
 
     An axis that a rule splits over "fsdp" is also split over the other axes of `kernels.mesh.PARAMETERS`, if they
     divide it and the rule does not use them otherwise. So no device keeps parameters that it can gather when needed.
+    Nor are layers split over "stage" if that does not divide how often they repeat: they are outside of the pipeline.
 
     Raises:
         ValueError: naming a parameter whose axis is not a multiple of the mesh axis that splits it.
     """
 
     def place(path: Any, array: Any, spec: P) -> NamedSharding:
+        if is_stacked(path) and array.shape[0] % mesh.shape.get(STAGE, 1):
+            spec = P(None, *spec[1:])
         axes = [axis if axis in mesh.shape else None for axis in spec]
         for i, (size, axis) in enumerate(zip(array.shape, axes, strict=True)):
             if axis == TENSOR and size % mesh.shape[axis] and fnmatch.fnmatch(path_name(path), "*.[kv]_proj.*"):

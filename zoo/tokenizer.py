@@ -14,7 +14,7 @@ import os
 import pathlib
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -23,10 +23,13 @@ from tokenizers import decoders
 from convert.hub import regular
 from zoo import harmony, templates, tiktoken
 from zoo.templates import USERS
+from zoo.vision.images import AbstractImageProcessor
 
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
+Spans = Sequence[tuple[int, int]]
+Expand = Callable[[str, Spans], tuple[str, Spans]]
 
 # Marks in a rendered chat: noncharacters, which Unicode keeps out of all text. OPEN and CLOSE are the ends of a
 # {% generation %} block. USERS follows the first character of what may be a control token written by a user. TEMPLATES
@@ -48,19 +51,26 @@ class Tokenizer:
     - `repetition_penalty`: generation_config.json's, which transformers applies by default; 1 without one.
     - `channels`: whether replies have channels, as gpt-oss's do (`zoo.harmony`).
     - `chat_template`: a jinja template, or None.
+    - `processor`: prepares the images of chats for training, or None (`zoo.tokenizer`).
 
     Messages of users and tools in a chat are plain text: a control token spelled out there, such as <|im_end|>, is
     encoded as its letters. All other text has the same ids as in transformers.
     """
 
     def __init__(
-        self, folder: str | os.PathLike, *, date: datetime.date | None = None, special_in_content: bool = False
+        self,
+        folder: str | os.PathLike,
+        *,
+        date: datetime.date | None = None,
+        special_in_content: bool = False,
+        processor: AbstractImageProcessor | None = None,
     ):
         """Read the folder's files.
 
         Args:
             folder: in Hub layout.
             date: the date for chat templates that write one; None: today, at the time of rendering.
+            processor: prepares the images of chats that a model is trained on.
             special_in_content: encode spelled-out control tokens as control tokens in all messages, as transformers
                 does.
 
@@ -69,6 +79,7 @@ class Tokenizer:
             ValueError: if a file cannot be read.
         """
         self.folder, self.date, self.special_in_content = pathlib.Path(folder), date, special_in_content
+        self.processor = processor
         self._tokenizer = _read_tokenizer(self.folder)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size, self.longest = max(vocab.values()) + 1, max(map(len, vocab))
@@ -261,14 +272,27 @@ class Tokenizer:
         return re.compile("|".join(sorted({re.escape(token[0]) for token in self._control})))
 
     def encode_prompt(
-        self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = True, **extra: Any
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = None,
+        add_generation_prompt: bool = True,
+        expand: Expand | None = None,
+        **extra: Any,
     ) -> list[int]:
-        """Encode a chat as ids, by default with an assistant's turn opened at the end. Arguments are `render`'s."""
+        """Encode a chat as ids, by default with an assistant's turn opened at the end. Arguments are `render`'s, and
+        `expand` is that of `encode_chat`.
+
+        Raises:
+            ValueError: as `render`, and for images, which `zoo.vision.prompts.encode_prompt` takes.
+        """
+        if expand is None:
+            _check_text(messages)
         text = self.render_marked(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
-        return self.encode_marked(text)[0]
+        return self.encode_marked(expand(text, ())[0] if expand else text)[0]
 
     def encode_chat(
-        self, messages: Messages, *, tools: Tools = None, given: int = 0
+        self, messages: Messages, *, tools: Tools = None, given: int = 0, expand: Expand | None = None
     ) -> list[tuple[list[int], list[int]]]:
         """Turn a chat into training examples. Each is ids, and a mask that is 1 for what the assistant must write.
 
@@ -282,8 +306,14 @@ class Tokenizer:
         messages follow, for example without its reasoning, gets an example that ends with it. If the template leaves
         out reasoning even at the end, as DeepSeek R1's does, the reasoning is written before the answer.
 
-        Raises ValueError if the template does not write the messages before a turn and then the turn.
+        `expand` says what stands for images, of which the messages then have only `{"type": "image"}`: it takes a text
+        that the template wrote, and spans of it, and returns both with the images' texts.
+
+        Raises ValueError if the template does not write the messages before a turn and then the turn, or if a message
+        holds an image and nothing expands it.
         """
+        if expand is None:
+            _check_text(messages)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and m.get("weight") != 0]
         marked = self.render_marked(
             messages, tools, add_generation_prompt=False, generation_open=OPEN, generation_close=CLOSE
@@ -303,7 +333,7 @@ class Tokenizer:
                     examples.append((before + written, []))
                 examples[-1][1].append((len(before), len(before + written)))
             examples = [example for example in reversed(examples) if example[1]] or examples
-        return [self._learnt(*example) for example in examples]
+        return [self._learnt(*(expand(text, spans) if expand else (text, spans))) for text, spans in examples]
 
     def _learnt(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
         ids, mask = self.encode_marked(text, spans)
@@ -327,8 +357,12 @@ class Tokenizer:
         opened = before[len(header) :]
         if not opened.strip():
             header, opened = before, ""
+        unthinking = re.sub(r"<think>\s*</think>\s*$", "", before)
         if text.startswith(header):
             written = text[len(header) :]
+        elif unthinking != before and text.startswith(unthinking):
+            # The prompt of small Qwen3.5 says not to reason, unlike this answer: it is given the header alone.
+            before, written, opened = unthinking, text[len(unthinking) :], ""
         else:  # the turn before may be the assistant's too, and be written differently when it is not the last
             past = self.render_marked(messages[:turn], tools, add_generation_prompt=False)
             header = header.removeprefix(past)
@@ -366,6 +400,30 @@ class Stream:
     def push(self, id: int) -> str:
         """Add an id, and return the text that it completes: empty while a character lacks some of its bytes."""
         return self._stream.step(self._tokenizer, id) or ""
+
+
+def image_parts(messages: Messages) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a chat's messages that are images or videos, in order."""
+    for message in messages:
+        if isinstance(message.get("content"), list | tuple):
+            yield from (part for part in message["content"] if is_image(part))
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message is an image, or a video."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "video")
+
+
+def has_images(messages: Messages) -> bool:
+    """Whether a message of a chat holds an image."""
+    return next(image_parts(messages), None) is not None
+
+
+def _check_text(messages: Messages) -> None:
+    if has_images(messages):
+        raise ValueError(
+            "A message holds an image. zoo.generate, the chat and the server take it, and training with --vision."
+        )
 
 
 def _reasoning(message: dict[str, Any]) -> dict[str, Any]:

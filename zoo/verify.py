@@ -84,9 +84,10 @@ class Recorder(eqx.Module):
     def blocks(self) -> Iterator[Any]:
         """Yield every layer, in order."""
         yield from self.stack.head
-        for i in range(self.stack.repeats):
-            for blocks in self.stack.period:
-                yield jax.tree.map(lambda a, i=i: a[i], blocks)
+        for blocks, layers in self.stack.scans():
+            for i in range(len(layers) // len(blocks)):
+                for block in self.stack.period[blocks.start : blocks.stop]:
+                    yield jax.tree.map(lambda a, i=i: a[i], block)
         yield from self.stack.tail
 
 

@@ -128,6 +128,18 @@ def compressed(form, kind, strategy, *, bits=8, zero=False, scale=BF16, activati
     return store, config | dict(quant_method="compressed-tensors", kv_cache_scheme=None)
 
 
+def static_fp8():
+    """Mistral's: as whole tensors by compressed-tensors, but for the names."""
+    whole, _ = compressed("naive-quantized", "float", "tensor", scale=BF16)
+
+    def store(random, shape):
+        tensors, want = whole(random, shape)
+        scales = {"weight_scale_inv": tensors["weight_scale"].reshape(()), "activation_scale": np.ones((), BF16)}
+        return {"weight": tensors["weight"]} | scales, want
+
+    return store, dict(quant_method="fp8", activation_scheme="static", weight_block_size=None, dequantize=False)
+
+
 STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False)
 DYNAMIC = dict(num_bits=8, type="int", strategy="token", dynamic=True)
 FORMATS = {
@@ -141,6 +153,7 @@ FORMATS = {
     "gptq of 8 bits, version 2": gptq(8, 2, shuffled=True),
     "gptq of 2 bits": gptq(2, 1, shuffled=False),
     "fp8, whole": compressed("naive-quantized", "float", "tensor", scale=F32, activations=STATIC),
+    "fp8, static": static_fp8(),
     "fp8, rows": compressed("float-quantized", "float", "channel"),
     "fp8, blocks": compressed("float-quantized", "float", "block", block=[24, 32]),
     "int8, rows": compressed("int-quantized", "int", "channel", activations=DYNAMIC),
@@ -231,7 +244,8 @@ GROUPS = FP8["config_groups"]["group_0"]
     "config, message",
     [
         (dict(quant_method="hqq"), "the quant_method 'hqq' is not read; those that are: fp8, mxfp4, bitsandbytes, awq"),
-        (dict(quant_method="fp8"), "fmt None is not read"),
+        (dict(quant_method="fp8", fmt="e5m2"), "fmt 'e5m2' is not read"),
+        (dict(quant_method="fp8"), "weight_block_size None is not read"),
         (dict(load_in_4bit=True, bnb_4bit_quant_type="af4"), "bnb_4bit_quant_type 'af4' is not read; what is: 'nf4'"),
         (AWQ | dict(version="gemv"), "version 'gemv' is not read; what is: 'gemm'"),
         (AWQ | dict(bits=3), "bits 3 is not read"),
@@ -312,7 +326,9 @@ def test_bitsandbytes(tmp_path, kind, width):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.split()[0] in ("fp8,", "int8,", "packed")])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, config) in FORMATS.items() if config["quant_method"] == "compressed-tensors"]
+)
 def test_compressed_tensors(tmp_path, name):
     """Our files, against what its decompressors make of them."""
     torch = pytest.importorskip("torch")

@@ -1,6 +1,7 @@
 """The chat in the terminal: what it sends to the model, what it shows, and how it ends. The lines are made up."""
 
 import os
+import pathlib
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import zoo
 from tests.zoo.test_tokenizer import INST, folder
 from zoo.chat import chat
+from zoo.generation.generate import Encoded
 
 
 ASK = "What does textwrap.dedent do?"
@@ -33,9 +35,9 @@ def talk(model, monkeypatch, capsys):
     def talk(*lines, source="tiny", **options):
         stream, prompts = zoo.stream, []
 
-        def record(model, tokenizer, ids, **options):
-            prompts.append(tokenizer.decode(ids, special=True))
-            return stream(model, tokenizer, ids, **options)
+        def record(model, tokenizer, prompt, **options):
+            prompts.append(tokenizer.decode(prompt.ids, special=True))
+            return stream(model, tokenizer, prompt, **options)
 
         entered = iter([*lines, EOFError()])
 
@@ -73,6 +75,23 @@ def test_commands(talk):
     shown, prompts = talk(ASK, "/reset", ASK, "/sing", "/exit", "never asked")
     assert prompts[0] == prompts[1] and len(prompts) == 2
     assert "starts anew" in shown and "/sing is no command. /reset" in shown
+
+
+def test_images(monkeypatch, talk):
+    """They go with the next message. This model takes none, and a file may be none."""
+    assert "A model of qwen3 takes no images; load one" in talk("/image photo.png")[0]
+    monkeypatch.setattr("zoo.chat.seeing", lambda model: model)
+    encode = lambda model, tokenizer, messages: sent.append(messages) or Encoded([1])
+    monkeypatch.setattr("zoo.chat.encode", encode)
+    sent, image = [], pathlib.Path(__file__).parents[2] / "docs" / "caches.png"
+    monkeypatch.setattr(zoo, "stream", lambda *_, **options: iter(["A chart."]))
+    shown, _ = talk("/image nothing.png", f"/image {image}", "What is it?", "And?")
+    assert "'nothing.png' cannot be read" in shown and "caches.png goes with your next message" in shown
+    part = {"type": "image", "path": str(image)}
+    assert sent[0][-1]["content"] == [part, {"type": "text", "text": "What is it?"}]
+    assert sent[1][-1]["content"] == "And?"
+    with pytest.raises(ValueError, match="A draft takes no images: use --images or --draft"):
+        chat("tiny", images=True, draft="mtp")
 
 
 def test_seeds(talk):

@@ -16,6 +16,7 @@ from tests.zoo import tiny
 from zoo import registry
 from zoo.config import read as read_config
 from zoo.config import write as write_config
+from zoo.models import nemotron_h
 from zoo.nn.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from zoo.nn.stack import Stack
 
@@ -98,19 +99,35 @@ def test_what_is_left_behind_is_named_in_one_line(tmp_path, load, folders, caplo
     assert saved == stated
 
 
-def test_a_plan_in_linear_time():
-    """Of 10,000 layers; the plans themselves are those of a search through all."""
-    assert Stack.plan(["full"] * 10_000) == (0, 1, 10_000)
-    assert Stack.plan([*"abcab"] * 2_000) == (0, 5, 10_000)
+def test_plans_of_layers():
+    """One run of a pattern with a period, and its first and last layers alone; several runs of one without."""
+    assert Stack.plan(["full"] * 10_000) == (0, ((1, 10_000),))  # in linear time, as the next
+    assert Stack.plan([*"abcab"] * 2_000) == (0, ((5, 2_000),))
+    assert Stack.plan("aaab" * 3 + "aa") == (0, ((4, 3),)) and Stack.plan("xx" + "ab" * 4 + "a") == (2, ((2, 4),))
+    assert Stack.plan("aaa" + "b" * 8) == (3, ((1, 8),))  # a scan of three layers would spare too little
+    assert Stack.plan("abcdefgh") == (0, ((8, 1),)) and Stack.plan("a") == (0, ((1, 1),))
+    patterns = {name: config.hybrid_override_pattern for name, config in nemotron_h.CONFIGS.items()}
+    assert Stack.plan(patterns["nemotron3-nano-30b-a3b"]) == (0, ((7, 5), (2, 3), (2, 1), (2, 4)))
+    blocks = {name: len(p) - sum(n * (k - 1) for n, k in Stack.plan(p)[1]) for name, p in patterns.items()}
+    assert blocks == {
+        "nemotron-nano-9b-v2": 21, "nemotron-nano-9b-v2-base": 21, "nemotron3-nano-30b-a3b": 14,
+        "nemotron3-nano-30b-a3b-base": 14, "nemotron3-super-120b-a12b": 24,
+    }  # fmt: skip
 
-    def every(kinds):
+    def spared(kinds):
+        """The most blocks that one run spares, by a search through all."""
         n = len(kinds)
-        plans = [(h, p, n - (n - h) % p) for h in range(n) for p in range(1, n - h + 1)]
-        repeats = lambda h, p, end: all(kinds[i] == kinds[i + p] for i in range(h, end - p))
-        return min((plan for plan in plans if repeats(*plan)), key=lambda plan: plan[0] + plan[1] + n - plan[2])
+        runs = [(h, p, k) for h in range(n) for p in range(1, n - h) for k in range(2, (n - h) // p + 1)]
+        return max((p * (k - 1) for h, p, k in runs if kinds[h : h + p] * k == kinds[h : h + p * k]), default=0)
 
-    for text in ("a", "ab", "aab", "abcabcab", "xabababy", "abacabad", "aaabaaab", "xyzabcabcabcz", "abcdefgh"):
-        assert Stack.plan(text) == every(text)
+    for text in ("aab", "abcabcab", "xabababy", "abacabad", "aaabaaab", "xyzabcabcabcz", "aabb", "abba", "abcxyabc"):
+        start, runs = Stack.plan(text)
+        assert max(n * (k - 1) for n, k in runs) == spared(text)
+        end = start
+        for n, k in runs:
+            assert text[end : end + n] * k == text[end : end + n * k]
+            end += n * k
+        assert end <= len(text)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +158,8 @@ def test_defaults_are_transformers(family, tmp_path):
     """A config.json with what is required alone means the same as the one that transformers makes of it, in full."""
     transformers = pytest.importorskip("transformers", reason="live parity needs transformers")
     configs = tiny.MODULES[family].CONFIGS.values()
-    # Qwen3.5's mixtures share a Config with dense models, whose defaults it has.
-    hub = next(hub for hub in configs if hub["model_type"] != "qwen3_5_moe_text")
+    # Mixtures of Qwen3.5 and Qwen3-VL share a Config with dense models, whose defaults it has.
+    hub = next(hub for hub in configs if hub["model_type"] not in ("qwen3_5_moe_text", "qwen3_vl_moe_text"))
     module = registry.FAMILIES[hub["model_type"]]
     required = [f.name for f in dataclasses.fields(module.Config) if f.default is dataclasses.MISSING]
     wide = dict(

@@ -55,6 +55,11 @@ def abstract(make, config):
     return eqx.filter_eval_shape(lambda: make(config, key=KEY))
 
 
+def latent_attention(config):
+    family = getattr(zoo, zoo.registry.family_of(config).name)
+    return eqx.filter_eval_shape(lambda: family.Block(config, "dense", key=KEY)).self_attn
+
+
 # Attention.
 
 
@@ -73,7 +78,7 @@ def test_the_cache_holds_576_numbers_a_token_and_layer(name):
 def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
     """A few tokens are absorbed; with much padding beside them, they are expanded."""
     config = read_config(family.FAMILY, tiny.CONFIGS[family.FAMILY.name])
-    attention = noise(lambda: family.Attention(config, key=KEY), 0.2)
+    attention = noise(lambda: family.Block(config, "dense", key=KEY).self_attn, 0.2)
     if surgeon == "int8":
         attention = surgery.map_linears(attention, lambda m: QuantizedLinear(m, "int8"))
     if surgeon == "lora":
@@ -111,7 +116,7 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
 def test_yarn(name, frequencies, scale):
     """Against what transformers makes of the released configurations."""
     config = zoo.config(name)
-    attention = abstract(getattr(zoo, zoo.registry.family_of(config).name).Attention, config)
+    attention = latent_attention(config)
     ours, magnitude = attention.rotary.frequencies()
     assert ours.shape == (32,) and magnitude == 1
     assert all(math.isclose(ours[i], value, rel_tol=1e-6) for i, value in frequencies.items())
@@ -120,7 +125,7 @@ def test_yarn(name, frequencies, scale):
 
 def test_without_yarn_the_scale_is_plain():
     config = dataclasses.replace(zoo.config("deepseek-v3"), rope_scaling=None)
-    assert abstract(deepseek3.Attention, config).scale == 192**-0.5
+    assert latent_attention(config).scale == 192**-0.5
 
 
 # Routers.

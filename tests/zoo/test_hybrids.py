@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 
@@ -18,14 +19,15 @@ from tests.train.conftest import command
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, TOKENS, decode, error, forward, init_cache, same
 from tests.zoo.test_engine import PROMPTS, logits_after
+from tests.zoo.test_lora import trained
 from tests.zoo.test_speculative import assert_same, noisy, per_call
-from zoo import registry, surgery
+from zoo import lora, registry, surgery
 from zoo.checkpoint import skeleton
 from zoo.config import read
 from zoo.models import qwen3_next
 from zoo.nn.cache import Int8Vectors
 from zoo.nn.recurrent import RecurrentCache
-from zoo.quantized import STORED, quantize
+from zoo.quantized import NF4, STORED
 from zoo.surgery import path_name
 
 
@@ -137,6 +139,21 @@ def test_further_token_round_trip(folders, load, with_further, tmp_path):
     assert size("mtp") - size() == 1_650_471_424, "the tensors that the Hub shows beyond the model's"
 
 
+def test_fp8_as_qwen3_next_has_it(with_further, tmp_path):
+    """Matrices in 8 bits are those that Qwen3-Next-80B-A3B-Instruct-FP8 has, and read as they were but for rounding."""
+    model = zoo.load(with_further[0], parts=("mtp",))
+    zoo.save(model, tmp_path, fp8=True)
+    stored = convert.tensors.open_tensors(tmp_path)
+    kept = "lm_head|embed_tokens|norm|A_log|dt_bias|conv1d|in_proj_ba|mlp[.]gate[.]|shared_expert_gate|mtp[.]fc"
+    assert {name for name in stored if name + "_scale_inv" in stored} == {
+        name for name in with_further[1] if not re.search(kept, name)
+    }
+    back = zoo.load(tmp_path, dtype="float32", parts=("mtp",))
+    for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(back), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (np.abs(a - b) <= np.abs(a) / 16 + 1e-5 * np.abs(a).max()).all()
+
+
 @pytest.mark.live
 def test_further_token_is_a_layer_of_transformers(with_further, theirs):
     """transformers drops the module; but its own layers, put together as vLLM and SGLang do, give the same."""
@@ -206,18 +223,48 @@ def test_int8_keys_beside_states(load):
         assert a.tokens[0] == b.tokens[0] and 0 < abs(a.logprobs[0] - b.logprobs[0]) < 0.2
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_what_is_stored_in_8_bits(load, name):
-    """Projections of recurrent layers are; their convolutions, decays and norms are not."""
-    for format, dtype in STORED.items():
-        model = eqx.filter_eval_shape(lambda model, format=format: quantize(model, format), load(name))
-        found = jax.tree_util.tree_leaves_with_path(model.layers)
-        stored = {path_name(path) for path, array in found if array.dtype == dtype}
-        kept = {path_name(path) for path, _ in found} - stored
-        last = lambda paths: {path.split(".")[-2] for path in paths}
-        assert {"in_proj_qkvz", "in_proj_qkv", "in_proj", "q_proj"} & last(stored)
-        assert not [path for path in stored if re.search("conv|norm|A_log|dt_bias|[.]D$|gate[.]weight", path)]
-        assert [path for path in kept if "conv1d" in path] and [path for path in kept if "A_log" in path]
+HALF = {"nf4": 0.152, "int8": 0.5 / 127, "fp8": 16 / 448}  # of the widest gap between neighbours
+
+
+@pytest.mark.parametrize("name, format", list(zip(HYBRIDS, [*HALF, "nf4", "int8"], strict=True)))
+def test_what_is_stored_in_fewer_bits(load, name, format):
+    """All projections, within the format's bound; and no convolution, decay, norm, router or gate of one row."""
+    flat = lambda tree: {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(tree)}
+    plain, stored = flat(load(name).layers), flat(load(name, quantize=format).layers)
+    kept = {path for path in plain if re.search("conv|norm|A_log|dt_bias|[.]D$|bias|gate[.]weight|router", path)}
+    assert {path for path, array in stored.items() if array.dtype == STORED[format]} == plain.keys() - kept
+    assert all(np.array_equal(stored[path], plain[path]) for path in kept)
+    for path in plain.keys() - kept:
+        codes, scale = (np.asarray(stored[path.removesuffix("weight") + end]) for end in ("weight", "scale"))
+        codes = NF4[np.stack([codes >> 4, codes & 15], axis=-1)] if format == "nf4" else codes
+        blocks = lambda x, scale=scale: np.asarray(x, np.float32).reshape(*scale.shape, -1)
+        weight, got = blocks(plain[path]), blocks(codes) * scale[..., None]
+        largest = np.abs(weight).max(axis=-1, keepdims=True)
+        assert (np.abs(got - weight) <= (HALF[format] + 1e-6) * largest).all(), path
+
+
+FEW_LAYERS = "nemotron_h-mlp-new", "qwen3_5", "qwen3_next", "granite4-dense-new", "kimi_linear-groups-new"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW_LAYERS)
+def test_adapters_over_four_bits(load, name):
+    """QLoRA: every adapter has a gradient, and steps against it lower the loss."""
+    adapters, frozen = lora.split(trained(load(name, quantize="nf4")))
+    tokens = TOKENS[:, :12]
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(adapters, frozen):
+        logits = lora.joined(adapters, frozen)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    before, gradients = loss(adapters, frozen)
+    assert all(np.any(g) for g in jax.tree.leaves(gradients))
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients)))
+    stepped = jax.tree.map(lambda a, g: jnp.asarray(np.asarray(a) - 0.005 / norm * np.asarray(g)), adapters, gradients)
+    after, _ = loss(stepped, frozen)
+    assert after < before - 0.003 * norm
 
 
 @pytest.mark.slow

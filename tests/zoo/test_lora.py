@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import zoo
+from tests.zoo import seeing, seeing_llama4, seeing_mistral
 from tests.zoo.programs import TOKENS, error, forward, same
 from zoo import lora, peft
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
@@ -53,6 +55,24 @@ def test_added_split_and_merged(load):
     assert jax.tree.structure(merged) == jax.tree.structure(model)
 
 
+def test_gradients_transpose_nothing_wide():
+    """They are JAX's; and no array as wide as the outputs or the inputs is transposed, or stands left in a product that
+    sums over tokens."""
+    shapes = ((2, 8, 24), (3, 24), (40, 3), (2, 8, 40))
+    x, a, b, g = (np.random.RandomState(n).standard_normal(shape).astype(np.float32) for n, shape in enumerate(shapes))
+    loss = lambda x, a, b: jnp.sum(lora.low_rank(x, a, b, 0.5) * g)
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(x, a, b)
+    low, d_low = 0.5 * x @ a.T, 0.5 * g @ b
+    for ours, exact in zip(
+        gradients, (d_low @ a, np.einsum("xyr,xyi->ri", d_low, x), np.einsum("xyo,xyr->or", g, low)), strict=True
+    ):
+        assert error(ours, exact) < 1e-6
+    equations = jax.make_jaxpr(jax.grad(loss, (1, 2)))(x, a, b).jaxpr.eqns
+    sums = [e for e in equations if e.params.get("dimension_numbers", [[()]])[0][0] == (0, 1)]
+    transposed = [e for e in equations if e.primitive.name == "transpose"]
+    assert len(sums) == 2 and all(3 in e.invars[0].aval.shape for e in (*sums, *transposed))
+
+
 @UNLIKE
 def test_files(load, name, tmp_path):
     """What was saved is loaded, bit by bit, adapters of experts too."""
@@ -76,6 +96,52 @@ def test_ours_in_peft(folders, load, name, tmp_path):
     with torch.no_grad():
         logits = theirs(torch.from_numpy(np.asarray(TOKENS)).long()).logits.numpy()
     assert error(forward(adapted, TOKENS), logits) < 1e-4
+
+
+SEEING = {  # some modules of transformers' models, by what writes our checkpoint
+    seeing: ["model.language_model.layers.0.self_attn.q_proj", "model.vision_tower.encoder.layers.0.mlp.fc1"],
+    seeing_llama4: [
+        "language_model.model.layers.0.self_attn.q_proj", "vision_model.model.layers.0.self_attn.q_proj",
+        "vision_model.vision_adapter.mlp.fc1", "multi_modal_projector.linear_1",
+    ],
+    seeing_mistral: [
+        "model.language_model.layers.0.self_attn.q_proj", "model.multi_modal_projector.linear_1",
+        "model.vision_tower.transformer.layers.0.attention.q_proj",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_files_of_models_that_see(kind, tmp_path):
+    """Adapters of the tower and of the text model are named as transformers' modules, as the Hub's tensors are not."""
+    model = zoo.load(kind.write(tmp_path / "model"), parts=("vision",))
+    adapted = trained(model, where="*[1j]")  # fc1, linear_1, q_proj, ...
+    peft.save(adapted, tmp_path)
+    assert same(peft.load(model, tmp_path), adapted)
+    names = safetensors.numpy.load_file(tmp_path / peft.WEIGHTS).keys()
+    assert {f"base_model.model.{name}.lora_A.weight" for name in SEEING[kind]} <= names
+    homeless = trained(model, where="vision.projector.*")
+    if kind is seeing:
+        with pytest.raises(ValueError, match="mm_input_projection has an adapter, but transformers has no such module"):
+            peft.save(homeless, tmp_path)
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore")  # those of PEFT and transformers
+@pytest.mark.parametrize("kind", SEEING)
+def test_ours_of_models_that_see_in_peft(kind, tmp_path):
+    """Merged by PEFT into transformers' model they are the weights that they are when merged here."""
+    module = pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    folder = kind.write(tmp_path / "model")
+    adapted = trained(zoo.load(folder, parts=("vision",)), where="*[1j]")
+    peft.save(adapted, tmp_path)
+    zoo.save(lora.merge(adapted), tmp_path / "merged")
+    expected = kind.computed(kind.theirs(tmp_path / "merged"))
+    theirs = kind.computed(module.PeftModel.from_pretrained(kind.theirs(folder), tmp_path).merge_and_unload())
+    plain = kind.computed(kind.theirs(folder))
+    for name, values in theirs.items():
+        assert error(values, expected[name]) < 1e-4 and error(values, plain[name]) > 0.05, name
 
 
 @pytest.mark.live

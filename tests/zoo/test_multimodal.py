@@ -18,7 +18,7 @@ from zoo.models import gemma3
 OUTER = dict(
     model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], boi_token_index=61, eoi_token_index=62,
     image_token_index=63, mm_tokens_per_image=4, eos_token_id=[1, 9], torch_dtype="float32", initializer_range=0.02,
-    vision_config=dict(model_type="siglip_vision_model", hidden_size=8),
+    vision_config=dict(model_type="siglip_vision_model", hidden_size=8, num_attention_heads=2),
 )  # fmt: skip
 BEGINNINGS = {  # of the names of the text model's tensors, of its head and of the others
     "as released": ("language_model.model.", "language_model.lm_head.", ""),

@@ -4,11 +4,14 @@ transformers has no such module for them, so a float64 oracle stands here. It do
 """
 
 import json
+import math
 import pathlib
+import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -61,8 +64,9 @@ def hub(folder, name, tensors, **outer):
     text = {key: value for key, value in tiny.CONFIGS[name].items() if key not in beside}
     whole = dict(
         architectures=["Qwen3_5ForConditionalGeneration"], model_type=text["model_type"].removesuffix("_text"),
-        text_config=text, vision_config=dict(depth=1), image_token_id=60, video_token_id=61, vision_start_token_id=62,
-        vision_end_token_id=63, tie_word_embeddings=tiny.CONFIGS[name]["tie_word_embeddings"],
+        text_config=text, image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63,
+        vision_config=dict(depth=1, out_hidden_size=outer.get("text_config", text)["hidden_size"]),
+        tie_word_embeddings=tiny.CONFIGS[name]["tie_word_embeddings"],
         language_model_only=False, transformers_version="4.57.1",
     )  # fmt: skip
     folder.mkdir()
@@ -108,8 +112,8 @@ def test_what_is_refused(tmp_path, changes, sentence):
         zoo.config(hub(tmp_path / "model", NAME, {}, **changes))
 
 
-def test_experts_one_by_one(folder, model, tensors, tmp_path):
-    """As Qwen3.5's files have those of MTP, and transformers writes all. One that lacks a matrix is named."""
+def one_by_one(tensors):
+    """The same tensors, with the matrices of each expert by themselves."""
     apart = {}
     for name, value in tensors.items():
         parts = np.split(value, 2, axis=1) if name.endswith("experts.gate_up_proj") else [value]
@@ -118,6 +122,12 @@ def test_experts_one_by_one(folder, model, tensors, tmp_path):
         for kind, part in zip(kinds if expert else (), parts, strict=bool(expert)):
             apart |= {f"{start}experts.{n}.{kind}.weight": np.ascontiguousarray(one) for n, one in enumerate(part)}
         apart |= {} if expert else {name: value}
+    return apart
+
+
+def test_experts_one_by_one(folder, model, tensors, tmp_path):
+    """As Qwen3.5's files have those of MTP, and transformers writes all. One that lacks a matrix is named."""
+    apart = one_by_one(tensors)
     tiny.write(tmp_path, NAME)
     safetensors.numpy.save_file(apart, tmp_path / "model.safetensors")
     assert same(zoo.load(tmp_path, parts=("mtp",)), model)
@@ -125,6 +135,64 @@ def test_experts_one_by_one(folder, model, tensors, tmp_path):
     safetensors.numpy.save_file(apart, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks 1 tensors .*mtp\.layers\.0\.mlp\.experts\.gate_up_proj"):
         zoo.load(tmp_path, parts=("mtp",))
+
+
+# What the releases in FP8 store in 8 bits, of all that is left when experts are one by one.
+FP8 = r".*(_proj|in_proj_qkv|in_proj_z)\.weight"
+# Their quantization_config, but for the modules that it lists as not quantized.
+QUANTIZED = dict(
+    quant_method="fp8", activation_scheme="dynamic", weight_per_tensor=False, act_per_tensor=False,
+    weight_block_size=[128, 128], modules_to_not_convert=["lm_head"],
+)  # fmt: skip
+
+
+def test_fp8_as_the_hub_has_it(tmp_path):
+    """Matrices in 8 bits with scales in bfloat16 are read as what they stand for, and saved as such again."""
+    wide = dict(hidden_size=160, moe_intermediate_size=136, num_hidden_layers=2, num_experts=3)
+    config, random, stored, plain = CONFIG | wide, np.random.RandomState(4), {}, {}
+    shapes = FAMILY.shapes(config) | FAMILY.further_shapes(config)
+    tensors = {name: FAMILY.values(name, random.standard_normal(shape)) for name, shape in sorted(shapes.items())}
+    for name, value in one_by_one(tensors).items():
+        if re.fullmatch(FP8, name):
+            codes = (100 * value).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+            codes[::128, ::128] = 448  # so that saving finds the same scales
+            scales = random.uniform(1e-4, 1e-3, [-(-n // 128) for n in value.shape]).astype(ml_dtypes.bfloat16)
+            stored |= {name: codes, f"{name}_scale_inv": scales}
+            spread = scales.astype(np.float32).repeat(128, axis=0).repeat(128, axis=1)
+            plain[name] = codes.astype(np.float32) * spread[: len(codes), : codes.shape[1]]
+        else:
+            kept = np.float32 if name.endswith(("A_log", "linear_attn.norm.weight")) else ml_dtypes.bfloat16
+            stored[name] = value.astype(kept)
+            plain[name] = stored[name].astype(np.float32)
+    assert stored["mtp.layers.0.mlp.experts.2.up_proj.weight_scale_inv"].shape == (2, 2)
+    folder = hub(tmp_path / "fp8", NAME, stored, text_config=config, quantization_config=QUANTIZED)
+    tiny.write(tmp_path / "plain", NAME, **wide)
+    safetensors.numpy.save_file(plain, tmp_path / "plain/model.safetensors")
+    model = zoo.load(folder, dtype="float32", parts=("mtp",))
+    assert same(model, zoo.load(tmp_path / "plain", parts=("mtp",)))
+    assert zoo.load(folder).embed_tokens.weight.dtype == jnp.bfloat16
+
+    zoo.save(model, tmp_path / "saved", fp8=True)
+    assert convert.tensors.open_tensors(tmp_path / "saved").keys() == stored.keys()
+    assert same(zoo.load(tmp_path / "saved", dtype="float32", parts=("mtp",)), model)
+
+
+@pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
+def test_fp8_of_the_largest():
+    """What the index of Qwen3.5-397B-A17B-FP8 says: how many tensors and scales there are, and their bytes."""
+    hub = json.loads((FACTS / "qwen3.5-397b-a17b.json").read_text())["config"]
+    text = hub["text_config"] | dict(tie_word_embeddings=False)
+    shapes = FAMILY.shapes(text) | FAMILY.further_shapes(text) | FAMILY.vision_shapes(hub)
+    tensors, scales, size = 0, 0, 0
+    for name, shape in shapes.items():
+        *experts, rows, columns = shape if "experts." in name else (1, *shape[:1], math.prod(shape[1:]))
+        count = math.prod(experts) * (2 if name.endswith("gate_up_proj") else 1)
+        rows //= 2 if name.endswith("gate_up_proj") else 1
+        quantized = re.fullmatch(FP8, name if experts == [1] else f"{name}.weight") is not None
+        width = 1 if quantized else 4 if name.endswith(("A_log", "linear_attn.norm.weight")) else 2
+        tensors, scales = tensors + count * (1 + quantized), scales + count * quantized
+        size += count * (rows * columns * width + quantized * 2 * -(-rows // 128) * -(-columns // 128))
+    assert (tensors, scales, size) == (189_042, 94_078, 406_125_181_280)
 
 
 def test_decays_stay_in_float32(folders):

@@ -44,7 +44,7 @@ def expected(config):
     """The same, as tiny/ has them written out."""
     family = registry.family_of(config)
     module = tiny.MODULES[family.name]
-    return module.shapes(write(config, family, jax.numpy.dtype("bfloat16")))
+    return module.shapes(write(skeleton_of(config).config, family, jax.numpy.dtype("bfloat16")))
 
 
 def test_every_config_has_a_name():
@@ -85,8 +85,9 @@ def test_names_are_complete(name, monkeypatch):
 
 @pytest.mark.parametrize("name", registry.CONFIGS)
 def test_parameter_count(name):
-    suffixes = ("-instruct", "-chat", "-base", "-it", "-instruct-2507", "-thinking-2507")
-    twins = (name, *(name.removesuffix(suffix) for suffix in suffixes))
+    suffixes = ("-instruct", "-chat", "-base", "-it", "-instruct-2507", "-thinking-2507", "-fp8", "-thinking")
+    suffixes += ("-reasoning",)
+    twins = (name, *(name.removesuffix("-fp8").removesuffix(suffix) for suffix in suffixes))
     base = next(twin for twin in twins if twin in PARAMETERS)
     assert sum(x.size for x in jax.tree.leaves(skeleton(name))) == PARAMETERS[base]
 

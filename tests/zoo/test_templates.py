@@ -274,8 +274,23 @@ def test_the_process_for_templates_can_die(tmp_path):
 def test_text_equals_transformers(name, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Friday)
-    tokenizer = Tokenizer(write(tmp_path, name))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    write(tmp_path, name)
+    assert_equals(Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8", "nemotron_3_nano", "nemotron_3_super"]
+)
+def test_text_of_trls_copies_equals_transformers(name, tmp_path):
+    """TRL has the hybrids' templates as they are published."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    template = (pathlib.Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    test_tokenizer.folder(tmp_path, template)
+    assert_equals(Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+
+
+def assert_equals(tokenizer: Tokenizer, theirs: Any) -> None:
     for case, chat, options in cases():
         try:
             want = theirs.apply_chat_template(chat, tokenize=False, **options)

@@ -70,6 +70,60 @@ MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+# In the manner of Qwen3.5: contents of parts, the last question sought from the end, calls as tags, and reasoning kept
+# after it. The prompt opens <think>, or says that there is to be none.
+STEPS = """\
+{%- macro text(content) %}
+    {%- if content is string %}{{- content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}{{- part.text if 'text' in part else raise_exception('a picture') }}{%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- set ns = namespace(seek=true, last=0) %}
+{%- for message in messages[::-1] %}
+    {%- set content = text(message.content) | trim %}
+    {%- if ns.seek and message.role == 'user' and not content.startswith('<tool_response>') %}
+        {%- set ns.seek = false %}{%- set ns.last = messages | length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.seek %}{{- raise_exception('no question') }}{%- endif %}
+{%- if tools and tools is not mapping %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- tool | tojson ~ '\\n' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = text(message.content) | trim %}
+    {%- if message.role == 'assistant' %}
+        {%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
+        {%- if not reasoning and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last %}{{- '<think>\\n' ~ reasoning | trim ~ '\\n</think>\\n\\n' }}{%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function if call.function is defined else call %}
+            {{- '<function=' ~ call.name ~ '>\\n' }}
+            {%- for name, value in call.arguments | items %}
+                {%- set value = value | string if value is string else value | tojson | safe %}
+                {{- '<parameter=' ~ name ~ '>' ~ value ~ '</parameter>\\n' }}
+            {%- endfor %}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.previtem and loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>' ~ content ~ '</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ content ~ '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' ~ ('' if enable_thinking | default(true) else '\\n</think>\\n\\n') }}
+{%- endif %}
+"""
 CHAT = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "<b>What's 2 & 2?</b>"},
@@ -196,7 +250,9 @@ def test_rendered_text(tmp_path):
 
 @pytest.mark.live
 @pytest.mark.parametrize(
-    "template", [CHATML, INST, HEADERS, MARKED, "qwen3"], ids=["chatml", "inst", "headers", "marked", "qwen3"]
+    "template",
+    [CHATML, INST, HEADERS, MARKED, STEPS, "qwen3"],
+    ids=["chatml", "inst", "headers", "marked", "steps", "qwen3"],
 )
 def test_text_ids_and_masks_equal_transformers(tmp_path, template):
     transformers = pytest.importorskip("transformers")
@@ -329,6 +385,33 @@ def test_qwen3_drops_earlier_reasoning_and_each_answer_is_learnt_with_its_own(tm
     assert written(tokenizer, [*THOUGHT[:2], THOUGHT[3]]) == [
         ["<think>\nhm\n</think>\n\n4<|im_end|>", "<think>\neasy\n</think>\n\n6<|im_end|>"]
     ]
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_qwen3_5_keeps_reasoning_after_the_last_question(tmp_path, thinks):
+    """Its prompt opens <think>; that of its small models has an empty block there, but an answer with reasoning is
+    learnt with it."""
+    template = STEPS if thinks else STEPS.replace("default(true)", "default(false)")
+    tokenizer = Tokenizer(folder(tmp_path / "a", template, eos_token="<|im_end|>"))
+    call = {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": []}
+    call["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": ["x"]}}}]
+    parts = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}
+    said = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\nadd\n</think>\n\n<function=add>\n"
+    said += '<parameter=a>3</parameter>\n<parameter=b>["x"]</parameter>\n<|im_end|>\n'
+    said += "<|im_start|>user\n<tool_response>4</tool_response>\n<tool_response>5</tool_response><|im_end|>\n"
+    tools = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    assert tokenizer.render([parts, call, *tools]) == said
+    opening = "" if thinks else "<think>\n"
+    called, four = said.partition("<think>\n")[2].partition("\n<|im_start|>")[0], "hm\n</think>\n\n4<|im_end|>"
+    assert written(tokenizer, [parts, call, *tools, THOUGHT[1]]) == [[opening + called, opening + four]]
+    first, last = tokenizer.encode_chat(THOUGHT)
+    prompt = OPENED if opening else OPENED + "<think>\n"
+    assert runs(tokenizer, *first) == [(0, QUESTION + prompt), (1, opening + four)]
+    assert runs(tokenizer, *last)[1] == (1, opening + "easy\n</think>\n\n6<|im_end|>")
+    plain = [THOUGHT[0], {"role": "assistant", "content": "4"}]
+    assert written(tokenizer, plain) == [["\n</think>\n\n4<|im_end|>" if thinks else "4<|im_end|>"]]
+    with pytest.raises(ValueError, match="refuses the messages: no question"):
+        tokenizer.render(plain[1:])
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -503,7 +586,11 @@ def test_a_date_that_stays(tmp_path):
 
 @pytest.mark.live
 @pytest.mark.parametrize(
-    "name", ["gptoss", "deepseek_r1_distill", "deepseekv3", "qwen3", "qwen3_instruct_2507", "gemma3"]
+    "name",
+    [
+        *("gptoss", "deepseek_r1_distill", "deepseekv3", "qwen3", "qwen3_instruct_2507", "gemma3"),
+        *("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8", "nemotron_3_nano", "nemotron_3_super"),
+    ],
 )
 def test_published_templates_teach_every_answer(tmp_path, name):
     """Each answer with its reasoning and its end, after what the model is given at that point."""
@@ -521,6 +608,7 @@ def test_published_templates_teach_every_answer(tmp_path, name):
     for i, (text, answer, reasoning) in enumerate(zip(found, ("four", "six"), ("hm", "easy"), strict=True)):
         turn = 2 * i + 1
         prompt = tokenizer.render(chat[:turn], add_generation_prompt=True)
+        prompt = prompt.removesuffix("<think>\n\n</think>\n\n")  # of small Qwen3.5, where there is reasoning
         ids, _ = tokenizer.encode_chat(chat[: turn + 1])[-1]
         said = tokenizer.decode(ids, special=True)
         assert said.startswith(prompt) and said[len(prompt) :].rstrip() == text

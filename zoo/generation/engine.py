@@ -23,7 +23,7 @@ from zoo.generation import decoding, speculative
 from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
 from zoo.generation.sampling import Sampler, settings
 from zoo.generation.speculative import AbstractDraft
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, Images, filled, seeing
 
 
 PADDING = 512  # at most so much may the sizes of model's and draft's vocabulary differ, by padding
@@ -63,6 +63,7 @@ class _Group:
     """A prompt, and its sequences that wait for a row; `read` is the state after prefill, in which it has row `row`."""
 
     prompt: list[int]
+    images: Images | None
     waiting: collections.deque[_Sequence]
     read: State | None = None
     row: int = 0
@@ -129,15 +130,22 @@ class Engine:
         sampler: Sampler = Sampler(),  # noqa: B008 (a value)
         key: PRNGKeyArray | None = None,
         samples: int = 1,
+        images: Images | None = None,
     ) -> list[Completion]:
         """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
-        `key` is a `jax.random.key`, by default that of 0; sample n draws with `jax.random.fold_in(key, n)`.
+        `key` is a `jax.random.key`, by default that of 0; sample n draws with `jax.random.fold_in(key, n)`. `images`
+        are those of the prompt, as of a batch of one row.
 
         Raises:
-            ValueError: for a prompt without tokens, with unknown ones, or with too many for a row or for the model.
+            ValueError: for a prompt without tokens, with unknown ones, or with too many for a row or for the model; for
+                images where the model or the draft takes none.
         """
         check(self.model, prompt, max_new_tokens)
+        if images is not None:
+            seeing(self.model)
+        if images is not None and self.draft is not None:
+            raise ValueError("A draft takes no images: generate without one.")
         if len(prompt) + max_new_tokens > self.max_tokens:
             raise ValueError(
                 f"The prompt has {len(prompt)} tokens, which with max_new_tokens={max_new_tokens} exceeds the engine's "
@@ -148,7 +156,7 @@ class Engine:
             _Sequence(Completion(), len(prompt), max_new_tokens, sampler, data)
             for data in np.asarray(jax.random.key_data(folded))
         ]
-        self._groups.append(_Group(list(prompt), collections.deque(sequences)))
+        self._groups.append(_Group(list(prompt), images, collections.deque(sequences)))
         return [sequence.completion for sequence in sequences]
 
     def cancel(self, completion: Completion) -> None:
@@ -220,7 +228,8 @@ class Engine:
                 break
             chosen.append(group)
         prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
-        read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype)
+        images = joined([g.images for g in chosen], *prompts.shape)
+        read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype, images)
         for row, group in enumerate(chosen):
             group.read, group.row = read, row
         return read
@@ -252,12 +261,14 @@ def complete(
     batch: int = 64,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
+    images: Sequence[Images | None] = (),
 ) -> list[list[Completion]]:
     """Completes each prompt `samples` times, `batch` sequences at a time, and returns them in the prompts' order.
 
     Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else is decoded. Greedy
     completions (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` makes this
-    faster where its tokens are likely to the model (docs/generation.md).
+    faster where its tokens are likely to the model (docs/generation.md). `images` are those of each prompt, if any has
+    some.
 
     Raises:
         ValueError: as `Engine.submit`, naming the prompt.
@@ -276,8 +287,8 @@ def complete(
     )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
     completions = [
-        engine.submit(prompt, max_new_tokens=max_new_tokens, sampler=sampler, key=key, samples=samples)
-        for prompt, key in zip(prompts, keys, strict=True)
+        engine.submit(prompt, max_new_tokens=max_new_tokens, sampler=sampler, key=key, samples=samples, images=shown)
+        for prompt, key, shown in zip(prompts, keys, images or [None] * len(prompts), strict=True)
     ]
     while not engine.idle:
         engine.step()
@@ -316,3 +327,27 @@ def padded(
     for n, prompt in enumerate(prompts):
         tokens[n, : len(prompt)], lengths[n] = prompt, len(prompt)
     return tokens, lengths
+
+
+def joined(each: Sequence[Images | None], rows: int, seq: int) -> Images | None:
+    """Joins the images of prompts, as those of a batch of so many padded rows; None if there are none.
+
+    The last image is repeated until they are a power of two, so that few shapes are compiled.
+    """
+    if not (some := [images for images in each if images is not None]):
+        return None
+    up = lambda x, size: np.concatenate([x, x[-1:].repeat(size - len(x), axis=0)])
+    patches, grids = (
+        filled([np.asarray(one) for images in some for one in images.patches]),
+        [images.grids for images in some],
+    )
+    patches, grids = (up(x, bucket(len(patches), 1)) for x in (patches, np.concatenate(grids)))
+    image, feature = np.full((rows, seq), -1, np.int32), np.zeros((rows, seq), np.int32)
+    first = 0
+    for row, images in enumerate(each):
+        if images is not None:
+            length = images.image.shape[1]
+            image[row, :length] = np.where(images.image[0] < 0, -1, images.image[0] + first)
+            feature[row, :length] = images.feature[0]
+            first += len(images.patches)
+    return Images(patches, grids, image, feature)

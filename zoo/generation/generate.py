@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 from jax.typing import DTypeLike
@@ -10,11 +10,19 @@ from jax.typing import DTypeLike
 from zoo.generation.engine import Completion, Engine, bucket, check
 from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import AbstractDraft
-from zoo.nn.model import AbstractModel
-from zoo.tokenizer import Messages, Tokenizer
+from zoo.nn.model import AbstractModel, Images
+from zoo.tokenizer import Messages, Tokenizer, has_images
+from zoo.vision.prompts import encode_prompt
 
 
-Prompt = str | Sequence[int] | Messages
+class Encoded(NamedTuple):
+    """A prompt as `encode` returns it, which takes it again as it is."""
+
+    ids: list[int]
+    images: Images | None = None
+
+
+Prompt = str | Sequence[int] | Messages | Encoded
 
 
 @overload
@@ -47,7 +55,8 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (options are docume
     """Continues each prompt, and returns the new text alone. For one prompt that is one text, for several a list.
 
     A prompt is a text; or messages, `[{"role": "user", "content": "Hello"}]`, which the tokenizer's chat template turns
-    into text and to which the assistant replies; or token ids.
+    into text and to which the assistant replies; or token ids. Messages may hold images, if the model takes them
+    (docs/vision.md).
 
     A continuation ends before the first end token of the tokenizer, before the first of the `stop` strings, or after
     `max_new_tokens` tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
@@ -61,7 +70,8 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (options are docume
             for messages without a template; or for a draft of another vocabulary.
     """
     one = is_one(prompts)
-    ids = [encode(tokenizer, prompt) for prompt in ([prompts] if one else prompts)]
+    encoded = [encode(model, tokenizer, prompt) for prompt in ([prompts] if one else prompts)]
+    ids = [row for row, _ in encoded]
     if not ids:
         return []
     for n, row in enumerate(ids):
@@ -78,9 +88,9 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (options are docume
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
     key = jax.random.key(seed)
     numbers: dict[Completion, int] = {}
-    for n, row in enumerate(ids):
+    for n, (row, images) in enumerate(encoded):
         own = jax.random.fold_in(key, n)
-        (completion,) = engine.submit(row, max_new_tokens=max_new_tokens, sampler=sampler, key=own)
+        (completion,) = engine.submit(row, max_new_tokens=max_new_tokens, sampler=sampler, key=own, images=images)
         numbers[completion] = n
     texts = [""] * len(ids)
     while not engine.idle:
@@ -119,7 +129,7 @@ def stream(
     Text is held back while it may be the beginning of a stop string, or while its last character is incomplete. With
     `special` the text has special tokens too, but not the one that ends it.
     """
-    ids = encode(tokenizer, prompt)
+    ids, images = encode(model, tokenizer, prompt)
     check(model, ids, max_new_tokens)
     room = bucket(len(ids)) + max_new_tokens
     engine = Engine(
@@ -128,7 +138,7 @@ def stream(
     repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
     key = jax.random.fold_in(jax.random.key(seed), 0)
-    (completion,) = engine.submit(ids, max_new_tokens=max_new_tokens, sampler=sampler, key=key)
+    (completion,) = engine.submit(ids, max_new_tokens=max_new_tokens, sampler=sampler, key=key, images=images)
     decoder, text, shown = tokenizer.stream(ids, special=special), "", 0
     while not engine.idle:
         (new,) = engine.step().values()
@@ -148,22 +158,28 @@ def stream(
 
 def is_one(prompts: Any) -> bool:
     """Whether this is one prompt (a text, messages or token ids), and not a sequence of prompts."""
-    item = None if isinstance(prompts, str | Mapping) else next(iter(prompts), ())
+    item = None if isinstance(prompts, str | Mapping | Encoded) else next(iter(prompts), ())
     return item is None or isinstance(item, Mapping | int) or getattr(item, "ndim", None) == 0
 
 
-def encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt: a text, messages that the assistant replies to, or ids.
+def encode(model: AbstractModel, tokenizer: Tokenizer, prompt: Any) -> Encoded:
+    """Returns the token ids of a prompt: a text, messages that the assistant replies to, or ids; and its images, if the
+    messages hold some.
 
     Raises:
-        ValueError: if it is none of these, or if there is no chat template for messages.
+        ValueError: if it is none of these, if there is no chat template for messages, or for images if the model takes
+            none or one cannot be read.
     """
+    if isinstance(prompt, Encoded):
+        return prompt
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return Encoded(tokenizer.encode(prompt))
     try:
         if len(prompt) and isinstance(prompt[0], Mapping):
-            return tokenizer.encode_prompt(prompt)
-        return [operator.index(id) for id in prompt]
+            if has_images(prompt):
+                return Encoded(*encode_prompt(model, tokenizer, prompt))
+            return Encoded(tokenizer.encode_prompt(prompt))
+        return Encoded([operator.index(id) for id in prompt])
     except (TypeError, KeyError) as error:
         raise ValueError(f"{prompt!r:.80} is no prompt: give a text, a list of messages or token ids.") from error
 

@@ -129,7 +129,7 @@ class ModelDraft(AbstractDraft):
 class MTPDraft(AbstractDraft):
     """The model's own module for the token after the next, which for more tokens reads its own features.
 
-    DeepSeek V3, R1, Qwen3-Next, Qwen3.5 and Qwen3.6 have one, which `zoo.load(..., parts=("mtp",))` loads.
+    DeepSeek V3, R1, Qwen3-Next, Qwen3.5 to 3.8 and Nemotron 3 Super have one; `zoo.load(..., parts=("mtp",))` loads it.
     """
 
     model: AbstractModel

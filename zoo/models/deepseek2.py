@@ -6,7 +6,6 @@ token.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -17,10 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-import kernels
 from kernels import Tokens
-from kernels.stacked import read
-from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
 from zoo.nn.layers import (
@@ -33,13 +29,14 @@ from zoo.nn.layers import (
     recomputed,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.mla import AbstractLatentConfig, LatentAttention
+from zoo.nn.model import AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import InterleavedRotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig):
+class Config(AbstractLatentConfig):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -77,10 +74,6 @@ class Config(AbstractMixtureConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
 
-    @property
-    def head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
 
 # fmt: off
 V2: dict[str, Any] = dict(
@@ -98,75 +91,6 @@ CONFIGS = {
     "deepseek-v2-chat":      Config(102400,   5120, 12288,  1536,     60,   128, 128,   160,  6,    163840, **FULL),
 }
 # fmt: on
-
-
-class Attention(eqx.Module):
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1).
-
-    The keys and values of all heads are projections of one vector per token, `c_kv`. The cache holds it in their place,
-    with one rotary key that all heads share.
-    """
-
-    q_proj: AbstractLinear | None  # without q_lora_rank; the next three with it
-    q_a_proj: AbstractLinear | None
-    q_a_layernorm: RMSNorm | None
-    q_b_proj: AbstractLinear | None
-    kv_a_proj_with_mqa: AbstractLinear
-    kv_a_layernorm: RMSNorm
-    kv_b_proj: AbstractLinear
-    o_proj: AbstractLinear
-    rotary: InterleavedRotary = eqx.field(static=True)
-    scale: float = eqx.field(static=True)
-    config: Config = eqx.field(static=True)
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        c, (q_a, q_b, kv_a, kv_b, o) = config, jax.random.split(key, 5)
-        heads, head_dim, yarn = c.num_attention_heads, c.head_dim, c.rope_scaling
-        self.config = c
-        self.rotary = InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn)
-        mscale = 0.1 * (yarn.mscale_all_dim or 0) * math.log(max(yarn.factor, 1)) + 1 if yarn else 1.0
-        self.scale = head_dim**-0.5 * mscale**2
-        rank, eps = c.q_lora_rank, 1e-6  # latents do not use rms_norm_eps
-        self.q_proj = None if rank else Linear(c.hidden_size, heads * head_dim, key=q_b)
-        self.q_a_proj = Linear(c.hidden_size, rank, key=q_a) if rank else None
-        self.q_a_layernorm = RMSNorm(rank, eps) if rank else None
-        self.q_b_proj = Linear(rank, heads * head_dim, key=q_b) if rank else None
-        self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, key=kv_a)
-        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, eps)
-        self.kv_b_proj = Linear(c.kv_lora_rank, heads * (c.qk_nope_head_dim + c.v_head_dim), key=kv_b)
-        self.o_proj = Linear(heads * c.v_head_dim, c.hidden_size, key=o)
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
-        c = self.config
-        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
-        q = x  # through q_proj, or through the other three
-        for step in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):
-            q = q if step is None else step(q)
-        q_nope, q_pe = heads(q)
-        c_kv, k_pe = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
-        c_kv, q_pe = self.kv_a_layernorm(c_kv), self.rotary(q_pe, at)
-        k_pe = self.rotary(k_pe[:, :, None], at)[:, :, 0]
-        latents, kv = None, at
-        if cache is not None:
-            cache, latents, kv = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
-        if latents is not None and x.shape[1] <= kernels.FEW:
-            # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
-            # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
-            w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-            w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
-            q = jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
-            y = kernels.attention(q, latents, c.kv_lora_rank, at, kv, scale=self.scale)
-            y = jnp.einsum("bshr,hvr->bshv", y, w_v)
-        else:
-            if latents is not None:
-                c_kv, k_pe = jnp.split(read(latents)[:, :, 0], [c.kv_lora_rank], axis=-1)
-            k_nope, v = heads(self.kv_b_proj(c_kv))
-            k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
-            q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
-            y = kernels.attention(q, k, v, at, kv, scale=self.scale)
-        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
 class Router(eqx.Module):
@@ -231,14 +155,22 @@ class MoE(eqx.Module):
 
 class Block(AbstractDecoderBlock):
     input_layernorm: RMSNorm
-    self_attn: Attention
+    self_attn: LatentAttention
     post_attention_layernorm: RMSNorm
     mlp: MLP | MoE
 
     def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
         c, (attention, mlp) = config, jax.random.split(key)
+        yarn = c.rope_scaling
+        mscale = yarn.grown(yarn.mscale_all_dim or 0) if yarn else 1.0
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c, key=attention)
+        self.self_attn = LatentAttention(
+            c,
+            q_rank=c.q_lora_rank,
+            rotary=InterleavedRotary(c.qk_rope_head_dim, c.rope_theta, yarn),
+            scale=c.head_dim**-0.5 * mscale**2,
+            key=attention,
+        )
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MoE(c, key=mlp) if kind == "moe" else MLP(Linear, c.hidden_size, c.intermediate_size, key=mlp)
 
@@ -252,8 +184,7 @@ class Block(AbstractDecoderBlock):
         return x + y, cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
-        c = self.self_attn.config
-        return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+        return self.self_attn.init_cache(layers, batch, length, dtype)
 
 
 class Model(AbstractModel):

@@ -1,12 +1,14 @@
-"""Gemma 3, the text models (arXiv:2503.19786): Gemma 2 with an RMSNorm over each head's queries and keys, and no caps.
+"""Gemma 3 (arXiv:2503.19786): Gemma 2 with an RMSNorm over each head's queries and keys, and no caps.
 
-Five of six layers have a sliding window and their own rotary base. From 4B on, checkpoints also hold a vision tower:
-only their text model is read, and it is saved as a text model.
+Five of six layers have a sliding window and their own rotary base. From 4B on the models see: each image becomes 256
+tokens, which see each other both ways. SigLIP's tower is the part "vision"; without it the text model is loaded, and
+saved as a text model.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -17,12 +19,33 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from zoo.config import text_config, typed
+from zoo.config import part_config, text_config, typed
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractVisionModel, Family, Images, causal_keys
 from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.vision import siglip
+from zoo.vision.images import Gemma3
+from zoo.vision.prompts import AbstractVision
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """What a multimodal config.json says beside its `text_config`; `tower` is its `vision_config`."""
+
+    tower: siglip.Config
+    mm_tokens_per_image: int = 256
+    image_token_index: int = 262_144
+    boi_token_index: int = 255_999
+    eoi_token_index: int = 256_000
+
+    def __post_init__(self):
+        if (side := math.isqrt(self.mm_tokens_per_image)) ** 2 != self.mm_tokens_per_image or self.tower.side % side:
+            raise ValueError(
+                f"mm_tokens_per_image={self.mm_tokens_per_image} is no square of a divisor of the {self.tower.side} "
+                "patches along an image's side."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +67,7 @@ class Config(AbstractConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     attention_bias: bool = False
+    vision: VisionConfig | None = None
 
     def __post_init__(self):
         layers = range(self.num_hidden_layers)
@@ -62,7 +86,8 @@ class Config(AbstractConfig):
 
 # fmt: off
 TEXT: dict[str, Any] = dict(sliding_window=512)
-VISION: dict[str, Any] = dict(sliding_window=1024, rope_scaling=LinearScaling(8.0))
+SIGLIP = siglip.Config(1152, 4304, 27, 16, image_size=896, patch_size=14)
+VISION: dict[str, Any] = dict(sliding_window=1024, rope_scaling=LinearScaling(8.0), vision=VisionConfig(SIGLIP))
 #                          hidden    mlp  layers  heads  kv  head  query   vocab  positions
 CONFIGS = {
     "gemma3-270m":    Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT),
@@ -116,7 +141,11 @@ class Attention(eqx.Module):
         v, kv = heads(self.v_proj(x)), at
         if cache is not None:
             cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.scale, mask=kernels.sliding(self.window))
+        mask = kernels.sliding(self.window)
+        if at.spans is not None:  # an image's tokens see each other both ways, but no further than the window
+            both = kernels.Causal() | kernels.Spans()
+            mask = both if self.window is None else both & kernels.Window(self.window)
+        y = kernels.attention(q, k, v, at, kv, scale=self.scale, mask=mask)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -166,21 +195,63 @@ class Block(AbstractDecoderBlock):
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
-class Model(AbstractModel):
+class Projector(eqx.Module):
+    """Makes a square of neighbouring patches one token of the text model: their mean, normalised and projected."""
+
+    mm_soft_emb_norm: OffsetRMSNorm
+    mm_input_projection: AbstractLinear
+    side: int = eqx.field(static=True)  # of an image, in tokens
+
+    def __init__(self, config: VisionConfig, hidden_size: int, *, key: PRNGKeyArray):
+        self.mm_soft_emb_norm = OffsetRMSNorm(config.tower.hidden_size, config.tower.layer_norm_eps)
+        self.mm_input_projection = Linear(config.tower.hidden_size, hidden_size, key=key)
+        self.side = math.isqrt(config.mm_tokens_per_image)
+
+    def __call__(self, x: Float[Array, "images patches dim"]) -> Float[Array, "images tokens embed"]:
+        images, patches, dim = x.shape
+        pool = math.isqrt(patches) // self.side
+        squares = x.reshape(images, self.side, pool, self.side, pool, dim).astype(jnp.float32)
+        x = jnp.mean(squares, axis=(2, 4)).astype(x.dtype).reshape(images, -1, dim)
+        return self.mm_input_projection(self.mm_soft_emb_norm(x))
+
+
+class Vision(AbstractVision):
+    tower: siglip.Tower
+    projector: Projector
+    processor: ClassVar[type[Gemma3]] = Gemma3
+
+    def __init__(self, config: VisionConfig, hidden_size: int, *, key: PRNGKeyArray):
+        tower, projector = jax.random.split(key)
+        self.tower = siglip.Tower(config.tower, key=tower)
+        self.projector = Projector(config, hidden_size, key=projector)
+
+    def __call__(
+        self, patches: Float[Array, "images patches pixels"], grids: Int[Array, "images 2"]
+    ) -> Float[Array, "images tokens embed"]:
+        return self.projector(self.tower(patches))
+
+
+class Model(AbstractVisionModel):
     embed_tokens: Embedding
     layers: Stack
     norm: OffsetRMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    vision: Vision | None
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Initialise random weights, in float32."""
-        c, (embed, layers, head) = config, jax.random.split(key, 3)
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        c, (embed, layers, head, vision) = config, jax.random.split(key, 4)
+        if "vision" not in parts:
+            c = dataclasses.replace(c, vision=None)
+        elif c.vision is None:
+            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
         self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+        self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
 
     def hidden(
         self,
@@ -189,10 +260,16 @@ class Model(AbstractModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
+        images: Images | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(5376) is 73.5 in bfloat16
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        at = Tokens(positions, segments)
+        if images is not None:
+            assert self.vision is not None, "seeing() has looked"
+            x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
+            at = at._replace(spans=images.image)
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -202,21 +279,29 @@ class Model(AbstractModel):
         return self.layers.init_cache(batch, length, dtype)
 
 
-# Keys that may stand beside text_config: they are about images, or repeat what text_config says.
-BESIDE = {
-    "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "model_type",
-    "tie_word_embeddings", "vision_config",
-}  # fmt: skip
+# Keys beside text_config that repeat what it says, or that `standard_form` reads.
+BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config"}
+OF_VISION = {field.name for field in dataclasses.fields(VisionConfig)} - {"tower"}
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json, list the layers' types, and put the two ropes side by side.
+    """Take the text part of config.json with `vision` beside it, list the layers' types, and put the two ropes side by
+    side.
 
     Raises:
-        ValueError: if the rope of sliding attention is scaled, or one of the two is missing.
+        ValueError: if the rope of sliding attention is scaled, or one of the two is missing; for what `vision_config`
+            says and SigLIP does not know.
     """
-    tied = hub.get("tie_word_embeddings", True)  # a multimodal file says it beside its text_config
-    hub = text_config(hub, BESIDE) | dict(tie_word_embeddings=tied) if "text_config" in hub else dict(hub)
+    if "text_config" in hub:
+        tied = hub.get("tie_word_embeddings", True)  # a multimodal file says it beside its text_config
+        text = text_config(hub, BESIDE | OF_VISION) | dict(tie_word_embeddings=tied)
+        if hub.get("vision_config") is not None:
+            beside = {key: hub[key] for key in OF_VISION & hub.keys()}
+            tower = part_config(siglip.Config, hub["vision_config"], siglip.IMPLIED, "vision_config")
+            text["vision"] = part_config(VisionConfig, beside | {"tower": tower}, {}, "It")
+        hub = text
+    else:
+        hub = dict(hub)
     scaling = hub.get("rope_scaling") or {}
     if ("rope_type" not in scaling and "type" in scaling) or (scaling and hub.get("rope_parameters")):
         raise ValueError(f"rope_scaling={scaling!r} needs a rope_type, and no rope_parameters beside it.")
@@ -246,13 +331,27 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     return hub
 
 
+def published_form(hub: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
+    if (vision := hub.pop("vision")) is None:
+        return hub
+    outside = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+    outer = {key: hub.pop(key) for key in outside if key in hub}
+    hub.pop("architectures")
+    tower = siglip.IMPLIED | vision.pop("tower")
+    names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    return names | outer | vision | {"text_config": hub, "vision_config": tower}
+
+
 FAMILY = Family(
-    title="Gemma 3 (text)",
+    title="Gemma 3",
     Config=Config,
     Model=Model,
     configs=CONFIGS,
     model_types=("gemma3", "gemma3_text"),
     partition_rules={
+        **{f"vision.tower.{path}": spec for path, spec in siglip.PARTITION_RULES.items()},
+        "vision.projector.mm_input_projection": P("tensor", "fsdp"),
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
         "layers.*.[qkv]_proj": P("tensor", "fsdp"),
@@ -262,19 +361,43 @@ FAMILY = Family(
         "layers.*.down_proj": P("fsdp", "tensor"),
         "*norm.weight": P(),
     },
-    checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
-    aliases={  # names in checkpoints with a vision tower: the first release's, and transformers 4.52's
+    checkpoint_names={
+        "vision.tower.layers.*": "vision_tower.vision_model.encoder.layers.{}",
+        "vision.tower.post_layernorm.*": "vision_tower.vision_model.post_layernorm.{}",
+        "vision.tower.*": "vision_tower.vision_model.embeddings.{}",
+        "vision.projector.mm_input_projection.weight": "multi_modal_projector.mm_input_projection_weight^T",
+        "vision.projector.*": "multi_modal_projector.{}",
+        "lm_head.*": "lm_head.{}",
+        "*": "model.{}",
+    },
+    beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
+    aliases={  # names in checkpoints with a vision tower: the first release's, and those of transformers 4.52 and 5
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        **{
+            f"{start}vision_tower.{old}": f"vision_tower.vision_model.{new}"
+            for start in ("model.", "")
+            for old, new in (
+                ("vision_model.", ""),
+                ("encoder.", "encoder."),
+                ("embeddings.", "embeddings."),
+                ("post_layernorm.", "post_layernorm."),
+            )
+        },
     },
     redundant={
         "lm_head.weight": "model.embed_tokens.weight",
         "vision_tower.*": None,
         "multi_modal_projector.*": None,
-        "model.vision_tower.*": None,
-        "model.multi_modal_projector.*": None,
     },
+    names_in_transformers={
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head": "lm_head",
+        "vision_tower.vision_model.": "model.vision_tower.",
+    },
+    parts={"vision": "SigLIP's vision tower, so that the model takes images"},
     implied={
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -284,4 +407,5 @@ FAMILY = Family(
         "use_bidirectional_attention": False,
     },
     standard_form=standard_form,
+    published_form=published_form,
 )

@@ -20,7 +20,7 @@ import kernels
 from kernels import Tokens
 from kernels.mesh import split_lookup
 from zoo.nn.cache import KV
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, recomputed
+from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, gelu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
 from zoo.nn.rope import coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -88,30 +88,6 @@ CONFIGS = {
 # fmt: on
 
 
-class LayerNorm(eqx.Module):
-    """Layer norm (arXiv:1607.06450) as in PyTorch: computed in float32, and rounded once, at the end."""
-
-    weight: Float[Array, " dim"]
-    bias: Float[Array, " dim"]
-    eps: float = eqx.field(static=True)
-
-    def __init__(self, config: Config):
-        self.weight, self.bias = jnp.ones(config.n_embd), jnp.zeros(config.n_embd)
-        self.eps = config.layer_norm_epsilon
-
-    @recomputed
-    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        y, weight, bias = (array.astype(jnp.float32) for array in (x, self.weight, self.bias))
-        y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
-
-
-@recomputed
-def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-    return jax.nn.gelu(x, approximate=True)
-
-
 class Attention(eqx.Module):
     c_attn: AbstractLinear  # queries, keys and values, concatenated
     c_proj: AbstractLinear
@@ -156,9 +132,9 @@ class Block(AbstractDecoderBlock):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         attention, mlp = jax.random.split(key)
-        self.ln_1 = LayerNorm(config)
+        self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.attn = Attention(config, key=attention)
-        self.ln_2 = LayerNorm(config)
+        self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config, key=mlp)
 
     def __call__(
@@ -187,7 +163,7 @@ class Model(AbstractModel):
         self.wte = Embedding(c.vocab_size, c.n_embd, key=tokens)
         self.wpe = Embedding(c.n_positions, c.n_embd, key=positions)
         self.layers = Stack(lambda n, *, key: Block(c, key=key), ["full"] * c.n_layer, key=layers)
-        self.ln_f = LayerNorm(c)
+        self.ln_f = LayerNorm(c.n_embd, c.layer_norm_epsilon)
 
     @property
     def embed_tokens(self) -> Embedding:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.delta import state_products
 from zoo.nn import moe
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
@@ -87,8 +88,7 @@ class Config(AbstractMixtureConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         if self.layer_types[layer] == "attention":
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-        # The state is written to, and read.
-        return 2.0 * self.mamba_n_heads * self.mamba_d_head * self.mamba_d_state
+        return float(self.mamba_n_heads * state_products(self.mamba_d_state, self.mamba_d_head, erase=False))
 
 
 # fmt: off

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.stacked import read
-from kernels.sums import pick, spread
+from kernels.delta import state_products
+from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
 from zoo.nn.layers import (
@@ -39,8 +39,9 @@ from zoo.nn.layers import (
     recomputed,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
-from zoo.nn.recurrent import RecurrentCache, recur
+from zoo.nn.mla import AbstractLatentConfig, LatentAttention
+from zoo.nn.model import AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.recurrent import RecurrentCache, State, recur
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -56,7 +57,7 @@ class LinearAttention:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig):
+class Config(AbstractLatentConfig):
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # width of the MLP in the first layers
@@ -98,16 +99,12 @@ class Config(AbstractMixtureConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         if self.attends(layer):
             return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
-        # The state is read with the key, written to, and read with the query.
-        return 3.0 * self.linear_attn_config.num_heads * self.linear_attn_config.head_dim**2
+        kda = self.linear_attn_config
+        return float(kda.num_heads * state_products(kda.head_dim, kda.head_dim, erase=True))
 
     def attends(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has latent attention."""
         return layer + 1 in self.linear_attn_config.full_attn_layers
-
-    @property
-    def head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def max_position_embeddings(self) -> int:
@@ -199,7 +196,7 @@ class DeltaAttention(eqx.Module):
         decay = log_decay(heads(self.f_b_proj(self.f_a_proj(x))), bias, self.A_log.value)
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
 
-        def step(inputs: tuple[Array, ...], state: Array | None, tail: Array | None, at: Tokens) -> Any:
+        def step(inputs: tuple[Array, ...], state: State, tail: Array | None, at: Tokens) -> Any:
             qkv, decay, beta = inputs
             qkv, tail = kernels.causal_conv(qkv, weight, at, tail=tail)
             q, k, v = jnp.split(heads(jax.nn.silu(qkv)), 3, axis=-1)
@@ -219,59 +216,6 @@ def log_decay(
 ) -> Float[Array, "batch seq heads dim"]:
     """Computes -exp(rate) * softplus(x + bias), in float32."""
     return -jnp.exp(rate) * jax.nn.softplus(x.astype(jnp.float32) + bias)
-
-
-class LatentAttention(eqx.Module):
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1), without positions.
-
-    The keys and values of all heads are projections of one vector per token, `c_kv`. The cache holds it in their place,
-    with the features of a key that all heads share.
-    """
-
-    q_proj: AbstractLinear
-    kv_a_proj_with_mqa: AbstractLinear
-    kv_a_layernorm: RMSNorm
-    kv_b_proj: AbstractLinear
-    o_proj: AbstractLinear
-    config: Config = eqx.field(static=True)
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        c, (q, kv_a, kv_b, o) = config, jax.random.split(key, 4)
-        heads = c.num_attention_heads
-        self.config = c
-        self.q_proj = Linear(c.hidden_size, heads * c.head_dim, key=q)
-        self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, key=kv_a)
-        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, 1e-6)  # not rms_norm_eps
-        self.kv_b_proj = Linear(c.kv_lora_rank, heads * (c.qk_nope_head_dim + c.v_head_dim), key=kv_b)
-        self.o_proj = Linear(heads * c.v_head_dim, c.hidden_size, key=o)
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
-        c, scale = self.config, self.config.head_dim**-0.5
-        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
-        q_own, q_shared = heads(self.q_proj(x))
-        c_kv, k_shared = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
-        c_kv = self.kv_a_layernorm(c_kv)
-        latents, kv = None, at
-        if cache is not None:
-            cache, latents, kv = cache.update(jnp.concatenate([c_kv, k_shared], axis=-1), at)
-        if latents is not None and x.shape[1] <= kernels.FEW:
-            # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
-            # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
-            w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-            w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
-            q = jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_own, w_k), q_shared], axis=-1)
-            y = kernels.attention(q, latents, c.kv_lora_rank, at, kv, scale=scale)
-            y = jnp.einsum("bshr,hvr->bshv", y, w_v)
-        else:
-            if latents is not None:
-                c_kv, k_shared = jnp.split(read(latents)[:, :, 0], [c.kv_lora_rank], axis=-1)
-            k_own, v = heads(self.kv_b_proj(c_kv))
-            k_shared = spread(k_shared[:, :, None], (*k_own.shape[:3], c.qk_rope_head_dim))
-            q, k = jnp.concatenate([q_own, q_shared], axis=-1), jnp.concatenate([k_own, k_shared], axis=-1)
-            y = kernels.attention(q, k, v, at, kv, scale=scale)
-        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
 class Router(eqx.Module):
@@ -363,7 +307,10 @@ class Block(AbstractDecoderBlock):
     def __init__(self, config: Config, attends: bool, dense: bool, *, key: PRNGKeyArray):
         c, (attention, mlp) = config, jax.random.split(key)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = LatentAttention(c, key=attention) if attends else DeltaAttention(c, key=attention)
+        if attends:
+            self.self_attn = LatentAttention(c, q_rank=None, rotary=None, scale=c.head_dim**-0.5, key=attention)
+        else:
+            self.self_attn = DeltaAttention(c, key=attention)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c.hidden_size, c.intermediate_size, key=mlp) if dense else None
         self.block_sparse_moe = None if dense else MoE(c, key=mlp)
@@ -381,9 +328,9 @@ class Block(AbstractDecoderBlock):
         return x + y, cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV | RecurrentCache:
-        c = self.self_attn.config
         if isinstance(self.self_attn, LatentAttention):
-            return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+            return self.self_attn.init_cache(layers, batch, length, dtype)
+        c = self.self_attn.config
         heads, dim = c.linear_attn_config.num_heads, c.linear_attn_config.head_dim
         tail = c.linear_attn_config.short_conv_kernel_size - 1, 3 * heads * dim
         return RecurrentCache.init(layers, batch, (heads, dim, dim), tail, dtype)

@@ -1,15 +1,16 @@
-"""Llama 4 Scout and Maverick (Meta, 2025): the text model; the vision part of their checkpoints is skipped.
+"""Llama 4 Scout and Maverick (Meta, 2025), which see: each tile of an image becomes 144 tokens.
 
 Three of four layers have rotary positions and attend within the token's chunk of 8,192 positions. Every fourth has no
 positional encoding, attends to all tokens before it, and scales its queries up as the context grows (arXiv:2501.19399).
 The router picks one expert, beside a shared one, and its score multiplies the expert's input, not its output. Scout has
 experts in every layer, and norms its rotated queries and keys. Maverick has experts in every second layer, and no such
-norms.
+norms. To the text model a tile's tokens are like others: each sees only those before it. The tower is the part
+"vision"; without it the text model is loaded, and saved as a text model.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.sums import pick, scaled
-from zoo.config import text_config
+from zoo.config import part_config, text_config
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import (
@@ -34,9 +35,22 @@ from zoo.nn.layers import (
     recomputed,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.vision import llama4 as tiles
+from zoo.vision.images import Llama4
+from zoo.vision.prompts import AbstractVision
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """What a multimodal config.json says beside its `text_config`; `tower` is its `vision_config`."""
+
+    tower: tiles.Config
+    boi_token_index: int = 200_080
+    eoi_token_index: int = 200_081
+    image_token_index: int = 200_092
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +81,7 @@ class Config(AbstractMixtureConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    vision: VisionConfig | None = None
 
     def __post_init__(self):
         layers, kinds = range(1, self.num_hidden_layers + 1), ("full_attention", "chunked_attention")
@@ -97,8 +112,9 @@ class Config(AbstractMixtureConfig):
 
 
 # fmt: off
-SCOUT: dict[str, Any] = dict(rope_scaling=Llama3Scaling(16.0, 1.0, 1.0, 8192))
-MAVERICK: dict[str, Any] = dict(interleave_moe_layer_step=2, use_qk_norm=False)
+VISION = VisionConfig(tiles.Config(1408, 5632, 34, 16, image_size=336, vision_output_dim=4096))
+SCOUT: dict[str, Any] = dict(rope_scaling=Llama3Scaling(16.0, 1.0, 1.0, 8192), vision=VISION)
+MAVERICK: dict[str, Any] = dict(interleave_moe_layer_step=2, use_qk_norm=False, vision=VISION)
 #                                    vocab hidden expert    mlp layers heads kv head experts positions
 CONFIGS = {
     "llama4-scout":             Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,    16, 10485760, **SCOUT),
@@ -279,22 +295,56 @@ class Block(AbstractDecoderBlock):
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.chunk)
 
 
-class Model(AbstractModel):
+class Projector(eqx.Module):
+    """Makes the tower's features those of tokens."""
+
+    linear_1: AbstractLinear
+
+    def __init__(self, config: VisionConfig, hidden_size: int, *, key: PRNGKeyArray):
+        self.linear_1 = Linear(config.tower.vision_output_dim, hidden_size, key=key)
+
+    def __call__(self, x: Float[Array, "tiles features dim"]) -> Float[Array, "tiles features embed"]:
+        return self.linear_1(x)
+
+
+class Vision(AbstractVision):
+    tower: tiles.Tower
+    projector: Projector
+    processor: ClassVar[type[Llama4]] = Llama4
+
+    def __init__(self, config: VisionConfig, hidden_size: int, *, key: PRNGKeyArray):
+        tower, projector = jax.random.split(key)
+        self.tower = tiles.Tower(config.tower, key=tower)
+        self.projector = Projector(config, hidden_size, key=projector)
+
+    def __call__(
+        self, patches: Float[Array, "tiles patches pixels"], grids: Int[Array, "tiles 2"]
+    ) -> Float[Array, "tiles features embed"]:
+        return self.projector(self.tower(patches))
+
+
+class Model(AbstractVisionModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    vision: Vision | None
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Initialise random weights, in float32."""
-        c, (embed, layers, head) = config, jax.random.split(key, 3)
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        c, (embed, layers, head, vision) = config, jax.random.split(key, 4)
+        if "vision" not in parts:
+            c = dataclasses.replace(c, vision=None)
+        elif c.vision is None:
+            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         kinds = [(c.no_rope_layers[n], c.window(n), c.has_experts(n)) for n in range(c.num_hidden_layers)]
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+        self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
 
     def hidden(
         self,
@@ -303,8 +353,12 @@ class Model(AbstractModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
+        images: Images | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
+        if images is not None:
+            assert self.vision is not None, "seeing() has looked"
+            x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
         x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
         return self.norm(x), cache, reports
 
@@ -315,29 +369,53 @@ class Model(AbstractModel):
         return self.layers.init_cache(batch, length, dtype)
 
 
-# Keys that may stand beside text_config: they are about images, or have no effect on the text model.
-BESIDE = {
-    "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "model_type", "tie_word_embeddings",
-    "vision_config",
-}  # fmt: skip
+# Keys beside text_config that have no effect on the model, or that `standard_form` reads.
+BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config"}
+OF_VISION = {field.name for field in dataclasses.fields(VisionConfig)} - {"tower"}
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json, and drop a key of Maverick's that says the default of no_rope_layer_interval.
+    """Take the text part of config.json with `vision` beside it, and drop a key of Maverick's that says the default of
+    no_rope_layer_interval.
 
     transformers ignores that key, so with another value it is refused as unknown.
+
+    Raises:
+        ValueError: for what `vision_config` says and the tower does not know.
     """
-    hub = text_config(hub, BESIDE) if "text_config" in hub else dict(hub)
+    if "text_config" in hub:
+        text = text_config(hub, BESIDE | OF_VISION)
+        if hub.get("vision_config") is not None:
+            stated, beside = dict(hub["vision_config"]), {key: hub[key] for key in OF_VISION & hub.keys()}
+            match stated.get("rope_parameters"):  # as transformers 5 writes it
+                case {"rope_theta": theta, "rope_type": "default", **others} if not others:
+                    stated |= dict(rope_theta=theta, rope_parameters=None)
+            tower = part_config(tiles.Config, stated, tiles.IMPLIED, "vision_config")
+            text["vision"] = part_config(VisionConfig, beside | {"tower": tower}, {}, "It")
+        hub = text
     return {key: value for key, value in hub.items() if (key, value) != ("nope_layer_interval", 4)}
 
 
+def published_form(hub: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
+    if (vision := hub.pop("vision")) is None:
+        return hub
+    outer = {key: hub[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in hub}
+    hub.pop("architectures")
+    tower = tiles.IMPLIED | vision.pop("tower")
+    names = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+    return names | outer | vision | {"text_config": hub, "vision_config": tower}
+
+
 FAMILY = Family(
-    title="Llama 4 (text)",
+    title="Llama 4",
     Config=Config,
     Model=Model,
     configs=CONFIGS,
     model_types=("llama4", "llama4_text"),
     partition_rules={
+        **{f"vision.tower.{path}": spec for path, spec in tiles.PARTITION_RULES.items()},
+        "vision.projector.linear_1": P("tensor", "fsdp"),
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
         "layers.*.[qkv]_proj": P("tensor", "fsdp"),
@@ -351,13 +429,20 @@ FAMILY = Family(
         "*norm.weight": P(),
     },
     checkpoint_names={
+        "vision.tower.layers.*": "vision_model.model.layers.{}",
+        "vision.tower.patch_embedding.*": "vision_model.patch_embedding.linear.{}",
+        "vision.tower.vision_adapter.*": "vision_model.vision_adapter.mlp.{}",
+        "vision.tower.*": "vision_model.{}",
+        "vision.projector.*": "multi_modal_projector.{}",
         "lm_head.*": "lm_head.{}",
         "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",
         "*": "model.{}",
     },
-    # Names in checkpoints with a vision model.
+    beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
+    # Names in checkpoints with a vision tower.
     aliases={"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
     redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_model.*": None, "multi_modal_projector.*": None},
+    parts={"vision": "the vision tower, so that the model takes images"},
     implied={
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
@@ -365,5 +450,6 @@ FAMILY = Family(
         "for_llm_compressor": False,
     },
     standard_form=standard_form,
+    published_form=published_form,
     experts_swapped_in_peft=True,
 )

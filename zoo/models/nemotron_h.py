@@ -3,7 +3,7 @@
 A layer is one norm and one mixer: Mamba-2 (arXiv:2405.21060), attention, an MLP, or a mixture of experts, as the
 letters of a pattern say. Attention is rare, and has no positions. MLPs and experts are not gated: down(relu(up(x))^2).
 Routers are DeepSeek V3's, with sigmoids and a bias that evens the load. Super's experts work on vectors of a quarter of
-the features, to and from which two projections lead.
+the features, to and from which two projections lead. Super also has a module that predicts one more token.
 
 The step of Mamba-2 is between the two time_step_limits, 0 and infinity. transformers 5.23 takes time_step_min for the
 least one where it reads a text in one pass, and has none where it decodes; time_step_min is of random weights alone.
@@ -11,7 +11,7 @@ least one where it reads a text in one pass, and has none where it decodes; time
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -23,12 +23,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.delta import state_products
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache, NoCache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear, recomputed
 from zoo.nn.mamba2 import Mamba2
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
+from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -79,8 +81,8 @@ class Config(AbstractMixtureConfig):
     routed_scaling_factor: float = 1.0
     mlp_bias: bool = False
     layer_norm_epsilon: float = 1e-5
-    num_nextn_predict_layers: int = 0  # unused: modules that predict one more token are not loaded
-    mtp_hybrid_override_pattern: str = "*E"  # unused
+    num_nextn_predict_layers: int = 0  # modules that predict one more token
+    mtp_hybrid_override_pattern: str = "*E"  # letters of their layers
 
     def __post_init__(self):
         c, pattern = self, self.hybrid_override_pattern
@@ -103,8 +105,9 @@ class Config(AbstractMixtureConfig):
         kind = self.hybrid_override_pattern[layer]
         if kind == ATTENTION:
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-        # A state is written to, and read.
-        return 2.0 * self.mamba_num_heads * self.mamba_head_dim * self.ssm_state_size if kind == MAMBA else 0.0
+        if kind == MAMBA:
+            return float(self.mamba_num_heads * state_products(self.ssm_state_size, self.mamba_head_dim, erase=False))
+        return 0.0
 
 
 # fmt: off
@@ -305,22 +308,67 @@ class Block(AbstractDecoderBlock):
         return NoCache(jnp.array(0, jnp.int32))
 
 
-class Model(AbstractModel):
+class MTP(AbstractMTP):
+    """Multi-token prediction: `final_layernorm(layers(eh_proj([enorm(following), hnorm(x)])))`.
+
+    The first of its two layers has attention, the other one experts. transformers drops the module; this is how vLLM
+    computes it. `x` is from `Model.hidden`, so it is normed.
+    """
+
+    enorm: RMSNorm
+    hnorm: RMSNorm
+    eh_proj: AbstractLinear
+    layers: tuple[Block, Block]
+    final_layernorm: RMSNorm
+
+    def __init__(self, config: Config, *, keys: Sequence[PRNGKeyArray]):
+        c, (project, attention, experts) = config, keys
+        self.enorm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.hnorm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, key=project)
+        self.layers = Block(c, ATTENTION, key=attention), Block(c, EXPERTS, key=experts)
+        self.final_layernorm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        following: Float[Array, "batch seq embed"],
+        cache: AbstractCache | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
+        y = self.eh_proj(jnp.concatenate([self.enorm(following), self.hnorm(x)], axis=-1))
+        y, cache, _ = self.layers[0](y, cache, at)
+        y, _, report = self.layers[1](y, None, at)
+        return self.final_layernorm(y), cache, report
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        return self.layers[0].init_cache(1, batch, length, dtype)
+
+
+class Model(AbstractMTPModel):
     embed_tokens: Embedding
     layers: Stack
     norm_f: RMSNorm
     lm_head: AbstractLinear
+    mtp: MTP | None
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Initialise random weights, in float32."""
-        c, (embed, layers, head) = config, jax.random.split(key, 3)
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        c, (embed, layers, head, *mtp) = config, jax.random.split(key, 6)
+        modules = c.num_nextn_predict_layers, c.mtp_hybrid_override_pattern
+        if "mtp" in parts and modules != (1, ATTENTION + EXPERTS):
+            raise ValueError(
+                "The part mtp needs num_nextn_predict_layers=1 and mtp_hybrid_override_pattern='*E', not "
+                f"{modules[0]} and {modules[1]!r}."
+            )
         kinds = c.hybrid_override_pattern
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, kinds[n], key=key), kinds, key=layers)
         self.norm_f = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
+        self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
 
     def hidden(
         self,
@@ -344,7 +392,7 @@ class Model(AbstractModel):
 def rebalance(model: Model, reports: Reports, rate: float) -> Model:
     """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
 
-    `reports` holds the routers' loads in a step, from `Model.hidden`.
+    `reports` holds the routers' loads in a step: from `Model.hidden`, and after them `MTP`'s.
     """
     sought = lambda m: isinstance(m, Router | moe.Routing)
     find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
@@ -386,22 +434,29 @@ FAMILY = Family(
     partition_rules={
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
-        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
-        "layers.*.o_proj": P("fsdp", "tensor"),
-        "layers.*.in_proj": P("tensor", "fsdp"),
-        "layers.*.out_proj": P("fsdp", "tensor"),
-        "layers.*.experts.up_proj": P("expert", "tensor", "fsdp"),
-        "layers.*.experts.down_proj": P("expert", "fsdp", "tensor"),
-        "layers.*.up_proj": P("tensor", "fsdp"),
-        "layers.*.down_proj": P("fsdp", "tensor"),
-        "layers.*.fc1_latent_proj": P(None, "fsdp"),
-        "layers.*.fc2_latent_proj": P("fsdp", None),
-        "layers.*": P(),
+        "*layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "*layers.*.o_proj": P("fsdp", "tensor"),
+        "*layers.*.in_proj": P("tensor", "fsdp"),
+        "*layers.*.out_proj": P("fsdp", "tensor"),
+        "*layers.*.experts.up_proj": P("expert", "tensor", "fsdp"),
+        "*layers.*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "*layers.*.up_proj": P("tensor", "fsdp"),
+        "*layers.*.down_proj": P("fsdp", "tensor"),
+        "*layers.*.fc1_latent_proj": P(None, "fsdp"),
+        "*layers.*.fc2_latent_proj": P("fsdp", None),
+        "*layers.*": P(),
         "norm_f.weight": P(),
+        "mtp.eh_proj": P("tensor", "fsdp"),
+        "mtp.*norm.weight": P(),
     },
     checkpoint_names={
         "lm_head.*": "lm_head.{}",
         "embed_tokens.*": "backbone.embeddings.{}",
+        "mtp.layers.*.experts.*.weight": "mtp.layers.{}.experts.{expert}.{}.weight",
+        "mtp.layers.*_bias.value": "mtp.layers.{}_bias",
+        "mtp.layers.*": "mtp.layers.{}",
+        "mtp.final_layernorm.*": "mtp.layers.1.final_layernorm.{}",
+        "mtp.*": "mtp.layers.0.{}",
         "*.experts.*.weight": "backbone.{}.experts.{expert}.{}.weight",
         "*_bias.value": "backbone.{}_bias",
         "*": "backbone.{}",
@@ -427,5 +482,6 @@ FAMILY = Family(
     },
     standard_form=standard_form,
     names_in_transformers={"backbone.": "model."},
+    parts={"mtp": "a module that predicts the token after the next (multi-token prediction)"},
     rebalance=rebalance,
 )

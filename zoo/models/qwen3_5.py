@@ -1,14 +1,15 @@
-"""Qwen3.5 and Qwen3.6, the text models: gated delta rules (arXiv:2412.06464) and, in every fourth layer, attention.
+"""Qwen3.5, 3.6 and 3.8: gated delta rules (arXiv:2412.06464) and, in every fourth layer, attention.
 
 A linear layer keeps a matrix for each head in place of keys and values, so its cost and its memory do not grow with the
 text. Attention has a gate for each of its outputs, and rotary positions turn a quarter of each head. All norms but the
 one within the linear layers store their distance from one. Larger models are mixtures: each layer has a router, narrow
-experts, and one gated expert for all tokens. Every release has a module that predicts one more token, and a vision
-tower, which is left out here.
+experts, and one gated expert for all tokens. Every release has a module that predicts one more token, the part "mtp",
+and Qwen3-VL's tower without DeepStack, the part "vision". Attention turns features of images by three rotary
+coordinates, which the frequencies of each head share in turn. Without the tower it is the text model, and saved as one.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -20,8 +21,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.delta import state_products
 from kernels.sums import scaled
-from zoo.config import text_config
+from zoo.config import part_config, text_config
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.layers import (
@@ -37,15 +39,32 @@ from zoo.nn.layers import (
     l2_normalized,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
-from zoo.nn.recurrent import RecurrentCache, recur
-from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.recurrent import RecurrentCache, State, recur
+from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.vision import qwen3_vl
 
 
 # config.json's model_type of a dense model and of a mixture, and what transformers calls each.
 ARCHITECTURES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """What a config.json says of images; `tower` is its `vision_config`."""
+
+    tower: qwen3_vl.Config
+    mrope_section: tuple[int, ...] = (11, 11, 10)  # how many of the frequencies turn by each coordinate
+    image_token_id: int = 248_056
+    video_token_id: int = 248_057
+    vision_start_token_id: int = 248_053
+    vision_end_token_id: int = 248_054
+
+    def __post_init__(self):
+        if deep := self.tower.deepstack_visual_indexes:
+            raise ValueError(f"vision_config has deepstack_visual_indexes={list(deep)}, but the text takes none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +95,7 @@ class Config(AbstractMixtureConfig):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mtp_num_hidden_layers: int = 1
+    vision: VisionConfig | None = None
     model_type: str = ""  # this and the next: those of a dense model or of a mixture
     architectures: tuple[str, ...] = ()
 
@@ -107,6 +127,11 @@ class Config(AbstractMixtureConfig):
                 f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "
                 f"linear_num_key_heads={self.linear_num_key_heads}."
             )
+        if self.vision is not None and self.vision.tower.out_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"vision_config has out_hidden_size={self.vision.tower.out_hidden_size}, but the text model's "
+                f"hidden_size is {self.hidden_size}."
+            )
         object.__setattr__(self, "model_type", model_type)
         object.__setattr__(self, "architectures", (ARCHITECTURES[model_type],))
         object.__setattr__(self, "layer_types", types)
@@ -114,32 +139,46 @@ class Config(AbstractMixtureConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         if self.layer_types[layer] == "full_attention":
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-        # What the key reads of the state, what is written to it, and what the query reads.
-        return 3.0 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        head = state_products(self.linear_key_head_dim, self.linear_value_head_dim, erase=True)
+        return float(self.linear_num_value_heads * head)
 
 
 # fmt: off
+#                                         hidden   mlp  depth  heads
+TINY  = lambda width: qwen3_vl.Config(      768,  3072,    12,    12, width, ())
+SMALL = lambda width: qwen3_vl.Config(     1024,  4096,    24,    16, width, ())
+LARGE = lambda width: qwen3_vl.Config(     1152,  4304,    27,    16, width, ())
 QWEN: dict[str, Any] = dict(rope_theta=1e7)
-TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
-moe_of = lambda experts, chosen, width: QWEN | dict(
+Options = Callable[..., dict[str, Any]]
+of: Options = lambda tower, tied=False: QWEN | dict(vision=VisionConfig(tower), tie_word_embeddings=tied)
+moe_of: Options = lambda tower, experts, chosen, width: of(tower) | dict(
     num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=width, shared_expert_intermediate_size=width
 )
-#                                    vocab hidden layers heads kv states positions    mlp
+#                                vocab hidden layers heads kv states positions mlp
 CONFIGS = {
-    "qwen3.5-0.8b":           Config(248320, 1024,    24,    8, 2,    16,   262144,  3584, **TIED),
-    "qwen3.5-0.8b-base":      Config(248320, 1024,    24,    8, 2,    16,   262144,  3584, **TIED),
-    "qwen3.5-2b":             Config(248320, 2048,    24,    8, 2,    16,   262144,  6144, **TIED),
-    "qwen3.5-2b-base":        Config(248320, 2048,    24,    8, 2,    16,   262144,  6144, **TIED),
-    "qwen3.5-4b":             Config(248320, 2560,    32,   16, 4,    32,   262144,  9216, **TIED),
-    "qwen3.5-4b-base":        Config(248320, 2560,    32,   16, 4,    32,   262144,  9216, **TIED),
-    "qwen3.5-9b":             Config(248320, 4096,    32,   16, 4,    32,   262144, 12288, **QWEN),
-    "qwen3.5-9b-base":        Config(248320, 4096,    32,   16, 4,    32,   262144, 12288, **QWEN),
-    "qwen3.5-27b":            Config(248320, 5120,    64,   24, 4,    48,   262144, 17408, **QWEN),
-    "qwen3.5-35b-a3b":        Config(248320, 2048,    40,   16, 2,    32,   262144, **moe_of(256,  8,  512)),
-    "qwen3.5-122b-a10b":      Config(248320, 3072,    48,   32, 2,    64,   262144, **moe_of(256,  8, 1024)),
-    "qwen3.5-397b-a17b":      Config(248320, 4096,    60,   32, 2,    64,   262144, **moe_of(512, 10, 1024)),
-    "qwen3.6-27b":            Config(248320, 5120,    64,   24, 4,    48,   262144, 17408, **QWEN),
-    "qwen3.6-35b-a3b":        Config(248320, 2048,    40,   16, 2,    32,   262144, **moe_of(256,  8,  512)),
+    "qwen3.5-0.8b":           Config(248320, 1024, 24,  8, 2, 16, 262144,  3584, **of(TINY(1024), True)),
+    "qwen3.5-0.8b-base":      Config(248320, 1024, 24,  8, 2, 16, 262144,  3584, **of(TINY(1024), True)),
+    "qwen3.5-2b":             Config(248320, 2048, 24,  8, 2, 16, 262144,  6144, **of(SMALL(2048), True)),
+    "qwen3.5-2b-base":        Config(248320, 2048, 24,  8, 2, 16, 262144,  6144, **of(SMALL(2048), True)),
+    "qwen3.5-4b":             Config(248320, 2560, 32, 16, 4, 32, 262144,  9216, **of(SMALL(2560), True)),
+    "qwen3.5-4b-base":        Config(248320, 2560, 32, 16, 4, 32, 262144,  9216, **of(SMALL(2560), True)),
+    "qwen3.5-9b":             Config(248320, 4096, 32, 16, 4, 32, 262144, 12288, **of(LARGE(4096))),
+    "qwen3.5-9b-base":        Config(248320, 4096, 32, 16, 4, 32, 262144, 12288, **of(LARGE(4096))),
+    "qwen3.5-27b":            Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
+    "qwen3.5-27b-fp8":        Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
+    "qwen3.5-35b-a3b":        Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
+    "qwen3.5-35b-a3b-base":   Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
+    "qwen3.5-35b-a3b-fp8":    Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
+    "qwen3.5-122b-a10b":      Config(248320, 3072, 48, 32, 2, 64, 262144, **moe_of(LARGE(3072), 256, 8, 1024)),
+    "qwen3.5-122b-a10b-fp8":  Config(248320, 3072, 48, 32, 2, 64, 262144, **moe_of(LARGE(3072), 256, 8, 1024)),
+    "qwen3.5-397b-a17b":      Config(248320, 4096, 60, 32, 2, 64, 262144, **moe_of(LARGE(4096), 512, 10, 1024)),
+    "qwen3.5-397b-a17b-fp8":  Config(248320, 4096, 60, 32, 2, 64, 262144, **moe_of(LARGE(4096), 512, 10, 1024)),
+    "qwen3.6-27b":            Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
+    "qwen3.6-27b-fp8":        Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
+    "qwen3.6-35b-a3b":        Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
+    "qwen3.6-35b-a3b-fp8":    Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
+    "qwen3.8-27b":            Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
+    "qwen3.8-27b-fp8":        Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
 }
 # fmt: on
 
@@ -154,12 +193,13 @@ class Attention(eqx.Module):
     q_norm: OffsetRMSNorm
     k_norm: OffsetRMSNorm
     head_dim: int = eqx.field(static=True)
-    rotary: Rotary = eqx.field(static=True)
+    rotary: MultiAxisRotary = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         c, (q, k, v, o) = config, jax.random.split(key, 4)
         self.head_dim = c.head_dim
-        self.rotary = Rotary(int(c.partial_rotary_factor * c.head_dim), c.rope_theta, c.rope_scaling)
+        turned, sections = int(c.partial_rotary_factor * c.head_dim), c.vision.mrope_section if c.vision else ()
+        self.rotary = MultiAxisRotary(turned, c.rope_theta, c.rope_scaling, sections)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.q_proj = Linear(c.hidden_size, 2 * queries, bias=c.attention_bias, key=q)
         self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
@@ -228,8 +268,8 @@ class GatedDeltaNet(eqx.Module):
         return self.out_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def step(
-        self, inputs: tuple[Array, Array, Array], state: Array | None, tail: Array | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq v_heads v_dim"], Array, Array]:
+        self, inputs: tuple[Array, Array, Array], state: State, tail: Array | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq v_heads v_dim"], State, Array]:
         """Convolutions and delta rule of the next tokens, as `zoo.nn.recurrent.recur` calls it."""
         (qkv, decay, beta), c, (keys, _) = inputs, self.config, self.widths(self.config)
         qkv, last = kernels.causal_conv(qkv, self.conv1d.weight[:, 0], at, tail=tail)
@@ -386,17 +426,22 @@ class MTP(AbstractMTP):
         return self.layers[0].init_cache(1, batch, length, dtype)
 
 
-class Model(AbstractMTPModel):
+class Model(AbstractMTPModel, AbstractVisionModel):
     embed_tokens: Embedding
     layers: Stack
     norm: OffsetRMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
     mtp: MTP | None
+    vision: qwen3_vl.Tower | None
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
         """Initialise random weights, in float32, with these of `FAMILY.parts`."""
         c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
+        if "vision" not in parts:
+            c = dataclasses.replace(c, vision=None)
+        elif c.vision is None:
+            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
         if "mtp" in parts and c.mtp_num_hidden_layers != 1:
             raise ValueError(f"The part mtp needs mtp_num_hidden_layers=1, not {c.mtp_num_hidden_layers}.")
         self.config = c
@@ -405,6 +450,8 @@ class Model(AbstractMTPModel):
         self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
         self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
+        tower = jax.random.fold_in(key, 1)
+        self.vision = None if c.vision is None else qwen3_vl.Tower(c.vision.tower, key=tower)
 
     def hidden(
         self,
@@ -413,45 +460,86 @@ class Model(AbstractMTPModel):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
+        images: Images | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens)
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
-        return self.norm(x), cache, reports
+        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
+        at, lag = Tokens(positions, segments), None
+        if self.vision is not None:
+            if images is not None:
+                x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
+            if cache is not None:
+                cache, (lag,) = cache[:-1], cache[-1]
+            at, lag = qwen3_vl.placed(at, x, images, self.vision.config.spatial_merge_size, lag)
+        x, cache, reports = self.layers(x, cache, at)
+        return self.norm(x), cache if lag is None or cache is None else (*cache, (lag,)), reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
+        caches = self.layers.init_cache(batch, length, dtype)
+        return caches if self.vision is None else (*caches, (qwen3_vl.Lag.init(batch),))
 
 
-# Keys that may stand beside text_config: they are about images, or have no effect on the text model.
-BESIDE = {
-    "architectures", "image_token_id", "language_model_only", "model_type", "tie_word_embeddings", "video_token_id",
-    "vision_config", "vision_end_token_id", "vision_start_token_id",
-}  # fmt: skip
+IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Keys beside text_config that repeat what it says, that `standard_form` reads, or that change nothing.
+BESIDE = {"architectures", "language_model_only", "model_type", "tie_word_embeddings", "vision_config", *IDS}
 # What rotary positions of images need: of text, the coordinates of all axes are the position.
-AXES = {"mrope_interleaved", "mrope_section"}
+AXES: dict[str, Any] = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json, and drop what says how rotary positions of images are laid out."""
+    """Take the text part of config.json with `vision` beside it, and drop what says how the axes of rotary positions
+    are laid out.
+
+    Raises:
+        ValueError: for what `vision_config` says and the tower does not know, or if the axes do not take turns.
+    """
+    text: dict[str, Any] = dict(hub)
+    seen: dict[str, Any] | None = None
     if "text_config" in hub:
         # The value of tie_word_embeddings beside text_config counts, not the one in it.
-        told = {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
-        hub = {"model_type": f"{hub.get('model_type')}_text"} | text_config(hub, BESIDE) | told
-    ropes = ("rope_parameters", "rope_scaling")
-    plain = lambda rope: {key: value for key, value in rope.items() if key not in AXES}
-    return {key: plain(value) if key in ropes and value else value for key, value in hub.items()}
+        kind, told = hub.get("model_type"), {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
+        if hub.get("vision_config") is not None:
+            implied = qwen3_vl.IMPLIED | {"model_type": OneOf([kind, f"{kind}_vision"])}
+            stated = {"deepstack_visual_indexes": []} | hub["vision_config"]
+            tower = part_config(qwen3_vl.Config, stated, implied, "vision_config")
+            seen = {key: hub[key] for key in IDS if key in hub} | {"tower": tower}
+        text = {"model_type": f"{kind}_text"} | text_config(hub, BESIDE) | told
+    for key in ("rope_parameters", "rope_scaling"):
+        if rope := text.get(key):
+            if not rope.get("mrope_interleaved", True):
+                raise ValueError(f"{key} says mrope_interleaved=False, but only true is implemented.")
+            if seen is not None and "mrope_section" in rope:
+                seen["mrope_section"] = rope["mrope_section"]
+            text[key] = {name: value for name, value in rope.items() if name not in AXES}
+    return text if seen is None else text | {"vision": part_config(VisionConfig, seen, {}, "It")}
+
+
+def published_form(hub: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
+    if (seen := hub.pop("vision")) is None:
+        return hub
+    outside = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
+    outer = {key: hub.pop(key) for key in outside if key in hub}
+    kind, sections = hub["model_type"].removesuffix("_text"), {"mrope_section": seen.pop("mrope_section")}
+    rope = {"rope_type": "default", "rope_theta": hub.pop("rope_theta")} | (hub.pop("rope_scaling") or {})
+    turned = {"partial_rotary_factor": hub.pop("partial_rotary_factor")}
+    hub["rope_parameters"] = rope | turned | AXES | sections
+    whole = hub.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
+    tower = {"model_type": kind, "hidden_act": qwen3_vl.IMPLIED["hidden_act"]} | seen.pop("tower")
+    names = {"architectures": [whole], "model_type": kind}
+    return names | outer | seen | {"text_config": hub, "vision_config": tower}
 
 
 FAMILY = Family(
-    title="Qwen3.5, Qwen3.6 (text)",
+    title="Qwen3.5, Qwen3.6, Qwen3.8",
     Config=Config,
     Model=Model,
     configs=CONFIGS,
     model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     partition_rules={
+        **{f"vision.{path}": spec for path, spec in qwen3_vl.PARTITION_RULES.items()},
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
         "*.[qkv]_proj": P("tensor", "fsdp"),
@@ -471,6 +559,8 @@ FAMILY = Family(
         "*norm*.weight": P(),
     },
     checkpoint_names={
+        "vision.patch_embed.*": "model.visual.patch_embed.proj.{}",
+        "vision.*": "model.visual.{}",
         "lm_head.*": "lm_head.{}",
         "mtp.*.experts.*.weight": "mtp.{}.experts.{}",
         "mtp.*": "mtp.{}",
@@ -478,9 +568,14 @@ FAMILY = Family(
         "*.A_log.value": "model.{}.A_log",
         "*": "model.{}",
     },
-    aliases={"model.language_model.": "model."},  # names in checkpoints with a vision tower
+    beginnings={"vision": {"model.visual.": "model.visual.", "model.": "model.language_model."}},
+    aliases={  # names in checkpoints with a vision tower: the releases', and those without `model.` before the tower
+        "model.language_model.": "model.",
+        "visual.": "model.visual.",
+    },
+    fp8_blocks=["*_proj.weight", "*.in_proj_qkv.weight", "*.in_proj_z.weight"],
     redundant={"lm_head.weight": "model.embed_tokens.weight", "model.visual.*": None, "mtp.*": None},
-    # Qwen3.5's files have the experts of MTP one by one, and so do those that transformers writes.
+    # The files in FP8 have experts one by one, Qwen3.5's those of MTP; and transformers writes all of them so.
     fused={
         ".experts.gate_up_proj": (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight"),
         ".experts.down_proj": (".experts.{}.down_proj.weight",),
@@ -494,5 +589,9 @@ FAMILY = Family(
         "output_gate_type": "swish",  # of the linear layers' norm; attention's gate is a sigmoid whatever this says
     },
     standard_form=standard_form,
-    parts={"mtp": "a module that predicts the token after the next (multi-token prediction)"},
+    published_form=published_form,
+    parts={
+        "mtp": "a module that predicts the token after the next (multi-token prediction)",
+        "vision": "its vision tower, so that the model takes images and videos",
+    },
 )

@@ -3,7 +3,7 @@
 A delta rule's state does not grow with the text: of 48 layers, 12 have keys and values to remember. The output of
 attention is multiplied by a sigmoid gate, which q_proj computes beside the queries; rotary positions turn a quarter of
 each head. Norms scale by 1 + weight, but for the one after the delta rule. Next to the chosen experts, every token goes
-through a shared one, which has a sigmoid gate as well. A module predicts one more token.
+through a shared one, which has a sigmoid gate as well. A module predicts one more token; Qwen3-Coder-Next has none.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.delta import state_products
 from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV
@@ -36,7 +37,7 @@ from zoo.nn.layers import (
 )
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
-from zoo.nn.recurrent import RecurrentCache, recur
+from zoo.nn.recurrent import RecurrentCache, State, recur
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -87,8 +88,8 @@ class Config(AbstractMixtureConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         if self.layer_types[layer] == "full_attention":
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-        # The state is read with the key, written to, and read with the query.
-        return 3.0 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        head = state_products(self.linear_key_head_dim, self.linear_value_head_dim, erase=True)
+        return float(self.linear_num_value_heads * head)
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""
@@ -96,10 +97,15 @@ class Config(AbstractMixtureConfig):
 
 
 # fmt: off
-#                                         vocab hidden   mlp expert layers heads kv positions theta
+#                                             vocab hidden   mlp expert layers heads kv positions theta
 CONFIGS = {
-    "qwen3-next-80b-a3b":          Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
-    "qwen3-next-80b-a3b-thinking": Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-next-80b-a3b":              Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-next-80b-a3b-fp8":          Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-next-80b-a3b-thinking":     Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-next-80b-a3b-thinking-fp8": Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-coder-next":                Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-coder-next-base":           Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-coder-next-fp8":            Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
 }
 # fmt: on
 
@@ -185,7 +191,7 @@ class GatedDeltaNet(eqx.Module):
         by_head = [w.reshape(c.linear_num_key_heads, -1, w.shape[-1]) for w in by_head]
         weight = jnp.concatenate(by_head, axis=1).reshape(-1, c.linear_conv_kernel_dim)
 
-        def step(inputs: tuple[Array, ...], state: Array | None, tail: Array | None, at: Tokens) -> Any:
+        def step(inputs: tuple[Array, ...], state: State, tail: Array | None, at: Tokens) -> Any:
             qkv, decay, beta = inputs
             qkv, tail = kernels.causal_conv(qkv, weight, at, tail=tail)
             q, k, v = jnp.split(groups(jax.nn.silu(qkv)), [dim, 2 * dim], axis=-1)
@@ -370,7 +376,7 @@ class Model(AbstractMTPModel):
 
 
 FAMILY = Family(
-    title="Qwen3-Next",
+    title="Qwen3-Next, Qwen3-Coder-Next",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -10,19 +10,21 @@ The first axis of every array is the layers, the second the batch; `layer` is a 
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from kernels import Stacked, Tokens
 from kernels.mesh import BATCH, TENSOR, fitting
-from kernels.quantize import Quantized, dequantize, quantize
+from kernels.quantize import quantize
 from kernels.stacked import read
 
 
@@ -58,10 +60,13 @@ def split_over(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tu
 
 
 class Int8Vectors(eqx.Module):
-    """Vectors quantised to 8 bits, each with a float32 scale by which its largest component is 127."""
+    """Vectors quantised to 8 bits: each, or each of its parts, has a float32 scale by which its largest component is
+    127."""
 
-    values: Int8[Array, "*vectors dim"]
-    scale: Float[Array, "*vectors"]
+    values: Int8[Array, "layers batch length *heads dim"]
+    scale: Float[Array, "layers batch length numbers"]
+    parts: tuple[int, ...] = eqx.field(static=True)
+    """How many neighbouring features share each scale."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +96,9 @@ class KV(AbstractCache):
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
         new = KV(_write(self.k, where, k), _write(self.v, where, v), self.layer)
-        return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), Tokens()
+        spans = None if at.spans is None else jnp.full(self.k.shape[1:3], -1).at[where[1:]].set(at.spans)
+        kv = Tokens(spans=spans)  # of this call's tokens alone: earlier ones have ended
+        return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), kv
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "KV":
         k, v = (_vector_specs(x, sizes) for x in (self.k, self.v))
@@ -151,7 +158,7 @@ class WindowKV(AbstractCache):
             self.layer,
             self.spare,
         )
-        if seq <= 1 + self.spare:
+        if seq <= 1 + self.spare and at.spans is None:
             kv = Tokens(new.positions[self.layer])
             return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), kv
         pairs = ((self.k, k), (self.v, v))
@@ -160,7 +167,8 @@ class WindowKV(AbstractCache):
         old = self.positions[self.layer]
         # From its first position on, this call writes anew.
         old = jnp.where(old < jnp.min(positions, axis=1, keepdims=True), old, NEVER)
-        return new, keys, values, Tokens(jnp.concatenate([old, positions], axis=1))
+        spans = None if at.spans is None else jnp.concatenate([jnp.full(old.shape, -1), at.spans], axis=1)
+        return new, keys, values, Tokens(jnp.concatenate([old, positions], axis=1), spans=spans)
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "WindowKV":
         k, v = (_vector_specs(x, sizes) for x in (self.k, self.v))
@@ -180,9 +188,8 @@ class LatentKV(AbstractCache):
     """The cache of multi-head latent attention (arXiv:2405.04434, section 2.1): at each position one latent vector,
     from which all heads' keys and values are made, and one rotary key. Index i holds position i."""
 
-    latents: Float[Array, "layers batch length features"] | tuple[Int8Vectors, Int8Vectors]
-    """The first `rank` features are the latent, the others the rotary key. In 8 bits they are apart: each has a scale
-    of its own."""
+    latents: Float[Array, "layers batch length features"] | Int8Vectors
+    """The first `rank` features are the latent, the others the rotary key. In 8 bits each has a scale of its own."""
     layer: Int[Array, ""]
     rank: int = eqx.field(static=True)
     rewinds: ClassVar[bool] = True
@@ -194,28 +201,19 @@ class LatentKV(AbstractCache):
     def update(self, latents: Float[Array, "batch seq features"], at: Tokens) -> tuple["LatentKV", Stacked, Tokens]:
         """Writes new latents, each with its rotary key. Returns the cache, this layer's, as keys of one head, and where
         they stand."""
-        length = jax.tree.leaves(self.latents)[0].shape[2]
-        where = (self.layer, jnp.arange(len(latents))[:, None], _indices(at, latents, length))
-        if isinstance(self.latents, tuple):
-            parts = zip(self.latents, jnp.split(latents, [self.rank], axis=-1), strict=True)
-            new: Any = tuple(_write(store, where, part) for store, part in parts)
-            vectors = jnp.concatenate([_dequantized(x, self.layer, latents.dtype) for x in new], axis=-1)
-            found = Stacked.of(vectors[:, :, None])
-        else:
-            new = _write(self.latents, where, latents)
-            found = Stacked(new[:, :, :, None], self.layer)
-        return LatentKV(new, self.layer, self.rank), found, Tokens()
+        where = (self.layer, jnp.arange(len(latents))[:, None], _indices(at, latents, self.latents.shape[2]))
+        new = _write(self.latents, where, latents)
+        found = _read(new, self.layer, latents.dtype)
+        of_one_head = dataclasses.replace(found, stack=found.stack[:, :, :, None])
+        return LatentKV(new, self.layer, self.rank), of_one_head, Tokens()
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "LatentKV":
-        specs = lambda x: _vector_specs(x, sizes, heads=False)
-        parts = tuple(map(specs, self.latents)) if isinstance(self.latents, tuple) else specs(self.latents)
-        return eqx.tree_at(lambda c: (c.latents, c.layer), self, (parts, P()))
+        specs = _vector_specs(self.latents, sizes, heads=False)
+        return eqx.tree_at(lambda c: (c.latents, c.layer), self, (specs, P()))
 
     def in_int8(self) -> "LatentKV":
-        if isinstance(self.latents, tuple):
-            return self
-        parts = jnp.split(self.latents, [self.rank], axis=-1)
-        return eqx.tree_at(lambda c: c.latents, self, tuple(map(_int8, parts)))
+        rope = self.latents.shape[3] - self.rank
+        return eqx.tree_at(lambda c: c.latents, self, _int8(self.latents, self.rank, rope))
 
     def widened(self, more: int) -> "LatentKV":
         return self
@@ -257,9 +255,9 @@ def init_cache(model: HasCache, batch: int, length: int, dtype: DTypeLike | None
     """Makes an empty cache of a model, for positions 0 to `length` - 1.
 
     `dtype` None is the model's own. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
-    attention's two vectors): `update` quantises as it writes and dequantises as it reads. Windows keep `widen` more
-    positions than they see: a caller that takes so many tokens back (speculative decoding) still finds the keys that
-    these overwrote.
+    attention's two vectors): `update` quantises as it writes, and attention reads integers and scales. Windows keep
+    `widen` more positions than they see: a caller that takes so many tokens back (speculative decoding) still finds the
+    keys that these overwrote.
     """
     int8 = dtype is not None and jnp.dtype(dtype) == jnp.int8
     own = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
@@ -279,8 +277,18 @@ def partition_specs(caches: Any, sizes: Mapping[str, int]) -> Any:
     return each(lambda cache: cache.partition_specs(sizes), caches)
 
 
-def _int8(x: Array | Int8Vectors) -> Int8Vectors:
-    return x if isinstance(x, Int8Vectors) else Int8Vectors(*quantize(x, jnp.int8, "channel"))
+def _int8(x: Array | Int8Vectors, *parts: int) -> Int8Vectors:
+    """Quantises vectors, in parts of so many features (none: in one)."""
+    return x if isinstance(x, Int8Vectors) else Int8Vectors(*_quantized(x, parts or (x.shape[-1],)))
+
+
+def _quantized(x: Float[Array, "*vectors dim"], parts: tuple[int, ...]) -> tuple[Array, Array, tuple[int, ...]]:
+    """Returns the fields of `Int8Vectors`."""
+    cuts = np.cumsum(parts)[:-1]
+    quantized = [quantize(part, jnp.int8, "channel") for part in jnp.split(x, cuts, axis=-1)]
+    values, scales = zip(*quantized, strict=True)
+    scale = scales[0] if len(parts) == 1 else jnp.stack(scales, axis=-1)
+    return jnp.concatenate(values, axis=-1), scale, parts
 
 
 def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True) -> Any:
@@ -288,22 +296,20 @@ def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True) -> An
     rows = split_over(x.shape[1], BATCH, sizes)
     spec = P(None, rows, None, split_over(x.shape[3], (TENSOR,), sizes)) if heads else P(None, rows)
     of = lambda vectors: (vectors.values, vectors.scale)
-    return eqx.tree_at(of, x, (spec, P(None, rows))) if isinstance(x, Int8Vectors) else spec
+    return eqx.tree_at(of, x, (spec, spec)) if isinstance(x, Int8Vectors) else spec
 
 
 def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Array, "batch seq ..."]) -> Any:
-    if isinstance(store, Int8Vectors):
-        values, scale = quantize(new, jnp.int8, "channel")
-        return Int8Vectors(store.values.at[where].set(values), store.scale.at[where].set(scale))
-    return store.at[where].set(new)
+    if not isinstance(store, Int8Vectors):
+        return store.at[where].set(new)
+    values, scale, parts = _quantized(new, store.parts)
+    return Int8Vectors(store.values.at[where].set(values), store.scale.at[where].set(scale), parts)
 
 
 def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Stacked:
-    return Stacked.of(_dequantized(store, layer, dtype)) if isinstance(store, Int8Vectors) else Stacked(store, layer)
-
-
-def _dequantized(store: Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "batch length ..."]:
-    return dequantize(Quantized(store.values[layer], store.scale[layer])).astype(dtype)
+    if not isinstance(store, Int8Vectors):
+        return Stacked(store, layer)
+    return Stacked(store.values, layer, store.scale, store.parts, np.dtype(dtype))
 
 
 def positions_of(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "batch seq"]:

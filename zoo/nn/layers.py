@@ -222,6 +222,36 @@ def geglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> F
     return jax.nn.gelu(gate, approximate=True) * up
 
 
+@recomputed
+def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes gelu(x) (arXiv:1606.08415), with its approximation by tanh."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+@recomputed
+def erf_gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes gelu(x) (arXiv:1606.08415) itself, without an approximation: in float32, and rounded once."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+class LayerNorm(eqx.Module):
+    """Layer norm (arXiv:1607.06450) as in PyTorch: computed in float32, and rounded once, at the end."""
+
+    weight: Float[Array, " dim"]
+    bias: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.bias, self.eps = jnp.ones(dim), jnp.zeros(dim), eps
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y, weight, bias = (array.astype(jnp.float32) for array in (x, self.weight, self.bias))
+        y -= jnp.mean(y, axis=-1, keepdims=True)
+        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+
+
 class RMSNorm(eqx.Module):
     """Root mean square norm (arXiv:1910.07467) as in Llama: computed in float32, cast back, then scaled."""
 

@@ -13,7 +13,7 @@ import kernels
 from kernels import Tokens, mesh
 from kernels.sums import spread
 from zoo.nn.layers import AbstractLinear, Conv1d, Linear, recomputed
-from zoo.nn.recurrent import RecurrentCache, recur
+from zoo.nn.recurrent import RecurrentCache, State, recur
 
 
 class GroupedRMSNorm(eqx.Module):
@@ -115,7 +115,7 @@ class Mamba2(eqx.Module):
         groups = math.lcm(self.groups, mesh.split(mesh.TENSOR))
         copies = 1 if self.heads % groups else groups // self.groups
 
-        def step(inputs: tuple[Array, Array], state: Array | None, tail: Array | None, at: Tokens) -> Any:
+        def step(inputs: tuple[Array, Array], state: State, tail: Array | None, at: Tokens) -> Any:
             xbc, dt = inputs
             xbc, tail = kernels.causal_conv(xbc, self.conv1d.weight[:, 0], at, tail=tail)
             xbc = xbc if self.conv1d.bias is None else xbc + spread(self.conv1d.bias, xbc.shape)

@@ -10,13 +10,16 @@ import dataclasses
 import inspect
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from kernels.mesh import split_lookup
 from zoo.nn.layers import Embedding
 from zoo.nn.stack import Caches, Reports, Stack
 
@@ -64,6 +67,71 @@ def causal_keys(seq: int, window: int | None = None) -> float:
     return window * (1 - window / (2 * seq))
 
 
+class Images(eqx.Module):
+    """The images of a batch, as a tower reads them, and which tokens stand for them.
+
+    An image here is what the tower reads at once, which may be a tile of one. There may be more than any token stands
+    for: a batch is filled up with some, so that its shape stays the same and nothing is compiled anew.
+    """
+
+    patches: Float[Array | np.ndarray, "images patches pixels"]
+    """Of each image, filled up to as many as the largest has."""
+    grids: Int[Array | np.ndarray, "images 2"]
+    """How many rows and columns of patches each image has. Patches beyond rows * columns are padding."""
+    image: Int[Array | np.ndarray, "batch seq"]
+    """Which image each token belongs to; -1: it is text."""
+    feature: Int[Array | np.ndarray, "batch seq"]
+    """Which of the features that the model makes of its image the token is."""
+
+    @classmethod
+    def of(
+        cls,
+        patches: Sequence[Float[np.ndarray, "_ pixels"]] | Float[np.ndarray, "images patches pixels"],
+        each: int | Sequence[int],
+        tokens: Int[np.ndarray, "batch seq"],
+        id: int | Sequence[int],
+        grids: Int[np.ndarray, "images 2"] | None = None,
+    ) -> "Images":
+        """Gives each token `id` a feature, in order: those of a row before the next row's, as transformers does.
+
+        Args:
+            patches: of each image of the batch.
+            each: how many features the model makes of an image, or of each of them.
+            tokens: in which token `id`, or one of several, stands so many times for each image.
+            grids: rows and columns of patches; None: the tower takes images of one shape, and does not ask.
+
+        Raises:
+            ValueError: if there are more tokens `id` than features, or fewer.
+        """
+        here, counts = np.isin(tokens, id), np.broadcast_to(np.asarray(each), len(patches))
+        if (count := int(here.sum())) != counts.sum():
+            one = f", {each} each" if isinstance(each, int) else ""
+            raise ValueError(
+                f"{len(patches)} images are {counts.sum()} tokens{one}, but the prompts have {count} of them (of the "
+                f"id {id}): give as many images as the prompts have places for."
+            )
+        image, feature = np.full(here.shape, -1, np.int32), np.zeros(here.shape, np.int32)
+        image[here] = np.repeat(np.arange(len(patches)), counts)
+        feature[here] = np.concatenate([np.arange(n) for n in counts])
+        shapes = [(1, len(one)) for one in patches] if grids is None else grids
+        return cls(filled(patches), np.asarray(shapes, np.int32), image, feature)
+
+    def instead_of(
+        self, x: Float[Array, "batch seq embed"], features: Float[Array, "images tokens embed"]
+    ) -> Float[Array, "batch seq embed"]:
+        """Puts features in the place of the tokens that stand for them."""
+        _, tokens, embed = features.shape
+        index = jnp.asarray(jnp.maximum(self.image, 0) * tokens + self.feature)
+        found = split_lookup(features.reshape(-1, embed).astype(x.dtype), index)
+        return jnp.where(self.image[..., None] < 0, x, found)
+
+
+def filled(patches: Sequence[np.ndarray] | np.ndarray, most: int = 0) -> np.ndarray:
+    """Stacks the patches of images, [images, patches, pixels], filled up to `most` or to what the largest has."""
+    most = max(most, *map(len, patches))
+    return np.stack([np.pad(one, ((0, most - len(one)), (0, 0))) for one in patches])
+
+
 class AbstractModel(eqx.Module):
     """A family's `Model`: `logits = model(tokens)`.
 
@@ -104,9 +172,16 @@ class AbstractModel(eqx.Module):
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """An empty cache for positions 0 to `length` - 1 of each row."""
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token that follows each."""
-        return self.unembed(self.hidden(tokens)[0])
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], *, images: Images | None = None
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token that follows each.
+
+        Raises:
+            ValueError: for images, if the model takes none.
+        """
+        x, _, _ = self.hidden(tokens) if images is None else seeing(self).hidden(tokens, images=images)
+        return self.unembed(x)
 
     def decode(
         self, tokens: Int[Array, "batch seq"], cache: Caches, *, positions: Int[Array, "batch seq"]
@@ -128,6 +203,46 @@ class AbstractModel(eqx.Module):
                 "A model's arrays are arguments of a compiled function, not part of it, so jax.jit(model) can't be: "
                 "use equinox.filter_jit(model)(tokens), or jax.jit(lambda model, tokens: model(tokens))(model, tokens)."
             ) from error
+
+
+class AbstractVisionModel(AbstractModel):
+    """A model that takes images if it is made with the part "vision"."""
+
+    vision: eqx.AbstractVar[eqx.Module | None]
+
+    @abc.abstractmethod
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Caches | None = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        images: Images | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        """As of `AbstractModel`. Tokens for which `images` have a feature are that feature, whatever their ids.
+
+        With a cache, all tokens of an image are in one call, whose keys later calls see.
+        """
+
+
+def sees(model: AbstractModel) -> TypeGuard[AbstractVisionModel]:
+    """Whether the model takes images: it can, and has the part for it."""
+    return isinstance(model, AbstractVisionModel) and model.vision is not None
+
+
+def seeing(model: AbstractModel) -> AbstractVisionModel:
+    """The model, which takes images.
+
+    Raises:
+        ValueError: if it takes none, saying which does.
+    """
+    if sees(model):
+        return model
+    if isinstance(model, AbstractVisionModel):
+        raise ValueError('The model was loaded without its vision tower, and so takes no images: parts=("vision",).')
+    family = type(model).__module__.rpartition(".")[2]
+    raise ValueError(f"A model of {family} takes no images; load one that can, such as gemma3-4b-it.")
 
 
 class OneOf(tuple):
@@ -180,8 +295,14 @@ class Family:
     """Brings a parsed config.json, of which there may be several forms, into the one that `Config` and `implied` speak
     of. Raises ValueError for what it can't."""
 
+    published_form: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """Brings a config.json in the standard form into the one in which models are published: its inverse."""
+
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name of a part that a model has only if it is asked for, and of its field in `Model` -> what it is."""
+
+    beginnings: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    """Name of a part -> beginnings of tensors' names -> what they are in checkpoints of models with that part."""
 
     experts_swapped_in_peft: bool = False
     """Whether PEFT exchanges in and out in the adapters of experts. It takes transformers' parameters of experts for

@@ -13,14 +13,16 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from kernels import Tokens
+from kernels import Slots, Tokens
 from kernels.mesh import BATCH, TENSOR
 from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
 
 
 X = TypeVar("X")
 Y = TypeVar("Y")
-Step = Callable[[X, Array | None, Array | None, Tokens], tuple[Y, Array, Array]]
+State = Array | Slots | None
+"""What `kernels.delta_rule` begins with, and returns: with a cache, where it lies there. None means zeros."""
+Step = Callable[[X, State, Array | None, Tokens], tuple[Y, State, Array]]
 """`y, state, tail = step(x, state, tail, at)`, as by `kernels.causal_conv` and then `kernels.delta_rule`."""
 
 
@@ -58,21 +60,15 @@ class RecurrentCache(AbstractCache):
 
     def advance(self, step: Step[X, Y], x: X, positions: Int[Array, "batch seq"]) -> tuple[Y, "RecurrentCache"]:
         """Runs `step` from the state before the first of these positions, and keeps the state after the last one."""
-        slots, rows = self.state.shape[2], jnp.arange(len(positions))
+        slots = self.state.shape[2]
         first = jnp.min(jnp.where(positions < 0, NEVER, positions), axis=1)
-        after = jnp.max(positions, axis=1) + 1
-        # Of padding alone, nothing is kept: the slot is out of bounds.
-        where = lambda n, slot: (self.layer, slice(None), 0) if slots == 1 else (self.layer, rows, slot(n))
-        here = where(first, lambda n: n % slots)
-        there = where(after, lambda n: jnp.where(n > 0, n % slots, slots))
-
-        def found(kept: Array) -> Array:
-            """The state before position 0 is zero, whatever another sequence has left in this row."""
-            kept = kept[here]
-            return jnp.where((first == 0).reshape(-1, *[1] * (kept.ndim - 1)), 0, kept)
-
-        y, state, tail = step(x, found(self.state), found(self.tail), Tokens(positions))
-        return y, RecurrentCache(self.state.at[there].set(state), self.tail.at[there].set(tail), self.layer)
+        # A row of padding alone keeps slot 0 as it is. Before position 0 is nothing, whatever the row has of another.
+        before = jnp.where(first == NEVER, 0, jnp.where(first == 0, -1, first % slots))
+        after = (jnp.max(positions, axis=1) + 1) % slots
+        state, tail = (Slots(kept, self.layer, before, after) for kept in (self.state, self.tail))
+        y, state, last = step(x, state, tail.read(), Tokens(positions))
+        assert isinstance(state, Slots)
+        return y, RecurrentCache(state.stack, tail.write(last).stack, self.layer)
 
 
 def recur(step: Step[X, Y], x: X, cache: RecurrentCache | None, at: Tokens) -> tuple[Y, RecurrentCache | None]:

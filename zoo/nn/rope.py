@@ -90,10 +90,13 @@ class YarnScaling:
         """The factor on cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
-        grow = lambda m: 0.1 * m * math.log(self.factor) + 1 if self.factor > 1 else 1.0
         if self.mscale and self.mscale_all_dim:
-            return grow(self.mscale) / grow(self.mscale_all_dim)
-        return grow(1.0)
+            return self.grown(self.mscale) / self.grown(self.mscale_all_dim)
+        return self.grown(1.0)
+
+    def grown(self, m: float) -> float:
+        """What YaRN multiplies by for a longer context, with `m` in front of the logarithm of `factor`."""
+        return 0.1 * m * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,15 +185,15 @@ class AbstractRotary(abc.ABC):
         return frequencies.astype(np.float32), magnitude
 
     def turns(
-        self, positions: Int[Array, "batch seq"]
+        self, positions: Int[Array, "batch seq *half"]
     ) -> tuple[Float[Array, "batch seq 1 half"], Float[Array, "batch seq 1 half"]]:
-        """Computes cos and sin of every angle, in float32."""
+        """Computes cos and sin of every angle, in float32. A token has one position, or one for each frequency."""
         frequencies, magnitude = self.frequencies()
         if isinstance(self.scaling, DynamicScaling | LongRopeScaling):
             # For each row by itself, so that rows of a batch do not affect each other.
             frequencies = self.scaling.stretched(frequencies, jnp.max(positions, axis=1, keepdims=True) + 1)
-        spec = "bs,h->bsh" if frequencies.ndim == 1 else "bs,bh->bsh"
-        angle = jnp.einsum(spec, positions.astype(jnp.float32), frequencies)[:, :, None]
+        tokens, each = "bsh"[: positions.ndim], "h" if frequencies.ndim == 1 else "bh"
+        angle = jnp.einsum(f"{tokens},{each}->bsh", positions.astype(jnp.float32), frequencies)[:, :, None]
         return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
 
     @abc.abstractmethod
@@ -205,9 +208,32 @@ class Rotary(AbstractRotary):
     """
 
     def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
-        cos, sin = (turn.astype(x.dtype) for turn in self.turns(coordinates(at, x.shape[1])))
-        a, b, *rest = jnp.split(x, [self.dim // 2, self.dim][: 1 + (x.shape[-1] > self.dim)], axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1)
+        return rotated(x, *self.turns(coordinates(at, x.shape[1])))
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiAxisRotary(AbstractRotary):
+    """`Rotary` where tokens may have coordinates of several axes, `Tokens.rotary` [batch, seq, axes], as the features
+    of images have (Qwen2-VL, arXiv:2409.12191). Others stand at the same place along all axes.
+
+    The axes take turns, frequency by frequency, as in Qwen3-VL: of the first three, one is of each axis. An axis has no
+    more of them than `sections` says, but the first, which has all that the others leave.
+    """
+
+    sections: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> Int[np.ndarray, " half"]:
+        """The axis of each frequency."""
+        axes = np.zeros(self.dim // 2, int)
+        for axis, count in enumerate(self.sections[1:], start=1):
+            axes[axis : count * len(self.sections) : len(self.sections)] = axis
+        return axes
+
+    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
+        if at.rotary is not None and at.rotary.ndim == 3:
+            return rotated(x, *self.turns(at.rotary[..., self.axes]))
+        return rotated(x, *self.turns(coordinates(at, x.shape[1])))
 
 
 class InterleavedRotary(AbstractRotary):
@@ -217,6 +243,17 @@ class InterleavedRotary(AbstractRotary):
         cos, sin = self.turns(coordinates(at, x.shape[1]))
         a, b = (x[..., start::2].astype(jnp.float32) for start in (0, 1))
         return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+def rotated(
+    x: Float[Array, "batch seq heads dim"],
+    cos: Float[Array, "rows seq 1 half"],
+    sin: Float[Array, "rows seq 1 half"],
+) -> Float[Array, "batch seq heads dim"]:
+    """Rotates the pairs `(x[i], x[i + half])` of each head, in its dtype, and leaves what comes after them."""
+    cos, sin, half = cos.astype(x.dtype), sin.astype(x.dtype), cos.shape[-1]
+    a, b, *rest = jnp.split(x, [half, 2 * half][: 1 + (x.shape[-1] > 2 * half)], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1)
 
 
 def coordinates(at: Tokens, seq: int) -> Int[Array, "batch seq"]:

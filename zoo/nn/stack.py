@@ -1,4 +1,4 @@
-"""Runs a model's layers, most of them under one `lax.scan`, so that a deep model compiles as fast as a shallow one."""
+"""Runs a model's layers, most of them under `lax.scan`, so that a deep model compiles as fast as a shallow one."""
 
 import abc
 import dataclasses
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kernels import Tokens, counted, mesh
 from kernels.stacked import Stacked
@@ -23,6 +23,7 @@ from zoo.nn.pipeline import pipeline
 
 
 LAYER_INPUT = "layer_input"  # names what each layer reads, for the policies of `jax.checkpoint`
+FEW = 4  # a further scan must spare as many blocks: to compile it costs time, too
 
 
 def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -85,47 +86,56 @@ class Stack(eqx.Module):
     arrays stacked along a new first axis, and the scan's body runs one whole period. So each kind keeps its own class,
     static fields (a window, a rope base) and size of cache. `head` and `tail` are the layers before and after the
     periods.
+
+    A pattern without a period is several such runs, one scan after another, whose blocks follow each other in `period`.
+    In MEMEMEM*EMEMEMEME, ME repeats three times, and EM four times: between them M* is a run that does not repeat.
     """
 
     head: tuple[AbstractBlock, ...]
     period: tuple[AbstractBlock, ...]
     tail: tuple[AbstractBlock, ...]
     num_layers: int = eqx.field(static=True)
+    runs: tuple[tuple[int, int], ...] = eqx.field(static=True)  # of each its period, and how often that is repeated
     remat: Callable[..., Callable] | None = eqx.field(static=True)  # see `zoo.surgery.with_remat`
 
     def __init__(self, make: Callable[..., AbstractBlock], kinds: Sequence[Any], *, key: PRNGKeyArray):
         """`make(n, key=key)` builds layer n, which is of the kind `kinds[n]`."""
         self.num_layers, self.remat = len(kinds), None
-        start, period, end = self.plan(kinds)
+        start, self.runs = self.plan(kinds)
         keys = jax.random.split(key, len(kinds))
+        stacked = lambda n: eqx.filter_vmap(lambda k: make(n[0], key=k))(keys[n.start : n.stop : n.step])
         self.head = tuple(make(n, key=keys[n]) for n in range(start))
-        self.period = tuple(
-            eqx.filter_vmap(lambda k, n=n: make(n, key=k))(keys[n:end:period]) for n in range(start, start + period)
-        )
-        self.tail = tuple(make(n, key=keys[n]) for n in range(end, len(kinds)))
+        scans = [(layers, len(blocks)) for blocks, layers in self.scans()]
+        self.period = tuple(stacked(layers[j::period]) for layers, period in scans for j in range(period))
+        self.tail = tuple(make(n, key=keys[n]) for n in range(scans[-1][0].stop, len(kinds)))
 
     @staticmethod
-    def plan(kinds: Sequence[Any]) -> tuple[int, int, int]:
-        """Finds the first periodic layer, the period, and the end of the periods that compile the fewest blocks."""
-        n, numbers = len(kinds), {}
-        kind = np.array([numbers.setdefault(k, len(numbers)) for k in kinds])
-        best, period = (n, n, 0, n), 0  # how many blocks, then the first layer, the period, the end
-        while (period := period + 1) <= best[0]:  # so the time grows with n times the number of blocks
-            ends = np.arange(n, max(n - period, period - 1), -1)  # the tail is shorter than a period
-            breaks = np.append(-1, np.flatnonzero(kind[:-period] != kind[period:]))
-            after = (
-                breaks[np.searchsorted(breaks, ends - period) - 1] + 1
-            )  # where the last break before each end is over
-            starts = after + (ends - after) % period
-            blocks = starts + period + n - ends
-            i = np.lexsort((starts, blocks))[0]
-            best = min(best, (int(blocks[i]), int(starts[i]), period, int(ends[i])))
-        return best[1:]
+    def plan(kinds: Sequence[Any]) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Finds how many layers are before the first run, and `runs`.
 
-    @property
-    def repeats(self) -> int:
-        """How many periods there are."""
-        return (self.num_layers - len(self.head) - len(self.tail)) // len(self.period)
+        The run that spares the most blocks is chosen first; then, before it and behind it, others that spare `FEW`.
+        """
+        numbers, found, parts = {}, [], [(0, len(kinds), 0)]
+        kind = np.array([numbers.setdefault(k, len(numbers)) for k in kinds])
+        while parts:
+            start, end, least = parts.pop()
+            spared, first, period = _repetition(kind[start:end])
+            if spared >= least:
+                first, last = start + first, start + first + period + spared
+                found.append((first, period, last))
+                parts += [(start, first, FEW), (last, end, FEW)]
+        runs, at = [], min(found)[0]
+        for first, period, last in sorted(found):
+            runs += [(first - at, 1)] * (first > at) + [(period, (last - first) // period)]
+            at = last
+        return min(found)[0], tuple(runs)
+
+    def scans(self) -> Iterator[tuple[range, range]]:
+        """Yields, for each run, the indices of its blocks in `period`, and the numbers of its layers."""
+        block, layer = 0, len(self.head)
+        for period, repeats in self.runs:
+            yield range(block, block + period), range(layer, layer + period * repeats)
+            block, layer = block + period, layer + period * repeats
 
     def with_remat(self, remat: Callable[..., Callable] | None) -> "Stack":
         """This stack, whose layers `remat` wraps one by one: `jax.checkpoint`, or that with a policy."""
@@ -136,41 +146,45 @@ class Stack(eqx.Module):
 
     def layer_numbers(self, part: str, j: int) -> range:
         """Returns the numbers of the layers that `head[j]`, `period[j]` or `tail[j]` holds."""
-        start, end = len(self.head), self.num_layers - len(self.tail)
-        return {
-            "head": range(j, j + 1),
-            "period": range(start + j, end, len(self.period)),
-            "tail": range(end + j, end + j + 1),
-        }[part]
+        if part == "period":
+            return next(layers[j - blocks.start :: len(blocks)] for blocks, layers in self.scans() if j in blocks)
+        first = 0 if part == "head" else self.num_layers - len(self.tail)
+        return range(first + j, first + j + 1)
 
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
         cache: Caches | None = None,
         at: Tokens = Tokens(),  # noqa: B008 (a value)
+        after: Sequence[Float[Array, "batch seq embed"]] = (),
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         """Runs every layer. Returns `x`, the new cache (None without one), and the layers' reports.
 
-        `cache` is from `init_cache`, or None. Where the mesh in scope has stages, each has its part of the periods, and
-        the sequences go through them as `zoo.nn.pipeline` says.
+        `cache` is from `init_cache`, or None. `after` is what is added to the features after each of the first layers
+        (DeepStack, arXiv:2406.04334). These must be in `head`: a model gives them kinds of their own. Where the mesh in
+        scope has stages, each has its part of the periods of a run whose repeats they divide, and the sequences go
+        through them as `zoo.nn.pipeline` says. Each stage runs all other layers on its share of the sequences.
 
         Raises:
-            ValueError: for a cache where there are stages.
+            ValueError: for a cache where there are stages, or for more in `after` than there are layers in `head`.
         """
         # Outside a compiled function the scan would be traced and compiled at every call.
         run = Stack._run if isinstance(x, Tracer) else _compiled
-        return run(self, x, cache, at)
+        return run(self, x, cache, at, tuple(after))
 
     def _run(
-        self, x: Float[Array, "batch seq embed"], cache: Caches | None, at: Tokens
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: Caches | None,
+        at: Tokens,
+        after: tuple[Float[Array, "batch seq embed"], ...],
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         if at.positions is None and at.segments is not None and at.rotary is None:
             at = at._replace(rotary=counted(at.segments))  # once, and not in every layer
-        arrays, static = eqx.partition(self.period, eqx.is_array)
         none = lambda blocks: (None,) * len(blocks)
-        staged = mesh.split(mesh.STAGE) > 1
+        stages = mesh.split(mesh.STAGE)
         # With pipeline stages, spread_tokens makes XLA for TPUs abort (libtpu 0.0.51).
-        between = split_tokens if staged else spread_tokens
+        between = split_tokens if stages > 1 else spread_tokens
         caches: Any = cache or (none(self.head), none(self.period), none(self.tail))
         head, period, tail = caches
 
@@ -179,7 +193,7 @@ class Stack(eqx.Module):
             x: Array,
             caches: Sequence[AbstractCache | None],
             at: Tokens,
-            in_scan: bool = False,
+            repeats: int = 1,
         ) -> tuple[Array, tuple, tuple[Report, ...]]:
             new, reports = [], []
             for block, layer_cache in zip(blocks, caches, strict=True):
@@ -191,40 +205,59 @@ class Stack(eqx.Module):
 
                 # XLA must not merge what is computed again with the forward pass, nor do it for all layers at once. In
                 # a scan of one layer it cannot, and to prevent it would only hold back the compiler.
-                alone = in_scan and len(blocks) == 1
+                alone = repeats > 1 and len(blocks) == 1
                 wrapped = self.remat(layer, prevent_cse=not alone) if self.remat and layer_cache is None else layer
                 x, layer_cache, report = wrapped(x)
                 new.append(layer_cache)
                 reports.append(report)
             return x, tuple(new), tuple(reports)
 
-        def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
-            def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
-                x, _, reports = run(eqx.combine(arrays, static), x, none(self.period), at, in_scan=True)
-                return x, reports
+        def scan(blocks: Sequence[AbstractBlock], repeats: int, x: Array, caches: Any) -> tuple[Array, Any, Any]:
+            arrays, static = eqx.partition(blocks, eqx.is_array)
 
-            return jax.lax.scan(one, x, arrays)
+            def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
+                def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
+                    x, _, reports = run(eqx.combine(arrays, static), x, none(blocks), at, repeats)
+                    return x, reports
 
-        # Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied
-        # whole at every step.
-        def cached_period(carry: Any, slices: Any) -> tuple[Any, tuple[Report, ...]]:
-            (x, caches), (layer, arrays) = carry, slices
-            caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
-            layers = jax.tree.map(lambda stack: Stacked(stack, layer), whole)
-            blocks = eqx.combine(layers, arrays, static, is_leaf=lambda node: isinstance(node, Stacked))
-            x, caches, reports = run(blocks, x, caches, at)
-            return (x, caches), reports
+                return jax.lax.scan(one, x, arrays)
 
-        x, head, first = run(self.head, x, head, at)
-        if cache is None:
-            x, middle = pipeline(periods, arrays, x, at) if staged else periods(arrays, x, at)
-        elif staged:
-            raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
-        else:
+            # Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be
+            # copied whole at every step.
+            def cached_period(carry: Any, slices: Any) -> tuple[Any, tuple[Report, ...]]:
+                (x, caches), (layer, arrays) = carry, slices
+                caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
+                layers = jax.tree.map(lambda stack: Stacked(stack, layer), whole)
+                blocks = eqx.combine(layers, arrays, static, is_leaf=lambda node: isinstance(node, Stacked))
+                x, caches, reports = run(blocks, x, caches, at)
+                return (x, caches), reports
+
+            if cache is None:
+                split = stages > 1 and repeats % stages == 0
+                x, reports = pipeline(periods, arrays, x, at) if split else periods(arrays, x, at)
+                return x, caches, reports
             whole, sliced = eqx.partition(arrays, _read_in_place(arrays))
-            (x, period), middle = jax.lax.scan(cached_period, (x, period), (jnp.arange(self.repeats), sliced))
+            (x, caches), reports = jax.lax.scan(cached_period, (x, caches), (jnp.arange(repeats), sliced))
+            return x, caches, reports
+
+        if cache is not None and stages > 1:
+            raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
+        if len(after) > len(self.head):
+            raise ValueError(
+                f"{len(after)} layers are followed by something, and {len(self.head)} stand by themselves."
+            )
+        ran, first = (), ()
+        for n, block in enumerate(self.head):
+            x, written, reports = run((block,), x, head[n : n + 1], at)
+            x = between(x + after[n]) if n < len(after) else x
+            ran, first = ran + written, first + reports
+        new, middle = (), ()
+        for (blocks, _), (_, repeats) in zip(self.scans(), self.runs, strict=True):
+            of = slice(blocks.start, blocks.stop)
+            x, written, reports = scan(self.period[of], repeats, x, period[of])
+            new, middle = new + written, middle + reports
         x, tail, last = run(self.tail, x, tail, at)
-        return split_tokens(x), (head, period, tail) if cache else None, (first, middle, last)
+        return split_tokens(x), (ran, new, tail) if cache else None, (first, middle, last)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """Makes the caches of all layers: one for each entry of `head`, `period` and `tail`."""
@@ -242,6 +275,22 @@ class Stack(eqx.Module):
         for part, blocks in (("head", self.head), ("period", self.period), ("tail", self.tail)):
             for j, block in enumerate(blocks):
                 yield self.layer_numbers(part, j), block
+
+
+def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:
+    """Finds the run that spares the most blocks, then the first, then of the shortest period.
+
+    Returns how many it spares, its first layer, and its period. The time grows with layers times blocks of the run.
+    """
+    n, best, period = len(kinds), (0, 0, -len(kinds)), 0
+    while (period := period + 1) <= min(n // 2, n - best[0]):  # longer ones can't spare as many
+        breaks = np.flatnonzero(kinds[:-period] != kinds[period:])
+        edges = np.concatenate([[-1], breaks, [n - period]])
+        spared = (np.diff(edges) - 1) // period * period
+        i = int(np.argmax(spared))
+        if spared[i]:
+            best = max(best, (int(spared[i]), -int(edges[i] + 1), -period))
+    return best[0], -best[1], -best[2]
 
 
 def _read_in_place(blocks: Any) -> Any:

@@ -28,6 +28,7 @@ def serve(
     quantize: Literal["int8", "fp8", "nf4"] | None = None,
     dtype: str | None = None,
     mesh: str | None = None,
+    images: bool = False,
     draft: str | None = None,
     num_draft_tokens: int = 4,
     api_key: str | None = None,
@@ -49,6 +50,7 @@ def serve(
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
         mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
+        images: load the model's vision tower too, so that messages may hold images, as data: URLs.
         draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
             own module for further tokens.
         num_draft_tokens: number of tokens that the draft proposes at a time.
@@ -65,7 +67,9 @@ def serve(
     except ImportError as error:
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
     devices = None if mesh is None else make_mesh(mesh)
-    model, drafting = load(source, adapter, draft, num_draft_tokens, dtype=dtype, quantize=quantize, mesh=devices)
+    model, drafting = load(
+        source, adapter, draft, num_draft_tokens, images, dtype=dtype, quantize=quantize, mesh=devices
+    )
     tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     server = Server(
         source, model, tokenizer, batch=batch, max_tokens=max_tokens, draft=drafting,

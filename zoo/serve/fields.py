@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from zoo.tokenizer import is_image
+
 
 class Refusal(Exception):
     """Refuses a request: it is answered with OpenAI's error object, whose `param` names the field."""
@@ -134,13 +136,27 @@ def read(body: bytes, fields: dict[str, Field], required: str) -> dict[str, Any]
     return said
 
 
-def in_template_form(message: dict[str, Any]) -> dict[str, Any]:
-    """Brings a message into the form that chat templates expect: text in one piece, arguments of calls as objects."""
+def in_template_form(message: dict[str, Any], images: bool) -> dict[str, Any]:
+    """Brings a message into the form that chat templates expect: text in one piece, arguments of calls as objects.
+
+    Content with images stays a list, if `images` are taken. A client names no files: images are data: URLs.
+    """
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        if not all(is_object(part) and part.get("type") == "text" and is_text(part.get("text")) for part in content):
-            raise Refusal("messages may have text content only.", "messages")
-        message = message | {"content": "".join(part["text"] for part in content)}
+        shown = [part for part in content if is_image(part)]
+        if shown and not images:
+            raise Refusal("messages may have text content only: this server takes no images (--images).", "messages")
+        urls: list[Any] = [part.get("image_url") if part["type"] == "image_url" else None for part in shown]
+        if not all(is_object(url) and is_text(url.get("url")) and url["url"].startswith("data:") for url in urls):
+            raise Refusal('An image must be {"type": "image_url", "image_url": {"url": "data:..."}}.', "messages")
+        texts = [part for part in content if not is_image(part)]
+        if not all(is_object(part) and part.get("type") == "text" and is_text(part.get("text")) for part in texts):
+            raise Refusal("messages may have text and images as content only.", "messages")
+        if shown:  # without what else the client may have put beside a URL, such as a path
+            plain = iter([{"type": "image_url", "image_url": {"url": url["url"]}} for url in urls])
+            message = message | {"content": [next(plain) if is_image(part) else part for part in content]}
+        else:
+            message = message | {"content": "".join(part["text"] for part in texts)}
     if calls is not None:
         try:
             message = message | {"tool_calls": [call | {"function": _with_object(call["function"])} for call in calls]}

@@ -21,10 +21,11 @@ from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import AbstractDraft
 from zoo.harmony import Parts
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, Images, sees
 from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, in_template_form, is_ids, is_text, read
 from zoo.serve.worker import Ask, Reply, Worker
-from zoo.tokenizer import Tokenizer
+from zoo.tokenizer import Tokenizer, has_images
+from zoo.vision.prompts import encode_prompt
 
 
 STRIDE = 4  # tokens of a step: with more the device waits less for the host, with fewer clients wait less
@@ -55,7 +56,7 @@ class Server:
         for option, value in ("batch", batch), ("max_tokens", max_tokens):
             if value < 1:
                 raise ValueError(f"{option}={value} leaves no room for any reply; it must be at least 1.")
-        self.name, self.tokenizer, self.vocab_size = name, tokenizer, model.config.vocab_size
+        self.name, self.model, self.tokenizer, self.vocab_size = name, model, tokenizer, model.config.vocab_size
         self.api_key = api_key
         self.hosts = (
             None if {"*", "0.0.0.0", "::"} & {*hosts} else {"localhost", "127.0.0.1", "::1", *map(str.lower, hosts)}
@@ -112,14 +113,18 @@ class Server:
     async def chat(self, request: Request) -> Response:
         said = await self._read(request, CHAT, "messages")
         options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
-        messages = [in_template_form(message) for message in said["messages"]]
+        messages, images = [in_template_form(message, sees(self.model)) for message in said["messages"]], None
         try:
-            rendered = await asyncio.to_thread(self.tokenizer.render_marked, messages, **options)
+            if has_images(messages):
+                prompt, images = await asyncio.to_thread(encode_prompt, self.model, self.tokenizer, messages, **options)
+            else:
+                rendered = await asyncio.to_thread(self.tokenizer.render_marked, messages, **options)
+                encode = lambda text: self.tokenizer.encode_marked(text)[0]
+                (prompt,) = await self._encode([rendered], "messages", encode)
         except ValueError as error:
             raise Refusal(str(error), "messages") from error
-        (prompt,) = await self._encode([rendered], "messages", lambda text: self.tokenizer.encode_marked(text)[0])
         new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
-        replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels)
+        replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels, images=images)
         parts = {reply: Parts(self.tokenizer.channels) for reply in replies}
 
         def shown(reply: Reply, piece: str) -> dict[str, str]:
@@ -178,9 +183,16 @@ class Server:
         return await asyncio.to_thread(lambda: list(map(encode, texts)))
 
     def _replies(
-        self, said: dict[str, Any], prompts: list[list[int]], new: int, field: str, *, special: bool = False
+        self,
+        said: dict[str, Any],
+        prompts: list[list[int]],
+        new: int,
+        field: str,
+        *,
+        special: bool = False,
+        images: Images | None = None,
     ) -> list[Reply]:
-        """Makes `n` replies for each prompt, in order; `special` is that of `Ask`."""
+        """Makes `n` replies for each prompt, in order; `special` and `images` are those of `Ask`."""
         top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
         numbers = {"temperature": 1, "repetition_penalty": self.tokenizer.repetition_penalty} | said
         names = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -202,7 +214,7 @@ class Server:
                     code="context_length_exceeded",
                 )
             seed = said.get("seed", secrets.randbits(32)) % 2**32
-            ask = Ask(prompt, new, sampler, seed, [stop] if is_text(stop) else stop, special)
+            ask = Ask(prompt, new, sampler, seed, [stop] if is_text(stop) else stop, special, images)
             replies += [Reply(len(replies) + i, ask, self.tokenizer) for i in range(n)]
         return replies
 

@@ -21,7 +21,7 @@ from kernels.chunks import Chunks
 from zoo.generation.engine import Completion, Engine, bucket
 from zoo.generation.generate import begun, first
 from zoo.generation.sampling import Sampler
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, Images
 from zoo.serve.fields import Refusal
 from zoo.tokenizer import Tokenizer
 
@@ -36,6 +36,7 @@ class Ask:
     seed: int
     stop: Sequence[str]
     special: bool  # whether the text shows special tokens
+    images: Images | None = None
 
 
 class Reply:
@@ -176,7 +177,12 @@ class Worker(threading.Thread):
                 same = list(group)
                 key = jax.random.key(ask.seed)
                 completions = self._engine.submit(
-                    ask.prompt, max_new_tokens=ask.new, sampler=ask.sampler, key=key, samples=len(same)
+                    ask.prompt,
+                    max_new_tokens=ask.new,
+                    sampler=ask.sampler,
+                    key=key,
+                    samples=len(same),
+                    images=ask.images,
                 )
                 for completion, reply in zip(completions, same, strict=True):
                     self._running[completion] = reply, deliver

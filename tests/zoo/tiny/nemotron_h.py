@@ -31,10 +31,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         mamba_ssm_cache_dtype="float32", partial_rotary_factor=1.0, rope_theta=10000, num_nextn_predict_layers=1,
         mtp_hybrid_override_pattern="*E", time_step_limit=[0.0, float("inf")],
     ),
-    # As transformers 5 writes it: a head, a period of two twice, and a tail; all biases.
+    # As transformers 5 writes it: a period of two, a layer, and layers of one kind, so three scans; all biases.
     "nemotron_h-mlp-new": {k: v for k, v in NEMOTRON_H.items() if k != "num_hidden_layers"}
     | dict(
-        layers_block_type=["mlp", "linear_attention", "full_attention", "linear_attention", "full_attention", "mlp"],
+        layers_block_type=["linear_attention", "mlp"] * 3 + ["full_attention"] + ["linear_attention"] * 5,
         mlp_bias=True, use_bias=True, rms_norm_eps=1e-5, conv_kernel=3, mamba_num_heads=6, mamba_head_dim=8, n_groups=3,
         mtp_layers_block_type=["full_attention", "moe"],
     ),
@@ -63,6 +63,15 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for n, kind in enumerate(kinds):
         out |= {f"backbone.layers.{n}.norm.weight": (d,)} | make[kind](c, f"backbone.layers.{n}.mixer")
     return out
+
+
+def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Those of the module that predicts one more token."""
+    d, first, second = config["hidden_size"], "mtp.layers.0", "mtp.layers.1"
+    norms = f"{first}.enorm", f"{first}.hnorm", f"{first}.norm", f"{second}.norm", f"{second}.final_layernorm"
+    out: dict[str, tuple[int, ...]] = {f"{norm}.weight": (d,) for norm in norms}
+    out |= {f"{first}.eh_proj.weight": (d, 2 * d)} | attention(config, f"{first}.mixer")
+    return out | experts(config, f"{second}.mixer")
 
 
 def mamba2(c: dict[str, Any], path: str) -> dict[str, tuple[int, ...]]:

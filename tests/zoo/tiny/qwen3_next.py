@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 STACK = "qwen3_next-dense-new"
-PARAMETERS = {"qwen3-next-80b-a3b": 79_674_391_296, "qwen3-next-80b-a3b-thinking": 79_674_391_296}
+PARAMETERS = dict.fromkeys(("qwen3-next-80b-a3b", "qwen3-coder-next"), 79_674_391_296)
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

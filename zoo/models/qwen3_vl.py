@@ -1,0 +1,408 @@
+"""Qwen3-VL (arXiv:2511.21631): Qwen3's decoder, dense or a mixture of experts, which sees images and videos.
+
+Features of images are turned by three rotary coordinates, which the frequencies of each head share in turn. Images keep
+their shape, and take as many tokens as it has. What the tower, the part "vision", gives in between is added after the
+first layers (DeepStack). Without the part it is the text model, and saved as one: text alone has no use for the three
+coordinates.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels import Tokens
+from zoo.config import part_config, text_config
+from zoo.nn import moe
+from zoo.nn.cache import KV
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Linear,
+    RMSNorm,
+    swiglu,
+)
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, causal_keys
+from zoo.nn.rope import MultiAxisRotary, RopeScaling
+from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.vision import qwen3_vl
+
+
+# config.json's model_type of a dense model and of a mixture, and what transformers calls each without and with a tower.
+ARCHITECTURES = {
+    "qwen3_vl_text": ("Qwen3VLTextModel", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe_text": ("Qwen3VLMoeTextModel", "Qwen3VLMoeForConditionalGeneration"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """What a config.json says of images; `tower` is its `vision_config`."""
+
+    tower: qwen3_vl.Config
+    mrope_section: tuple[int, ...] = (24, 20, 20)  # how many of the frequencies turn by each coordinate
+    image_token_id: int = 151_655
+    video_token_id: int = 151_656
+    vision_start_token_id: int = 151_652
+    vision_end_token_id: int = 151_653
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractMixtureConfig):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the MLP in dense layers
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 128
+    max_position_embeddings: int = 128_000
+    num_experts: int = 0  # 0, and the next two too: a dense model
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    vision: VisionConfig | None = None
+    model_type: str = ""  # this and the next: those of a dense model or of a mixture
+    architectures: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        mixture = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        model_type = self.model_type or tuple(ARCHITECTURES)[self.num_experts > 0]
+        if model_type not in ARCHITECTURES or set(self.architectures) - set(ARCHITECTURES[model_type]):
+            known = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in ARCHITECTURES.items())
+            raise ValueError(
+                f"model_type={model_type!r} with architectures={list(self.architectures)} is not implemented: {known}."
+            )
+        for name in mixture:
+            if (getattr(self, name) > 0) != (model_type == "qwen3_vl_moe_text"):
+                needs = "has not" if getattr(self, name) else "needs"
+                raise ValueError(f"{name}={getattr(self, name)}, which {model_type} {needs}.")
+        object.__setattr__(self, "model_type", model_type)
+        object.__setattr__(self, "architectures", ARCHITECTURES[model_type][:1])
+        if self.vision is not None and self.vision.tower.out_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"vision_config has out_hidden_size={self.vision.tower.out_hidden_size}, but the text model's "
+                f"hidden_size is {self.hidden_size}."
+            )
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+
+    def sparse(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        step = self.decoder_sparse_step
+        return self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % step == 0
+
+
+# fmt: off
+#                                  hidden    mlp  depth  heads
+SMALL = lambda width: qwen3_vl.Config( 1024,  4096,    24,    16, width, (5, 11, 17))
+LARGE = lambda width: qwen3_vl.Config( 1152,  4304,    27,    16, width, (8, 16, 24))
+QWEN: dict[str, Any] = dict(max_position_embeddings=262_144, rope_theta=5_000_000.0)
+QWEN_MOE: dict[str, Any] = dict(num_experts=128, num_experts_per_tok=8)
+Options = Callable[..., dict[str, Any]]
+of: Options = lambda tower, tied=False: QWEN | dict(vision=VisionConfig(tower), tie_word_embeddings=tied)
+moe_of: Options = lambda tower, width: of(tower) | QWEN_MOE | dict(moe_intermediate_size=width)
+#                                           vocab hidden    mlp  layers heads kv
+CONFIGS = {
+    "qwen3-vl-2b":                   Config(151936,  2048,  6144,    28,   16, 8, **of(SMALL(2048), True)),
+    "qwen3-vl-2b-thinking":          Config(151936,  2048,  6144,    28,   16, 8, **of(SMALL(2048), True)),
+    "qwen3-vl-4b":                   Config(151936,  2560,  9728,    36,   32, 8, **of(SMALL(2560), True)),
+    "qwen3-vl-4b-thinking":          Config(151936,  2560,  9728,    36,   32, 8, **of(SMALL(2560), True)),
+    "qwen3-vl-8b":                   Config(151936,  4096, 12288,    36,   32, 8, **of(LARGE(4096))),
+    "qwen3-vl-8b-thinking":          Config(151936,  4096, 12288,    36,   32, 8, **of(LARGE(4096))),
+    "qwen3-vl-32b":                  Config(151936,  5120, 25600,    64,   64, 8, **of(LARGE(5120))),
+    "qwen3-vl-32b-thinking":         Config(151936,  5120, 25600,    64,   64, 8, **of(LARGE(5120))),
+    "qwen3-vl-30b-a3b":              Config(151936,  2048,  6144,    48,   32, 4, **moe_of(LARGE(2048), 768)),
+    "qwen3-vl-30b-a3b-thinking":     Config(151936,  2048,  6144,    48,   32, 4, **moe_of(LARGE(2048), 768)),
+    "qwen3-vl-235b-a22b":            Config(151936,  4096, 12288,    94,   64, 4, **moe_of(LARGE(4096), 1536)),
+    "qwen3-vl-235b-a22b-thinking":   Config(151936,  4096, 12288,    94,   64, 4, **moe_of(LARGE(4096), 1536)),
+}
+# fmt: on
+
+
+class Attention(eqx.Module):
+    q_proj: AbstractLinear
+    k_proj: AbstractLinear
+    v_proj: AbstractLinear
+    o_proj: AbstractLinear
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+    head_dim: int = eqx.field(static=True)
+    rotary: MultiAxisRotary = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (q, k, v, o) = config, jax.random.split(key, 4)
+        self.head_dim = c.head_dim
+        sections = c.vision.mrope_section if c.vision else ()
+        self.rotary = MultiAxisRotary(c.head_dim, c.rope_theta, c.rope_scaling, sections)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
+        self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
+        self.v_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=v)
+        self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
+        k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
+        v, kv = heads(self.v_proj(x)), at
+        if cache is not None:
+            cache, k, v, kv = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+
+class MLP(eqx.Module):
+    gate_proj: AbstractLinear
+    up_proj: AbstractLinear
+    down_proj: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate, up, down) = config, jax.random.split(key, 3)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, key=gate)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, key=up)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Router(eqx.Module):
+    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        shape = (config.num_experts, config.hidden_size)
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
+
+
+class Experts(eqx.Module):
+    gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
+    down_proj: AbstractExpertLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (gate_up, down) = config, jax.random.split(key)
+        self.gate_up_proj = ExpertLinear(c.num_experts, c.hidden_size, 2 * c.moe_intermediate_size, key=gate_up)
+        self.down_proj = ExpertLinear(c.num_experts, c.moe_intermediate_size, c.hidden_size, key=down)
+
+    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
+        gate, up = moe.halves(self.gate_up_proj(x, sizes))
+        return self.down_proj(swiglu(gate, up), sizes)
+
+
+class MoE(eqx.Module):
+    gate: Router
+    experts: Experts
+    top_k: int = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        gate, experts = jax.random.split(key)
+        self.gate = Router(config, key=gate)
+        self.experts = Experts(config, key=experts)
+        self.top_k = config.num_experts_per_tok
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
+    ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
+        logits = self.gate(x)
+        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        weights, chosen = moe.top_k(probability, self.top_k)
+        weights = (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
+        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
+        return y, moe.Routing.of(logits, probability, chosen, segments)
+
+
+class Block(AbstractDecoderBlock):
+    input_layernorm: RMSNorm
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: MoE | MLP
+
+    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, key=attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MoE(config, key=mlp) if config.sparse(layer) else MLP(config, key=mlp)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], KV | None, moe.Routing | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, at)
+        x = x + y
+        y = self.post_attention_layernorm(x)
+        y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
+        return x + y, cache, routing
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
+        a = self.self_attn
+        return KV.init(layers, batch, length, a.k_proj.shape[-2] // a.head_dim, a.head_dim, dtype)
+
+
+class Model(AbstractVisionModel):
+    embed_tokens: Embedding
+    layers: Stack
+    norm: RMSNorm
+    lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    vision: qwen3_vl.Tower | None
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        c, (embed, layers, head, tower) = config, jax.random.split(key, 4)
+        if "vision" not in parts:
+            c = dataclasses.replace(c, vision=None)
+        elif c.vision is None:
+            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
+        self.config = c
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
+        deep = range(len(c.vision.tower.deepstack_visual_indexes) if c.vision else 0)
+        # The first layers, after which DeepStack adds something, are kinds of their own: so the stack runs them alone.
+        kinds = [n if n in deep else f"sparse={c.sparse(n)}" for n in range(c.num_hidden_layers)]
+        self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+        self.vision = None if c.vision is None else qwen3_vl.Tower(c.vision.tower, key=tower)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: Caches | None = None,
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segments: Int[Array, "batch seq"] | None = None,
+        images: Images | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
+        at, deep, lag = Tokens(positions, segments), [], None
+        if self.vision is not None:
+            if images is not None:
+                features, *deep = self.vision.levels(jnp.asarray(images.patches), jnp.asarray(images.grids))
+                x = images.instead_of(x, features)
+                deep = [images.instead_of(jnp.zeros_like(x), features) for features in deep]
+            if cache is not None:
+                cache, (lag,) = cache[:-1], cache[-1]
+            at, lag = qwen3_vl.placed(at, x, images, self.vision.config.spatial_merge_size, lag)
+        x, cache, reports = self.layers(x, cache, at, deep)
+        return self.norm(x), cache if lag is None or cache is None else (*cache, (lag,)), reports
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
+        caches = self.layers.init_cache(batch, length, dtype)
+        return caches if self.vision is None else (*caches, (qwen3_vl.Lag.init(batch),))
+
+
+IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Keys beside text_config that repeat what it says, or that `standard_form` reads.
+BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config", *IDS}
+# What rotary positions of images need: of text, the coordinates of all axes are the position.
+AXES: dict[str, Any] = {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+
+
+def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the text part of config.json with `vision` beside it.
+
+    Raises:
+        ValueError: for what `vision_config` says and the tower does not know, or if the axes do not take turns.
+    """
+    text: dict[str, Any] = dict(hub)
+    seen: dict[str, Any] | None = None
+    if "text_config" in hub:
+        # The value of tie_word_embeddings beside text_config counts, not the one in it.
+        told = {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
+        kind, names = hub.get("model_type"), {"architectures": hub.get("architectures") or []}
+        if hub.get("vision_config") is not None:
+            implied = qwen3_vl.IMPLIED | {"model_type": OneOf([kind, f"{kind}_vision"])}
+            tower = part_config(qwen3_vl.Config, hub["vision_config"], implied, "vision_config")
+            seen = {key: hub[key] for key in IDS if key in hub} | {"tower": tower}
+        text = {"model_type": f"{kind}_text"} | text_config(hub, BESIDE) | told | names
+    if "num_local_experts" in text:  # as transformers 5 writes it
+        text["num_experts"] = text.pop("num_local_experts")
+    for key in ("rope_parameters", "rope_scaling"):
+        if rope := text.get(key):
+            if not rope.get("mrope_interleaved", True):
+                raise ValueError(f"{key} says mrope_interleaved=False, but only true is implemented.")
+            if seen is not None and "mrope_section" in rope:
+                seen["mrope_section"] = rope["mrope_section"]
+            text[key] = {name: value for name, value in rope.items() if name not in AXES}
+    return text if seen is None else text | {"vision": part_config(VisionConfig, seen, {}, "It")}
+
+
+def published_form(hub: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
+    if (seen := hub.pop("vision")) is None:
+        return hub
+    outside = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
+    outer = {key: hub.pop(key) for key in outside if key in hub}
+    kind, sections = hub["model_type"].removesuffix("_text"), {"mrope_section": seen.pop("mrope_section")}
+    hub["rope_scaling"] = {"rope_type": "default"} | (hub["rope_scaling"] or {}) | AXES | sections
+    names = {"architectures": [ARCHITECTURES[hub["model_type"]][1]], "model_type": kind}
+    hub.pop("architectures")
+    tower = {"model_type": kind, "hidden_act": qwen3_vl.IMPLIED["hidden_act"]} | seen.pop("tower")
+    return names | outer | seen | {"text_config": hub, "vision_config": tower}
+
+
+FAMILY = Family(
+    title="Qwen3-VL",
+    Config=Config,
+    Model=Model,
+    configs=CONFIGS,
+    model_types=("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+    partition_rules={
+        **{f"vision.{path}": spec for path, spec in qwen3_vl.PARTITION_RULES.items()},
+        "embed_tokens": P("tensor", "fsdp"),
+        "lm_head": P("tensor", "fsdp"),
+        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
+        "layers.*.o_proj": P("fsdp", "tensor"),
+        "layers.*.gate.weight": P(),
+        "layers.*.experts.gate_up_proj": P("expert", "tensor", "fsdp"),
+        "layers.*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "layers.*.gate_proj": P("tensor", "fsdp"),
+        "layers.*.up_proj": P("tensor", "fsdp"),
+        "layers.*.down_proj": P("fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
+    checkpoint_names={
+        "vision.patch_embed.*": "model.visual.patch_embed.proj.{}",
+        "vision.*": "model.visual.{}",
+        "lm_head.*": "lm_head.{}",
+        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",
+        "*": "model.{}",
+    },
+    beginnings={"vision": {"model.visual.": "model.visual.", "model.": "model.language_model."}},
+    aliases={  # names in checkpoints with a vision tower: the releases', and those without `model.` before the tower
+        "model.language_model.": "model.",
+        "visual.": "model.visual.",
+    },
+    redundant={"lm_head.weight": "model.embed_tokens.weight", "model.visual.*": None},
+    parts={"vision": "its vision tower, so that the model takes images and videos"},
+    implied={"hidden_act": OneOf(["silu", "swish"]), "norm_topk_prob": True},
+    standard_form=standard_form,
+    published_form=published_form,
+)

@@ -1,0 +1,151 @@
+"""Prompts with images: chats whose messages hold images, or videos, become ids, and what the model's tower reads."""
+
+import abc
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from zoo.nn.model import AbstractModel, Images, filled, seeing
+from zoo.tokenizer import Messages, Tokenizer, image_parts, is_image
+from zoo.vision.images import AbstractImageProcessor, Processed, Qwen3VLVideo, open_image
+
+
+# Keys by which a part of a message says where its image lies: transformers' and OpenAI's.
+SOURCES = ("image", "path", "url", "base64", "image_url")
+
+
+class AbstractVision(eqx.Module):
+    """The part "vision" of a family's model: `features = vision(patches, grids)`."""
+
+    processor: ClassVar[type[AbstractImageProcessor]]
+    """Makes the patches, as the checkpoint's preprocessor_config.json says."""
+    video: ClassVar[type[Qwen3VLVideo] | None] = None
+    """Makes those of videos; None: the model takes none."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, patches: Float[Array, "images patches pixels"], grids: Int[Array, "images 2"]
+    ) -> Float[Array, "images tokens embed"]:
+        """What stands in the place of each image's tokens, in their order; see `Images` for `grids`."""
+
+
+def encode_prompt(
+    model: AbstractModel, tokenizer: Tokenizer, messages: Messages, *, remote: bool = False, **options: Any
+) -> tuple[list[int], Images]:
+    """Turn a chat with images into ids, by default with an assistant's turn opened at the end, and its images as those
+    of one row.
+
+    The content of a message is then a list, of `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`,
+    whose image is what `zoo.vision.images.open_image` takes. As in transformers it may be called "path", "url" or
+    "base64" instead, or stand as `{"type": "image_url", "image_url": {"url": ...}}`. A video is
+    `{"type": "video", "video": [...], "fps": 2}`: its frames, each as an image, and how many there are in a second; or
+    "seconds", the time of each.
+
+    Args:
+        model: whose tower reads the images; loaded from a folder with a preprocessor_config.json.
+        tokenizer: with a chat template that has a place for images.
+        messages: the chat.
+        remote: whether http(s) URLs are downloaded.
+        options: those of `Tokenizer.render`.
+
+    Raises:
+        ValueError: if the model takes no images, the template has no place for them, or an image cannot be read.
+    """
+    vision, source = _vision_of(model)
+    parts = list(image_parts(messages))
+    kinds = [vision.video if part["type"] == "video" else vision.processor for part in parts]
+    if None in kinds:
+        raise ValueError("The model takes images, but no videos: show it some of the frames as images.")
+    processors = {kind: kind.read(source) for kind in dict.fromkeys(kinds) if kind is not None}
+    by = [processors[kind] for kind in kinds if kind is not None]
+    shown = [_processed(processor, part, remote) for processor, part in zip(by, parts, strict=True)]
+    plain = [without_images(message) for message in messages]
+    given: dict[str, Any] = {"add_generation_prompt": True} | options
+    text = tokenizer.render_marked(plain, **given)
+    for processor in processors.values():
+        text = processor.expand(text, [one.text for own, one in zip(by, shown, strict=True) if own is processor])
+    ids, _ = tokenizer.encode_marked(text)
+    placeholders = [tokenizer.encode(processor.placeholder, special=False)[0] for processor in processors.values()]
+    pictures = [picture for one in shown for picture in one.pictures]
+    features = [one.text.count(own.placeholder) // len(one.shapes) for own, one in zip(by, shown, strict=True)]
+    each = [number for number, one in zip(features, shown, strict=True) for _ in one.shapes]
+    return ids, Images.of(
+        stacked(pictures, vision.processor),
+        each,
+        np.array([ids]),
+        placeholders,
+        np.concatenate([one.shapes for one in shown]),
+    )
+
+
+def stacked(
+    pictures: Sequence[Float[np.ndarray, "_ pixels"]], processor: AbstractImageProcessor | type[AbstractImageProcessor]
+) -> Float[np.ndarray, "pictures patches pixels"]:
+    """Stack the patches of pictures. Those of any shape are filled up to a power of two, so that few are compiled."""
+    most = max(map(len, pictures))
+    return filled(pictures, 1 << (most - 1).bit_length() if processor.keeps_shape else most)
+
+
+def _processed(processor: Any, part: Mapping[str, Any], remote: bool) -> Processed:
+    """What the tower and the prompt take of an image, or of a video.
+
+    Raises:
+        ValueError: if an image cannot be read; for a video that is no list of frames, or that does not say when they
+            were seen.
+    """
+    if part["type"] != "video":
+        return processor(open_image(source_of(part), remote=remote))
+    frames, fps, seconds = part.get("video"), part.get("fps"), part.get("seconds")
+    if not isinstance(frames, list | tuple):
+        raise ValueError('A video is a list of its frames, each as an image: {"type": "video", "video": [...]}.')
+    if seconds is None:
+        if not (isinstance(fps, int | float) and fps > 0):
+            raise ValueError('A video says how many frames it has in a second, "fps", or the times of all, "seconds".')
+        seconds = [n / fps for n in range(len(frames))]
+    return processor([open_image(frame, remote=remote) for frame in frames], list(seconds))
+
+
+def processor_of(model: AbstractModel) -> AbstractImageProcessor:
+    """Read what prepares a model's images, from the folder that it was loaded from.
+
+    Raises:
+        ValueError: if the model takes no images, or there is no such folder or file.
+    """
+    vision, source = _vision_of(model)
+    return vision.processor.read(source)
+
+
+def _vision_of(model: AbstractModel) -> tuple[AbstractVision, pathlib.Path]:
+    """The part of a model that sees, and the folder that it was loaded from."""
+    vision, source = seeing(model).vision, model.config.source
+    assert isinstance(vision, AbstractVision), "zoo.models say what prepares their images"
+    if source is None:
+        raise ValueError("The model was made without a checkpoint, so nothing says how its images are prepared.")
+    return vision, source
+
+
+def source_of(part: Mapping[str, Any], elsewhere: Callable[[], Any] = lambda: None) -> Any:
+    """Where the image of a part lies, as `open_image` takes it; `elsewhere` tells of one that does not say.
+
+    Raises:
+        ValueError: if nothing says it.
+    """
+    source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
+    source = elsewhere() if source is None else source
+    if isinstance(source, Mapping):  # OpenAI's, or that of a column of images of Hugging Face's datasets
+        source = next((source[key] for key in ("url", "bytes", "path") if source.get(key) is not None), None)
+    if source is None:
+        raise ValueError(f"An image of a message says nowhere where it lies: give it one of {', '.join(SOURCES)}.")
+    return f"data:image/unknown;base64,{source}" if part.get("base64") is not None else source
+
+
+def without_images(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as templates want it, which ask only where images stand."""
+    if not isinstance(message.get("content"), list | tuple):
+        return message
+    plain = lambda part: {"type": "video" if part["type"] == "video" else "image"} if is_image(part) else part
+    return {**message, "content": [plain(part) for part in message["content"]]}

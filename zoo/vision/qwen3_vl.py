@@ -1,0 +1,347 @@
+"""Qwen3-VL's vision tower (arXiv:2511.21631), and Qwen3.5's: a transformer over the patches of pictures of any shape.
+
+A patch has two frames, which of an image are the same one. Its place is told twice: by learned vectors of a square of
+places, interpolated to the picture's shape, and by rotary positions along rows and columns. Four neighbouring patches
+become one feature of the text model. DeepStack (arXiv:2406.04334) makes further features in the same way of what some
+layers in between give, which the text model adds after its first layers.
+
+In the text a feature has three rotary coordinates (`placed`): where its picture begins, its row and its column.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+import kernels
+from kernels import Tokens, counted
+from kernels.masks import first_of_document
+from kernels.mesh import BATCH, split_lookup
+from kernels.sums import spread
+from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
+from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, recomputed
+from zoo.nn.model import Images
+from zoo.nn.rope import AbstractRotary, rotated
+from zoo.nn.stack import AbstractBlock, Stack
+from zoo.vision.images import Qwen3VL, Qwen3VLVideo
+from zoo.vision.prompts import AbstractVision
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The `vision_config` of a config.json."""
+
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    depth: int = 27
+    num_heads: int = 16
+    out_hidden_size: int = 3584  # the text model's width
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    in_channels: int = 3
+    num_position_embeddings: int = 2304
+
+    def __post_init__(self):
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError(
+                f"vision_config has hidden_size={self.hidden_size}, which is no multiple of four times "
+                f"num_heads={self.num_heads}."
+            )
+        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            raise ValueError(f"vision_config has num_position_embeddings={self.num_position_embeddings}, no square.")
+        deep = self.deepstack_visual_indexes
+        if list(deep) != sorted(set(deep)) or not all(0 <= n < self.depth for n in deep):
+            raise ValueError(
+                f"vision_config has deepstack_visual_indexes={list(deep)}, which do not rise from 0 to "
+                f"depth={self.depth}."
+            )
+
+    @property
+    def pixels(self) -> int:
+        """How many numbers a patch has."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+IMPLIED = {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0}}
+EPS = 1e-6  # of all norms
+
+
+class PatchEmbedding(eqx.Module):
+    """A linear map of a patch's pixels, stored as the convolution over two frames that it is."""
+
+    weight: Float[Array, "out channels frames height width"]
+    bias: Float[Array, " out"]
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c = config
+        shape = (c.hidden_size, c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
+        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
+        self.bias = jnp.zeros(c.hidden_size)
+
+    def __call__(self, patches: Float[Array, "pictures patches pixels"]) -> Float[Array, "pictures patches embed"]:
+        y = jnp.einsum("...i,oi->...o", patches.astype(self.weight.dtype), self.weight.reshape(len(self.weight), -1))
+        return y + spread(self.bias, y.shape)
+
+
+class AxialRotary(AbstractRotary):
+    """Rotates the first half of the pairs of a head's features by a patch's row, the others by its column, in float32.
+
+    `dim` is half the size of a head.
+    """
+
+    def __call__(
+        self, x: Float[Array, "pictures patches heads dim"], at: Tokens
+    ) -> Float[Array, "pictures patches heads dim"]:
+        assert at.rotary is not None
+        rows, columns = (self.turns(at.rotary[..., axis]) for axis in (0, 1))
+        cos, sin = (jnp.concatenate(both, axis=-1) for both in zip(rows, columns, strict=True))
+        return rotated(x.astype(jnp.float32), cos, sin).astype(x.dtype)
+
+
+class Attention(eqx.Module):
+    qkv: AbstractLinear  # rows: all queries', all keys', all values'
+    proj: AbstractLinear
+    num_heads: int = eqx.field(static=True)
+    rotary: AxialRotary = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        width, (qkv, proj) = config.hidden_size, jax.random.split(key)
+        self.qkv = Linear(width, 3 * width, bias=True, key=qkv)
+        self.proj = Linear(width, width, bias=True, key=proj)
+        self.num_heads = config.num_heads
+        self.rotary = AxialRotary(width // config.num_heads // 2, 10_000.0)
+
+    def __call__(self, x: Float[Array, "pictures patches embed"], at: Tokens) -> Float[Array, "pictures patches embed"]:
+        heads = lambda y: y.reshape(*y.shape[:2], self.num_heads, -1)
+        q, k, v = map(heads, jnp.split(self.qkv(x), 3, axis=-1))
+        q, k = self.rotary(q, at), self.rotary(k, at)
+        y = kernels.attention(q, k, v, at, scale=q.shape[-1] ** -0.5, mask=kernels.Full())
+        return self.proj(y.reshape(x.shape))
+
+
+@functools.partial(recomputed, static_argnums=1)
+def gelu(x: Float[Array, "*batch dim"], approximate: bool) -> Float[Array, "*batch dim"]:
+    """Computes gelu(x) (arXiv:1606.08415) in float32, rounded once, as in PyTorch; or its approximation by tanh."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+
+
+class MLP(eqx.Module):
+    linear_fc1: AbstractLinear
+    linear_fc2: AbstractLinear
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        c, (fc1, fc2) = config, jax.random.split(key)
+        self.linear_fc1 = Linear(c.hidden_size, c.intermediate_size, bias=True, key=fc1)
+        self.linear_fc2 = Linear(c.intermediate_size, c.hidden_size, bias=True, key=fc2)
+
+    def __call__(self, x: Float[Array, "pictures patches embed"]) -> Float[Array, "pictures patches embed"]:
+        return self.linear_fc2(gelu(self.linear_fc1(x), True))
+
+
+class Block(AbstractBlock):
+    norm1: LayerNorm
+    attn: Attention
+    norm2: LayerNorm
+    mlp: MLP
+    deep: bool = eqx.field(static=True)  # DeepStack takes what this layer gives: it is its report
+    ordered: ClassVar[bool] = True  # of the text: where a picture's features stand is counted along the row
+
+    def __init__(self, config: Config, deep: bool, *, key: PRNGKeyArray):
+        attention, mlp = jax.random.split(key)
+        self.norm1 = LayerNorm(config.hidden_size, EPS)
+        self.attn = Attention(config, key=attention)
+        self.norm2 = LayerNorm(config.hidden_size, EPS)
+        self.mlp = MLP(config, key=mlp)
+        self.deep = deep
+
+    def __call__(
+        self, x: Float[Array, "pictures patches embed"], cache: None, at: Tokens
+    ) -> tuple[Float[Array, "pictures patches embed"], None, Float[Array, "pictures patches embed"] | None]:
+        x = x + self.attn(self.norm1(x), at)
+        x = x + self.mlp(self.norm2(x))
+        return x, None, x if self.deep else None
+
+
+class Merger(eqx.Module):
+    """Makes neighbouring patches, which follow one another, one feature of the text model."""
+
+    norm: LayerNorm  # of each patch, or in DeepStack's of all that become one feature
+    linear_fc1: AbstractLinear
+    linear_fc2: AbstractLinear
+    merge: int = eqx.field(static=True)  # patches
+    deep: bool = eqx.field(static=True)  # DeepStack's
+
+    def __init__(self, config: Config, deep: bool, *, key: PRNGKeyArray):
+        c, (fc1, fc2) = config, jax.random.split(key)
+        self.merge, self.deep = c.spatial_merge_size**2, deep
+        width = self.merge * c.hidden_size
+        self.norm = LayerNorm(width if deep else c.hidden_size, EPS)
+        self.linear_fc1 = Linear(width, width, bias=True, key=fc1)
+        self.linear_fc2 = Linear(width, c.out_hidden_size, bias=True, key=fc2)
+
+    def __call__(self, x: Float[Array, "pictures patches dim"]) -> Float[Array, "pictures tokens embed"]:
+        pictures, patches, dim = x.shape
+        together = lambda y: y.reshape(pictures, patches // self.merge, self.merge * dim)
+        x = self.norm(together(x)) if self.deep else together(self.norm(x))
+        return self.linear_fc2(gelu(self.linear_fc1(x), False))
+
+
+class Tower(AbstractVision):
+    """`features, *deep = tower.levels(patches, grids)`."""
+
+    patch_embed: PatchEmbedding
+    pos_embed: Embedding
+    blocks: Stack
+    merger: Merger
+    deepstack_merger_list: tuple[Merger, ...]
+    config: Config = eqx.field(static=True)
+    processor: ClassVar[type[Qwen3VL]] = Qwen3VL
+    video: ClassVar[type[Qwen3VLVideo] | None] = Qwen3VLVideo
+
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Initialise random weights, in float32."""
+        c, of = config, set(config.deepstack_visual_indexes)
+        patch, position, blocks, merger, *deep = jax.random.split(key, 4 + len(of))
+        self.config = c
+        self.patch_embed = PatchEmbedding(c, key=patch)
+        self.pos_embed = Embedding(c.num_position_embeddings, c.hidden_size, key=position)
+        kinds = [n if n in of else None for n in range(c.depth)]
+        self.blocks = Stack(lambda n, *, key: Block(c, n in of, key=key), kinds, key=blocks)
+        self.merger = Merger(c, False, key=merger)
+        self.deepstack_merger_list = tuple(Merger(c, True, key=key) for key in deep)
+
+    def __call__(
+        self, patches: Float[Array, "pictures patches pixels"], grids: Int[Array, "pictures 2"]
+    ) -> Float[Array, "pictures tokens embed"]:
+        return self.levels(patches, grids)[0]
+
+    def levels(
+        self, patches: Float[Array, "pictures patches pixels"], grids: Int[Array, "pictures 2"]
+    ) -> tuple[Float[Array, "pictures tokens embed"], ...]:
+        """What stands in the place of a picture's tokens, and what the text's first layers are each followed by.
+
+        Patches lie as `zoo.vision.images.Qwen3VL` cuts them: those of a feature follow one another.
+        """
+        places, real = self.places(grids, patches.shape[1])
+        x = self.patch_embed(patches)
+        x = x + self.interpolated(places, grids).astype(x.dtype)
+        x, _, reports = self.blocks(x, None, Tokens(segments=real.astype(jnp.int32), rotary=places))
+        # Blocks are in the order of their layers, and those that report are kinds of their own, which are not repeated.
+        deep = [jnp.reshape(y, x.shape) for part in reports for y in part if isinstance(y, Array)]
+        return self.merger(x), *(merge(y) for merge, y in zip(self.deepstack_merger_list, deep, strict=True))
+
+    def places(
+        self, grids: Int[Array, "pictures 2"], patches: int
+    ) -> tuple[Int[Array, "pictures patches 2"], Bool[Array, "pictures patches"]]:
+        """The row and column of each patch, and which patches are not padding."""
+        merge, n = self.config.spatial_merge_size, jnp.arange(patches)[None]
+        block, row, column = n // merge**2, n // merge % merge, n % merge
+        wide = jnp.maximum(grids[:, 1:] // merge, 1)
+        places = jnp.stack([block // wide * merge + row, block % wide * merge + column], axis=-1)
+        return places, n < grids[:, :1] * grids[:, 1:]
+
+    def interpolated(
+        self, places: Int[Array, "pictures patches 2"], grids: Int[Array, "pictures 2"]
+    ) -> Float[Array, "pictures patches embed"]:
+        """The learned vector of each place, in float32: bilinear between those of a square, whose corners are a
+        picture's."""
+        side = math.isqrt(self.config.num_position_embeddings)
+        place = places.astype(jnp.float32) * (side - 1) / jnp.maximum(grids - 1, 1)[:, None].astype(jnp.float32)
+        first = jnp.minimum(jnp.floor(place), side - 1)
+        table, x = self.pos_embed.weight.astype(jnp.float32), jnp.zeros((*places.shape[:2], self.config.hidden_size))
+        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            corner = first + jnp.broadcast_to(jnp.array([down, right], jnp.float32), first.shape)
+            weight = jnp.prod(1 - jnp.abs(place - corner), axis=-1)
+            row, column = jnp.unstack(jnp.minimum(corner, side - 1).astype(jnp.int32), axis=-1)
+            x = x + weight[..., None] * split_lookup(table, row * side + column)
+        return x
+
+
+PARTITION_RULES = {  # under the tower's path
+    "patch_embed.*": P(),
+    "pos_embed": P(),
+    # Over "tensor" each device has an equal share of the rows, which is not that of its heads: XLA exchanges them.
+    "*.qkv": P("tensor", "fsdp"),
+    "*.proj": P("fsdp", "tensor"),
+    "*.linear_fc1": P("tensor", "fsdp"),
+    "*.linear_fc2": P("fsdp", "tensor"),
+    "*norm*": P(),
+}
+
+
+class Lag(AbstractCache):
+    """How far the positions by which text is rotated lag behind its slots: in each row, by what its images take up in
+    slots and not in positions."""
+
+    tokens: Int[Array, "layers batch"]
+    layer: Int[Array, ""]
+    rewinds: ClassVar[bool] = True  # what is taken back is text, which lags no further
+
+    @classmethod
+    def init(cls, batch: int) -> "Lag":
+        return cls(jnp.zeros((1, batch), jnp.int32), jnp.array(0, jnp.int32))
+
+    def partition_specs(self, sizes: Mapping[str, int]) -> "Lag":
+        rows = split_over(self.tokens.shape[1], BATCH, sizes)
+        return eqx.tree_at(lambda c: (c.tokens, c.layer), self, (P(None, rows), P()))
+
+    def in_int8(self) -> "Lag":
+        return self
+
+    def widened(self, more: int) -> "Lag":
+        return self
+
+
+def placed(
+    at: Tokens, x: Float[Array, "batch seq embed"], images: Images | None, merge: int, lag: AbstractCache | None
+) -> tuple[Tokens, Lag | None]:
+    """Gives tokens the coordinates by which they are rotated, and returns how far later ones lag.
+
+    A token of text goes one further along all axes. The features of an image all begin where it begins, and go further
+    by row and column; what follows goes on after its longer side (Qwen2-VL, arXiv:2409.12191, section 2.1).
+
+    Args:
+        at: where the tokens `x` stand.
+        images: those of this call.
+        merge: how many patches along a side are a feature.
+        lag: from earlier calls, where there is a cache.
+    """
+    if images is None and lag is None:
+        return at, None
+    before = jnp.zeros((len(x), 1), jnp.int32)
+    if lag is not None:
+        assert isinstance(lag, Lag), "as Model.init_cache has put it behind the layers' caches"
+        positions = positions_of(at, x)
+        first = jnp.min(jnp.where(positions < 0, NEVER, positions), axis=1)
+        before = jnp.where(first == 0, 0, lag.tokens[0])[:, None]  # a row that begins anew has no images yet
+    elif at.positions is not None:
+        positions = at.positions
+    else:
+        positions = jnp.arange(x.shape[1])[None] if at.segments is None else counted(at.segments)
+    if images is None:
+        behind = jnp.zeros_like(before)
+        rotary = positions - before
+    else:
+        is_text, image = images.image < 0, jnp.maximum(images.image, 0)
+        rows, columns = (jnp.asarray(images.grids)[:, axis][image] // merge for axis in (0, 1))
+        columns = jnp.maximum(columns, 1)
+        ends = images.feature == rows * columns - 1
+        takes = jnp.where(is_text, 1, jnp.where(ends, jnp.maximum(rows, columns), 0))
+        lags = jnp.cumsum(1 - takes, axis=1)
+        behind, lags = lags[:, -1:], lags - (1 - takes)
+        if at.segments is not None:
+            lags = lags - jnp.take_along_axis(lags, first_of_document(at.segments), axis=1)
+        start = positions - before - lags
+        row, column = (jnp.where(is_text, 0, way(images.feature, columns)) for way in (jnp.floor_divide, jnp.remainder))
+        rotary = jnp.stack([start, start + row, start + column], axis=-1)
+    new = None if lag is None else Lag((before + behind).astype(jnp.int32).T, lag.layer)
+    return at._replace(rotary=rotary), new
