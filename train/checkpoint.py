@@ -36,6 +36,7 @@ import rich
 
 from convert import manifest
 from train.cluster import agree, together
+from train.goodput import timed
 from train.state import TrainState
 from zoo.surgery import path_name
 
@@ -54,9 +55,16 @@ class CheckpointOptions:
     """When checkpoints are saved and used, in `Options`."""
 
     save_every: int = 200
-    """Number of steps between checkpoints."""
+    """Number of steps between checkpoints. 0: continuously, each as soon as the last one is written."""
     keep: int = 2
     """Number of the newest checkpoints that are kept."""
+    bin: bool = False
+    """Move checkpoints that make room for newer ones to checkpoints/bin, where you may delete them, and do not delete
+    them. On a large shared file system deleting is slow."""
+    load_state: str | None = None
+    """Begin with the full state of another run: RUN, its folder, for its newest checkpoint, or RUN@STEP. That is the
+    weights, the optimizer, the number of the step, and the place in the data if that is the same. Options may differ,
+    but for the model, adapters and the optimizer. --steps counts from the beginning of the other run."""
     accept_data: bool = False
     """Resume although files of --data have changed since the checkpoint was saved, such as for a record that was
     mended. The run keeps its place in the order of the records. If their number or lengths have changed, some may come
@@ -73,6 +81,7 @@ class Checkpoints:
         identity: JSON of all that must stay the same for the run to go on, such as the model's configuration and
             fingerprints of the data and the tokenizer.
         keep: how many of the newest checkpoints to keep.
+        bin: moves the others to the folder's "bin", instead of deleting them.
         say: gets a line of text when something went wrong and the run can go on.
         accept_data: lets the run go on although files of the data have changed, that is hashes in `identity` whose
             dotted paths match DATA.
@@ -84,11 +93,12 @@ class Checkpoints:
         *,
         identity: Mapping[str, Any],
         keep: int = 3,
+        bin: bool = False,
         say: Callable[[str], None] = rich.print,
         accept_data: bool = False,
     ):
         self.folder, self.identity = pathlib.Path(folder).resolve(), identity
-        self.keep, self.say, self.accept_data = keep, say, accept_data
+        self.keep, self.bin, self.say, self.accept_data = keep, bin, say, accept_data
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: concurrent.futures.Future | None = None
         self._failures = 0
@@ -111,6 +121,7 @@ class Checkpoints:
         """Returns the steps that have a checkpoint, oldest first."""
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
+    @timed("checkpoint")
     def save(self, state: TrainState, data: Any, *, best: int | None = None) -> None:
         """Saves the state in the background, together with `data`: JSON of the run's position in the data.
 
@@ -129,7 +140,7 @@ class Checkpoints:
         if not (finite := np.asarray(_finite(arrays))).all():
             bad = path_name(paths[int(finite.argmin())])
             raise FloatingPointError(f"{bad} is not finite at step {step}, so this state is not saved.")
-        meta = json.dumps(self._describe(state) | {"data": data})
+        meta = json.dumps(describe(state) | {"identity": self.identity, "data": data})
         unfinished = self.folder / f"{step}.unfinished"
         try:
             together(lambda: self._begin(unfinished, meta))
@@ -139,6 +150,7 @@ class Checkpoints:
         else:
             self._saving = self._thread.submit(self._finish, unfinished, writing.result, best)
 
+    @timed("checkpoint")
     def check(self, *, wait: bool = False) -> None:
         """Checks whether a save has ended, or waits for it with `wait`. Call it at every step, to learn of errors soon.
 
@@ -155,6 +167,10 @@ class Checkpoints:
                 self._failed(error)
             else:
                 self._failures = 0
+
+    def idle(self) -> bool:
+        """Whether no process is still saving. All call it at the same point."""
+        return not agree(self._saving is not None and not self._saving.done())
 
     def close(self) -> None:
         """Waits for the end of a save.
@@ -266,12 +282,13 @@ class Checkpoints:
 
     def _compare(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> str:
         """Returns why the run can't go on with a checkpoint; empty if it can."""
-        present = self._describe(abstract)
+        present = {"identity": self.identity} | describe(abstract)
         changed = differences({key: meta[key] for key in present}, present)
         files = [name for name in changed if fnmatch.fnmatch(name, DATA)]
         if other := [name for name in changed if name not in files]:
             name, (old, new) = other[0], changed[other[0]]
-            remedy = "Take the version of this project that began it" if name == "format" else "Set that back"
+            ours = name == "format" or name.startswith("state.")  # all that options change is in the identity
+            remedy = "Take the version of this project that began it" if ours else "Set that back"
             remedy = "Set --optimizer and --moments back" if name.startswith("state.opt_state.") else remedy
             return (
                 f"{path} is of another run: its {name} is {old}, and now it is {new}. {remedy} to go on with it, or "
@@ -292,19 +309,22 @@ class Checkpoints:
             )
         return ""
 
-    def _describe(self, state: TrainState) -> dict[str, Any]:
-        """Returns what must be the same in a checkpoint and in the run that goes on with it."""
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        arrays = {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
-        return {"format": FORMAT, "identity": self.identity, "state": arrays}
-
     def _finish(self, unfinished: pathlib.Path, wait: Callable[[], None], best: int | None) -> None:
         wait()
         if self._first:
             manifest.write(unfinished)
             unfinished.rename(unfinished.with_suffix(""))
             for step in {*self.steps()[: -self.keep]} - {best}:
-                shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        path, binned = self.folder / str(step), self.folder / "bin" / str(step)
+        if self.bin:
+            shutil.rmtree(binned, ignore_errors=True)  # of this step too, before the run went on from an earlier one
+            binned.parent.mkdir(exist_ok=True)
+            path.rename(binned)
+        else:
+            shutil.rmtree(path.rename(self.folder / f"{step}.unfinished"))
 
     def _failed(self, error: BaseException) -> None:
         if self._first:
@@ -315,6 +335,13 @@ class Checkpoints:
         if self._failures == FAILURES:
             raise OSError(text) from error
         self.say(f"WARNING: {text} The run goes on; the next save is tried as planned.")
+
+
+def describe(state: TrainState) -> dict[str, Any]:
+    """Returns what must be the same in a checkpoint and in a state that it is restored into."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    arrays = {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    return {"format": FORMAT, "state": arrays}
 
 
 @jax.jit

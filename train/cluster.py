@@ -34,12 +34,15 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
         processes: the number of processes.
         process: the number of this one, from 0.
 
-    On Cloud TPUs and under Slurm, Kubernetes (Jobs and JobSets) and Open MPI, JAX finds what is not given. Without any
-    of these, nothing happens: the run has one process. In all processes but process 0, rich prints nothing.
+    What is not given, `named` finds; or JAX does, on Cloud TPUs and under Slurm, Kubernetes (Jobs and JobSets) and Open
+    MPI. Without any of these, nothing happens: the run has one process. In all processes but process 0, rich prints
+    nothing.
 
     Raises:
         ValueError: there are other processes, but not enough is known to reach them.
     """
+    if (coordinator, processes, process) == (None, None, None):
+        coordinator, processes, process = named()
     asked = (coordinator, processes, process) != (None, None, None) or launched()
     if not asked and "tpu" not in (jax.config.jax_platforms or ""):  # JAX sets it on Cloud TPUs
         return
@@ -57,6 +60,22 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
             ) from error
         return
     rich.reconfigure(quiet=jax.process_index() > 0)
+
+
+def named() -> tuple[str | None, int | None, int | None]:
+    """Coordinator, number of processes and that of this one, as variables say that JobSets of XPK and GKE's guides set.
+
+    None of each, unless there are all three.
+    """
+    number = lambda *names: next((int(os.environ[name]) for name in names if name in os.environ), None)
+    host = os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("JAX_COORDINATOR_IP")
+    processes, process = number("NNODES", "JAX_PROCESS_COUNT"), number("NODE_RANK", "JOB_COMPLETION_INDEX")
+    if "NODE_RANK" not in os.environ and process is not None:
+        process += (number("JOB_INDEX") or 0) * (number("PROCESSES_IN_JOB") or 0)  # several Jobs in one JobSet
+    if not host or processes is None or process is None:
+        return None, None, None
+    port = os.environ.get("JAX_COORDINATOR_PORT", "1234")  # XPK's
+    return host if ":" in host else f"{host}:{port}", processes, process
 
 
 def launched() -> bool:

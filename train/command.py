@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import tyro
 
-from train import cluster
+from train import cluster, runfile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """What `command` needs, in `Options`: how the processes of a run find each other."""
+    """What `command` needs, in `Options`: a file of options, and how the processes of a run find each other."""
 
     name: ClassVar[str]  # of the script
 
+    config: pathlib.Path | None = None
+    """YAML file of any of these options, such as the run.yaml in the folder of another run. Those of the command line
+    win."""
     coordinator: str | None = None
     """host:port of process 0. Only for several processes that were started by no launcher known to JAX: see
     docs/clusters.md."""
@@ -45,7 +47,10 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
 
     Programs that XLA compiles are kept for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
     """
-    o = tyro.cli(options)
+    try:
+        o = runfile.parse(options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
     if not jax.config.jax_compilation_cache_dir:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "equinox-zoo" / "jax"))
@@ -53,7 +58,7 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
         cluster.initialize(o.coordinator, o.processes, o.process)
         main(o)
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        cluster.end(f"{type(error).__name__}: {error}")
+        cluster.end(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise

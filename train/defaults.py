@@ -8,11 +8,16 @@ import jax
 import rich
 from jax.sharding import Mesh
 
+from kernels.mesh import BATCH
+from train import trackers
 from train.adapters import Lora
+from train.microbatches import elastic
 from train.options import Options
 from train.plan import ahead, fit
 from train.report import device_bytes
+from train.runfile import Counted
 from train.state import Trained
+from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractConfig
 
 
@@ -25,11 +30,18 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float, weight_decay: floa
     `width_lr` is the learning rate of a model of width 4,096.
 
     Raises:
-        ValueError: if the model has fewer positions than --seq-len.
+        ValueError: if the model has fewer positions than --seq-len, or there is no such --tracker.
+        ImportError: if a tracker's package is not installed.
     """
+    trackers.check(o.tracker)
     if o.seq_len > config.max_position_embeddings:
         raise ValueError(f"--seq-len {o.seq_len} exceeds the model's {config.max_position_embeddings} positions.")
     dtype = {"cpu": "float32"}.get(jax.default_backend(), "bfloat16")
+    if (processes := jax.process_count()) < o.full_processes:
+        shares = math.prod(make_mesh(o.mesh).shape[axis] for axis in BATCH)
+        parts = elastic(o.microbatches, rows=o.batch, shares=shares, processes=processes, full=o.full_processes)
+        rich.print(f"{processes} of {o.full_processes} processes: a step has {parts} microbatches.")
+        o = dataclasses.replace(o, microbatches=parts)
     return dataclasses.replace(
         o,
         seq_len=o.seq_len or min(config.max_position_embeddings, 2048),
@@ -46,10 +58,10 @@ def width_lr(adapters: Lora) -> float:
 
 
 def resolve_steps(o: O, steps: int) -> O:
-    """`o` for a run of so many steps."""
+    """`o` for a run of so many steps, which were counted if --steps is 0."""
     return dataclasses.replace(
         o,
-        steps=steps,
+        steps=steps if o.steps else Counted(steps),
         warmup=math.ceil(0.03 * steps) if o.warmup < 0 else o.warmup,
         decay=math.ceil(0.2 * steps) if o.decay < 0 else o.decay,
         eval_every=o.eval_every or math.ceil(steps / 10),
@@ -69,7 +81,7 @@ def resolve_remat(o: O, trained: Trained, mesh: Mesh, held: Any) -> O:
         return o
     ways = fit.ways(
         trained.config, mesh, trained.abstract, ahead.device_bytes(held), rows=o.batch, seq=o.seq_len,
-        compute_dtype=o.compute_dtype, frozen=trained.frozen is not None, least=o.microbatches,
+        compute_dtype=o.compute_dtype, frozen=trained.adapters, least=o.microbatches,
     )  # fmt: skip
     available = device_bytes()
     if available is None or not ways:

@@ -24,6 +24,7 @@ from train import finetune, folder, loop, loss, report
 from train.command import command
 from train.data import teacher
 from train.data.packing import batches, count, file_hashes, fingerprint, padded, prompts_of, survey, tokenizer_hash
+from train.data.pictures import refuse_vision
 from train.data.records import open_records
 from train.defaults import resolve_steps, width_lr
 from train.mesh import put_batch
@@ -105,6 +106,7 @@ def main(o: DistillOptions) -> None:
     if o.logits and o.beta:
         raise ValueError(f"--beta {o.beta} needs all of the teacher's logits; of stored ones there is the forward KL.")
     mesh = make_mesh(o.mesh)
+    refuse_vision(o, "stored logits have no images")
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora))
@@ -160,7 +162,7 @@ def store(o: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dic
         top = jax.jit(functools.partial(teacher.top_k, k=o.top_k))
 
         def with_logits(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            values, indices = map(gathered, top(larger, put_batch(batch, mesh)))
+            values, indices = map(gathered, top(larger, put_batch(batch, mesh, larger)))
             return batch | {"top_values": values, "top_indices": indices}
 
         bar = rich.progress.track(data, "Storing logits", console=rich.get_console())

@@ -21,11 +21,13 @@ import zoo
 from train import finetune, loop, loss, report
 from train.command import command
 from train.data.packing import count, fingerprint, prompt_of
-from train.data.preferences import PAIRS, batches, encode_pairs, survey
+from train.data.pictures import of_prompt
+from train.data.preferences import PAIRS, batches, completions, encode_pairs, survey
 from train.data.records import open_records
 from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
 from zoo import lora
+from zoo.generation.generate import Encoded
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
@@ -151,7 +153,7 @@ def objective(
 def main(o: DPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     embedded = o.data == train.tiny.PREFERENCES  # few, for a small model: other numbers do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.lr or (2e-4 if embedded else 0.0)
@@ -165,14 +167,19 @@ def main(o: DPOOptions) -> None:
     found = survey(records, tokenizer, **shape)
     report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
     shape["batch"] = o.batch
-    data = batches(records, tokenizer, seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
+    order: dict[str, Any] = dict(seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
+    data = batches(records, tokenizer, **order)
     validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
     pairs = functools.partial(encode_pairs, tokenizer=tokenizer, vocab_size=config.vocab_size, unpaired=row.unpaired)
-    prompts = [prompt_of(pairs(record, record)[0].first) for record in itertools.islice(held_out or records, 3)]
+    prompts = []
+    for record in itertools.islice(held_out or records, 3):
+        example, shown = pairs(record, record)[0].first, completions(record)[0].prompt
+        ids = prompt_of(example)
+        prompts.append(Encoded(ids, of_prompt(record, example.places, len(ids), tokenizer.processor, shown)))
     source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed, "loss": o.loss}
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = resolve_steps(o, o.steps or count(data))
+    o = resolve_steps(o, o.steps or count(batches(records, tokenizer, patches=False, **order)))
     task = loop.Task(
         data,
         functools.partial(objective, o=o),

@@ -80,7 +80,7 @@ def run(
     """
     identity = folder.identity(o.model, config, source, o.parts)
     identity |= {"lora": o.lora.identity(), "quantize": o.quantize, "revision": o.revision}
-    if o.lora.rank or task.reference is not None:  # a resumed run reads the model that it began with again
+    if o.lora.rank or o.freeze or task.reference is not None:  # a resumed run reads the model that it began with again
         identity["weights"] = folder.weights_hash(o.model, o.revision)
     with jax.set_mesh(mesh):
         model = functools.partial(load, o, mesh)

@@ -14,9 +14,11 @@ import numpy as np
 import rich
 
 import zoo
+from train import runfile
 from train.checkpoint import DATA, differences
 from train.cluster import agree
 from train.options import Options
+from train.page import RUN
 from train.state import Trained
 from zoo import peft
 from zoo.config import write as write_config
@@ -26,13 +28,14 @@ from zoo.surgery import cast
 from zoo.tokenizer import Tokenizer
 
 
-RUN = "run.json"  # in the folder of every run: the run's identity and options
 ROOT = pathlib.Path("runs")
 
 # Options that may change when a run goes on: the model learns the same, or what they name is compared by its contents.
 INCIDENTAL = {
-    "--accept-data", "--coordinator", "--data", "--dry-run", "--keep", "--mesh", "--model", "--out", "--process",
-    "--processes", "--push-to-hub", "--remat", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
+    "--accept-data", "--bin", "--check-nans", "--config", "--coordinator", "--data", "--dry-run", "--dump-hlo",
+    "--full-processes", "--keep", "--mesh", "--model", "--norms-every", "--on-nonfinite", "--out", "--process",
+    "--processes", "--profile", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens",
+    "--save-every", "--step-timeout", "--tracker",
 }  # fmt: skip
 RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
 
@@ -40,7 +43,8 @@ RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs be
 def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all that says whether a run is the same: what must not change, and the options its numbers depend on."""
     # A run without --patience does not keep its best checkpoint, so it cannot be resumed with it.
-    return {"identity": dict(identity) | {"patience": o.patience > 0}, "options": telling(o)}
+    fixed = dict(identity) | {"patience": o.patience > 0} | ({"freeze": list(o.freeze)} if o.freeze else {})
+    return {"identity": fixed, "options": telling(o)}
 
 
 def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
@@ -81,13 +85,24 @@ def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int
 
 
 def _completed(about: Mapping[str, Any]) -> dict[str, Any]:
-    return {**about, "options": with_new(about["options"])}
+    return {"identity": about["identity"], "options": with_new(about["options"])}
 
 
-def describe(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
-    """Writes run.json, which says what run the folder has."""
-    if jax.process_index() == 0:
-        (folder / RUN).write_text(json.dumps(about, indent=1) + "\n")
+def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None:
+    """Writes run.json, which says what run the folder has, and run.yaml, from which it can be run again.
+
+    What else run.json says, such as when the run was started, stays.
+    """
+    if jax.process_index():
+        return
+    try:
+        before = json.loads((folder / RUN).read_text())
+    except (OSError, ValueError):
+        before = {}
+    new = folder / f"{RUN}.tmp"
+    new.write_text(json.dumps({**before, **about}, indent=1) + "\n")
+    new.replace(folder / RUN)
+    runfile.write(folder, o)
 
 
 def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
@@ -131,7 +146,7 @@ def export(
     out: pathlib.Path, model: AbstractModel, trained: Trained, tokenizer: Tokenizer, identity: Mapping[str, Any]
 ) -> pathlib.Path:
     """Writes the model, or its adapter, into the run's folder `out`. Returns the path of the one or the other."""
-    if trained.frozen is not None:
+    if trained.adapters:
         over = {name: identity[name] for name in peft.OVER}
         peft.save(model, out / "adapter", base=trained.name, over=over)
         return out / "adapter"

@@ -22,11 +22,13 @@ from train import finetune, loop, loss
 from train.command import command
 from train.data import rewards
 from train.data.packing import fingerprint
+from train.data.pictures import of_rows
 from train.data.records import open_records
 from train.data.rollouts import empty, encode, rollout
 from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
 from zoo import lora
+from zoo.generation.generate import Encoded
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
@@ -125,7 +127,7 @@ def objective(
 def main(o: GRPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     rows, updates = o.prompts * o.group, o.iterations * o.minibatches
     if rows % o.minibatches:
@@ -150,6 +152,8 @@ def main(o: GRPOOptions) -> None:
     prompts = prompts.to_iter_dataset().filter(lambda prompt: len(prompt.ids) <= room)
     data: grain.IterDataset = prompts.batch(o.prompts, batch_fn=list)
     source = {"data": fingerprint(o.data, tokenizer), "seed": o.seed, "prompts": o.prompts, "seq_len": o.seq_len}
+    shown = max((prompt.images for prompt in looked_at if prompt.images), key=lambda i: len(i.patches), default=None)
+    seen = of_rows([shown] * o.batch, o.seq_len, tokenizer) if o.vision else {}
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, o.steps)
@@ -157,10 +161,10 @@ def main(o: GRPOOptions) -> None:
         data,
         functools.partial(objective, o=o),
         reference=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
-        prompts=[prompt.ids for prompt in looked_at[:3]],
+        prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
         rollout=functools.partial(rollout, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges),
         updates=updates,
-        example=empty(o.batch, o.seq_len),
+        example=empty(o.batch, o.seq_len) | seen,
     )
     finetune.run(o, config, mesh, tokenizer, task, source=source)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +13,13 @@ import optax
 import rich
 from jax.sharding import Mesh
 
-from train import cluster, folder, optim, report
+from train import cluster, folder, optim, profiling, replay, report, resume
 from train.checkpoint import Checkpoints
 from train.defaults import resolve_remat
+from train.goodput import timed
 from train.mesh import put_batch
-from train.metrics import MetricsFile, Progress, flops_per_token, mean_of_updates
+from train.metrics import Progress, flops_per_token, mean_of_updates
+from train.offending import Guard
 from train.options import Options
 from train.remat import REMAT
 from train.router import rebalancing
@@ -27,7 +28,10 @@ from train.state import Trained, TrainState, abstract_state, init_state
 from train.step import Objective, jit_train_step
 from train.stop import StopRequest
 from train.validation import Validation
+from train.watch import Watch
+from train.watchdog import Watchdog
 from zoo import lora
+from zoo.generation.generate import Encoded
 from zoo.registry import family_of
 from zoo.tokenizer import Tokenizer
 
@@ -40,7 +44,7 @@ class Task:
     objective: Objective  # of the validation data too
     reference: Any = None  # another model that the objective gets
     validation: grain.IterDataset | None = None
-    prompts: Sequence[Sequence[int]] = ()  # tokens whose continuations are shown from time to time
+    prompts: Sequence[Encoded] = ()  # tokens whose continuations are shown from time to time
     rollout: Callable[[Any, Any, int], tuple[Sequence[Mapping[str, np.ndarray]], dict[str, float]]] | None = None
     """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
     updates: int = 1
@@ -58,12 +62,14 @@ class Run:
     task: Task
     checkpoints: Checkpoints
     validation: Validation
+    guard: Guard
     step: Callable[..., tuple[TrainState, dict[str, Any]]]  # compiled
     schedule: optax.Schedule
     rewarm: Mapping[str, Any] | None  # see train.optim.rewarmed
     data: Any  # iterator
     state: TrainState
     n: int  # steps that are done
+    new: bool  # whether it begins here
 
     def model(self) -> Any:
         return lora.joined(self.state.model, self.trained.frozen)
@@ -72,7 +78,8 @@ class Run:
         return self.n >= self.o.steps or self.validation.waited(self.n)
 
     def due(self, every: int) -> bool:
-        return self.n % every == 0 or self.ended()
+        """Whether it has ended, or done a multiple of `every` steps; with 0, whether no checkpoint is being saved."""
+        return self.ended() or (self.n % every == 0 if every else self.checkpoints.idle())
 
 
 def run(
@@ -86,51 +93,47 @@ def run(
         identity: what must not have changed since that checkpoint (`train.folder.identity`).
 
     Raises:
-        FloatingPointError: if the loss or a gradient is not finite; the state before that step is saved.
+        FloatingPointError: if the loss or a gradient is not finite; the state is saved.
     """
     if (run := start(o, trained, task, mesh, identity)) is None:
         return None
-    reason, validation = "", run.validation
-    metrics, texts = (MetricsFile(run.out / f"{name}.jsonl", step=run.n or -1) for name in ("metrics", "samples"))
-    samples = Samples(tokenizer, task.prompts, o.sample_tokens, mesh, o.compute_dtype, texts)
-    if run.n == 0:
-        metrics.write(0, **validation.evaluate(run.model(), 0))
-        samples.write(0, run.model())
+    reason, dog, validation, metrics = "", Watchdog(o, run.out, run.n), run.validation, Watch(run)
+    samples = Samples(tokenizer, task.prompts, o.sample_tokens, mesh, o.compute_dtype, metrics.sample)
+    if run.new:
+        metrics.write(run.n, **validation.evaluate(run.model(), run.n))
+        samples.write(run.n, run.model())
         if o.patience:
             save(run)
-    flops = flops_per_token(trained.config, o.seq_len, frozen=trained.frozen is not None)
+    flops = flops_per_token(trained.config, o.seq_len, frozen=trained.adapters)
     bar = Progress(o.steps, start=run.n, flops_per_token=flops, console=rich.get_console())
-    with run.checkpoints, cluster.watching(), StopRequest() as stop, bar as progress:
+    with dog, metrics, run.checkpoints, cluster.watching(), StopRequest(run.out) as stop, bar as progress:
         while not run.ended() and not reason:
             # ---------------------------------------------------------------------------------- a batch, or several
-            batches, numbers = [next(run.data)], {}
+            batches, numbers = [timed("input")(next)(run.data)], {}
             if task.rollout:
-                batches, numbers = task.rollout(run.model(), batches[0], run.n)
-            cluster.passing()
+                batches, numbers = timed("generation")(task.rollout)(run.model(), batches[0], run.n)
+            dog.begin(run.n + 1, batches)
             # -------------------------------------------------------------------------------------- as many updates
-            updates, started = [], time.monotonic()
+            updates: list[Any] = []
             for batch in batches:
-                run.state, update = run.step(run.state, put_batch(batch, mesh), trained.frozen, task.reference)
+                placed = put_batch(batch, mesh, run.state.model, task.reference)
+                run.state, update = run.step(run.state, placed, trained.frozen, task.reference, run.guard.limits())
                 updates.append(update)
-            numbers |= mean_of_updates(jax.device_get(updates))
-            if task.rollout:
-                numbers["training_tokens_per_second"] = float(numbers["tokens"] / (time.monotonic() - started))
-            if not numbers.pop("finite"):
-                save(run)
-                raise FloatingPointError(
-                    f"The loss ({numbers['loss']}) or a gradient is not finite at step {run.n + 1}; the state of step "
-                    f"{run.n} is in {run.checkpoints.folder}. Lower --lr, or look at the data."
-                )
-            run.n, reason = run.n + 1, stop.agreed()
+            updates, run.n = jax.device_get(updates), run.n + 1
+            numbers |= mean_of_updates(updates)
+            why, reason = run.guard.look(run, numbers, updates, batches, mesh), stop.agreed()
+            numbers |= dog.done(run.n, **numbers)
             # ------------------------------------------------------------------------------ and what is done at times
             if run.due(o.eval_every):
                 numbers |= validation.evaluate(run.model(), run.n)
-            metrics.write(run.n, **numbers, **progress.update(run.n, **numbers))
+            metrics.write(run.n, **numbers, **progress.update(run.n, **numbers), **metrics.look(run, placed))
             if run.due(o.sample_every):
                 samples.write(run.n, run.model())
-            if run.due(o.eval_every if o.patience else o.save_every) or reason:
+            if run.due(o.eval_every if o.patience else o.save_every) or reason or why:
                 save(run)
             run.checkpoints.check()
+            if why:
+                raise FloatingPointError(why)
         if reason:
             rich.print(f"Stopped by {reason} after step {run.n:,}, which is saved; the same command goes on from it.")
             return None
@@ -148,7 +151,7 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mappin
     o = resolve_remat(o, trained, mesh, (abstract, trained.frozen, task.reference))
     dtype, rewarm = jnp.dtype(o.compute_dtype), None
     validation = Validation(o, task.validation, task.objective, mesh, dtype, task.reference)
-    rebalance = rebalancing(o, family_of(trained.config), adapters=trained.frozen is not None)
+    rebalance = rebalancing(o, family_of(trained.config), adapters=trained.adapters)
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=task.objective,
         remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
@@ -156,33 +159,29 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mappin
     )  # fmt: skip
     out = o.out or folder.choose(o.name, about, accept_data=o.accept_data)
     if o.dry_run:
-        batch = put_batch(task.example or next(iter(task.data)), mesh)
+        batch = put_batch(task.example or next(iter(task.data)), mesh, trained.abstract, task.reference)
         report.run(o, out, mesh, abstract, step(abstract), batch, trained.frozen, task.reference)
         return None
-    checkpoints = Checkpoints(out / "checkpoints", identity=about["identity"], keep=o.keep, accept_data=o.accept_data)
-    data, n = iter(task.data), 0
-    if found := checkpoints.restore(abstract):
-        state, saved = found
-        data.set_state(saved["data"])
-        n, validation.looks = int(state.step) // task.updates, saved["looks"]
-        rich.print(f"Going on from step {n:,} of {out}.")
-        if changed := folder.changes(saved["options"], about["options"]):
-            rich.print(f"Not as before: {changed}.")
+    if o.replay:
+        return replay.replay(o, step(abstract), abstract, trained, task, mesh)
+    checkpoints = resume.checkpoints(o, out, about["identity"])
+    weights = lambda: init_state(trained.make(), optimizer)
+    state, saved, new = resume.begin(o, out, checkpoints, abstract, about, task.updates, weights)
+    data, n = iter(task.data), int(state.step) // task.updates
+    if saved:
+        validation.looks = saved["looks"]
+        data.set_state(saved["data"] or data.get_state())  # another run's data may be other data
         optimizer, schedule, rewarm = optim.resumed(o, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"])
-    else:
-        state = init_state(trained.make(), optimizer)
-    folder.describe(out, about)
-    return Run(o, out, trained, task, checkpoints, validation, step(state), schedule, rewarm, data, state, n)
+    folder.describe(out, about, o)
+    compiled = profiling.dumped(o, out, step(state))
+    guard = Guard(o, out, about["identity"], (saved or {}).get("spikes"))
+    return Run(o, out, trained, task, checkpoints, validation, guard, compiled, schedule, rewarm, data, state, n, new)
 
 
 def save(run: Run) -> None:
     """Starts to save a checkpoint. Its JSON says where the run is, and keeps its keys: older runs have them."""
     updates, best = run.task.updates, run.validation.best()
-    position = {
-        "data": run.data.get_state(),
-        "looks": run.validation.looks,
-        "options": folder.telling(run.o),
-        "rewarm": run.rewarm,
-        "rate": optim.rate_of(run.schedule, run.n * updates),
-    }
+    position = dict(data=run.data.get_state(), looks=run.validation.looks, spikes=run.guard.numbers())
+    position |= dict(options=folder.telling(run.o), rewarm=run.rewarm)
+    position["rate"] = optim.rate_of(run.schedule, run.n * updates)
     run.checkpoints.save(run.state, position, best=None if best is None else best * updates)

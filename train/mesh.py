@@ -34,12 +34,13 @@ def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, 
     c, size = model.config, mesh.shape
     shares = math.prod(size[axis] for axis in BATCH)
     experts = [m.shape[-3] for _, m in modules(model, AbstractExpertLinear)]
+    repeats = [repeats for _, repeats in model.layers.runs]  # of which the stages must divide one
     names = "*".join(axis for axis in BATCH if size[axis] > 1) or "1"
     for number, divisor, what, how in (
         (batch, shares, "sequences of a step", names),
         (seq_len, 2 * size[CONTEXT] if size[CONTEXT] > 1 else 1, "tokens of a row", "2*context"),
         (c.num_attention_heads, size[TENSOR], "heads", TENSOR),
-        (model.layers.repeats, size[STAGE], "repeated groups of layers", STAGE),
+        (max(repeats, key=lambda n: (n % size[STAGE] == 0, n)), size[STAGE], "repeated groups of layers", STAGE),
         *((n, size[EXPERT], "experts", EXPERT) for n in experts),
     ):
         if number % divisor:
@@ -49,13 +50,6 @@ def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, 
             )
     if size[EXPERT] > 1 and not experts:
         raise ValueError(f"expert={size[EXPERT]} in the mesh, but {family.name} has no experts: use fsdp instead.")
-    for path, stack in modules(model, Stack):
-        for numbers, block in stack.blocks():
-            if block.ordered and size[CONTEXT] > 1:
-                raise ValueError(
-                    f"{CONTEXT}={size[CONTEXT]} in the mesh, but layer {numbers[0]} of {family.name} ({path}, a "
-                    f"{type(block).__name__}) needs the tokens of a row in order: use fsdp or tensor instead."
-                )
     shardings(model, family.partition_rules, mesh)
 
 
@@ -93,33 +87,54 @@ def generating(model: AbstractModel, mesh: Mesh, dtype: DTypeLike) -> Iterator[A
         yield model if there == mesh else jax.device_put(model, shardings(model, family.partition_rules, there))
 
 
+OF_ROWS = ("patches", "grids")  # arrays of a batch that have no axis of tokens (`train.data.pictures`)
+
+
 def put_batch(
-    batch: Mapping[str, Shaped[np.ndarray | Array, "batch seq ..."]], mesh: Mesh
-) -> dict[str, Shaped[Array, "batch seq ..."]]:
+    batch: Mapping[str, Shaped[np.ndarray | Array, "batch ..."]], mesh: Mesh, *models: Any
+) -> dict[str, Shaped[Array, "batch ..."]]:
     """Puts `batch` on the devices: sequences are split over the axes in `BATCH`, and the tokens of each over "context".
 
-    Every process gives the whole batch. The tokens of a row are put in the order of `balanced`.
+    Every process gives the whole batch. Where "context" splits rows, their tokens are put in the order of `balanced`,
+    unless one of the models that read the batch needs them in order (`keeps_order`). A batch that stays in order loses
+    its "positions": that is how `positions_of` and `next_token` know. Images go with their sequences.
 
     Raises:
         ValueError: sequences or tokens can't be split evenly.
     """
     shares, parts, place = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[CONTEXT], token_sharding(mesh)
-    put = {}
+    put, in_order = {}, keeps_order(mesh, *models)
     for name, array in batch.items():
         if len(array) % shares:
             raise ValueError(f"{len(array)} sequences of {name!r} can't be split over {shares} devices evenly.")
-        array = np.asarray(array)[:, balanced(array.shape[1], parts)] if parts > 1 else array
+        if name in OF_ROWS:
+            put[name] = jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(BATCH)), array.__getitem__)
+            continue
+        if array.shape[1] % parts:
+            raise ValueError(f"{array.shape[1]} tokens of {name!r} can't be split over {CONTEXT}={parts} evenly.")
+        if in_order and name == "positions":
+            continue
+        array = array if in_order else np.asarray(array)[:, balanced(array.shape[1], parts)]
         put[name] = jax.make_array_from_callback(array.shape, place, array.__getitem__)
     return put
 
 
-def positions_of(batch: Mapping[str, Shaped[Array, "batch seq ..."]]) -> Int[Array, "batch seq"] | None:
+def keeps_order(mesh: Mesh, *models: Any) -> bool:
+    """Whether `put_batch` keeps the tokens of a row in order, for models that read the same batch (or None).
+
+    It does where nothing splits a row, and where a model has a recurrence or a convolution (`AbstractBlock.ordered`).
+    """
+    blocks = (block for _, stack in modules(models, Stack) for _, block in stack.blocks())
+    return mesh.shape[CONTEXT] == 1 or any(block.ordered for block in blocks)
+
+
+def positions_of(batch: Mapping[str, Shaped[Array, "batch ..."]]) -> Int[Array, "batch seq"] | None:
     """The positions of a batch's tokens, or None where tokens are in order, as they are unless `put_batch` moved them.
 
     Positions that are in order count from 0 in each document, as the batch's do. Attention's fastest kernels need to
     know while they are traced that tokens are in order, and arrays cannot tell them.
     """
-    return batch["positions"] if split(CONTEXT) > 1 else None
+    return batch.get("positions") if split(CONTEXT) > 1 else None
 
 
 def token_sharding(mesh: Mesh) -> NamedSharding:
@@ -142,8 +157,12 @@ def balanced(seq: int, parts: int) -> Int[np.ndarray, " seq"]:
     return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)
 
 
-def next_token(values: Shaped[Array, "batch seq"]) -> Shaped[Array, "batch seq"]:
-    """At each token the value of the next one in its row, and 0 at the last; of rows in the order of `put_batch`."""
-    seq, parts = values.shape[1], split(CONTEXT)
-    order = balanced(seq, parts) if parts > 1 else np.arange(seq)
-    return jnp.pad(values[:, np.argsort(order)][:, 1:], ((0, 0), (0, 1)))[:, order]
+def next_token(
+    values: Shaped[Array, "batch seq"], batch: Mapping[str, Shaped[Array, "batch ..."]]
+) -> Shaped[Array, "batch seq"]:
+    """At each token of the batch the value of the next one in its row, and 0 at the last."""
+    following = lambda a: jnp.pad(a[:, 1:], ((0, 0), (0, 1)))
+    if positions_of(batch) is None:
+        return following(values)
+    order = balanced(values.shape[1], split(CONTEXT))
+    return following(values[:, np.argsort(order)])[:, order]

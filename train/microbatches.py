@@ -1,5 +1,6 @@
 """Microbatches: a batch worked through in parts, one after another, so that less of it is in memory at a time."""
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +11,20 @@ from jaxtyping import Array, Num
 
 
 T = TypeVar("T")
+
+
+def elastic(microbatches: int, *, rows: int, shares: int, processes: int, full: int) -> int:
+    """The number of parts in which fewer processes than all work through a step, with no more rows on a device at once.
+
+    Args:
+        microbatches: with all processes.
+        rows: of a step.
+        shares: in which the mesh splits the rows now.
+        processes, full: their number now, and when none is lost.
+    """
+    least = math.ceil(microbatches * full / processes)
+    fitting = (parts for parts in range(least, rows + 1) if rows % (parts * shares) == 0)
+    return next(fitting, microbatches)  # the mesh then says what does not fit
 
 
 def split(rows: T, parts: int) -> T:

@@ -18,19 +18,14 @@ class MTPOptions:
     """Whether the module is trained, in `train.options.LanguageModelingOptions`."""
 
     mtp_weight: float = 0.0
-    """Weight of the loss of the token after the next, for which Qwen3.5 and DeepSeek V3 have a module; 0.3, then 0.1
-    in DeepSeek V3's paper. 0: without that module."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the optional parts of the model that are trained with it."""
-        return ("mtp",) if self.mtp_weight else ()
+    """Weight of the loss of the token after the next, for which models such as Qwen3.5 and DeepSeek V3 have a module;
+    0.3, then 0.1 in DeepSeek V3's paper. 0: without that module."""
 
 
 def mtp_loss(
     model: AbstractModel,
     x: Float[Array, "batch seq embed"],
-    batch: Mapping[str, Shaped[Array, "batch seq ..."]],
+    batch: Mapping[str, Shaped[Array, "batch ..."]],
     losses: Callable[..., tuple[Float[Array, ""], dict[str, Array]]],
 ) -> tuple[Float[Array, ""], Float[Array, ""], Any]:
     """The module's loss on every target whose next token is a target of the same document.
@@ -40,10 +35,15 @@ def mtp_loss(
         losses: `kernels.cross_entropy` of the model's head, from features, targets and their weights.
 
     Returns the loss to learn from, the cross-entropy to report (both sums), and what the module's layer reports.
+
+    Raises:
+        ValueError: for a batch with images, since the module counts positions as of text.
     """
+    if "patches" in batch:
+        raise ValueError("--mtp-weight is not for chats with images (--vision): leave one of the two out.")
     targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
     mtp, embed_tokens = module_of(model)
     y, _, report = mtp(x, embed_tokens(targets), None, kernels.Tokens(positions_of(batch), segments))
-    both = mask & next_token(mask) & (segments == next_token(segments))
-    total, found = losses(y, next_token(targets), both.astype(jnp.int32))
+    both = mask & next_token(mask, batch) & (segments == next_token(segments, batch))
+    total, found = losses(y, next_token(targets, batch), both.astype(jnp.int32))
     return total, found["loss"], report

@@ -4,37 +4,34 @@ import dataclasses
 import functools
 import pathlib
 
-from train.checkpoint import CheckpointOptions
 from train.command import CommandOptions
 from train.data.packing import Chat
+from train.data.pictures import VisionOptions
 from train.mtp import MTPOptions
 from train.optim import OptimizerOptions
 from train.remat import StepOptions
 from train.router import RouterOptions
-from train.samples import SampleOptions
 from train.step import Objective, cross_entropy
 from train.validation import ValidationOptions
+from train.watch import WatchOptions
+from train.watchdog import WatchdogOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(
-    CommandOptions, CheckpointOptions, SampleOptions, ValidationOptions, RouterOptions, OptimizerOptions, StepOptions
-):
+    CommandOptions, WatchdogOptions, WatchOptions, ValidationOptions, RouterOptions, OptimizerOptions, StepOptions,
+    VisionOptions,
+):  # fmt: skip
     """The options of every training script. Where 0 stands for a choice of ours, `train.defaults` makes it."""
 
     out: pathlib.Path | None = None
-    """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, loss.png, and the exported model or adapter. None:
-    runs/NAME of the script, or runs/NAME-2 and so on if another run has that; the same command finds its own again."""
+    """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, report.html, loss.png, exported model or adapter.
+    None: runs/NAME, or runs/NAME-2 and so on if another run has that; the same command finds its own again."""
     seed: int = 0
     """Seed of the order of the data, and of random weights."""
     dry_run: bool = False
     """Print the data, three examples (what is not learnt is dimmed), memory, mesh and disk, and train nothing."""
     chat: Chat = dataclasses.field(default_factory=Chat)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the optional parts of the model that are trained with it, see `zoo.load`."""
-        return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import zoo
 from train import folder, loop, report, state
 from train.command import command
 from train.data.packing import batches, fingerprint, prompts_of, survey
+from train.data.pictures import refuse_vision
 from train.data.records import open_records
 from train.defaults import resolve, resolve_steps
 from train.mesh import abstract_model
@@ -42,6 +43,7 @@ class PretrainOptions(LanguageModelingOptions):
 def main(o: PretrainOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
+    refuse_vision(o, "texts have no images")
     tokenizer = zoo.tokenizer(o.model, **vars(o.chat))
     config = dataclasses.replace(zoo.config(o.model), source=tokenizer.folder)
     o = resolve(o, config, width_lr=3e-4)

@@ -23,6 +23,9 @@ class StepOptions:
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another, to save memory. The update is the same.
     With --router-balance, and for the kto loss, each part needs one more forward pass."""
+    full_processes: int = 0
+    """Number of processes when none is lost, which train.launch --elastic sets. While there are fewer, a step has more
+    microbatches, so that a device has no more rows at a time."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
     matmul: Literal["float", "int8", "fp8"] = "float"
@@ -34,6 +37,10 @@ class StepOptions:
     attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept in the
     memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at least
     --microbatches parts; it says which."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the paths of weights that are not trained, such as vision.* for a tower that sees, or embed_tokens.*
+    and *norm*. They need no gradients and nothing of the optimizer. Layers of one kind have one path, and so are frozen
+    together."""
     mesh: str = "fsdp=-1"
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's

@@ -1,4 +1,7 @@
-"""Prints what a run is going to do (data, lengths, examples, memory, mesh and disk), and what has come of it."""
+"""Prints what a run is going to do (data, lengths, examples, memory, mesh and disk), and what has come of it.
+
+`python -m train.report RUN` writes the page of a run, report.html, again.
+"""
 
 import pathlib
 import shutil
@@ -7,10 +10,12 @@ from typing import Any
 
 import jax
 import rich
+import tyro
 from jax.sharding import Mesh
 from rich.table import Table
 from rich.text import Text
 
+from train import page
 from train.data.packing import Survey
 from train.data.records import find_files
 from train.options import Options
@@ -93,7 +98,7 @@ def result(exported: pathlib.Path, step: int, losses: Sequence[Sequence[Any]], m
         rich.print(f"Validation loss: {losses[0][1]:.3f} at first, {min(at.values()):.3f} at best{own}.")
     plot_losses(metrics, curve)
     how = f'zoo.peft.load(model, "{exported}")' if kind == "adapter" else f'zoo.load("{exported}")'
-    rich.print(f"The loss curve is {curve}. The {kind} loads with {how}.")
+    rich.print(f"The loss curve is {curve}, the report {curve.with_name(page.REPORT)}. The {kind} loads with {how}.")
 
 
 def memory(step: Any, *arguments: Any) -> dict[str, str]:
@@ -128,3 +133,20 @@ def device_bytes() -> int | None:
     """Returns the bytes that JAX may take of a device; None where it does not say, as on CPUs."""
     statistics = jax.local_devices()[0].memory_stats()
     return statistics and statistics.get("bytes_limit")
+
+
+def again(run: tyro.conf.Positional[pathlib.Path]) -> None:
+    """Draw a run as report.html in its folder, from the files there. `python -m train.compare` draws several.
+
+    Args:
+        run: Folder of the run, such as runs/sft.
+    """
+    try:
+        page.write([run], run / page.REPORT)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    print(f"Written to {run / page.REPORT}.")
+
+
+if __name__ == "__main__":
+    tyro.cli(again)

@@ -48,7 +48,7 @@ class SFTOptions(LanguageModelingOptions, finetune.FineTuningOptions):
 def main(o: SFTOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
     embedded = o.data == (train.tiny.INSTRUCTIONS,)  # short and few, for a small model: other numbers do well
     rate = width_lr(o.lora)
@@ -67,13 +67,14 @@ def main(o: SFTOptions) -> None:
         found = survey(records, tokenizer, **shape)
         report.data(path, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
     shape["batch"] = o.batch
-    data = batches(weighted(sets, o.weights), tokenizer, seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
+    order: dict[str, Any] = dict(seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
+    data = batches(weighted(sets, o.weights), tokenizer, **order)
     validation = batches(weighted(held_out), tokenizer, epochs=1, **shape) if held_out else None
     prompts = prompts_of(itertools.chain(*(held_out or sets)), tokenizer, vocab_size=config.vocab_size)
     sources = {"sets": [fingerprint(path, tokenizer) for path in o.data], "weights": o.weights, "hold_out": o.hold_out}
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = resolve_steps(o, o.steps or count(data))
+    o = resolve_steps(o, o.steps or count(batches(weighted(sets, o.weights), tokenizer, patches=False, **order)))
     task = loop.Task(data, o.objective(), validation=validation, prompts=prompts, neftune=o.neftune)
     source = sources | {"seed": o.seed} | shape
     finetune.run(o, config, mesh, tokenizer, task, source=source)

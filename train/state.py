@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from kernels.mesh import REPLICA
+from train import freeze
 from train.mesh import abstract_model, check_mesh
 from train.remat import StepOptions
 from zoo import lora
@@ -31,7 +32,8 @@ class Trained:
     config: AbstractConfig
     abstract: Any  # shapes, dtypes and shardings of `make()`
     make: Callable[[], Any]
-    frozen: Any = None  # of a model with adapters, all but these (`zoo.lora.split`)
+    frozen: Any = None  # all else of the model (`zoo.lora.split`, `train.freeze.split`); None: there is nothing else
+    adapters: bool = False  # whether adapters are what is trained
 
 
 def to_train(
@@ -44,15 +46,25 @@ def to_train(
     adapters: bool = False,
     parts: Sequence[str] = (),
 ) -> Trained:
-    """What `load()` loads, as what is trained: all of its weights, or its adapters. The mesh must divide it."""
+    """What `load()` loads, as what is trained: its adapters, or all of its weights but those of --freeze.
+
+    Raises:
+        ValueError: the mesh does not divide the model, or --freeze does not fit it.
+    """
     family, shape = family_of(config), dict(batch=o.batch // o.microbatches, seq_len=o.seq_len)
     check_mesh(mesh, skeleton(family, config, parts), family, **shape)
     prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
-    if not adapters:
-        abstract = abstract_model(config, family, mesh, parts)
-        return Trained(name, config, prepared(abstract), lambda: prepared(load()))
-    model, frozen = lora.split(prepared(load()))
-    return Trained(name, config, model, lambda: model, frozen)
+    if adapters:
+        if o.freeze:
+            raise ValueError("--freeze is of no use to adapters, which are all that is trained: see --lora.where.")
+        model, frozen = lora.split(prepared(load()))
+        return Trained(name, config, model, lambda: model, frozen, adapters=True)
+    abstract = prepared(abstract_model(config, family, mesh, parts))
+    if not o.freeze:
+        return Trained(name, config, abstract, lambda: prepared(load()))
+    # What is to be trained is loaded again when it is needed: the run would hold its first weights all along.
+    part = lambda which: freeze.split(prepared(load()), o.freeze)[which]
+    return Trained(name, config, freeze.split(abstract, o.freeze)[0], lambda: part(0), part(1))
 
 
 class TrainState(eqx.Module):

@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Key, Num, Shaped
 
 import kernels
 from kernels.compile_options import compile_options
+from train.data.pictures import images_of
 from train.mesh import positions_of
 from train.microbatches import per, split, summed
 from train.mtp import mtp_loss
 from train.neftune import noisy
+from train.nonfinite import Asked, judged, passed_over
 from train.router import mean_of_layers, router_loss, routings_of
 from train.state import TrainState
 from zoo.lora import joined
@@ -25,7 +27,7 @@ from zoo.nn.stack import Reports
 from zoo.surgery import cast, with_remat
 
 
-Batch = Mapping[str, Shaped[Array, "batch seq ..."]]
+Batch = Mapping[str, Shaped[Array, "batch ..."]]
 Remat = Callable[..., Callable] | None
 Scalars = dict[str, Float[Array, ""]]
 Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Reports]  # total, count, sums, reports
@@ -50,7 +52,8 @@ class Objective(Protocol):
 
 def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
     """The features of a batch's tokens, and what the layers reported."""
-    x, _, reports = model.hidden(batch["tokens"], positions=positions_of(batch), segments=batch["segments"])
+    at: Any = {"positions": positions_of(batch), "segments": batch["segments"]} | images_of(batch)
+    x, _, reports = model.hidden(batch["tokens"], **at)
     return x, reports
 
 
@@ -66,12 +69,12 @@ def cross_entropy(
 ) -> Losses:
     """The objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
 
-    `chunk` 0 is 2,048, or twice a wider model's width: its logits then take the bytes of the head's gradients, which a
-    chunk reads and writes. The sums are "loss", in nats, and "accuracy", the number of targets whose logit is largest.
-    With `mtp_weight`, so much of `train.mtp.mtp_loss` is added to the total; its sum is "mtp_loss".
+    `chunk` 0 is 2,048, or three times a wider model's width: each chunk reads and writes the head's gradients, which
+    take 2/3 of the bytes of its logits then. The sums are "loss", in nats, and "accuracy", the number of targets whose
+    logit is largest. With `mtp_weight`, so much of `train.mtp.mtp_loss` is added to the total; its sum is "mtp_loss".
     """
     x, reports = features(model, batch)
-    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or max(2048, 2 * x.shape[-1]))
+    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or max(2048, 3 * x.shape[-1]))
     total, found = losses(x, batch["targets"], batch["loss_mask"], z_loss=z_loss)
     sums = {"loss": found["loss"], "accuracy": found["correct"]}
     if mtp_weight:
@@ -85,6 +88,7 @@ def train_step(
     batch: Batch,
     frozen: Any = None,
     reference: Any = None,
+    limits: Asked = None,
     *,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
@@ -101,29 +105,27 @@ def train_step(
 
     Args:
         batch: see `train.data.packing`; and what else `objective` wants.
-        frozen: weights that are not trained, where `state.model` are adapters of them (`zoo.lora.split`); they keep
-            their dtypes. None: every floating point array is trained.
-        reference: see `Objective`.
+        frozen: weights that are not trained, beside those in `state.model`, such as the base of adapters. Quantised
+            ones keep their dtypes. None: every floating point array is trained.
+        reference, limits: see `Objective` and `Limits`.
         schedule: the optimizer's learning rate, to report it.
         compute_dtype: of the forward and backward pass. Parameters, sums of gradients and the update are float32.
         remat: one of `train.remat.REMAT`.
         microbatches: parts the batch is worked through in, one after another, to save memory. The update is the same.
         router_balance, router_z: weights, for a mixture of experts, of the load-balancing loss and of the router z-loss
             (see `zoo.nn.moe.Routing`), each a mean over the layers.
-        rebalance: makes a new model of the updated one and of what its routers did with the batch, such as
-            `zoo.deepseek3.rebalance`.
+        rebalance: makes a new model of the updated one and of its routers' reports, such as `zoo.deepseek3.rebalance`.
         neftune: the alpha of `train.neftune.noisy`, whose noise depends on the number of the step and on the row alone.
 
     Returns the new state, and the metrics: the objective's sums over its count, "grad_norm" (before clipping),
-    "learning_rate", "tokens" (not padding), "targets" and "finite"; for a mixture of experts "balance" (the mean of its
-    layers' `Routing.imbalance`, 1 where all experts are used alike). Where "finite" is False, because the loss or a
-    gradient is not, the state is the old one.
+    "learning_rate", "tokens" (not padding), "targets", those of `judged`; for a mixture "balance" (the mean of its
+    layers' `Routing.imbalance`, 1 where all are used alike). A bad step changes nothing but its number.
     """
     parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
     tokens = jnp.sum(batch["segments"] != 0)
 
     def losses(low: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
-        model = joined(eqx.combine(low, fixed), frozen)
+        model = joined(eqx.combine(low, fixed), cast(frozen, compute_dtype))
         model = noisy(model, part["segments"], alpha=neftune, keys=keys) if neftune else model
         return objective(with_remat(model, remat), part, reference, means)
 
@@ -167,22 +169,22 @@ def train_step(
         model = rebalance(model, reports) if rebalance else model
         return TrainState(state.step + 1, model, opt_state)
 
-    finite = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
+    fine, told = judged(means["loss"], norm, gradients, limits)
     metrics = means | {
         "grad_norm": norm,
         "learning_rate": schedule(state.step),
         "tokens": tokens,
         "targets": jnp.sum(batch["loss_mask"] != 0),
-        "finite": finite,
+        **told,
     }
     if routings := routings_of(reports):
         metrics["balance"] = mean_of_layers([routing.imbalance() for routing in routings])
     # Not a choice between two results, for which XLA would keep copies of the donated state.
-    return jax.lax.cond(finite, update, lambda state, _: state, state, gradients), metrics
+    return jax.lax.cond(fine, update, passed_over, state, gradients), metrics
 
 
 def jit_train_step(state: TrainState, **options: Any) -> Callable[..., tuple[TrainState, dict]]:
-    """`train_step(state, batch, frozen, reference)` with these options, compiled.
+    """`train_step(state, batch, frozen, reference, limits)` with these options, compiled.
 
     The state that goes in is used up: the new one is written over it, and lies on the devices where `state` does.
     """

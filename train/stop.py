@@ -1,35 +1,54 @@
-"""Turns SIGTERM and Ctrl-C into a request to stop, so that a run can save and end in order."""
+"""Turns signals, and notices of `train.preemption`, into a request to stop, so that a run can save and end in order."""
 
+import contextlib
 import os
+import pathlib
 import signal
 from typing import Any
 
-from train import cluster
+import jax
+
+from train import cluster, preemption
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm's --signal=USR2@120 comes before its time is up
+REASONS = (*(number.name for number in SIGNALS), *preemption.REASONS)
 
 
 class StopRequest:
-    """Catches SIGTERM and Ctrl-C: use `with StopRequest() as stop:`, and leave the loop if `stop.agreed()`.
+    """Catches SIGTERM, Ctrl-C, SIGUSR2 and notices: `with StopRequest() as stop:`; leave the loop if `stop.agreed()`.
 
-    `requested` is the signal's name, or empty. A second signal ends the process at once.
+    `requested` is the signal's name, or another reason, or empty. A second signal ends the process at once.
+
+    Args:
+        out: the folder of the run, whose file "stop" is a request too.
     """
 
-    def __init__(self):
-        self.requested = ""
+    def __init__(self, out: pathlib.Path | None = None):
+        self.requested, self._signalled = "", False
+        self._watching = contextlib.ExitStack()
+        self._out = out if jax.process_index() == 0 else None
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._request) for number in SIGNALS}
+        self._watching.enter_context(preemption.watching(self._note, self._out))
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._watching.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def agreed(self) -> str:
-        """Returns the signal that any process of the run got, or "". All call it at the same point, and stop there."""
-        number = cluster.agree(signal.Signals[self.requested] if self.requested else 0)
-        return signal.Signals(number).name if number else ""
+        """Returns why any process of the run is to stop, or "". All call it at the same point, and stop there."""
+        number = cluster.agree(1 + REASONS.index(self.requested) if self.requested else 0)
+        return REASONS[number - 1] if number else ""
+
+    def _note(self, reason: str) -> None:
+        self.requested = self.requested or reason
 
     def _request(self, number: int, _: Any) -> None:
-        if self.requested:
+        if self._signalled:
             os._exit(128 + number)
-        self.requested = signal.Signals(number).name
+        self._signalled = True
+        self._note(signal.Signals(number).name)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from train.checkpoint import Checkpoints
+from train.goodput import timed
 from train.mesh import put_batch
 from train.state import TrainState
 from train.step import Objective
@@ -53,12 +54,13 @@ class Validation:
         self.looks: list[list] = []
         self._sums = jax.jit(lambda model, batch, reference: objective(cast(model, dtype), batch, reference)[1:3])
 
+    @timed("evaluation")
     def evaluate(self, model: AbstractModel, n: int) -> dict[str, float]:
         """The objective's means over the data after step `n`, such as "validation_loss"; nothing without data."""
         if self.data is None:
             return {}
         found = [
-            self._sums(model, put_batch(batch, self.mesh), self.reference)
+            self._sums(model, put_batch(batch, self.mesh, model, self.reference), self.reference)
             for _, batch in zip(range(self.o.eval_batches), self.data, strict=False)
         ]
         count, sums = jax.tree.map(lambda *a: sum(map(float, a)), *jax.device_get(found))

@@ -107,6 +107,12 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> s32[
   %dkv = (bf16[2,32,2,16]{3,2,1,0}, bf16[2,32,2,16]{3,2,1,0}) custom-call(%q, %k, %v, %out#1), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/attention_dkv/pallas_call"}
   %library = bf16[2,32,4,16]{3,1,2,0} custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","32","32"]}}}
   %stated = bf16[2,4,32,16]{3,2,1,0:T(8,128)S(1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/attention_dq/pallas_call"}, backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"7","flops":"1000"}}}
+  %chunks = f32[3,2,4,16,64]{4,3,2,1,0} custom-call(%alone, %erased, %keys, %fade, %state), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/delta_rule_forward/pallas_call"}
+  %alone = f32[3,2,4,16,64]{4,3,2,1,0} parameter(11)
+  %erased = f32[3,2,4,64,32]{4,3,2,1,0} parameter(12)
+  %keys = f32[3,2,4,32,64]{4,3,2,1,0} parameter(13)
+  %fade = f32[3,2,4,1,32]{4,3,2,1,0} parameter(14)
+  %state = f32[2,4,16,32]{3,2,1,0} parameter(15)
   %product = (bf16[64,2]{1,0}, s8[4096]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["1"]}}}
   %x = bf16[8,64]{1,0} parameter(4)
   %y = bf16[2,8]{1,0} parameter(5)
@@ -117,6 +123,8 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> s32[
   %new = f32[8,64]{1,0} parameter(8)
   %start = ((f32[1000]{0}), f32[1000]{0}, u32[]) async-start(%f), calls=%wrapped
   %done = f32[1000]{0} async-done(%start)
+  %begun = ((bf16[4,8,64]{2,1,0}, bf16[8,64]{1,0}, s32[]), bf16[4,8,64]{2,1,0}, u32[]) fusion-start(%zeros, %low, %one), kind=kLoop, calls=%update
+  %ended = bf16[4,8,64]{2,1,0} fusion-done(%begun)
   %either = f32[1000]{0} conditional(%true, %f, %f), branch_computations={%moves, %learn}
   %asked = f32[1000]{0} conditional(%true, %f, %f), true_computation=%learn, false_computation=%moves
   %gathered = f32[4000]{0} all-gather(%f), replica_groups={{0,1,2,3}}, dimensions={0}
@@ -127,7 +135,7 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> s32[
 def test_every_kind_of_kernel():
     found = kernels(TEXT, seen=0.5)
     part, layer, head = 8 * 64, 16 * 8 * 64, 2 * 32 * 2 * 16
-    pairs = 2 * 4 * 32 * 32 * 16
+    pairs, tokens = 2 * 4 * 32 * 32 * 16, 3 * 2 * 4 * 64  # tokens of all heads
     known = [
         Kernel(breakdown.COPIES, 0, 2 + 2 * 4 * part, 1),  # the zeros
         Kernel(breakdown.COPIES, 0, 4 * part + 4 + 2 * part, 4),  # of four layers, one is read and rounded
@@ -138,10 +146,12 @@ def test_every_kind_of_kernel():
         Kernel(breakdown.BACKWARD, 4 * pairs, 2 * 6 * head + 4 * 2 * 4 * 32, 1, 0.44),
         Kernel(breakdown.BACKWARD, 5 * pairs, 2 * 6 * head, 1, 0.54),
         Kernel(breakdown.BACKWARD, 500, 2 * 2 * head, 1, 0.39),  # the result stays in fast memory
+        Kernel(breakdown.RECURRENCE, 2 * tokens * 2 * 32 * 16, 4 * (tokens * (2 * 16 + 2 * 32) + 8 * (3 + 16) * 32), 1),
         Kernel(breakdown.PRODUCTS, 2 * 64 * 2 * 8, 2 * (8 * 64 + 2 * 8 + 64 * 2), 1),
         Kernel(breakdown.PRODUCTS, 2 * 8 * 16 * 32 * 4, 2 * 8 * (16 * 4 + 4 * 32 + 16 * 32), 1),
         Kernel(breakdown.SCATTERS, 0, 3 * 4 * part + 4 * 8, 1),
-        Kernel(breakdown.COPIES, 0, 8000, 1),
+        Kernel(breakdown.ASIDE, 0, 8000, 1),  # started, and awaited later
+        Kernel(breakdown.ASIDE, 0, 2 * part + 4 + 2 * part, 1),
         Kernel(breakdown.OPTIMIZER, 0, 8000, 1),  # where the condition holds, though there the other moves more
         Kernel(breakdown.OPTIMIZER, 0, 8000, 1),
     ]

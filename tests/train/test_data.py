@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 def learnt(tokenizer: Tokenizer, fields, **options) -> tuple[str, str]:
     """The text of a record as it is encoded, and the same with a dot for each token that is not learnt."""
-    ((ids, mask, _),) = encode(Record("here", fields), tokenizer, vocab_size=260, **options)
+    ((ids, mask, *_),) = encode(Record("here", fields), tokenizer, vocab_size=260, **options)
     shown = [tokenizer.decode([i], special=True) for i in ids]
     return "".join(shown), "".join(text if on else "." for text, on in zip(shown, mask, strict=True))
 

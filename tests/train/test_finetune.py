@@ -265,3 +265,52 @@ def test_patience_needs_validation(base, impatient, tmp_path):
     options, _, out = impatient
     with pytest.raises(ValueError, match=r"identity\.patience is True, and now it is False"):
         run(base, out, **options | dict(patience=0))
+
+
+# ======================================================================================================================
+# The full state of another run.
+# ======================================================================================================================
+
+
+def test_a_run_begins_with_the_state_of_another(base, tmp_path, capsys):
+    """Of any of its steps, and takes the same steps from there; on other data it begins at its first record."""
+    first, branch = tmp_path / "first", tmp_path / "branch"
+    whole = losses(run(base, first, save_every=3, keep=1, bin=True))
+    assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["8", "bin"]
+    assert sorted(path.name for path in (first / "checkpoints" / "bin").iterdir()) == ["3", "6"]
+    (first / "checkpoints" / "bin" / "6").rename(first / "checkpoints" / "6")
+    before = sorted(first.rglob("*"))
+    assert losses(run(base, branch, load_state=f"{first}@6")) == whole[6:], "bit for bit"
+    assert sorted(first.rglob("*")) == before
+    assert weights(branch / "model") == weights(first / "model")
+    assert "at step 6 and at its place in the data" in " ".join(capsys.readouterr().out.split())
+    (branch / "checkpoints" / "8" / "meta.json").rename(tmp_path / "gone")  # its own comes first, or says that it can't
+    with pytest.raises(OSError, match=r"No checkpoint in .*branch/checkpoints is undamaged"):
+        run(base, branch, load_state=f"{first}@6")
+    write_words(tmp_path / "other" / "words.jsonl", 1)
+    other = tmp_path / "other" / "words.jsonl", tmp_path / "moved"
+    other = run(base, other[1], load_state=f"{first}@6", data=other[:1], save_every=0)
+    assert {path.name for path in (tmp_path / "moved" / "checkpoints").iterdir()} == {"7", "8"}, "continuously"
+    assert [line["step"] for line in other] == [6, 7, 8] and losses(other) != whole[6:]
+    assert "at the beginning of the data, which is other" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "source, changes, said",
+    [
+        (
+            "",
+            {},
+            r"The state of --load-state .* is of step 20, and --steps 20 counts from the same beginning: give more",
+        ),
+        ("@7", {}, r"--load-state: .*out has no undamaged checkpoint of step 7; it has those of steps \d"),
+        ("/none", {}, r"out/none has no undamaged checkpoint; none\."),
+        ("", {"optimizer": "sgd"}, r"its state\.opt_state.* --load-state needs the same model, adapters, --optimizer"),
+    ],
+)
+def test_a_state_that_cannot_be_loaded(base, impatient, tmp_path, source, changes, said):
+    options, metrics, out = impatient
+    options = options | {"patience": 0, "steps": metrics[-1]["step"]} | changes
+    said = said.replace("20", str(metrics[-1]["step"]))
+    with pytest.raises((ValueError, OSError), match=said):
+        run(base, tmp_path / "new", load_state=f"{out}{source}", **options)

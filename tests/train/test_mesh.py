@@ -3,13 +3,15 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.zoo import tiny
-from train.mesh import balanced, check_mesh, put_batch, without_stages
+from train.mesh import balanced, check_mesh, keeps_order, next_token, put_batch, without_stages
+from zoo import surgery
 from zoo.checkpoint import skeleton
 from zoo.config import read
 from zoo.mesh import AXES, make_mesh
-from zoo.models import mixtral, qwen3
+from zoo.models import mixtral, nemotron_h, qwen3
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,25 @@ def test_put_batch_along_the_context():
         put_batch({"tokens": np.zeros((4, 6), int)}, mesh)
 
 
+def test_put_batch_keeps_the_order_that_a_model_needs():
+    """Whichever of the models that read it: the student, the teacher, a reference. `next_token` follows."""
+    dense, hybrid = (
+        skeleton(module.FAMILY, read(module.FAMILY, tiny.CONFIGS[name]))
+        for module, name in ((qwen3, "qwen3"), (nemotron_h, "nemotron_h"))
+    )
+    mesh, rows = make_mesh("fsdp=4,context=2"), np.arange(32).reshape(4, 8)
+    for models, moved in (((dense, None), True), ((dense, hybrid), False), ((hybrid, None), False)):
+        batch = put_batch({"tokens": rows, "positions": rows % 8}, mesh, *models)
+        with jax.set_mesh(mesh):
+            following = jax.jit(lambda batch: next_token(batch["tokens"], batch))(batch)
+        assert keeps_order(mesh, *models) == (not moved) and ("positions" in batch) == moved
+        order = balanced(8, 2) if moved else np.arange(8)
+        assert batch["tokens"].tolist() == rows[:, order].tolist()
+        assert following.tolist() == np.pad(rows[:, 1:], ((0, 0), (0, 1)))[:, order].tolist()
+    with pytest.raises(ValueError, match="7 tokens of 'tokens' can't be split over context=2"):
+        put_batch({"tokens": np.zeros((4, 7), int)}, mesh, hybrid)
+
+
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_balanced_is_balanced(parts):
     order = balanced(24, parts)
@@ -138,6 +159,20 @@ def test_a_dense_model_has_no_experts():
     config = read(qwen3.FAMILY, tiny.CONFIGS["qwen3"])
     with pytest.raises(ValueError, match=r"expert=2 in the mesh, but qwen3 has no experts"):
         check_mesh(make_mesh("expert=2,fsdp=4"), skeleton(qwen3.FAMILY, config), qwen3.FAMILY, batch=8, seq_len=16)
+
+
+def test_stages_of_several_scans():
+    """Three of Nemotron-H's, which repeat 3, 1 and 5 times: a pipeline takes those that the stages divide."""
+    model = skeleton(nemotron_h.FAMILY, read(nemotron_h.FAMILY, tiny.CONFIGS["nemotron_h-mlp-new"]))
+    mesh = make_mesh("stage=3,fsdp=2", jax.devices()[:6])
+    check_mesh(mesh, model, nemotron_h.FAMILY, batch=6, seq_len=16)
+    specs = jax.tree.map(lambda place: place.spec, surgery.shardings(model, nemotron_h.FAMILY.partition_rules, mesh))
+    pair, attention, five = specs.layers.period[1].mixer, specs.layers.period[2].mixer, specs.layers.period[3].mixer
+    assert pair.up_proj.weight == P("stage", "tensor", "fsdp")
+    assert attention.q_proj.weight == P(None, "tensor", "fsdp")  # of 32 features, which 3 stages do not divide
+    assert five.out_proj.weight == P(None, "fsdp", "tensor")
+    with pytest.raises(ValueError, match=r"5 repeated groups of layers can't be split by stage = 8: .* as 1, 5 do"):
+        check_mesh(make_mesh("stage=8"), model, nemotron_h.FAMILY, batch=8, seq_len=16)
 
 
 def test_without_stages():

@@ -22,7 +22,7 @@ import zoo
 from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
-from train import cluster, distill, dpo, folder, grpo, loop, report, sft
+from train import cluster, defaults, distill, dpo, folder, grpo, loop, report, sft
 from train.command import command as end_in_a_sentence
 from train.data.packing import Example, Survey
 from train.stop import StopRequest
@@ -88,6 +88,10 @@ def test_a_run(words, whole, capsys):
     line = metrics(whole)[-1]
     assert {"accuracy", "grad_norm", "learning_rate", "tokens", "tokens_per_second"} <= line.keys()
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"Finished, at step {STEPS} of {STEPS}" in (whole / "report.html").read_text()
+    (start,) = json.loads((whole / "run.json").read_text())["starts"]
+    assert {"parameters", "optimizer", "batch", "estimated"} == start["memory"].keys() and "ended" in start
+    assert start["memory"]["optimizer"] > 2 * start["memory"]["parameters"] > 0 and start["memory"]["estimated"] > 0
     samples = [json.loads(sample) for sample in (whole / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {0, 4, 8, 12, 16} and all(sample["prompt"] for sample in samples)
     model = zoo.load(whole / "model")
@@ -132,6 +136,28 @@ def test_told_to_stop(words, whole, stopped_at, capsys):
     assert "Going on from step 6" in capsys.readouterr().out
     assert losses(out) == losses(whole)
     assert (out / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_run_from_the_file_of_another(words, whole, tmp_path, stopped_at):
+    """Its options and its numbers are the same; an option that does not exist ends it in a sentence."""
+    stopped_at(3)
+    command("train.sft", "--config", whole / "run.yaml", "--out", tmp_path / "again")
+    assert losses(tmp_path / "again") == {step: loss for step, loss in losses(whole).items() if step <= 3}
+    (tmp_path / "run.yaml").write_text("stepz: 1")
+    assert "has stepz, which is no option of this script; do you mean steps?" in refused(
+        "--config", tmp_path / "run.yaml"
+    )
+
+
+def test_remat_auto(words, whole, tmp_path, stopped_at, monkeypatch, capsys):
+    """Where memory is known, a run says what it chose, and is the run with that."""
+    monkeypatch.setattr(defaults, "device_bytes", lambda: 1e12)
+    stopped_at(2)
+    command("train.sft", *options(words, tmp_path / "out", "--remat", "auto"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--remat auto is --remat dots --microbatches 1: a device needs about" in said
+    assert "of 1,000.0 GB; the fastest." in said
+    assert losses(tmp_path / "out") == {step: loss for step, loss in losses(whole).items() if step <= 2}
 
 
 def assert_eight_bits(words, float_run, stopped_at, matmul, *more):
@@ -216,7 +242,7 @@ def test_the_folder_that_is_chosen(tmp_path, monkeypatch):
     assert choose(about()) == "runs/sft"
     for name in ("sft", "sft-3", "sft-more", "sft-4"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    folder.describe(tmp_path / "runs" / "sft-3", about())
+    folder.describe(tmp_path / "runs" / "sft-3", about(), sft.SFTOptions())
     assert choose(about()) == "runs/sft-3" and choose(about(**{"--lr": 2.0})) == "runs/sft"
     # Options that there were not yet when a run began: it has their defaults.
     assert choose(about(**{"--optimizer": "adamw", "--moments": "float32"})) == "runs/sft-3"
@@ -241,12 +267,35 @@ def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsy
     assert "--keep" not in line and "--out" not in line
 
 
+def test_freeze(words, tmp_path, stopped_at, capsys):
+    """Frozen weights are exported as they were, also after a stop; all others learn. The base of a run must not change,
+    nor what is frozen."""
+    patterns = ("embed_tokens.*", "*.mlp.*")
+    more = ["--freeze", *patterns, "--steps", 3, "--eval-every", 3, "--hold-out", 0]
+    stopped_at(2)
+    command("train.sft", *options(words, tmp_path / "out", *more))
+    assert "identity.freeze" in refused(*options(words, tmp_path / "out", *more, "--freeze", "*.mlp.*"))
+    stopped_at(0)
+    command("train.sft", *options(words, tmp_path / "out", *more))
+    assert "Going on from step 2" in capsys.readouterr().out
+    before, after = (convert.tensors.open_tensors(path / "model") for path in (words, tmp_path / "out"))
+    for name in after:
+        frozen = "embed_tokens" in name or ".mlp." in name
+        assert (before[name].view().tobytes() == after[name].view().tobytes()) == frozen, name
+    for more, sentence in (
+        (["--freeze", "mpl.*"], "--freeze mpl.* matches none of the model's weights, which are embed_tokens.weight, "),
+        (["--freeze", "*"], "--freeze * leaves nothing to train."),
+        (["--freeze", "*.mlp.*", "--lora.rank", 2], "--freeze is of no use to adapters"),
+    ):
+        assert sentence in refused(*options(words, tmp_path / "no", *more, "--hold-out", 0))
+
+
 def test_not_finite(words):
     out = words / "nan"
     text = refused(*options(words, out, "--lr", "1e30", "--clip-norm", "inf", "--warmup", "0", "--hold-out", "0"))
-    (step,) = map(int, re.findall(r"not finite at step (\d+); the state of step", text))
+    (step,) = map(int, re.findall(r"Step (\d+) is not finite", text))
     assert step > 1 and "Lower --lr" in text
-    assert (out / "checkpoints" / str(step - 1)).is_dir() and not (out / "model").exists()
+    assert (out / "checkpoints" / str(step)).is_dir() and not (out / "model").exists()
 
 
 def test_dry_run(words, capsys):

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from train.freeze import split
 from train.optim import OPTIMIZERS, rounded
 from train.state import abstract_state
 from zoo import lora
@@ -132,3 +133,13 @@ def test_optax_says_what_is_a_parameter():
     moment, other = abstract_state(model, transform).opt_state
     assert moment.trace["weight"].sharding.spec == P("fsdp", None)
     assert other["weight"].sharding.spec == P()
+
+
+def test_nothing_is_kept_of_frozen_weights(models):
+    model = placed(models, "mixture", "fsdp=4,expert=2")
+    trained, frozen = split(model, ["embed_tokens.*", "*.experts.*"])
+    assert arrays(frozen).keys() == {path for path in arrays(model) if "experts" in path or "embed_tokens" in path}
+    assert arrays(trained).keys() == arrays(model).keys() - arrays(frozen).keys()
+    for optimizer, transform in optimizers():
+        kept = arrays(abstract_state(trained, transform))
+        assert not any(path.endswith(tuple(arrays(frozen))) for path in kept), optimizer

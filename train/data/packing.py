@@ -29,9 +29,11 @@ import rich
 from jaxtyping import Int32
 
 from convert import manifest
+from train.data import pictures
 from train.data.records import Record, find_files
 from zoo import tiktoken
-from zoo.tokenizer import Tokenizer
+from zoo.generation.generate import Encoded
+from zoo.tokenizer import Messages, Tokenizer
 
 
 FORMATS = (
@@ -65,6 +67,7 @@ class Example(NamedTuple):
     ids: list[int]
     mask: list[int]  # 1: to be learnt
     whole: bool  # must not be cut into pieces: a chat, or a prompt with its completion
+    places: Int32[np.ndarray, "length 2"] | None = None  # see `train.data.pictures.Shown.places`; None: no images
 
 
 def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions_only: bool = True) -> list[Example]:
@@ -77,7 +80,7 @@ def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions
         ValueError: the record has no known format, or ids beyond the model's `vocab_size`; names file and line.
     """
     try:
-        examples = _encode(record.fields, tokenizer, completions_only)
+        examples = _encode(record, tokenizer, completions_only)
         largest = max((id for example in examples for id in example.ids), default=0)
         if largest >= vocab_size:
             raise ValueError(
@@ -89,13 +92,13 @@ def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions
     return examples
 
 
-def _encode(fields: Any, tokenizer: Tokenizer, completions_only: bool) -> list[Example]:
-    match fields:
+def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> list[Example]:
+    match fields := record.fields:
         case {"messages": list(turns)} | {"conversations": list(turns)}:
-            return _encode_chat(messages(turns, tokenizer), 0, tools_of(fields), tokenizer, completions_only)
+            return _encode_chat(messages(turns, tokenizer), 0, record, tokenizer, completions_only)
         case {"prompt": list(prompt), "completion": list(completion)}:
             turns, given = messages(prompt + completion, tokenizer), len(prompt)
-            return _encode_chat(turns, given, tools_of(fields), tokenizer, completions_only)
+            return _encode_chat(turns, given, record, tokenizer, completions_only)
         case {"prompt": str(prompt), "completion": str(completion)}:
             # Encoded together, since apart they can have other tokens: sentencepiece puts a space before each text.
             text, start = prompt + completion, len(prompt) if completions_only else 0
@@ -148,15 +151,20 @@ def tools_of(fields: dict[str, Any]) -> Any:
 
 
 def _encode_chat(
-    messages: list[dict[str, Any]], given: int, tools: Any, tokenizer: Tokenizer, completions_only: bool
+    messages: Messages, given: int, record: Record, tokenizer: Tokenizer, completions_only: bool
 ) -> list[Example]:
+    shown, tools, expand = pictures.shown(messages, record, tokenizer), tools_of(record.fields), None
+    if shown is not None:
+        messages, expand = shown.messages, shown.expand
     if completions_only:
-        examples = tokenizer.encode_chat(messages, tools=tools, given=given)
-        return [Example(ids, mask, whole=True) for ids, mask in examples]
-    if any(message.get("weight") == 0 for message in messages):
+        found = tokenizer.encode_chat(messages, tools=tools, given=given, expand=expand)
+    elif any(message.get("weight") == 0 for message in messages):
         raise ValueError("a message has the weight 0, but with --no-completions-only all are learnt.")
-    ids = tokenizer.encode_prompt(messages, tools=tools, add_generation_prompt=False)
-    return [Example(ids, [1] * len(ids), whole=True)]
+    else:
+        ids = tokenizer.encode_prompt(messages, tools=tools, add_generation_prompt=False, expand=expand)
+        found = [(ids, [1] * len(ids))]
+    places = lambda ids: None if shown is None else shown.places(ids, tokenizer)
+    return [Example(ids, mask, True, places(ids)) for ids, mask in found]
 
 
 # ======================================================================================================================
@@ -175,8 +183,12 @@ def batches(
     completions_only: bool = True,
     seed: int | None = None,
     epochs: int | None = None,
+    patches: bool = True,
 ) -> grain.IterDataset[dict[str, np.ndarray]]:
     """Returns batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+
+    If the tokenizer has a processor of images, there are the arrays of `train.data.pictures`, too; without `patches`
+    no image is opened, which is quicker where batches are only counted.
 
     `packing` says how rows are filled. "fit": with whole examples, as tightly as possible. "cut", for pre-training:
     with all examples one after another, continued in the next row where a row is full. "off": with one example each.
@@ -189,13 +201,16 @@ def batches(
     Every process of a run gets the same whole batches, however many processes there are, and puts on its devices the
     rows that are theirs. So none runs out of batches before the others, and one state is good for all.
     """
+    processor, numbered = tokenizer.processor, records.map_with_index(lambda n, record: (n, record))
+    if processor and packing == "cut":
+        raise ValueError("Packing by cutting would cut images, too: use fit, or off.")
     if seed is not None:
-        records = records.shuffle(seed=seed)
+        numbered = numbered.shuffle(seed=seed)
     to_example = functools.partial(
         _columns, tokenizer=tokenizer, vocab_size=vocab_size, completions_only=completions_only,
         longest=None if packing == "cut" else seq_len,
     )  # fmt: skip
-    examples = records.repeat(epochs).map(to_example).to_iter_dataset()
+    examples = numbered.repeat(epochs).map(to_example).to_iter_dataset()
     pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(sys.maxsize if packing == "cut" else seq_len))
     if packing == "cut":
         rows = _ConcatThenSplit(pieces, length_struct={"columns": seq_len})
@@ -206,7 +221,10 @@ def batches(
             num_packing_bins=BINS if packing == "fit" else 1,
             max_sequences_per_bin=None if packing == "fit" else 1,
         )
-    return grain.experimental.ThreadPrefetchIterDataset(padded(rows, batch).map(_named), prefetch_buffer_size=2)
+    data = padded(rows, batch).map(_named)
+    if processor and patches:
+        data = data.map(functools.partial(pictures.with_patches, records=records, processor=processor))
+    return grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=2)
 
 
 def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
@@ -220,9 +238,14 @@ def count(data: grain.IterDataset) -> int:
         return sum(1 for _ in data)
 
 
-def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: int) -> list[list[int]]:
-    """Returns the prompts (`prompt_of`) of the first three records, for a model to continue."""
-    return [prompt_of(encode(record, tokenizer, vocab_size=vocab_size)[-1]) for record in itertools.islice(records, 3)]
+def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: int) -> list[Encoded]:
+    """Returns the prompts (`prompt_of`) of the first three records, with their images, for a model to continue."""
+    prompts = []
+    for record in itertools.islice(records, 3):
+        example = encode(record, tokenizer, vocab_size=vocab_size)[-1]
+        ids = prompt_of(example)
+        prompts.append(Encoded(ids, pictures.of_prompt(record, example.places, len(ids), tokenizer.processor)))
+    return prompts
 
 
 def prompt_of(example: Example) -> list[int]:
@@ -232,13 +255,26 @@ def prompt_of(example: Example) -> list[int]:
 
 
 def _columns(
-    record: Record, tokenizer: Tokenizer, vocab_size: int, completions_only: bool, longest: int | None
-) -> list[dict[str, Int32[np.ndarray, "length 3"]]]:
-    """Returns for each example that has a target the columns token, target and mask of the target."""
+    numbered: tuple[int, Record],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    completions_only: bool,
+    longest: int | None,
+) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
+    """Returns for each example that has a target the columns token, target and mask of the target.
+
+    For a model that sees there are the number of the record, the token's picture and its feature, too; and an example
+    that is longer than a row ends before the picture that would not be in it whole.
+    """
+    number, record = numbered
     found = []
-    for ids, mask, whole in encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only):
-        columns = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T
-        found.append({"columns": columns[:longest] if whole else columns})
+    for ids, mask, whole, places in encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only):
+        columns, end = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T, longest if whole else None
+        if tokenizer.processor is not None:
+            places = np.zeros((len(ids), 2), np.int32) if places is None else places
+            columns = np.column_stack([columns, np.full(len(columns), number, np.int32), places[:-1]])
+            end = pictures.whole(places[:, 0], min(len(columns), longest or len(columns))) if whole else None
+        found.append({"columns": columns[:end]})
     return [example for example in found if len(example["columns"])]
 
 
@@ -272,9 +308,9 @@ class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
 
 
 def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
-    tokens, targets, loss_mask = np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0))
-    segments, positions = rows["columns_segment_ids"], rows["columns_positions"]
-    return dict(tokens=tokens, targets=targets, loss_mask=loss_mask, segments=segments, positions=positions)
+    names = ("tokens", "targets", "loss_mask", "record", "picture", "feature")
+    named = dict(zip(names, np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0)), strict=False))
+    return named | dict(segments=rows["columns_segment_ids"], positions=rows["columns_positions"])
 
 
 def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
@@ -353,9 +389,8 @@ def survey(
     limit = lambda example: seq_len + 1 if example.whole and packing != "cut" else sys.maxsize
     learns = lambda example: any(example.mask[1 : limit(example)])
     examples = [example for of_record in found for example in of_record]
-    rows = batches(
-        grain.MapDataset.source(chosen), tokenizer, seq_len=seq_len, batch=1, packing=packing, epochs=1, **options
-    )
+    source: Any = grain.MapDataset.source(chosen)
+    rows = batches(source, tokenizer, seq_len=seq_len, batch=1, packing=packing, epochs=1, patches=False, **options)
     if not any(map(learns, examples)):
         raise ValueError(
             f"There is nothing to learn in the {len(chosen)} records looked at: {chosen[0].where} and the others have "

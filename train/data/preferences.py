@@ -18,9 +18,10 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
+from train.data import pictures
 from train.data.packing import BINS, Example, Survey, encode, padded
 from train.data.records import Record
-from zoo.tokenizer import Tokenizer
+from zoo.tokenizer import Tokenizer, has_images
 
 
 FORMATS = (
@@ -99,8 +100,11 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
     """
 
     def example(c: Completion) -> Example:
+        if has_images([turn for turn in c.completion if isinstance(turn, dict)]):
+            raise ValueError(f"{c.where}: a completion holds an image, and only prompts may.")
         fields = {"prompt": c.prompt, "completion": c.completion, "tools": c.tools}
-        examples = encode(Record(c.where, fields), tokenizer, vocab_size=vocab_size)
+        fields["images"] = record.fields.get("images")
+        examples = encode(Record(c.where, fields, record.folder), tokenizer, vocab_size=vocab_size)
         if len(examples) > 1:
             raise ValueError(
                 f"{c.where}: a completion has several answers, which the chat template of {tokenizer.folder} writes "
@@ -125,7 +129,14 @@ def shorten(pair: Pair, room: int) -> Pair:
     """Cuts the ends of a pair's documents if together they exceed `room` tokens, of the longer document first."""
     first, second, desirable = pair
     limit = max(room // 2, room - min(len(first.ids), len(second.ids)))
-    cut = lambda example: Example(example.ids[:limit], example.mask[:limit], example.whole)
+
+    def cut(example: Example) -> Example:
+        places, end = example.places, limit
+        if places is not None:
+            end = pictures.whole(places[:, 0], limit)
+            places = places[:end]
+        return Example(example.ids[:end], example.mask[:end], example.whole, places)
+
     return Pair(cut(first), cut(second), desirable)
 
 
@@ -148,6 +159,7 @@ def batches(
     unpaired: bool = False,
     seed: int | None = None,
     epochs: int | None = None,
+    patches: bool = True,
 ) -> grain.IterDataset[dict[str, np.ndarray]]:
     """Returns batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
 
@@ -156,13 +168,14 @@ def batches(
 
     KTO's other record is the one before: so in every epoch each completion is put after one other prompt.
     """
+    processor, numbered = tokenizer.processor, records.map_with_index(lambda n, record: (n, record))
     if seed is not None:
-        records = records.shuffle(seed=seed)
-    before = grain.MapDataset.concatenate([records[-1:], records[:-1]])
+        numbered = numbered.shuffle(seed=seed)
+    before = grain.MapDataset.concatenate([numbered[-1:], numbered[:-1]])
     to_pairs = functools.partial(
         _columns, tokenizer=tokenizer, vocab_size=vocab_size, unpaired=unpaired, seq_len=seq_len
     )
-    both = grain.experimental.ZipMapDataset((records, before)).repeat(epochs)
+    both = grain.experimental.ZipMapDataset((numbered, before)).repeat(epochs)
     pairs = both.map(to_pairs).to_iter_dataset()  # pyright: ignore[reportArgumentType] (typed as if not zipped)
     rows = grain.experimental.BestFitPackIterDataset(
         grain.experimental.FlatMapIterDataset(pairs, _Each()),
@@ -170,23 +183,36 @@ def batches(
         num_packing_bins=BINS,
         max_sequences_per_bin=PAIRS,
     )
-    return grain.experimental.ThreadPrefetchIterDataset(padded(rows, batch).map(_named), prefetch_buffer_size=2)
+    data = padded(rows, batch).map(_named)
+    if processor and patches:
+        prompt_of = lambda record: completions(record)[0].prompt
+        opened = functools.partial(pictures.with_patches, records=records, processor=processor, chat_of=prompt_of)
+        data = data.map(opened)
+    return grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=2)
 
 
 def _columns(
-    records: tuple[Record, Record], tokenizer: Tokenizer, vocab_size: int, unpaired: bool, seq_len: int
-) -> list[dict[str, Int32[np.ndarray, "length 6"]]]:
+    numbered: tuple[tuple[int, Record], tuple[int, Record]],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    unpaired: bool,
+    seq_len: int,
+) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
     """Returns each pair's columns: token, target, mask of the target, document (0 or 1), position in it, desirable.
 
-    A document of n tokens has n - 1 targets, so two documents may have two tokens more than a row.
+    For a model that sees there are the number of the record, the token's picture and its feature, too. A document of n
+    tokens has n - 1 targets, so two documents may have two tokens more than a row.
     """
-    found = []
-    for pair in encode_pairs(*records, tokenizer, vocab_size=vocab_size, unpaired=unpaired):
+    found, ((record_number, record), (_, other)) = [], numbered
+    for pair in encode_pairs(record, other, tokenizer, vocab_size=vocab_size, unpaired=unpaired):
         if is_learnt(pair := shorten(pair, seq_len + 2)):
             documents = []
-            for number, (ids, mask, _) in enumerate((pair.first, pair.second)):
+            for number, (ids, mask, _, places) in enumerate((pair.first, pair.second)):
                 same = np.ones(len(ids) - 1, int)
                 columns = [ids[:-1], ids[1:], mask[1:], number * same, np.arange(len(same)), pair.desirable * same]
+                if tokenizer.processor is not None:
+                    places = np.zeros((len(ids), 2), int) if places is None else places
+                    columns += [record_number * same, *places[:-1].T]
                 documents.append(np.array(columns, np.int32).T)
             found.append({"columns": np.concatenate(documents)})
     return found
@@ -201,12 +227,10 @@ class _Each(grain.experimental.FlatMapTransform):
 
 def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
     columns = np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0))
-    tokens, targets, loss_mask, second, positions, desirable = columns
-    pairs = rows["columns_segment_ids"]
-    segments = np.where(pairs > 0, 2 * pairs - 1 + second, 0)
-    return dict(
-        tokens=tokens, targets=targets, loss_mask=loss_mask, segments=segments, positions=positions, desirable=desirable
-    )
+    names = ("tokens", "targets", "loss_mask", "second", "positions", "desirable", "record", "picture", "feature")
+    named = dict(zip(names, columns, strict=False))
+    pairs, second = rows["columns_segment_ids"], named.pop("second")
+    return named | {"segments": np.where(pairs > 0, 2 * pairs - 1 + second, 0)}
 
 
 def survey(
@@ -237,8 +261,9 @@ def survey(
             f"There is nothing to learn in the {len(looked)} records looked at: in {looked[0].where} and the others a "
             f"completion is empty, or its prompt fills half of a row of {seq_len} tokens."
         )
-    rows = batches(grain.MapDataset.source(looked), tokenizer, seq_len=seq_len, batch=1, epochs=1, **options)
-    pairs = list(itertools.chain(*found))
+    source: Any = grain.MapDataset.source(looked)
+    rows = batches(source, tokenizer, seq_len=seq_len, batch=1, epochs=1, patches=False, **options)
+    pairs, lengths_of = list(itertools.chain(*found)), lambda pairs: [(len(a.ids), len(b.ids)) for a, b, _ in pairs]
     sizes = [len(pair.first.ids) + len(pair.second.ids) for pair in pairs]
     lengths = np.quantile(sizes, [0, 0.5, 0.95, 1], method="nearest").tolist()
     return Survey(
@@ -246,7 +271,7 @@ def survey(
         sampled=len(looked),
         keys=dict(collections.Counter(key for record in looked for key in record.fields)),
         lengths=dict(zip(("min", "median", "95%", "max"), lengths, strict=True)),
-        shortened=sum(before != after for before, after in zip(found, short, strict=True)),
+        shortened=sum(lengths_of(before) != lengths_of(after) for before, after in zip(found, short, strict=True)),
         unlearnt=lost,
         fill=float(np.mean([(row["segments"] > 0).mean() for row in rows])),
         examples=[*pairs[0][:2]],

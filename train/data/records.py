@@ -23,7 +23,7 @@ import grain
 
 # What `train.data.packing`, `train.data.preferences`, and the rewards of `train.data.rewards` read.
 KEYS = (
-    "messages", "conversations", "prompt", "completion", "text", "tools",
+    "messages", "conversations", "prompt", "completion", "text", "tools", "images",
     "chosen", "rejected", "label", "answer", "tests",
 )  # fmt: skip
 PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last one can be half as long again
@@ -35,6 +35,7 @@ class Record(NamedTuple):
 
     where: str  # file and line, for messages
     fields: Any
+    folder: pathlib.Path = pathlib.Path()  # of the file, which names of images are relative to
 
 
 def find_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
@@ -161,7 +162,7 @@ def read_json_lines(file: pathlib.Path) -> File:
             lines.seek(starts[index])
             line = lines.readline()
         try:
-            return Record(where, json.loads(line))
+            return Record(where, json.loads(line), file.parent)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is broken: {error.msg} at column {error.colno}.") from error
         except UnicodeDecodeError as error:
@@ -180,7 +181,7 @@ def read_json(file: pathlib.Path) -> File:
             items = json.load(stream)
         except ValueError as error:
             raise ValueError(f"{file} is broken: {error}") from error
-    return File(len(items), lambda index: Record(f"{file}, record {index + 1}", items[index]))
+    return File(len(items), lambda index: Record(f"{file}, record {index + 1}", items[index], file.parent))
 
 
 def read_parquet(file: pathlib.Path) -> File:
@@ -194,7 +195,8 @@ def read_parquet(file: pathlib.Path) -> File:
             table = groups.read([name for name in groups.schema_arrow.names if name in KEYS] or None)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is broken: {error}") from error
-    return File(len(table), lambda index: Record(f"{file}, record {index + 1}", table.slice(index, 1).to_pylist()[0]))
+    fields = lambda index: table.slice(index, 1).to_pylist()[0]
+    return File(len(table), lambda index: Record(f"{file}, record {index + 1}", fields(index), file.parent))
 
 
 def read_text(file: pathlib.Path) -> File:

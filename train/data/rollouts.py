@@ -16,19 +16,21 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Shaped
 
 from train import cluster, loss
+from train.data import pictures
 from train.data.packing import messages, tools_of
 from train.data.records import Record
 from train.data.rewards import BadRecord, Reward
 from train.mesh import generating
 from zoo.generation.engine import complete
 from zoo.generation.sampling import Sampler
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, Images
 from zoo.tokenizer import Tokenizer
 
 
 class Prompt(NamedTuple):
     ids: list[int]
     record: Mapping[str, Any]
+    images: Images | None = None  # as those of a batch of one row
 
 
 def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
@@ -38,13 +40,13 @@ def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
         ValueError: with file and line, if the record has no prompt, or one that the chat template refuses.
     """
     try:
-        return _encode(record.fields, tokenizer)
+        return _encode(record, tokenizer)
     except ValueError as error:
         raise ValueError(f"{record.where}: {error}") from error
 
 
-def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
-    match fields:
+def _encode(record: Record, tokenizer: Tokenizer) -> Prompt:
+    match fields := record.fields:
         case {"prompt": str(text)}:
             return Prompt(tokenizer.encode(text), fields)
         case {"prompt": list(turns)} | {"messages": list(turns)} | {"conversations": list(turns)}:
@@ -52,7 +54,12 @@ def _encode(fields: Any, tokenizer: Tokenizer) -> Prompt:
             if turns[-1]["role"] == "assistant":
                 fields = {"answer": turns[-1]["content"]} | fields
                 turns = turns[:-1]
-            return Prompt(tokenizer.encode_prompt(turns, tools=tools_of(fields)), fields)
+            tools, shown = tools_of(fields), pictures.shown(turns, record, tokenizer)
+            if shown is None:
+                return Prompt(tokenizer.encode_prompt(turns, tools=tools), fields)
+            ids = tokenizer.encode_prompt(shown.messages, tools=tools, expand=shown.expand)
+            places = shown.places(ids, tokenizer)
+            return Prompt(ids, fields, pictures.of_prompt(record, places, len(ids), shown.processor, turns))
     raise ValueError("the record has neither a prompt nor messages.")
 
 
@@ -78,6 +85,7 @@ def rollout(
             sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
             sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, batch=o.rollout_batch,
             cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
+            images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
         )  # fmt: skip
     seconds = time.monotonic() - started
     each, errors = rewarded([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, o, judges)
@@ -85,6 +93,8 @@ def rollout(
     advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
 
     rows = empty(advantages.size, o.seq_len)
+    if tokenizer.processor is not None:
+        rows |= pictures.of_rows([prompt.images for prompt in prompts for _ in range(o.group)], o.seq_len, tokenizer)
     pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
     for row, (ids, completion) in enumerate(pairs):
         tokens, start = ids + completion.tokens, len(ids) - 1

@@ -1,10 +1,10 @@
 """Stores a teacher's largest logits of each token in files, and reads them for distillation without the teacher.
 
-A folder has teacher.json, which says what the logits were made of, and one ArrayRecord file. Its records are rows of
-`train.data.packing` with two more arrays [seq, k]: `top_values` (float16) and `top_indices`.
+A folder has teacher.json, which says what the logits were made of, and one ArrayRecord file. Its records are in the
+format of safetensors: rows of `train.data.packing` with two more arrays [seq, k], `top_values` (float16) and
+`top_indices`.
 """
 
-import io
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -14,6 +14,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 from jaxtyping import Float, Int
 
@@ -23,7 +24,7 @@ from train.step import Batch, features
 from zoo.nn.model import AbstractModel
 
 
-ROWS, ABOUT = "rows.array_record", "teacher.json"
+ROWS, ABOUT = "logits.array_record", "teacher.json"
 
 
 def top_k(
@@ -46,10 +47,8 @@ def write(folder: pathlib.Path, batches: Iterable[Mapping[str, np.ndarray]], abo
     for batch in batches:
         for row in range(len(batch["tokens"])):
             if batch["segments"][row].any():
-                file = io.BytesIO()
-                values = batch["top_values"][row].astype(np.float16)
-                np.savez(file, **{name: a[row] for name, a in batch.items()} | {"top_values": values})
-                writer.write(file.getvalue())
+                arrays = {name: np.ascontiguousarray(a[row]) for name, a in batch.items()}
+                writer.write(safetensors.numpy.save(arrays | {"top_values": arrays["top_values"].astype(np.float16)}))
                 rows += 1
     writer.close()
     (folder / ABOUT).write_text(json.dumps(dict(about), indent=2) + "\n")
@@ -63,13 +62,11 @@ def read(folder: pathlib.Path) -> tuple[grain.MapDataset[dict[str, np.ndarray]],
         OSError: the folder is not complete.
         ValueError: the rows are damaged.
     """
-    if not (folder / ABOUT).is_file():
-        raise FileNotFoundError(f"{folder} has no {ABOUT}: store a teacher's logits there with --store, to the end.")
+    if lacking := [name for name in (ABOUT, ROWS) if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"{folder} has no {lacking[0]}: store a teacher's logits there by --store, to the end.")
     check_array_records([folder / ROWS])
     source: Any = grain.sources.ArrayRecordDataSource([str(folder / ROWS)])
 
-    def unpack(record: bytes) -> dict[str, np.ndarray]:
-        with np.load(io.BytesIO(record)) as row:
-            return {name: row[name] for name in row.files}
-
-    return grain.MapDataset.source(source).map(unpack), json.loads((folder / ABOUT).read_text())
+    # Rows are read by several threads, which numpy's own format does not bear: it evaluates Python, and Python 3.11's
+    # parser can fail where threads meet in it (https://github.com/python/cpython/issues/106905).
+    return grain.MapDataset.source(source).map(safetensors.numpy.load), json.loads((folder / ABOUT).read_text())

@@ -81,7 +81,7 @@ def breakdown(made: Plan) -> Table:
     beside, between = made.seconds
     table.add_row(f"sum, {of(between)}", "", "", "", f"{1e3 * between:,.2f}")
     if between > beside:
-        table.add_row(f"with collectives beside kernels, {of(beside)}", "", "", "", f"{1e3 * beside:,.2f}")
+        table.add_row(f"with what is started ahead beside kernels, {of(beside)}", "", "", "", f"{1e3 * beside:,.2f}")
     return table
 
 

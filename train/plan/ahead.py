@@ -5,6 +5,7 @@ import pathlib
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.compile_options import compile_options
 from kernels.mesh import BATCH
 from train.adapters import Lora
-from train.mesh import abstract_model, token_sharding
+from train.mesh import abstract_model, keeps_order, token_sharding
 from train.optim import OptimizerOptions, make_optimizer
 from train.plan.breakdown import Kernel, kernels
 from train.plan.hlo import Collective, activations, collectives
@@ -84,18 +85,29 @@ def training(
     moments: Literal["float32", "bfloat16"] = "float32",
     adapters: Lora = NONE,
     quantize: Literal["none"] | Format = "none",
+    images: int = 0,
+    patches: int = 1024,
 ) -> Program:
-    """Makes the step of `train.loop`: float32 parameters, bfloat16 products. With a rank, only adapters are trained."""
+    """Makes the step of `train.loop`: float32 parameters, bfloat16 products. With a rank, only adapters are trained.
+
+    With `images`, rows have so many, each of `patches` where the tower takes any shape; and the model has its tower.
+    """
     options = OptimizerOptions(optimizer=optimizer, moments=moments, lr=1e-4, steps=1000, warmup=30, decay=200)
     transform, schedule = make_optimizer(options)
     if adapters.rank:
-        model = frozen(config, family, mesh, quantize=quantize, adapters=adapters)
+        model = frozen(config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images))
     else:
-        model = abstract_model(config, family, mesh)
+        model = abstract_model(config, family, mesh, parts_of(images))
     trained, kept = lora.split(model)
     state = abstract_state(trained, transform)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
-    data = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), rows)
+    names = ("tokens", "targets", "loss_mask", "segments", *(() if keeps_order(mesh, model) else ("positions",)))
+    data = dict.fromkeys(names, rows)
+    if images:
+        of_rows = lambda dtype, *shape: jax.ShapeDtypeStruct((batch, images, *shape), dtype, sharding=of_batch)
+        tower, of_batch = _tower_of(model), NamedSharding(mesh, P(BATCH))
+        size = (tower.side**2 if hasattr(tower, "side") else patches), tower.pixels
+        data |= dict(patches=of_rows(jnp.float32, *size), grids=of_rows(jnp.int32, 2), image=rows, feature=rows)
     with jax.set_mesh(mesh):
         step = jit_train_step(
             state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
@@ -104,6 +116,17 @@ def training(
     kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
     return Program(step, (state, data, kept), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
+
+
+def parts_of(images: int) -> tuple[str, ...]:
+    """The parts of a model whose rows have so many images."""
+    return ("vision",) if images else ()
+
+
+def _tower_of(model: Any) -> Any:
+    """The config of the tower of a model that sees: how many `pixels` a patch has, and where images have one size, how
+    many patches along a `side`."""
+    return model.config.vision.tower
 
 
 def seen_pairs(config: AbstractConfig, seq: int) -> float:
@@ -121,6 +144,7 @@ def frozen(
     *,
     quantize: Literal["none"] | Format,
     adapters: Lora = NONE,
+    parts: Sequence[str] = (),
 ) -> AbstractModel:
     """Makes the shapes of a model with frozen weights, in bfloat16 or quantized, and of its adapters, if any."""
 
@@ -131,7 +155,7 @@ def frozen(
             model = lora.add(model, rank=adapters.rank, alpha=1.0, where=adapters.where, key=jax.random.key(0))
         return model
 
-    model = eqx.filter_eval_shape(make, skeleton(family, config))
+    model = eqx.filter_eval_shape(make, skeleton(family, config, parts))
     places = shardings(model, family.partition_rules, mesh)
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 
@@ -144,9 +168,13 @@ def decoding(
     batch: int,
     seq: int,
     quantize: Literal["none"] | Format = "none",
+    images: int = 0,
 ) -> Program:
-    """Makes the step that decodes one token a row, in bfloat16, with a cache of `seq` positions, updated in place."""
-    model = frozen(config, family, mesh, quantize=quantize)
+    """Makes the step that decodes one token a row, in bfloat16, with a cache of `seq` positions, updated in place.
+
+    With `images` the model's tower is there, too, and idle.
+    """
+    model = frozen(config, family, mesh, quantize=quantize, parts=parts_of(images))
     shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
     place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
     cache = jax.tree.map(place, shapes, partition_specs(shapes, mesh.shape))

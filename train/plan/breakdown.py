@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kernels.delta import scan_flops
 from train.plan import hlo
 from train.plan.chips import Chip
 
@@ -16,9 +17,11 @@ from train.plan.chips import Chip
 # The kinds of kernels, in the order they are printed.
 PRODUCTS, GROUPED = "matrix products", "matrix products by expert"
 FORWARD, BACKWARD = "attention, forward kernels", "attention, backward kernels"
+RECURRENCE = "recurrences, kernels over chunks"
 OPTIMIZER, ELEMENTWISE = "optimizer", "elementwise, norms, sums"
 COPIES, SCATTERS, OTHER = "copies, slices, casts, fills", "scatters", "other kernels"
-ORDER = (PRODUCTS, GROUPED, FORWARD, BACKWARD, OPTIMIZER, ELEMENTWISE, COPIES, SCATTERS, OTHER)
+ASIDE = "copies beside other kernels"  # which XLA starts, and awaits later
+ORDER = (PRODUCTS, GROUPED, FORWARD, BACKWARD, RECURRENCE, OPTIMIZER, ELEMENTWISE, COPIES, SCATTERS, OTHER, ASIDE)
 SCOPE = "optimizer"  # the `jax.named_scope` of train.step's update
 
 # Shares of the bfloat16 peak that kernels of attention reach, forward and backward, and those of products by expert.
@@ -36,7 +39,8 @@ LIBRARY = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.)?(triton|mosaic_
 # Instructions that start no kernel, or whose kernel counts where it is started.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "custom-call", "async-done", "async-update", "copy-done", "slice-done", "add-dependency",
+    "opt-barrier", "custom-call", "async-done", "async-update", "copy-done", "fusion-done", "slice-done",
+    "add-dependency",
 }  # fmt: skip
 MOVES = FREE | {
     "bitcast-convert", "reshape", "copy", "copy-start", "slice-start", "transpose", "broadcast", "iota", "slice",
@@ -110,9 +114,11 @@ def kernels(text: str, seen: float = 1.0) -> list[Kernel]:
                 yield from visit(usual, times, turns)
             elif i.op in ("call", "async-start"):
                 for called in i.called("to_apply", "calls"):
-                    yield from visit(called, times, turns)
+                    found = visit(called, times, turns)
+                    yield from map(_aside, found) if i.op == "async-start" else found
             elif LIBRARY.search(i.line) or (i.op not in FREE and re.sub("-(start|done)$", "", i.op) not in hlo.KINDS):
-                yield _kernel(i, program[name], seen, turns)._replace(times=times)
+                each = _kernel(i, program[name], seen, turns)._replace(times=times)
+                yield _aside(each) if " fusion-start(" in i.line else each
 
     return list(visit(entry, 1, 1))
 
@@ -142,7 +148,9 @@ class Computation:
     def __init__(self, lines: list[str], program: Mapping[str, "Computation"]):
         self.program = program
         found = [match for match in map(hlo.INSTRUCTION.match, lines) if match]
-        self.instructions = [Instruction(m[1], m[2], m[3], hlo.names(m[4]), m[0] + m.string[m.end() :]) for m in found]
+        # A fusion that is started and awaited later: so `Compiled.as_text()` writes it, and XLA's dump as async-start.
+        op = lambda m: "fusion" if m[3] == "fusion-start" else m[3]
+        self.instructions = [Instruction(m[1], m[2], op(m), hlo.names(m[4]), m[0] + m.string[m.end() :]) for m in found]
         self.named = {each.name: each for each in self.instructions}
 
     def text(self, name: str) -> str:
@@ -192,6 +200,8 @@ class Computation:
         """Returns the bytes of its operand `n` that an instruction reads."""
         if i.op == "fusion":
             return self.fused(i).read(self.fused(i).given[n])
+        if i.op == "slice-start":
+            return hlo.bytes_of(ELEMENT.findall(i.result)[1])
         if n == 0 and i.op in ("slice", "dynamic-slice", "gather"):
             return min(_bytes(i.result), _bytes(self.text(i.operands[0])))
         if n == 0 and i.op in ("dynamic-update-slice", "scatter"):
@@ -207,8 +217,10 @@ class Computation:
             return self.written(i.operands[0])
         if i and i.op == "fusion":
             return self.fused(i).written(self.fused(i).root)
-        if i and i.op in ("copy-start", "slice-start"):  # (what is written, what is read, a word of context)
+        if i and i.op == "copy-start":  # (what is written, what is read, a word of context)
             return _bytes(ELEMENT.findall(i.result)[0])
+        if i and i.op == "slice-start":  # ((what is sliced), what is written, a word of context)
+            return _bytes(ELEMENT.findall(i.result)[1])
         if i and i.op in ("dynamic-update-slice", "scatter") and self._given(i.operands[0]):
             return _bytes(self.text(i.operands[1 if i.op == "dynamic-update-slice" else -1]))
         return _bytes(self.text(name))
@@ -246,6 +258,11 @@ def _kernel(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
     return Kernel(kind, flops, moved, 1)
 
 
+def _aside(kernel: Kernel) -> Kernel:
+    """Tells a copy that runs beside other kernels from those that run between them."""
+    return kernel._replace(kind=ASIDE) if kernel.kind == COPIES else kernel
+
+
 def _of_index(i: Instruction) -> bool:
     """Tells whether an instruction computes one integer or boolean, as where a slice begins."""
     return bool(re.match(r"(s32|u32|s64|pred)\[\]", i.result))
@@ -271,13 +288,16 @@ def _product(result: str, side: str, contracted: Iterable[str | int]) -> float:
 def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kernel:
     """Describes a kernel of ours or of a library.
 
-    Of an array with as many parts as the loop has turns, such as all layers' weights, it reads one in each turn.
+    Of an array with as many parts as the loop has turns, such as all layers' weights, it reads one in each turn, and so
+    it writes one of what it changes in place, such as all layers' states.
     """
     target = LIBRARY.findall(i.line)[0]
     texts = [home.text(operand) for operand in i.operands]
     parts = lambda text: turns if _shape(text)[:1] == (turns,) else 1
-    made = re.sub(r"s8\[\d+\]", "", i.result)  # without the room that cuBLAS may work in
-    moved = sum(_bytes(text) / parts(text) for text in texts) + _bytes(made)
+    in_place = re.findall(r"\{(\d*)\}: \(\d+,", i.line.partition("output_to_operand_aliasing=")[2].partition(")}")[0])
+    made = ELEMENT.findall(re.sub(r"s8\[\d+\]", "", i.result))  # without the room that cuBLAS may work in
+    moved = sum(_bytes(text) / parts(text) for text in texts)
+    moved += sum(_bytes(text) / (parts(text) if str(n) in in_place else 1) for n, text in enumerate(made))
     if target == "__cublas":
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.line)[0]
         return Kernel(PRODUCTS, _product(i.result, texts[0], re.findall(r"\d+", contracted)), moved, 1)
@@ -289,7 +309,7 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
         pairs, width = math.prod(map(int, re.findall(r"\d+", size))), arrays[0][-1]
         flops = 2 * (5 if backward else 2) * pairs * width * seen
         return Kernel(BACKWARD if backward else FORWARD, flops, moved, 1, ATTENTION["cudnn"][backward])
-    name = re.search(r"/(attention|ragged_dot|matmul)_(\w+)/", i.line)
+    name = re.search(r"/(attention|ragged_dot|matmul|delta_rule)_(\w+)/", i.line)
     match name.groups() if name else ():
         case "attention", pass_:
             by_width, by_values = WIDTHS[pass_]
@@ -304,6 +324,9 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
         case "ragged_dot", _:
             inner = next(each[1] for each in arrays if len(each) == 2)
             return Kernel(GROUPED, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1, EXPERTS[target])
+        case "delta_rule", _:  # they wait for memory: TF32's rate does not matter
+            matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # between them the fading of states
+            return Kernel(RECURRENCE, float(stated[1] if stated else scan_flops(matrices, v_wide)), moved, 1)
         case "matmul", _:
             inner = next(each[-1] for each in arrays if len(each) == 2)
             return Kernel(PRODUCTS, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1)

@@ -86,7 +86,7 @@ def ways(
         tokens = rows // parts * seq / shares / shape[CONTEXT]
         # Gradients; of several parts also those of one in float32, beside their sum, which is there all along.
         sums, first = parameters * (itemsize + 8 * (parts > 1)), 4 * parameters * (parts > 1)
-        chunk = min(tokens, max(2048, 2 * config.hidden_size))  # see `train.step.cross_entropy`
+        chunk = min(tokens, max(2048, 3 * config.hidden_size))  # see `train.step.cross_entropy`
         logits = chunk * config.vocab_size / shape[TENSOR] * (2 * itemsize + 4 * (itemsize > 2))
         weights = head * itemsize if frozen else head * (2 * itemsize + 4)  # its gradient by chunk, and their sum
         # One layer: its weights as they are gathered, what is computed again and the gradients of that.

@@ -15,8 +15,18 @@ from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.adapters import Lora
 from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
-from train.plan.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, training
-from train.plan.breakdown import Part, parts
+from train.plan.ahead import (
+    NONE,
+    Compiled,
+    Program,
+    TooLarge,
+    compile_ahead,
+    decoding,
+    device_bytes,
+    parts_of,
+    training,
+)
+from train.plan.breakdown import ASIDE, Part, parts
 from train.plan.chips import Chip, slowest_link
 from train.plan.fit import REMATS, kept, recomputed
 from zoo.checkpoint import skeleton
@@ -56,6 +66,12 @@ class Options:
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
     bits. nf4: four bits."""
+    images: int = 0
+    """Number of images of a row. The model has its vision tower then, which is trained like the rest. The FLOPs of
+    which MFU is counted leave the tower out; the table of kernels has it. 0: the text model."""
+    patches: int = 1024
+    """Number of patches of an image, where the tower takes any shape; others have theirs. 1,024 are 512 x 512 pixels of
+    Qwen3-VL or 448 x 448 of Mistral Small 3."""
     decode: bool = False
     """Plan the step that adds a token to each row, with weights in bfloat16, instead of training."""
     search: bool = False
@@ -92,9 +108,12 @@ class Plan:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Estimates a step, not a bound: if collectives run beside kernels, and if they run between them."""
-        kernels, sent = sum(part.seconds for part in self.parts.values()), self.bounds["interconnect"]
-        return max(kernels, sent), kernels + sent
+        """Estimates a step, not a bound: if collectives, and copies that are started ahead, run beside kernels, and if
+        they run between them."""
+        found, sent = self.parts, self.bounds["interconnect"]
+        kernels = sum(part.seconds for part in found.values())
+        aside = found[ASIDE].seconds if ASIDE in found else 0.0
+        return max(kernels - aside, sent), kernels + sent
 
     @property
     def tokens_per_second(self) -> float:
@@ -137,19 +156,22 @@ def _bytes(program: Program) -> tuple[dict[str, int], int]:
 
 
 def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
-    family, shape = family_of(config), dict[str, Any](batch=o.batch, seq=o.seq, quantize=o.quantize)
+    shape = dict[str, Any](batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images)
+    family = family_of(config)
     if o.decode and o.lora.rank:
         raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
     if o.quantize != "none" and not (o.decode or o.lora.rank):
         raise ValueError(
             f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank or --decode."
         )
-    check_mesh(mesh, skeleton(family, config), family, batch=o.batch // o.microbatches, seq_len=o.seq)
+    check_mesh(
+        mesh, skeleton(family, config, parts_of(o.images)), family, batch=o.batch // o.microbatches, seq_len=o.seq
+    )
     if o.decode:
         return decoding(config, family, mesh, **shape)
     return training(
         config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches, optimizer=o.optimizer,
-        moments=o.moments, adapters=o.lora,
+        moments=o.moments, adapters=o.lora, patches=o.patches,
     )  # fmt: skip
 
 
@@ -177,7 +199,8 @@ def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
     microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
-    busy = microbatches * rounds_of(model.layers.repeats // stages)
+    repeats = max(repeats for _, repeats in model.layers.runs if repeats % stages == 0)
+    busy = microbatches * rounds_of(repeats // stages)
     return (busy + stages - 1) / busy
 
 

@@ -1,0 +1,203 @@
+"""The launcher's decisions, with commands that only say how they were called; and what asks a run to stop.
+
+Real processes that are killed and come back: the slow test at the end, and `python -m tests.reliability`.
+"""
+
+import http.server
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from tests import reliability
+from tests.train.conftest import command
+from train import cluster, launch, preemption
+from train.microbatches import elastic
+from train.stop import REASONS, StopRequest
+
+
+CHILD = """
+import os, pathlib, sys, time
+o = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+out, process = pathlib.Path(o["out"]), o["process"]
+attempt = int(o["coordinator"].split(":")[1]) - 9900
+with (out / "calls").open("a") as file:
+    file.write(f"{attempt} {o['coordinator'][0]} {process}/{o['processes']} {o.get('full-processes')} {o['at']}\\n")
+if o["plan"].split(",")[attempt - 1] == "fail":
+    sys.exit(1)
+while not (out / "stop").exists() and not (out / "calls").read_text().count(f"{attempt} a ") == int(o["processes"]):
+    time.sleep(0.02)
+if o["plan"].split(",")[attempt - 1] == f"kill{process}":
+    os.kill(os.getpid(), 9)
+if o["plan"].split(",")[attempt - 1].startswith("kill"):
+    time.sleep(60)
+while o["plan"].split(",")[attempt - 1] == "wait" and not (out / "stop").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """Runs a plan: what happens in each attempt. Returns the exit code, the calls, and what was said."""
+    monkeypatch.setattr(launch, "GRACE", 0.3)
+    (tmp_path / "child.py").write_text(CHILD)
+
+    def launched(plan, **options):
+        o = launch.LaunchOptions(
+            **dict(processes=4, hosts="echo a b c d", start="{command} --at={host}{slot}", rest=1.0, poll=0.1) | options
+        )
+        command = [sys.executable, str(tmp_path / "child.py"), f"--out={tmp_path}", f"--plan={plan}"]
+        said = []
+        code = launch.Launcher(o, command, said.append).run()
+        return code, sorted((tmp_path / "calls").read_text().splitlines()), said
+
+    return launched
+
+
+def calls(attempt, hosts, full):
+    return [f"{attempt} a {n}/{len(hosts)} {full} {host}" for n, host in enumerate(hosts)]
+
+
+def test_it_goes_on_with_what_is_left_and_returns_to_full_size(launched):
+    """Without b, two processes: three do not divide four. When b has rested, they are asked to stop; then four."""
+    code, called, said = launched("kill1,wait,end", elastic=True)
+    everyone = ["a0", "b1", "c2", "d3"]
+    assert code == 0
+    assert called == [*calls(1, everyone, 4), *calls(2, ["a0", "c2"], 4), *calls(3, everyone, 4)]
+    assert [text.partition(" (")[0].partition(":")[0] for text in said] == [
+        "Starting 4 of 4 processes.",
+        "Process 1 was lost",
+        "Starting 2 of 4 processes.",
+        "There are more hosts again",
+        "Starting 4 of 4 processes.",
+    ]
+
+
+def test_without_elastic_it_starts_as_many_again(launched):
+    code, called, _ = launched("kill0,end", processes=2, rest=60.0)
+    assert code == 0 and called == [*calls(1, ["a0", "b1"], None), *calls(2, ["a0", "b1"], None)]
+
+
+def test_a_command_that_fails_is_not_tried_for_ever(launched):
+    code, called, said = launched("fail,fail,fail,fail", processes=1, retries=2)
+    assert code == 1 and len(called) == 3
+    assert said[-1] == "The command has failed 3 times in a row without coming further than step 0."
+
+
+def test_a_command_needs_a_folder():
+    assert str(launch.out_of(["python", "-m", "train.sft", "--out", "a"])) == "a"
+    for words in (["python", "-m", "train.sft"], []):
+        with pytest.raises(ValueError, match="Give the command an --out"):
+            launch.out_of(words)
+    with pytest.raises(ValueError, match="Write the command after --"):
+        launch.main(["--processes", "2"])
+
+
+@pytest.mark.parametrize(
+    "microbatches, rows, shares, processes, full, parts",
+    [
+        (1, 8, 1, 1, 2, 2),
+        (2, 32, 4, 2, 4, 4),
+        (1, 24, 6, 6, 8, 2),  # 24 / 8 = 3 rows on a device with all, 24 / 6 / 2 = 2 now
+        (1, 24, 3, 3, 8, 4),  # not 3 parts, which would not be of one size
+        (1, 8, 3, 3, 4, 1),  # the mesh does not divide the rows: it says so
+    ],
+)
+def test_microbatches_keep_the_rows_on_a_device(microbatches, rows, shares, processes, full, parts):
+    assert elastic(microbatches, rows=rows, shares=shares, processes=processes, full=full) == parts
+
+
+JOBSET = {"JAX_COORDINATOR_ADDRESS": "run-job-0-0.run", "JOB_COMPLETION_INDEX": "1"}
+
+
+@pytest.mark.parametrize(
+    "environment, found",
+    [
+        ({}, (None, None, None)),
+        (JOBSET, (None, None, None)),  # JAX asks Kubernetes for the number of processes
+        ({"NNODES": "4", "NODE_RANK": "3"}, (None, None, None)),
+        (JOBSET | {"NNODES": "4"}, ("run-job-0-0.run:1234", 4, 1)),
+        (JOBSET | {"NNODES": "4", "NODE_RANK": "2", "JAX_COORDINATOR_PORT": "6002"}, ("run-job-0-0.run:6002", 4, 2)),
+        (
+            JOBSET | {"JAX_PROCESS_COUNT": "8", "JOB_INDEX": "1", "PROCESSES_IN_JOB": "4"},
+            ("run-job-0-0.run:1234", 8, 5),
+        ),
+    ],
+)
+def test_coordinators_of_jobsets(monkeypatch, environment, found):
+    monkeypatch.setattr(cluster.os, "environ", environment)
+    assert cluster.named() == found
+
+
+# ======================================================================================================================
+# What asks a run to stop.
+# ======================================================================================================================
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    """A metadata server's values, to be changed."""
+    values = {"preempted": "FALSE", "maintenance-event": "NONE"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            value = values.get(self.path.removeprefix("/computeMetadata/v1/instance/"), "")
+            self.send_response(200 if self.headers["Metadata-Flavor"] == "Google" else 403)
+            self.end_headers()
+            self.wfile.write(value.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+    yield values
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_notices_of_google_cloud(metadata, tmp_path):
+    assert preemption.found(tmp_path) == ""
+    metadata["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"  # the machine goes on elsewhere
+    assert preemption.found(None) == ""
+    metadata["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+    assert preemption.found(None) == "Google Cloud (maintenance-event)"
+    metadata["preempted"] = "TRUE"
+    assert preemption.found(None) == "Google Cloud (preempted)"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "the file stop"])
+def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name):
+    """By a signal, as Slurm's --signal=USR2@120, or by a file, which it removes."""
+    monkeypatch.setattr(preemption, "EVERY", 0.01)
+    with StopRequest(tmp_path) as stop:
+        assert stop.agreed() == ""
+        if name.startswith("SIG"):
+            signal.raise_signal(signal.Signals[name])
+        else:
+            (tmp_path / "stop").touch()
+            end = time.monotonic() + 10
+            while not stop.requested and time.monotonic() < end:
+                time.sleep(0.01)
+        assert stop.agreed() == name and name in REASONS
+    assert not (tmp_path / "stop").exists()
+
+
+# ======================================================================================================================
+# Real processes.
+# ======================================================================================================================
+
+
+@pytest.mark.slow
+def test_a_lost_process_changes_no_step(tmp_path):
+    """Of two processes one is killed; one goes on, with twice the microbatches, as one with eight devices does."""
+    command("train.pretrain", *reliability.arguments(tmp_path / "calm", 5))
+    calm = reliability.losses(tmp_path / "calm")
+    found = reliability.storm(tmp_path, kills=1, steps=5, rest=1000.0, calm=calm)
+    assert found["kills"] == 1 and found["sizes"] == [2, 1]
+    assert found["largest difference of a loss"] < 1e-5

@@ -1,0 +1,31 @@
+"""Draws several runs in one page: `python -m train.compare RUN...`."""
+
+import pathlib
+from typing import Annotated
+
+import tyro
+
+from train import page
+
+
+def compare(
+    runs: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")],
+    out: pathlib.Path = pathlib.Path("compare.html"),
+) -> None:
+    """Draw runs over each other, with what differs in their options, data and models, and their samples side by side.
+
+    The page is one file that needs no server and no network. `python -m train.report RUN` draws one run.
+
+    Args:
+        runs: Folders of runs, such as runs/sft runs/sft-2.
+        out: File to write.
+    """
+    try:
+        page.write(runs, out)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    print(f"Written to {out}.")
+
+
+if __name__ == "__main__":
+    tyro.cli(compare)

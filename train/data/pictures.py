@@ -1,0 +1,255 @@
+"""Images of chats that a model is trained on: where they stand among the tokens, and their patches.
+
+Tokens are made from the sizes of images alone, and packed; then the images of a batch's rows are opened. A batch has
+four more arrays: `patches` [batch, slots, patches, pixels] of each row's pictures and `grids` [batch, slots, 2], as in
+`zoo.nn.model.Images`; `image` [batch, seq], the slot of each token's picture or -1; `feature` [batch, seq].
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import grain
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int, Int32, Shaped
+
+from train.data.records import Record
+from zoo.generation.engine import bucket
+from zoo.nn.model import Images
+from zoo.tokenizer import Messages, Tokenizer, has_images, image_parts
+from zoo.vision import prompts
+from zoo.vision.images import AbstractImageProcessor, image_size, open_image
+from zoo.vision.prompts import source_of, without_images
+
+
+# Part of a model -> the option that asks for it, where a script has it.
+PARTS = {"vision": "vision", "mtp": "mtp_weight"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """Whether a model is trained on images, in `train.options.Options`."""
+
+    vision: bool = False
+    """Train on chats with images: the model's vision tower is loaded, too. It is trained like the rest, unless
+    --freeze 'vision.*' leaves it as it is."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the optional parts of the model that the script's options ask for, see `zoo.load`."""
+        return tuple(part for part, option in PARTS.items() if getattr(self, option, False))
+
+
+def refuse_vision(o: VisionOptions, why: str) -> None:
+    """Raises ValueError if `o` has --vision, saying why the script does not take it."""
+    if o.vision:
+        raise ValueError(f"--vision: {why}; leave it out, or train on images by train.sft.")
+
+
+class Picture(NamedTuple):
+    patches: Float32[np.ndarray, "patches pixels"]
+    grid: Int[np.ndarray, "2"]  # rows and columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A chat as its template is to see it, and its images."""
+
+    messages: Messages
+    texts: Sequence[str]
+    counts: Sequence[int]
+    """How many features each picture has; an image may be several."""
+    processor: AbstractImageProcessor
+
+    def expand(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+        """Puts images' texts in the place of the markers of a rendered chat, or of its beginning, and moves spans."""
+        marker = self.processor.marker
+        texts = self.texts[: text.count(marker)]
+        starts, at = [], -1
+        for _ in texts:
+            at = text.index(marker, at + 1)
+            starts.append(at)
+        longer = np.cumsum([0, *(len(written) - len(marker) for written in texts)])
+        moved = lambda at: at + int(longer[np.searchsorted(starts, at)])
+        return self.processor.expand(text, texts), [(moved(start), moved(end)) for start, end in spans]
+
+    def places(self, ids: Sequence[int], tokenizer: Tokenizer) -> Int32[np.ndarray, "length 2"]:
+        """Which picture each token belongs to, from 1, or 0; and which of its features it is.
+
+        Raises:
+            ValueError: the tokens are not those of the first images.
+        """
+        (placeholder,) = tokenizer.encode(self.processor.placeholder, special=False)
+        found = np.zeros((len(ids), 2), np.int32)
+        here, ends = np.array(ids) == placeholder, np.cumsum([0, *self.counts])
+        if here.sum() not in ends:
+            raise ValueError(f"the chat has {here.sum()} tokens of images, and its images are {ends[-1]} of them.")
+        number = np.arange(here.sum())
+        picture = np.searchsorted(ends, number, side="right")
+        found[here] = np.stack([picture, number - ends[picture - 1]], axis=1)
+        return found
+
+
+def shown(messages: Messages, record: Record, tokenizer: Tokenizer) -> Shown | None:
+    """The chat of a record and what its images are to the model; None if it has no images.
+
+    Raises:
+        ValueError: if an image cannot be read, the chat template leaves one out, or the model was loaded without its
+            tower.
+    """
+    if not has_images(messages):
+        return None
+    if (processor := tokenizer.processor) is None:
+        raise ValueError("the chat has an image: --vision loads the vision tower of a model that has one.")
+    sizes = [image_size(source) for source in sources(messages, record)]
+    texts = [processor.text(*size) for size in sizes]
+    counts = [
+        text.count(processor.placeholder) // pictures
+        for text, size in zip(texts, sizes, strict=True)
+        for pictures in [processor.count(*size)]
+        for _ in range(pictures)
+    ]
+    plain = [without_images(message) for message in messages]
+    if (written := tokenizer.render_marked(plain).count(processor.marker)) != len(sizes):
+        raise ValueError(f"the chat has {len(sizes)} images, and its template writes {written} of them.")
+    return Shown(plain, texts, counts, processor)
+
+
+def sources(messages: Messages, record: Record) -> Iterator[Any]:
+    """Where each image of a record's chat lies. What the messages do not say is in the record's `images`, in order.
+
+    Raises:
+        ValueError: if it is said nowhere.
+    """
+    beside = iter(record.fields.get("images") or ())
+    for part in image_parts(messages):
+        if part["type"] == "video":
+            raise ValueError("the chat has a video; training takes images, such as some of the frames.")
+        source = source_of(part, lambda: next(beside, None))
+        is_name = isinstance(source, str) and not source.lower().startswith(("data:", "http:", "https:"))
+        yield record.folder / source if is_name else source
+
+
+def chat_of(record: Record) -> list[Any]:
+    """The messages of a record, of whichever keys."""
+    fields = record.fields
+    chat = fields.get("messages") or fields.get("conversations")
+    return chat or [*fields.get("prompt", ()), *fields.get("completion", ())]
+
+
+def pictures_of(messages: Messages, record: Record, processor: AbstractImageProcessor) -> list[Picture]:
+    """The pictures of a record's chat.
+
+    Raises:
+        ValueError: naming the record, if an image cannot be read.
+    """
+    try:
+        images = [processor(open_image(source)) for source in sources(messages, record)]
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+    return [Picture(*both) for image in images for both in zip(image.pictures, image.shapes, strict=True)]
+
+
+@functools.cache
+def blank(processor: AbstractImageProcessor) -> Picture:
+    """A small picture, for the slots of rows that have fewer than others."""
+    image = processor(np.zeros((32, 32, 3), np.uint8))
+    return Picture(image.pictures[0], image.shapes[0])
+
+
+def with_patches(
+    batch: Mapping[str, np.ndarray],
+    records: grain.MapDataset[Record],
+    processor: AbstractImageProcessor,
+    chat_of: Callable[[Record], Messages] = chat_of,
+) -> dict[str, np.ndarray]:
+    """Opens the images of a batch, whose `record` and `picture` say of which record each token's picture is and which.
+
+    `chat_of` gives the messages of a record that hold them.
+
+    Raises:
+        ValueError: as `pictures_of`.
+    """
+    batch = dict(batch)
+    record, picture = batch.pop("record"), batch.pop("picture")
+    seen = picture > 0
+    pairs_of = lambda row: zip(record[row][seen[row]].tolist(), picture[row][seen[row]].tolist(), strict=True)
+    of_rows = [sorted(set(pairs_of(row))) for row in range(len(seen))]
+    numbers = sorted({number for pairs in of_rows for number, _ in pairs})
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        opened = threads.map(lambda n: pictures_of(chat_of(records[n]), records[n], processor), numbers)
+        found = dict(zip(numbers, opened, strict=True))
+    rows = [[found[number][index - 1] for number, index in pairs] for pairs in of_rows]
+    image = np.full(seen.shape, -1, np.int32)
+    for row, pairs in enumerate(of_rows):
+        for slot, (number, index) in enumerate(pairs):
+            image[row, (record[row] == number) & (picture[row] == index)] = slot
+    return batch | stacked(rows, processor) | {"image": image}
+
+
+def stacked(rows: Sequence[Sequence[Picture]], processor: AbstractImageProcessor) -> dict[str, np.ndarray]:
+    """Makes `patches` and `grids` of a batch of the pictures of each row.
+
+    Every row has the same number of slots, a power of two, so that few shapes are compiled.
+    """
+    slots = bucket(max(1, *map(len, rows)), 1)
+    every = [one for row in rows for one in [*row, *[blank(processor)] * (slots - len(row))]]
+    patches = prompts.stacked([patches for patches, _ in every], processor)
+    grids, shape = np.stack([grid for _, grid in every]).astype(np.int32), (len(rows), slots)
+    return {"patches": patches.reshape(*shape, *patches.shape[1:]), "grids": grids.reshape(*shape, 2)}
+
+
+def whole(picture: Int[np.ndarray, " length"], end: int) -> int:
+    """Where to cut tokens that belong to these pictures: at `end`, or before the picture that this would cut."""
+    if end >= len(picture) or not picture[end] or picture[end] != picture[end - 1]:
+        return end
+    return int(np.argmax(picture == picture[end]))
+
+
+def of_prompt(
+    record: Record,
+    places: Int[np.ndarray, "length 2"] | None,
+    length: int,
+    processor: AbstractImageProcessor | None,
+    messages: Any = None,
+) -> Images | None:
+    """The images of the first `length` tokens of a record, as those of a batch of one row; None if they have none.
+
+    They are in `messages`, by default the record's; a prompt that is a string has none.
+    """
+    if places is None or processor is None or not (count := int(places[:length, 0].max(initial=0))):
+        return None
+    found = pictures_of(chat_of(record) if messages is None else messages, record, processor)[:count]
+    patches, grids = (list(arrays) for arrays in zip(*found, strict=True))
+    return Images(
+        prompts.stacked(patches, processor), np.stack(grids), places[None, :length, 0] - 1, places[None, :length, 1]
+    )
+
+
+def of_rows(images: Sequence[Images | None], seq: int, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    """The four arrays of a batch of rows of `seq` tokens, each of which begins with a prompt that has these images."""
+    assert tokenizer.processor is not None, "who calls has asked"
+    image, feature = np.full((len(images), seq), -1, np.int32), np.zeros((len(images), seq), np.int32)
+    rows: list[list[Picture]] = []
+    for row, of_row in enumerate(images):
+        rows.append([])
+        if of_row is not None:
+            length = of_row.image.shape[1]
+            image[row, :length], feature[row, :length] = of_row.image[0], of_row.feature[0]
+            both = zip(np.asarray(of_row.patches), np.asarray(of_row.grids), strict=True)
+            rows[-1] = [Picture(patches, grid) for patches, grid in both]
+    return stacked(rows, tokenizer.processor) | {"image": image, "feature": feature}
+
+
+def images_of(batch: Mapping[str, Shaped[Array, "batch ..."]]) -> dict[str, Images]:
+    """The `images` of a batch on the devices, those of all its rows one after another; nothing if it has none."""
+    if "patches" not in batch:
+        return {}
+    patches, grids, image = batch["patches"], batch["grids"], batch["image"]
+    rows, slots = patches.shape[:2]
+    number = jnp.where(image < 0, -1, image + slots * jnp.arange(rows)[:, None])
+    patches, grids = patches.reshape(-1, *patches.shape[2:]), grids.reshape(-1, 2)
+    return {"images": Images(patches, grids, number, batch["feature"])}

@@ -1,0 +1,73 @@
+"""Notices that a run should save and end: its machine is about to be taken away, or its folder has a file "stop"."""
+
+import contextlib
+import os
+import pathlib
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+
+
+FILE = "stop"  # in the folder of a run: whoever makes it asks the run to stop; the run removes it
+EVENTS = {"preempted": "TRUE", "maintenance-event": "TERMINATE"}  # of Google's metadata -> how the value begins
+REASONS = (*(f"Google Cloud ({name})" for name in EVENTS), f"the file {FILE}")
+EVERY = 2.0  # seconds between looks
+PRODUCT = pathlib.Path("/sys/class/dmi/id/product_name")  # names Google on its machines
+
+
+@contextlib.contextmanager
+def watching(request: Callable[[str], None], out: pathlib.Path | None) -> Iterator[None]:
+    """Calls `request` with one of REASONS, once, when there is one; it looks every two seconds, in a thread.
+
+    On machines of Google Cloud, TPUs among them, it asks their metadata server, which says so 30 seconds or more ahead.
+
+    Args:
+        out: the run's folder, in the process that looks for its file "stop"; None in the others.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(EVERY):
+            if reason := found(out):
+                return request(reason)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if out is not None or on_google():
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.is_alive():
+            thread.join()
+
+
+def found(out: pathlib.Path | None) -> str:
+    """One of REASONS, or "". A file "stop" is removed when it is found."""
+    if on_google():
+        for reason, (name, start) in zip(REASONS, EVENTS.items(), strict=False):
+            if metadata(name).startswith(start):
+                return reason
+    if out is None or not (out / FILE).exists():
+        return ""
+    with contextlib.suppress(FileNotFoundError):
+        (out / FILE).unlink()
+    return REASONS[-1]
+
+
+def on_google() -> bool:
+    """Whether there is a metadata server of Google Cloud; GCE_METADATA_HOST names another than the usual one."""
+    with contextlib.suppress(OSError):
+        return "GCE_METADATA_HOST" in os.environ or "Google" in PRODUCT.read_text()
+    return False
+
+
+def metadata(name: str) -> str:
+    """What the metadata server says of this machine; "" if it does not answer."""
+    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    url = f"http://{host}/computeMetadata/v1/instance/{name}"
+    try:
+        asked = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        return urllib.request.urlopen(asked, timeout=2).read().decode()
+    except OSError:
+        return ""

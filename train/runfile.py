@@ -1,0 +1,137 @@
+"""Options of a run in a file: `--config run.yaml` reads them, and every run's folder has a run.yaml with all of its.
+
+The file is YAML, but each of its values is read as the same word on the command line would be, by the option's type:
+1e-4 is a number, and off is not false. A group's options stand below its name, or with it: `lora: {rank: 16}` or
+`lora.rank: 16`.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import pathlib
+import shlex
+import sys
+import typing
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+import yaml
+
+
+RUN = "run.yaml"  # in the folder of every run
+# Options of one start, not of the run: the same run may be started again without them.
+ONCE = {"accept_data", "config", "coordinator", "dry_run", "process", "processes"}
+O = TypeVar("O")
+
+
+class Counted(int):
+    """A number of steps that was counted from the data, for --steps 0: the run's file says 0 for it, too, so that the
+    data of a run from that file ends in the same place."""
+
+
+def parse(options: type[O], arguments: Sequence[str] | None = None) -> O:
+    """Returns the options of the command line, whose own win over those of its --config.
+
+    Raises:
+        ValueError: the file is no YAML of options, or has one that the script does not have, or has one twice.
+        OSError: it cannot be read.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="?")
+    path = finder.parse_known_args(arguments)[0].config
+    return tyro.cli(options, args=[*(read(path, options) if path else []), *arguments])
+
+
+def read(path: str | os.PathLike, options: type[Any]) -> list[str]:
+    """Returns the options of a file as words of a command line."""
+    try:
+        text = pathlib.Path(path).read_text()
+        _refuse_twice(yaml.compose(text, Loader=yaml.BaseLoader), path)
+        found = yaml.load(text, Loader=yaml.BaseLoader)  # which leaves words as they are
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+    return _words(found or {}, options, path, "")
+
+
+def write(folder: pathlib.Path, o: Any) -> None:
+    """Writes run.yaml: the options, as they were resolved, below the command that gave them.
+
+    Commands of earlier starts of the run stay above it.
+    """
+    path, command = folder / RUN, f"# {shlex.join(sys.orig_argv)}"
+    before = [line for line in path.read_text().splitlines() if line.startswith("# ")] if path.exists() else []
+    commands = [line for line in before if line != command] + [command]
+    text = yaml.safe_dump(_plain(o), sort_keys=False, allow_unicode=True)
+    path.write_text("\n".join(commands) + "\n" + text)
+
+
+def _words(found: Any, options: type[Any], path: str | os.PathLike, group: str) -> list[str]:
+    """`read` of one group's options."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has {found!r} where options with their names have to be, such as lr: 1e-4.")
+    kinds, words = _kinds(options), []
+    for key, value in found.items():
+        name, _, below = key.replace("-", "_").partition(".")
+        if name not in kinds or name == "config" or bool(below) > dataclasses.is_dataclass(kinds[name]):
+            near = difflib.get_close_matches(name, kinds.keys() - {"config"}, n=1)
+            mean = f"; do you mean {group}{near[0]}?" if near and near[0] != name else "."
+            raise ValueError(f"{path} has {group}{key}, which is no option of this script{mean}")
+        kind, option = kinds[name], f"--{group}{name}".replace("_", "-")
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            words += _words({below: value} if below else value, kind, path, f"{group}{name}.")
+        elif isinstance(value, dict):
+            raise ValueError(f"{path}: {group}{key} has no options of its own, but {', '.join(value)} below it.")
+        elif kind is bool:
+            if value.lower() not in ("true", "false"):
+                raise ValueError(f"{path}: {group}{key} is true or false, not {value}.")
+            sign = "" if value.lower() == "true" else "no-"
+            words.append(f"--{group}{sign}{name}".replace("_", "-"))
+        elif typing.get_origin(kind) is tuple:
+            words += [option, *map(_word, value if isinstance(value, list) else [value])]
+        elif isinstance(value, list):
+            raise ValueError(f"{path}: {group}{key} has one value, not {len(value)}.")
+        else:
+            words.append(f"{option}={_word(value)}")
+    return words
+
+
+def _word(value: str) -> str:
+    """A value as the command line has it: YAML writes None and infinity in its own way."""
+    return {"": "None", "~": "None", "null": "None", ".inf": "inf", "-.inf": "-inf"}.get(value, value)
+
+
+def _kinds(options: type[Any]) -> dict[str, Any]:
+    """The type of every option that can be chosen."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    fixed = lambda name: tyro.conf.Suppress in getattr(hints[name], "__metadata__", ())
+    return {field.name: hints[field.name] for field in dataclasses.fields(options) if not fixed(field.name)}
+
+
+def _plain(o: Any) -> dict[str, Any]:
+    """The options by their names, as YAML has values."""
+    found: dict[str, Any] = {}
+    for name in _kinds(type(o)):
+        value = getattr(o, name)
+        if name in ONCE:
+            continue
+        if dataclasses.is_dataclass(value):
+            value = _plain(value)
+        elif isinstance(value, tuple):
+            value = [str(each) if isinstance(each, os.PathLike) else each for each in value]
+        elif isinstance(value, Counted):
+            value = 0
+        found[name.replace("_", "-")] = str(value) if isinstance(value, os.PathLike) else value
+    return found
+
+
+def _refuse_twice(node: Any, path: str | os.PathLike) -> None:
+    """Raises a ValueError for a key that YAML would silently take from the last of its places."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        for key, value in node.value:
+            if keys.count(key.value) > 1:
+                raise ValueError(f"{path} has {key.value} twice.")
+            _refuse_twice(value, path)
