@@ -138,8 +138,8 @@ def main(*, all: bool = False, only: str = "") -> None:
             record |= circumstances(("jax", "jaxlib", "libtpu"))
             path.write_text(json.dumps(record, indent=1) + "\n")
     text = DOCS.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    DOCS.write_text(before + BEGIN + table(record["rows"]) + END + after)
+    before, rest = text.split(BEGIN)
+    DOCS.write_text(before + BEGIN + table(record["rows"]) + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":

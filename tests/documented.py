@@ -39,6 +39,8 @@ SMALL = {
     "train.distill": f"{SHORT} --batch 4 --eval-batches 1",
     "train.grpo": "--seq-len 128 --sample-tokens 1 --steps 1 --prompts 2 --group 2 --rollout-batch 4 "
     "--max-new-tokens 4",
+    "train.report": "",
+    "train.compare": "",
     "zoo chat": "--max-new-tokens 2",
     "zoo serve": "--batch 1 --max-tokens 64 --port 0",
     "zoo verify": "--tokens 4",
@@ -50,6 +52,7 @@ ELSEWHERE = {
     "lm_eval": "tests/zoo/test_serve.py runs it where it is installed",
     "pytest": "CI runs all of them",
     "python -m tests.": "these write what lies in the repository",
+    "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
 LAUNCHERS = ("gcloud", "xpk", "srun", "n=0; for host in", "for n in")
@@ -130,9 +133,19 @@ def do(command: str) -> str:
     Raises:
         Exception, SystemExit: as the command ends.
     """
+    import tyro
+
+    from train.launch import LaunchOptions
+
     for start, why in ELSEWHERE.items():
         if command.startswith(start):
             return why
+    if command.startswith("python -m train.launch "):
+        mine, _, theirs = command.partition(" -- ")
+        tyro.cli(LaunchOptions, args=shlex.split(mine)[3:])
+        _, _, module, *words = shlex.split(theirs)
+        parse(module, words)
+        return "it starts other processes: only its options were read"
     if command.startswith(LAUNCHERS):
         ((module, words),) = re.findall(r'python -m (train\.\w+) ([^"]*?)(?: &.*|".*)?$', command)
         parse(module, [re.sub(r"\$\w+", "0", word) for word in shlex.split(words)])

@@ -72,6 +72,17 @@ def test_kernels(tmp_path, capsys, here):
     assert record["versions"]["jax"] and "Left out, as there was no more time: nothing" in capsys.readouterr().out
 
 
+def test_states(tmp_path, here):
+    kernels.main(rehearse=True, only=("states of Nemotron*",), out=tmp_path)
+    rows = written(tmp_path)["rows"]
+    for name in ("xla", "triton"):
+        own = [row for row in rows if row["by"] == name]
+        assert [row["pass"] for row in own] == ["forward", "backward"], name
+        assert all(0 < row["error"] < row["bound"] and row["ms"] > 0 and not row["note"] for row in own), name
+    torch = [row for row in rows if row["by"] == "torch mamba_ssm"]
+    assert all("ms" in row or row["note"].startswith("not installed") for row in torch) and len(torch) == 2
+
+
 def test_a_wrong_kernel_makes_the_run_fail(tmp_path, monkeypatch):
     wrong = dict(ms=[1.0], error=float("nan"), bound=1e-2, memory=0)
     answers = {"platform": ("cpu", "cpu"), "refusals": {"mosaic": None, "cudnn": "it has no softcap"}, "measure": wrong}
