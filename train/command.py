@@ -39,6 +39,8 @@ class CommandOptions:
                 value = tuple(kinds[0](each) for each in values)
             elif value is not None and pathlib.Path in (field.type, *kinds):
                 value = pathlib.Path(value)
+            elif field.type is str:
+                value = os.fspath(value)
             object.__setattr__(self, field.name, value)
 
 

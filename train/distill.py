@@ -48,7 +48,7 @@ class DistillOptions(finetune.FineTuningOptions):
     """Folder that --store has written. The model learns from it instead of --data."""
     top_k: int = 64
     """Number of logits of each token that --store keeps; six bytes each."""
-    data: pathlib.Path = train.tiny.INSTRUCTIONS
+    data: str = str(train.tiny.INSTRUCTIONS)
     """A file (.jsonl, .json, .parquet, .txt, .array_record), or a folder of them, as for train.sft."""
     hold_out: float = 0.05
     """Fraction of the records to validate on, from the end, if the data has no validation files."""

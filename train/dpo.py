@@ -8,7 +8,6 @@ something else; that takes less than a minute on two CPU cores. Give `--model` a
 import dataclasses
 import functools
 import itertools
-import pathlib
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -76,7 +75,7 @@ class DPOOptions(finetune.FineTuningOptions):
 
     name: ClassVar[str] = "dpo"
 
-    data: pathlib.Path = train.tiny.PREFERENCES
+    data: str = str(train.tiny.PREFERENCES)
     """A file (.jsonl, .json, .parquet), or a folder of them, with train and valid files if it has any. The keys of a
     record say what it is: chosen and rejected, and prompt unless they share their beginning; or, for kto alone, prompt,
     completion and label."""
@@ -155,7 +154,7 @@ def main(o: DPOOptions) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
-    embedded = o.data == train.tiny.PREFERENCES  # few, for a small model: other numbers do well
+    embedded = o.data == str(train.tiny.PREFERENCES)  # few, for a small model: other numbers do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.lr or (2e-4 if embedded else 0.0)
     # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).
     rate, row = width_lr(o.lora) / 20, LOSSES[o.loss]

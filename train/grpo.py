@@ -8,7 +8,6 @@ same devices. Without arguments it teaches the embedded model `tiny` to answer i
 import dataclasses
 import functools
 import itertools
-import pathlib
 from typing import Any, ClassVar, Literal
 
 import grain
@@ -40,7 +39,7 @@ class GRPOOptions(finetune.FineTuningOptions):
 
     name: ClassVar[str] = "grpo"
 
-    data: pathlib.Path = train.tiny.INSTRUCTIONS
+    data: str = str(train.tiny.INSTRUCTIONS)
     """A file (.jsonl, .json, .parquet), or a folder of them. A record has a prompt (a string or a list of messages), or
     messages, whose last one is the answer; rewards get all its fields."""
     reward: tuple[str, ...] = (r"regex:[^\n]+\.",)
@@ -137,7 +136,7 @@ def main(o: GRPOOptions) -> None:
     if o.reward_weights and len(o.reward_weights) != len(o.reward):
         raise ValueError(f"{len(o.reward)} rewards need as many --reward-weights, not {len(o.reward_weights)}.")
     judges = [rewards.find(name) for name in o.reward]
-    embedded = o.data == train.tiny.INSTRUCTIONS  # short prompts, for a small model
+    embedded = o.data == str(train.tiny.INSTRUCTIONS)  # short prompts, for a small model
     seq_len, lr = o.seq_len or (96 if embedded else 0), o.lr or (3e-4 if embedded else 0.0)
     o = dataclasses.replace(o, batch=rows // o.minibatches, seq_len=seq_len, lr=lr)
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora) / 20)

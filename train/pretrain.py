@@ -5,7 +5,6 @@ The model is a configuration with a tokenizer: any zoo name, or a folder with co
 """
 
 import dataclasses
-import pathlib
 from typing import Any, ClassVar
 
 import jax
@@ -31,7 +30,7 @@ class PretrainOptions(LanguageModelingOptions):
 
     model: str
     """A zoo name, a Hub repository org/name, or a folder with config.json and tokenizer.json; weights are not used."""
-    data: pathlib.Path
+    data: str
     """A file (.txt, .jsonl, .json, .parquet, .array_record), or a folder of them, with train and valid files if it has
     any. Documents are put one after another into rows, and do not see each other."""
     hold_out: float = 0.01

@@ -31,9 +31,7 @@ def rows(title: str, content: dict[str, Any]) -> None:
     rich.print(table)
 
 
-def data(
-    path: pathlib.Path, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int, dry_run: bool
-) -> None:
+def data(path: str, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int, dry_run: bool) -> None:
     """Prints files, keys, lengths and packing, and records with nothing to learn; in a dry run, three examples, too."""
     percent = lambda n: f"{n:,} of {survey.sampled:,} looked at ({100 * n / survey.sampled:.1f} %)"
     names = lambda files: (

@@ -7,7 +7,6 @@ adapters are trained.
 
 import dataclasses
 import itertools
-import pathlib
 from typing import Any, ClassVar, Literal
 
 import train.tiny
@@ -27,7 +26,7 @@ class SFTOptions(LanguageModelingOptions, finetune.FineTuningOptions):
 
     name: ClassVar[str] = "sft"
 
-    data: tuple[pathlib.Path, ...] = (train.tiny.INSTRUCTIONS,)
+    data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
     """Files (.jsonl, .json, .parquet, .txt, .array_record), or folders of them, with train and valid files if they have
     any. The keys of a record say what it is: messages, conversations, prompt and completion, or text."""
     weights: tuple[float, ...] = ()
@@ -50,7 +49,7 @@ def main(o: SFTOptions) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
-    embedded = o.data == (train.tiny.INSTRUCTIONS,)  # short and few, for a small model: other numbers do well
+    embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # short and few, for a small model: other numbers do well
     rate = width_lr(o.lora)
     epochs, lr = o.epochs or (8 if embedded else 3), o.lr or (100 * rate if embedded else 0.0)
     o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)

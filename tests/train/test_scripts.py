@@ -362,9 +362,9 @@ def test_mtp_learns(base):
 def test_options_in_python(untyped):
     """As on the command line: strings for paths, and one value or a list of them where there may be several."""
     o = sft.SFTOptions(data="x.jsonl", weights=1, out="runs/x")
-    assert (o.data, o.weights, o.out) == ((pathlib.Path("x.jsonl"),), (1.0,), pathlib.Path("runs/x"))
-    assert sft.SFTOptions(data=["a", pathlib.Path("b")]).data == (pathlib.Path("a"), pathlib.Path("b"))
-    assert dpo.DPOOptions(data="x.jsonl").data == pathlib.Path("x.jsonl")
+    assert (o.data, o.weights, o.out) == (("x.jsonl",), (1.0,), pathlib.Path("runs/x"))
+    assert sft.SFTOptions(data=["a", pathlib.Path("b")]).data == ("a", "b")
+    assert dpo.DPOOptions(data=pathlib.Path("x.jsonl")).data == "x.jsonl"
     assert grpo.GRPOOptions(reward="number").reward == ("number",)
     assert distill.DistillOptions(teacher="tiny", store="logits").store == pathlib.Path("logits")
     assert distill.DistillOptions(teacher="tiny").store is None

@@ -322,7 +322,7 @@ def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any)
     """
     root = pathlib.Path(path)
     return {
-        "files": file_hashes(root, [file for files in find_files(root) for file in files]),
+        "files": file_hashes(root, [file for files in find_files(path) for file in files]),
         "tokenizer": tokenizer_hash(tokenizer),
         "bos": tokenizer.bos,
         "eos": list(tokenizer.eos),

@@ -38,7 +38,7 @@ class Record(NamedTuple):
     folder: pathlib.Path = pathlib.Path()  # of the file, which names of images are relative to
 
 
-def find_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+def find_files(path: str | pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
     """Returns the files to train on and the files to validate on, both sorted.
 
     In a folder, the words train, valid, validation, val, dev and test in the names of files and subfolders tell them
@@ -48,6 +48,7 @@ def find_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Pat
         FileNotFoundError: there is no such file or folder.
         ValueError: there is nothing to train on, or files are of several kinds.
     """
+    path = pathlib.Path(path)
     if path.is_file():
         train, valid = [path], []
     elif path.is_dir():
@@ -80,7 +81,7 @@ def open_records(
     Raises:
         FileNotFoundError, ValueError: as `find_files`, or the data set is empty.
     """
-    train, valid = find_files(pathlib.Path(path))
+    train, valid = find_files(path)
     records = _concatenated(train)
     if valid:
         return records, _concatenated(valid)
