@@ -39,7 +39,7 @@ class CommandOptions:
                 value = tuple(kinds[0](each) for each in values)
             elif value is not None and pathlib.Path in (field.type, *kinds):
                 value = pathlib.Path(value)
-            elif field.type is str:
+            elif field.type is str and isinstance(value, os.PathLike):
                 value = os.fspath(value)
             object.__setattr__(self, field.name, value)
 

@@ -107,7 +107,13 @@ def model(base):
 def run(base, out, **changes):
     """Runs `train.sft` and returns its metrics so far."""
     o = sft.SFTOptions(
-        model=str(base / "model"), data=(base / "words.jsonl",), out=out, steps=8, seq_len=32, lr=1e-2, hold_out=0.0
+        model=str(base / "model"),
+        data=(str(base / "words.jsonl"),),
+        out=out,
+        steps=8,
+        seq_len=32,
+        lr=1e-2,
+        hold_out=0.0,
     )
     sft.main(dataclasses.replace(o, **changes))
     return read_metrics(out / "metrics.jsonl") if out.exists() else []

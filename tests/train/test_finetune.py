@@ -190,7 +190,7 @@ def test_packing_changes_no_loss(base, model):
 def test_a_mixture_through_the_script(base, tmp_path, monkeypatch):
     """Two sets in the shares 3 to 1: one epoch has every completion of the first once, and fewer of the second."""
     write_words(tmp_path / "few.jsonl", 1, count=4, sign=lambda word: word[0])
-    data, given = (base / "words.jsonl", tmp_path / "few.jsonl"), []
+    data, given = (str(base / "words.jsonl"), str(tmp_path / "few.jsonl")), []
     monkeypatch.setattr(finetune, "run", lambda o, config, mesh, tokenizer, task, **_: given.extend(task.data))
     run(base, tmp_path / "out", data=data, weights=(3.0, 1.0), steps=0, epochs=1)
     upper = [json.loads(line)["completion"] for line in data[0].read_text().splitlines()]
@@ -212,7 +212,7 @@ def impatient(base, tmp_path_factory):
     write_words(folder / "data" / "train.jsonl", 2, count=6)
     write_words(folder / "data" / "valid.jsonl", 3, count=12)
     options = dict(
-        data=(folder / "data",), steps=20, eval_every=2, patience=2, schedule="wsd", warmup=0, decay=0, lr=3e-2
+        data=(str(folder / "data"),), steps=20, eval_every=2, patience=2, schedule="wsd", warmup=0, decay=0, lr=3e-2
     )
     return options, run(base, folder / "out", **options), folder / "out"
 
@@ -288,7 +288,7 @@ def test_a_run_begins_with_the_state_of_another(base, tmp_path, capsys):
     with pytest.raises(OSError, match=r"No checkpoint in .*branch/checkpoints is undamaged"):
         run(base, branch, load_state=f"{first}@6")
     write_words(tmp_path / "other" / "words.jsonl", 1)
-    other = tmp_path / "other" / "words.jsonl", tmp_path / "moved"
+    other = str(tmp_path / "other" / "words.jsonl"), tmp_path / "moved"
     other = run(base, other[1], load_state=f"{first}@6", data=other[:1], save_every=0)
     assert {path.name for path in (tmp_path / "moved" / "checkpoints").iterdir()} == {"7", "8"}, "continuously"
     assert [line["step"] for line in other] == [6, 7, 8] and losses(other) != whole[6:]

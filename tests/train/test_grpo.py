@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 def options(folder, out, **changes):
     return grpo.GRPOOptions(
-        model=str(folder / "model"), data=folder / "prompts.jsonl", reward=(f"{folder / 'reward.py'}:vowels",),
+        model=str(folder / "model"), data=str(folder / "prompts.jsonl"), reward=(f"{folder / 'reward.py'}:vowels",),
         out=out, prompts=4, group=4, max_new_tokens=6, seq_len=16, sample_tokens=4, **changes,
     )  # fmt: skip
 

@@ -78,11 +78,7 @@ def test_values_of_another_kind_are_refused_as_on_the_command_line(parse, capsys
 def test_a_run_s_own_file(tmp_path, monkeypatch, options):
     """It gives the options of the run, what was counted from the data apart, and keeps the commands."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--model", "a b"])
-    more = (
-        {}
-        if options is grpo.GRPOOptions
-        else {"data": (pathlib.Path("x"), pathlib.Path("y")), "weights": (0.5, 0.5), "packing": "off"}
-    )
+    more = {} if options is grpo.GRPOOptions else {"data": ("x", "y"), "weights": (0.5, 0.5), "packing": "off"}
     o = options(out=pathlib.Path("runs/a"), lr=1e-9, clip_norm=float("inf"), push_to_hub="off", dry_run=True, **more)
     o = defaults.resolve_steps(dataclasses.replace(o, lora=dataclasses.replace(o.lora, rank=4)), 7)
     runfile.write(tmp_path, o)
