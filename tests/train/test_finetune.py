@@ -193,7 +193,7 @@ def test_a_mixture_through_the_script(base, tmp_path, monkeypatch):
     data, given = (str(base / "words.jsonl"), str(tmp_path / "few.jsonl")), []
     monkeypatch.setattr(finetune, "run", lambda o, config, mesh, tokenizer, task, **_: given.extend(task.data))
     run(base, tmp_path / "out", data=data, weights=(3.0, 1.0), steps=0, epochs=1)
-    upper = [json.loads(line)["completion"] for line in data[0].read_text().splitlines()]
+    upper = [json.loads(line)["completion"] for line in (base / "words.jsonl").read_text().splitlines()]
     want = sum(len(word) + 1 for word in upper) + 20 * 2  # a letter and the end
     assert sum(batch["loss_mask"].sum() for batch in given) == want
     with pytest.raises(ValueError, match="2 data sets need as many positive weights"):
