@@ -23,17 +23,18 @@ from train import defaults
 from train.adapters import Lora
 from train.mesh import abstract_model
 from train.plan import __main__ as plan
-from train.plan import ahead, breakdown, fit, hlo, planner
-from train.plan.ahead import Program, TooLarge, compile_ahead, training
+from train.plan import ahead, breakdown, fit, hlo, methods, planner
+from train.plan.ahead import Compiled, Program, TooLarge, compile_ahead, training
 from train.plan.breakdown import Part
 from train.plan.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
 from train.plan.planner import Options, candidates, suggestion
 from train.pretrain import PretrainOptions
 from train.state import Trained
 from zoo.checkpoint import skeleton
+from zoo.generation import engine
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
-from zoo.surgery import with_remat
+from zoo.surgery import cast, with_remat
 
 
 TINY = Options(model="tiny", topology="v6e:2x4", batch=8, seq=64)
@@ -320,6 +321,80 @@ def test_adapters(config, monkeypatch):
         planned(quantize="nf4")
     with pytest.raises(ValueError, match=r"leave out --lora\.rank"):
         planned(decode=True, lora=Lora(rank=4))
+
+
+# ---------------------------------------------------------------------------------------------------------- methods
+
+
+def test_preferences(config, monkeypatch):
+    """The reference takes two bytes a parameter, or nothing beside adapters; and one more forward pass."""
+    monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
+    planned = lambda **changes: planner.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
+    whole, pairs, rewarded = planned(), planned(method="dpo"), planned(method="grpo", kl=0.1)
+    assert pairs.kinds["reference"] == rewarded.kinds["reference"] == whole.kinds["parameters"] / 2
+    assert "reference" not in planned(method="dpo", lora=Lora(rank=4)).kinds | planned(method="grpo").kinds
+    assert (
+        pairs.bounds["compute"] == rewarded.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
+    )
+    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # advantages and old log-probabilities
+    with pytest.raises(ValueError, match="--decode plans no training: leave out --method dpo"):
+        planned(method="dpo", decode=True)
+    with pytest.raises(ValueError, match="leave out --images or --method grpo"):
+        planned(method="grpo", images=1)
+    with pytest.raises(ValueError, match="--seq-len 100000 exceeds the model's"):
+        planned(method="dpo", seq=100_000)
+
+
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_rollouts(config, monkeypatch, cache):
+    """The planned programs have the shapes of those that rollouts run; beside them lies all that they do not read."""
+    o = dataclasses.replace(
+        TINY, method="grpo", seq=63, max_new_tokens=24, rollout_batch=20, group=4, mesh="fsdp=1", cache_dtype=cache
+    )
+    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    update = methods.step(o, config, planner.family_of(config), mesh)
+    planned = methods.sampling(o, config, mesh, update)
+    shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
+    _, state, _ = planned.advance.arguments
+    model, prompts, lengths = planned.prefill.arguments
+
+    class Read(Exception):
+        pass
+
+    def prefill(model, draft, prompts, lengths, max_tokens, cache_dtype, images):
+        raise Read(shapes((prompts, lengths)))
+
+    monkeypatch.setattr(engine, "prefill", prefill)
+    started = engine.Engine.__init__
+    monkeypatch.setattr(engine.Engine, "__init__", lambda self, *a, **k: (started(self, *a, **k), seen.append(self))[0])
+    seen, real = [], cast(planner.family_of(config).Model(config, key=jax.random.key(0)), jnp.bfloat16)
+    with pytest.raises(Read) as found:
+        engine.complete(
+            real, [[1] * 40] * 8, samples=4, max_new_tokens=24, batch=20,
+            cache_dtype=None if cache == "auto" else cache,
+        )  # fmt: skip
+    assert found.value.args[0] == shapes((prompts, lengths))
+    held = seen[0]._state
+    assert shapes((held.tokens, held.caches, held.logits)) == shapes(state)
+    assert shapes(model) == shapes(real) and planned.beside == sum(
+        ahead.device_bytes(part) for part in (update.arguments[0], update.arguments[2])
+    )
+    counted = lambda needed, results: Compiled(None, needed, 0, 0, results, results, 0, [], [], 0.0)
+    rows = ahead.device_bytes(state)
+    assert planned.needed(counted(100, 7), counted(60, 0)) == planned.beside + 100 + rows
+    assert planned.needed(counted(100, 7), counted(100 + 2 * rows, 0)) == planned.beside + 107 + 2 * rows
+
+
+@pytest.mark.slow
+def test_sampling_beside_adapters(config):
+    """Frozen weights are read by both; and who needs more memory, the update or sampling, is what a device needs."""
+    o = dataclasses.replace(TINY, method="grpo", lora=Lora(rank=4), rollout_batch=8)
+    few, many = (
+        planner.plan(dataclasses.replace(o, rollout_batch=n), config, CHIPS["v6e"], jax.devices()) for n in (8, 4096)
+    )
+    assert few.sampling < few.needed == few.compiled.needed < many.sampling == many.needed
+    too_many = dataclasses.replace(many, available=many.needed - 1, compiled=None)
+    assert suggestion(too_many, config).startswith("--rollout-batch 2048")
 
 
 # ------------------------------------------------------------------------------------------------- what does not fit

@@ -39,7 +39,10 @@ def report(made: Plan, config: AbstractConfig) -> None:
     rest = made.needed - sum(made.kinds.values())
     if c:
         table.add_row("  activations", gb(c.activations))
-        table.add_row("  gradients and temporaries", gb(rest - c.activations))
+        table.add_row("  gradients and temporaries", gb(c.needed - sum(made.kinds.values()) - c.activations))
+        if made.sampling:
+            table.add_row("in all, an update needs", gb(c.needed))
+            table.add_row("and sampling, with the state beside its cache", gb(made.sampling))
         if c.host:
             table.add_row("and of its host", gb(c.host))
         even = by_axis(c.collectives, made.mesh.shape, even=True)
@@ -50,7 +53,8 @@ def report(made: Plan, config: AbstractConfig) -> None:
             table.add_row(f"a device sends by {kind} over {axes}", sent)
         table.add_row("compiled in", f"{c.seconds:.0f} s")
     else:
-        table.add_row("  activations, gradients and temporaries", gb(rest))
+        what = "what sampling needs beside these" if made.sampling else "activations, gradients and temporaries"
+        table.add_row(f"  {what}", gb(rest))
     table.add_row("FLOPs of a token, of which MFU is counted", f"{made.flops / 1e9:,.4g} billion")
     for name, seconds in made.bounds.items():
         table.add_row(f"a step takes, because of {name}", f"at least {1e3 * seconds:,.2f} ms")

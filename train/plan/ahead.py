@@ -23,7 +23,7 @@ from train.plan.breakdown import Kernel, kernels
 from train.plan.hlo import Collective, activations, collectives
 from train.remat import REMAT
 from train.state import abstract_state, beside
-from train.step import jit_train_step
+from train.step import Objective, cross_entropy, jit_train_step
 from zoo import lora, quantized
 from zoo.checkpoint import skeleton
 from zoo.nn.cache import partition_specs
@@ -33,6 +33,7 @@ from zoo.surgery import cast, shardings
 
 
 NONE = Lora()  # no adapters
+USUAL = OptimizerOptions(lr=1e-4, steps=1000, warmup=30, decay=200)
 
 
 class Program(NamedTuple):
@@ -81,19 +82,23 @@ def training(
     seq: int,
     remat: str,
     microbatches: int,
-    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw",
-    moments: Literal["float32", "bfloat16"] = "float32",
+    optimization: OptimizerOptions = USUAL,
     adapters: Lora = NONE,
     quantize: Literal["none"] | Format = "none",
     images: int = 0,
     patches: int = 1024,
+    objective: Objective = cross_entropy,
+    reference: Any = None,
+    more: Sequence[str] = (),
 ) -> Program:
     """Makes the step of `train.loop`: float32 parameters, bfloat16 products. With a rank, only adapters are trained.
 
-    With `images`, rows have so many, each of `patches` where the tower takes any shape; and the model has its tower.
+    Args:
+        images: number of images of a row, each of `patches` where the tower takes any shape; the model has its tower.
+        reference: shapes of another model that the objective gets.
+        more: names of the float32 arrays that the objective wants of a batch beside the usual ones.
     """
-    options = OptimizerOptions(optimizer=optimizer, moments=moments, lr=1e-4, steps=1000, warmup=30, decay=200)
-    transform, schedule = make_optimizer(options)
+    transform, schedule = make_optimizer(optimization)
     if adapters.rank:
         model = frozen(config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images))
     else:
@@ -101,8 +106,10 @@ def training(
     trained, kept = lora.split(model)
     state = abstract_state(trained, transform)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
-    names = ("tokens", "targets", "loss_mask", "segments", *(() if keeps_order(mesh, model) else ("positions",)))
+    in_order = keeps_order(mesh, model, reference)
+    names = ("tokens", "targets", "loss_mask", "segments", *(() if in_order else ("positions",)))
     data = dict.fromkeys(names, rows)
+    data |= dict.fromkeys(more, jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=rows.sharding))
     if images:
         of_rows = lambda dtype, *shape: jax.ShapeDtypeStruct((batch, images, *shape), dtype, sharding=of_batch)
         tower, of_batch = _tower_of(model), NamedSharding(mesh, P(BATCH))
@@ -110,12 +117,13 @@ def training(
         data |= dict(patches=of_rows(jnp.float32, *size), grids=of_rows(jnp.int32, 2), image=rows, feature=rows)
     with jax.set_mesh(mesh):
         step = jit_train_step(
-            state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, remat=REMAT[remat],
-            microbatches=microbatches,
+            state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, objective=objective,
+            remat=REMAT[remat], microbatches=microbatches,
         )  # fmt: skip
     kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
+    kinds |= {"reference": reference} if reference is not None else {}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
-    return Program(step, (state, data, kept), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
+    return Program(step, (state, data, kept, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
 
 
 def parts_of(images: int) -> tuple[str, ...]:
@@ -152,7 +160,8 @@ def frozen(
         model = cast(model, jnp.bfloat16)
         model = model if quantize == "none" else quantized.quantize(model, quantize)
         if adapters.rank:
-            model = lora.add(model, rank=adapters.rank, alpha=1.0, where=adapters.where, key=jax.random.key(0))
+            alpha = adapters.alpha or 2.0 * adapters.rank
+            model = lora.add(model, rank=adapters.rank, alpha=alpha, where=adapters.where, key=jax.random.key(0))
         return model
 
     model = eqx.filter_eval_shape(make, skeleton(family, config, parts))

@@ -15,17 +15,9 @@ from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.adapters import Lora
 from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
-from train.plan.ahead import (
-    NONE,
-    Compiled,
-    Program,
-    TooLarge,
-    compile_ahead,
-    decoding,
-    device_bytes,
-    parts_of,
-    training,
-)
+from train.optim import OptimizerOptions
+from train.plan import methods
+from train.plan.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
 from train.plan.breakdown import ASIDE, Part, parts
 from train.plan.chips import Chip, slowest_link
 from train.plan.fit import REMATS, kept, recomputed
@@ -39,7 +31,7 @@ from zoo.surgery import modules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(OptimizerOptions):
     """Plan a run: compile its step for devices that are not at hand, and print what it needs of each."""
 
     model: tyro.conf.Positional[str]
@@ -51,17 +43,27 @@ class Options:
     mesh: str = "fsdp=-1"
     """Number of devices along each axis, as for training."""
     batch: int
-    """Number of rows of a step, on all devices together."""
+    """Number of rows of a step, on all devices together; of GRPO, of an update."""
     seq: int
     """Number of tokens of a row; with --decode, number of positions of the cache."""
     remat: Literal["none", "dots", "attention", "full", "offload"] = "full"
     """What the backward pass recomputes, as for training."""
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another."""
-    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
-    """The optimizer, as for training."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the optimizer's moments, as for training."""
+    method: Literal["sft", "dpo", "grpo"] = "sft"
+    """What is trained. sft: to predict tokens. dpo: preferences, beside a reference in bfloat16; with --lora.rank that
+    is the model without its adapters. grpo: by rewards; a device needs the larger of what an update and what sampling
+    needs."""
+    kl: float = 0.0
+    """For grpo, as there: weight of the divergence from the reference. 0: no reference."""
+    max_new_tokens: int = 0
+    """For grpo: largest number of tokens of a completion; prompts have the rest of --seq. 0: half of --seq."""
+    rollout_batch: int = 64
+    """For grpo, as there: number of completions that are sampled at a time, each with a cache."""
+    group: int = 8
+    """For grpo, as there: number of completions of each prompt."""
+    cache_dtype: Literal["auto", "int8"] = "auto"
+    """For grpo, as there: data type of cached keys and values while sampling. auto: bfloat16."""
     lora: Lora = NONE
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
@@ -80,6 +82,11 @@ class Options:
     """File to write the compiled step to, for jax.experimental.serialize_executable.deserialize_and_load."""
 
     @property
+    def reference(self) -> bool:
+        """Whether a step has one more forward pass, of a reference."""
+        return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
+
+    @property
     def tokens(self) -> int:
         """Tokens that a training step learns from, or that a decoding step adds."""
         return self.batch * (1 if self.decode else self.seq)
@@ -94,7 +101,8 @@ class Plan:
     kinds: dict[str, int]  # bytes held before a step, by kind
     gradients: int  # bytes
     compiled: Compiled | None  # None if the step does not fit
-    needed: float
+    needed: float  # by the update, or by sampling if that is more
+    sampling: float  # bytes that GRPO's sampling needs; 0 without it
     available: float
     bounds: dict[str, float]  # "compute", "HBM" and "interconnect": a step takes at least the longest of these
     flops: float  # of one token, as MFU counts them
@@ -136,18 +144,25 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> 
             f"{o.model} is larger than the fleet: its state takes {gb(whole)}, and {o.topology} has "
             f"{gb(chip.memory * len(devices))}; take at least {math.ceil(whole / chip.memory):,} such devices."
         )
-    compiled, needed, available = None, float(sum(kinds.values())), float(chip.memory)
+    compiled, needed, sampled, available = None, float(sum(kinds.values())), 0.0, float(chip.memory)
     if needed <= available:
         try:
             compiled = compile_ahead(program, mesh)
             needed = float(compiled.needed)
         except TooLarge as error:
             needed, available = error.needed, error.available
+    if o.method == "grpo" and needed <= available:
+        s = methods.sampling(o, config, mesh, program)
+        try:
+            sampled = float(s.needed(compile_ahead(s.prefill, mesh), compile_ahead(s.advance, mesh)))
+        except TooLarge as error:
+            sampled = s.beside + error.needed
+        needed = max(needed, sampled)
     flops = flops_per_token(config, o.seq, frozen=bool(o.lora.rank)) / (3 if o.decode else 1)
     bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
     compiled = compiled if needed <= available else None
-    return Plan(o, mesh, kinds, gradients, compiled, needed, available, bounds, flops, mfu, chip)
+    return Plan(o, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
 
 
 def _bytes(program: Program) -> tuple[dict[str, int], int]:
@@ -156,8 +171,11 @@ def _bytes(program: Program) -> tuple[dict[str, int], int]:
 
 
 def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
-    shape = dict[str, Any](batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images)
     family = family_of(config)
+    if o.decode and o.method != "sft":
+        raise ValueError(f"--decode plans no training: leave out --method {o.method}.")
+    if o.images and o.method == "grpo":
+        raise ValueError("Sampling after prompts with images is not planned: leave out --images or --method grpo.")
     if o.decode and o.lora.rank:
         raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
     if o.quantize != "none" and not (o.decode or o.lora.rank):
@@ -168,11 +186,8 @@ def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
         mesh, skeleton(family, config, parts_of(o.images)), family, batch=o.batch // o.microbatches, seq_len=o.seq
     )
     if o.decode:
-        return decoding(config, family, mesh, **shape)
-    return training(
-        config, family, mesh, **shape, remat=o.remat, microbatches=o.microbatches, optimizer=o.optimizer,
-        moments=o.moments, adapters=o.lora, patches=o.patches,
-    )  # fmt: skip
+        return decoding(config, family, mesh, batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images)
+    return methods.step(o, config, family, mesh)
 
 
 def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
@@ -182,7 +197,10 @@ def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: 
     products = (
         sum(p)
         if o.decode
-        else 3 * p.attention + (2 if o.lora.rank else 3) * weights + recomputed(model.config, o.seq, o.remat)
+        else 3 * p.attention
+        + (2 if o.lora.rank else 3) * weights
+        + recomputed(model.config, o.seq, o.remat)
+        + o.reference * sum(p)
     )
     bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
     if compiled:
@@ -214,6 +232,10 @@ def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh:
 def suggestion(made: Plan, config: AbstractConfig) -> str:
     """Proposes the first change that saves the missing bytes: remat, fsdp, the batch, or more devices."""
     o, mesh = made.o, made.mesh
+    if made.sampling > made.available:
+        return (
+            f"--rollout-batch {max(1, o.rollout_batch // 2)}, or --cache-dtype int8: it is sampling that does not fit."
+        )
     missing, state = made.needed - made.available, sum(made.kinds.values())
     # Scales the compiler's figure by the ratio of our estimates, which leave out many short-lived arrays.
     ours = lambda o: held(made.kinds, made.gradients, config, mesh, o)
