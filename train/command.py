@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import traceback
 import typing
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from train import cluster, runfile
+from train import cache, cluster, runfile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,21 @@ class CommandOptions:
                 values = (value,) if isinstance(value, str | os.PathLike | float | int) else value
                 value = tuple(kinds[0](each) for each in values)
             elif value is not None and pathlib.Path in (field.type, *kinds):
-                value = pathlib.Path(value)
+                value = _local(field.name, value)
             elif field.type is str and isinstance(value, os.PathLike):
                 value = os.fspath(value)
             object.__setattr__(self, field.name, value)
+
+
+def _local(name: str, value: str | os.PathLike) -> pathlib.Path:
+    """Returns the path of an option, which must be of this machine: a run replaces, locks and hashes its files."""
+    if re.match(r"\w{2,}:/", str(value)):  # pathlib has made one slash of two
+        raise ValueError(
+            f"--{name.replace('_', '-')} {value} is in an object store, and must be a path of this machine: mount the "
+            "store there (gcsfuse, mountpoint-s3), or copy what the run has written when it has ended. Only --data may be "
+            "a URL."
+        )
+    return pathlib.Path(value)
 
 
 def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
@@ -54,8 +66,7 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     if not jax.config.jax_compilation_cache_dir:
-        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "equinox-zoo" / "jax"))
+        jax.config.update("jax_compilation_cache_dir", str(cache.folder("jax")))
     try:
         cluster.initialize(o.coordinator, o.processes, o.process)
         main(o)

@@ -7,10 +7,17 @@ import sys
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from train.data.records import PIECE, check_array_records, open_records
+from train.data.formats.examples import check_array_records
+from train.data.formats.text import PIECE
+from train.data.records import open_records
 
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def fields(path: pathlib.Path) -> list:
@@ -125,7 +132,7 @@ def test_array_record(tmp_path):
     write_array_record(file, [tf_example(text=[b"one", b"two"]), b"\xff"])
     records, _ = open_records(file, holdout=0.0)
     assert records[0].fields == {"text": ["one", "two"]}  # not a string: refused later, not shortened to one
-    with pytest.raises(ValueError, match=r"record 2 is neither a tf.train.Example nor UTF-8 text"):
+    with pytest.raises(ValueError, match=r"record 2 is broken: it is neither a tf.train.Example nor UTF-8 text"):
         records[1]
     file.write_bytes(b"short")
     with pytest.raises(ValueError, match=r"a.array_record-00000-of-00002 is broken: "):
@@ -154,7 +161,7 @@ def test_damaged_array_records(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a\.array_record, record \d is broken: Corrupted"):
         list(records)
     crash = "import os, signal, sys\nprint(sys.argv[1], flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)"
-    monkeypatch.setattr("train.data.records.READ_ARRAY_RECORDS", crash)
+    monkeypatch.setattr("train.data.formats.examples.READ_ARRAY_RECORDS", crash)
     with pytest.raises(ValueError, match=r"a\.array_record is broken: reading it ended a process by SIGSEGV"):
         open_records(tmp_path)
 

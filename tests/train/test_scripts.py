@@ -370,6 +370,15 @@ def test_options_in_python(untyped):
     assert distill.DistillOptions(teacher="tiny").store is None
 
 
+def test_folders_are_of_this_machine():
+    for options, word in (({"out": "gs://b/run"}, "--out gs:/"), ({"store": "s3://b/logits"}, "--store s3:/")):
+        wrong = {name: pathlib.Path(path) for name, path in options.items()}
+        with pytest.raises(ValueError, match=f"{word}.*is in an object store, and must be a path of this machine"):
+            distill.DistillOptions(teacher="tiny", **wrong)
+    with pytest.raises(ValueError, match="--out gs:/b/x is in an object store"):
+        runfile.parse(sft.SFTOptions, ["--out", "gs://b/x"])
+
+
 @pytest.mark.parametrize(
     "content, more, said",
     [

@@ -29,8 +29,8 @@ import rich
 from jaxtyping import Int32
 
 from convert import manifest
-from train.data import pictures
-from train.data.records import Record, find_files
+from train.data import files, pictures
+from train.data.record import Record
 from zoo import tiktoken
 from zoo.generation.generate import Encoded
 from zoo.tokenizer import Messages, Tokenizer
@@ -38,7 +38,7 @@ from zoo.tokenizer import Messages, Tokenizer
 
 FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), "
-    "prompt and completion (both strings or both lists of messages), or text (a string)"
+    "prompt and completion (both strings or both lists of messages), text (a string), or tokens (a list of ids)"
 )
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
@@ -106,6 +106,8 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
         case {"text": str(text)}:
             ids = tokenizer.encode(text)
             mask = [1] * len(ids)
+        case {"tokens": list(ids)}:  # tokenized before, so nothing is added to them
+            return [Example(ids, _mask_of(fields, ids), whole=fields.get("loss_mask") is not None)]
         case dict():
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
             raise ValueError(f"the record has {found or 'no keys'}, but must have {FORMATS}.")
@@ -116,6 +118,17 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
     elif tokenizer.eos and not fields.get("continues"):
         ids, mask = [*ids, tokenizer.eos[0]], [*mask, 1]
     return [Example(ids, mask, whole="completion" in fields)]
+
+
+def _mask_of(fields: dict[str, Any], ids: list[Any]) -> list[int]:
+    """Returns the mask of a record of tokens: its `loss_mask`, or else ones."""
+    wrong = [id for id in ids if type(id) is not int or id < 0]
+    if wrong:
+        raise ValueError(f"tokens has {wrong[0]!r}, and may have whole numbers from 0 alone.")
+    mask = [1] * len(ids) if fields.get("loss_mask") is None else fields["loss_mask"]
+    if not isinstance(mask, list) or len(mask) != len(ids) or any(learnt not in (0, 1) for learnt in mask):
+        raise ValueError(f"loss_mask must be a list of 0 and 1, {len(ids)} of them as of tokens.")
+    return [int(learnt) for learnt in mask]
 
 
 def messages(turns: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -320,9 +333,8 @@ def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any)
     which should be the arguments of `batches`. Grain restores a state on any other data, too, without an error: so
     compare this first.
     """
-    root = pathlib.Path(path)
     return {
-        "files": file_hashes(root, [file for files in find_files(path) for file in files]),
+        "files": files.hashes(path),
         "tokenizer": tokenizer_hash(tokenizer),
         "bos": tokenizer.bos,
         "eos": list(tokenizer.eos),

@@ -18,7 +18,7 @@ import safetensors.numpy
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 from jaxtyping import Float, Int
 
-from train.data.records import check_array_records
+from train.data.formats.examples import check_array_records
 from train.loss import by_chunks
 from train.step import Batch, features
 from zoo.nn.model import AbstractModel

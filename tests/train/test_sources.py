@@ -1,0 +1,402 @@
+"""Sources beyond plain files: other formats, compressed files, globs, object stores, and data sets by name."""
+
+import gzip
+import json
+import pathlib
+import struct
+import subprocess
+import sys
+import types
+
+import fsspec
+import google_crc32c
+import numpy as np
+import pytest
+
+import zoo
+from tests.train.test_records import cached, fields, tf_example  # noqa: F401
+from train import cache
+from train.data import files
+from train.data.formats import columns, ids, index
+from train.data.packing import Example, encode
+from train.data.record import Record
+from train.data.records import find_files, open_records
+
+
+pa = pytest.importorskip("pyarrow")
+CHATS = [{"messages": [{"role": "user", "content": str(i)}], "id": i} for i in range(7)]
+
+
+def lines(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def wheres(path) -> list[str]:
+    return [record.where for record in open_records(path, holdout=0.0)[0]]
+
+
+def refused(path, *words: str, kind=ValueError):
+    """All of its records cannot be read, by one sentence with these words."""
+    with pytest.raises(kind) as error:
+        fields(path)
+    said = str(error.value).splitlines()[0]  # grain adds its own below
+    assert all(word in said for word in words), said
+
+
+# ======================================================================================================================
+# Formats.
+# ======================================================================================================================
+
+
+def write_tfrecord(path: pathlib.Path, records: list[bytes]):
+    def masked(data: bytes) -> bytes:
+        crc = google_crc32c.value(data)
+        return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) % 2**32)
+
+    path.write_bytes(
+        b"".join(n + masked(n) + data + masked(data) for data in records for n in [struct.pack("<Q", len(data))])
+    )
+
+
+def test_tfrecord(tmp_path, monkeypatch):
+    file = tmp_path / "a.tfrecord-00000-of-00001"
+    write_tfrecord(file, [tf_example(text="é".encode()), b"plain", b"\xff"])
+    records, _ = open_records(file, holdout=0.0)
+    assert [records[i].fields for i in (1, 0)] == [{"text": "plain"}, {"text": "é"}]
+    assert records[1].where == f"{file}, record 2"
+    refused(file, "record 3 is broken: it is neither a tf.train.Example nor UTF-8 text")
+    whole = file.read_bytes()
+    for at, words in (
+        (14, "record 1 is broken: its bytes do not have the checksum"),
+        (3, "record 1 is broken: it has a"),
+    ):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        refused(file, f"{file}, {words}")
+    for size in (len(whole) - 1, len(whole) - 14):
+        file.write_bytes(whole[:size])
+        refused(file, f"{file}, record 3 is broken: it is cut off")
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    refused(file, "needs google-crc32c: pip install -e '.[data]'", kind=ImportError)
+
+
+def test_examples_have_numbers_and_lists_of_objects(tmp_path):
+    """As TFDS writes them, in a folder with files that are no data."""
+    field = lambda number, data: bytes([number << 3 | 2, len(data)]) + data
+    packed = b"".join(bytes([n & 127 | 128, n >> 7]) if n > 127 else bytes([n]) for n in (5, 300, 0))
+    tokens = field(1, field(1, field(1, b"tokens") + field(2, field(3, field(1, packed)))))
+    chat = tf_example(**{"messages/role": [b"user", b"assistant"], "messages/content": [b"a", b"b"]})
+    write_tfrecord(tmp_path / "set-train.tfrecord-00000-of-00001", [tokens, chat])
+    for name in ("dataset_info.json", "features.json", "label.labels.txt"):
+        (tmp_path / name).write_text("{}")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert fields(tmp_path) == [{"tokens": [5, 300, 0]}, {"messages": turns}]
+    write_tfrecord(tmp_path / "set-train.tfrecord-00000-of-00001", [tokens[:-1] + b"\x80"])
+    refused(tmp_path, "tfrecord-00000-of-00001, record 1 is broken: it is neither")
+
+
+def write_megatron(path: pathlib.Path, documents: list[list[list[int]]], code=8, dtype=np.uint16):
+    sequences = [sequence for document in documents for sequence in document]
+    data = [np.array(sequence, dtype).tobytes() for sequence in sequences]
+    path.with_suffix(".bin").write_bytes(b"".join(data))
+    starts = np.cumsum([0, *map(len, data)])[:-1]
+    ends = np.cumsum([0, *map(len, documents)])
+    path.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(ends))
+        + np.array([len(s) for s in sequences], "<i4").tobytes() + starts.astype("<i8").tobytes()
+        + ends.astype("<i8").tobytes()
+    )  # fmt: skip
+
+
+def test_megatron(tmp_path):
+    file = tmp_path / "a.bin"
+    for code, dtype in ((8, np.uint16), (4, np.int32)):
+        write_megatron(file, [[[1, 2], [3]], [[60000]], [[4, 5, 6]]], code, dtype)
+        assert [record["tokens"] for record in fields(file)] == [[1, 2, 3], [60000], [4, 5, 6]]
+    assert wheres(tmp_path)[1] == f"{file}, document 2" and set(files.hashes(tmp_path)) == {"a.bin", "a.idx"}
+    whole, beside = file.read_bytes(), tmp_path / "a.idx"
+    file.write_bytes(whole[:-1])
+    refused(file, f"{file} is broken: it has 27 bytes, and its .idx says 28")
+    file.write_bytes(whole)
+    head = beside.read_bytes()
+    for wrong, words in (
+        (b"", "no index of a Megatron"), (b"x" * 50, "no index of a Megatron"), (head[:-1], "too few for 4 sequences"),
+        (head[:17] + b"\x07" + head[18:], "none of whole numbers"), (head[:-8] + b"\x09" + b"\0" * 7, "its documents"),
+        (head[:34] + b"\x01" + head[35:], "its sequences"),
+    ):  # fmt: skip
+        beside.write_bytes(wrong)
+        refused(file, "a.idx", words)
+    beside.unlink()
+    refused(file, f"{file} has no a.idx beside it")
+
+
+def test_npy(tmp_path, monkeypatch):
+    file = tmp_path / "a.npy"
+    np.save(file, np.arange(6, dtype=np.uint16).reshape(2, 3))
+    assert fields(file) == [{"tokens": [0, 1, 2]}, {"tokens": [3, 4, 5]}] and wheres(file)[1] == f"{file}, row 2"
+    monkeypatch.setattr(ids, "PIECE", 4)
+    np.save(file, np.arange(6))
+    assert fields(file) == [{"tokens": [0, 1, 2, 3]}, {"tokens": [4, 5]}] and wheres(file)[1] == f"{file}, ids from 4"
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(file, "a.npy is broken")
+    for wrong in (np.ones(3), np.ones((1, 1, 1), int), np.array([{}])):
+        np.save(file, wrong)
+        refused(file, "a.npy")
+
+
+def write_arrow(path: pathlib.Path, rows: list, make=pa.ipc.new_stream):
+    table = pa.Table.from_pylist(rows)
+    path.parent.mkdir(exist_ok=True)
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def test_arrow(tmp_path):
+    """Of a folder by `save_to_disk`, whose other files are no data."""
+    for name in ("train", "validation"):
+        write_arrow(tmp_path / name / "data-00000-of-00001.arrow", CHATS)
+        (tmp_path / name / "state.json").write_text("{}")
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    train, valid = open_records(tmp_path)
+    assert [record.fields for record in train] == [{"messages": chat["messages"]} for chat in CHATS]
+    assert valid and valid[6].where == f"{tmp_path}/validation/data-00000-of-00001.arrow, record 7"
+    file = tmp_path / "a.arrow"
+    write_arrow(file, CHATS, pa.ipc.new_file)
+    assert len(fields(file)) == 7
+    for data in (file.read_bytes()[:-20], b"", b"no arrow"):
+        file.write_bytes(data)
+        refused(file, "a.arrow is broken")
+    write_arrow(file, CHATS)
+    file.write_bytes(file.read_bytes()[:-8])
+    refused(file, "a.arrow is broken: it does not end")
+
+
+def test_row_groups_are_kept_up_to_a_bound(tmp_path, monkeypatch):
+    from pyarrow import parquet
+
+    reads, read = [], parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", lambda *a, **k: reads.append(a[1]) or read(*a, **k))
+    for name in "ab":
+        parquet.write_table(pa.Table.from_pylist(CHATS), tmp_path / f"{name}.parquet", row_group_size=3)
+    records, _ = open_records(tmp_path, holdout=0.0)
+    texts = [record.fields["messages"][0]["content"] for record in records]
+    assert texts == [str(i) for i in range(7)] * 2 and sorted(reads) == [0, 0, 1, 1, 2, 2], "each once"
+    assert records[13].fields and records[0].fields and len(reads) == 6
+    monkeypatch.setattr(columns, "MEMORY", 1)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "a.parquet").rename(tmp_path / "c" / "c.parquet")
+    records, _ = open_records(tmp_path / "c", holdout=0.0)
+    assert [records[i].fields["messages"][0]["content"] for i in (6, 5, 3, 6)] == ["6", "5", "3", "6"]
+    assert reads[6:] == [2, 1, 2] and len(columns._GROUPS.tables) == 1
+    data = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(data[:4] + b"\xff" * 150 + data[154:])
+    refused(tmp_path / "b.parquet", "b.parquet, record 1 is broken")
+
+
+# ======================================================================================================================
+# Files.
+# ======================================================================================================================
+
+
+def test_compressed_files(tmp_path, monkeypatch):
+    (tmp_path / "gz.00000-of-00001.json.gz").write_bytes(gzip.compress(lines("a", "b")))
+    with pa.CompressedOutputStream(str(tmp_path / "b.jsonl.zst"), "zstd") as out:
+        out.write(lines("c"))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"text"))
+    for name, found in (("gz.00000-of-00001.json.gz", ["a", "b"]), ("b.jsonl.zst", ["c"]), ("c.txt.gz", ["text"])):
+        assert [record["text"] for record in fields(tmp_path / name)] == found
+    file = tmp_path / "gz.00000-of-00001.json.gz"
+    assert wheres(file)[1] == f"{file}, line 2"
+    monkeypatch.setattr(files, "_unpack", None)  # it is not unpacked again
+    assert len(fields(file)) == 2
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_files_that_are_broken(tmp_path, suffix):
+    file, text = tmp_path / f"a.jsonl.{suffix}", lines(*"abcdefgh" * 2000)
+    whole = gzip.compress(text) if suffix == "gz" else bytes(pa.compress(text, "zstd"))
+    for data in (whole[: len(whole) // 2], b"no archive at all", whole[:30] + bytes([whole[30] ^ 255]) + whole[31:]):
+        file.write_bytes(data)
+        refused(file, f"{file} cannot be unpacked")
+    assert not list(cache.folder("data").rglob("*.unfinished"))
+    file.write_bytes(gzip.compress(b'{"text": "\xff"}\n') if suffix == "gz" else pa.compress(b'{"text": 1\n', "zstd"))
+    refused(file, f"{file}, line 1 is")
+
+
+def test_globs(tmp_path):
+    for name in ("train-1.jsonl", "train-0.jsonl", "valid.jsonl", "test.jsonl", "sub/train.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(lines(name))
+    found = lambda pattern: [[pathlib.Path(f).name for f in part] for part in find_files(f"{tmp_path}/{pattern}")]
+    assert found("*.jsonl") == [["train-0.jsonl", "train-1.jsonl"], ["valid.jsonl"]]
+    assert found("**/train*.jsonl") == [["train.jsonl", "train-0.jsonl", "train-1.jsonl"], []]
+    assert found("te*.jsonl") == [["test.jsonl"], []] and set(files.hashes(f"{tmp_path}/te*")) == {"test.jsonl"}
+    refused(f"{tmp_path}/x*.jsonl", "No file matches", "x*.jsonl", kind=FileNotFoundError)
+    (tmp_path / "[a]*.jsonl").write_bytes(lines("as it stands"))
+    assert fields(tmp_path / "[a]*.jsonl") == [{"text": "as it stands"}]
+
+
+@pytest.fixture
+def store():
+    system = fsspec.filesystem("memory")
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+def test_object_stores(tmp_path, store, monkeypatch):
+    """Files are copied once, and again when they have changed; messages and hashes have their names in the store."""
+    store.pipe({"/b/d/train.jsonl": lines("a", "b"), "/b/d/valid.jsonl": lines("c"), "/b/d/README.md": b""})
+    train, valid = open_records("memory://b/d")
+    assert [r.fields["text"] for r in train] == ["a", "b"] and valid and valid[0].fields["text"] == "c"
+    assert train[1].where == "memory:///b/d/train.jsonl, line 2"
+    assert set(files.hashes("memory://b/d")) == {"train.jsonl", "valid.jsonl"}
+    assert find_files("memory://b/*/train*") == (["memory:///b/d/train.jsonl"], [])
+    assert find_files("memory://b/d/valid.jsonl") == (["memory:///b/d/valid.jsonl"], [])
+    get, before = type(store).get_file, files.hashes("memory://b/d")
+    monkeypatch.setattr(type(store), "get_file", None)
+    assert len(fields("memory://b/d/train.jsonl")) == 2
+    monkeypatch.setattr(type(store), "get_file", get)
+    store.pipe("/b/d/train.jsonl", lines("a", "b", "d"))
+    assert len(open_records("memory://b/d")[0]) == 3
+    assert files.hashes("memory://b/d")["train.jsonl"] != before["train.jsonl"]
+    store.pipe({"/z/a.jsonl.gz": gzip.compress(lines("a"))})
+    assert fields("memory://z/a.jsonl.gz") == [{"text": "a"}]
+    write_megatron(tmp_path / "a", [[[7, 8]]])
+    store.pipe({f"/m/{name}": (tmp_path / name).read_bytes() for name in ("a.bin", "a.idx")})
+    assert fields("memory://m") == [{"tokens": [7, 8]}] and set(files.hashes("memory://m")) == {"a.bin", "a.idx"}
+
+
+def test_object_stores_that_refuse(store, monkeypatch):
+    refused("memory://b/none", "memory://b/none is no file and no folder", kind=FileNotFoundError)
+    refused("nosuch://b/a.jsonl", "nosuch://b/a.jsonl cannot be read: Protocol not known: nosuch")
+    for url, extra in (("gs://b/a", "gcsfs: pip install -e '.[gcs]'"), ("s3://b/a", "s3fs: pip install -e '.[s3]'")):
+        monkeypatch.setitem(sys.modules, extra.partition(":")[0], None)
+        refused(url, f"Reading {url} needs {extra}", kind=ImportError)
+    store.pipe("/b/a.jsonl", lines("a", "b"))
+    short = lambda self, path, to, **_: pathlib.Path(to).write_bytes(lines("a"))
+    monkeypatch.setattr(type(store), "get_file", short)
+    refused("memory://b/a.jsonl", "memory:///b/a.jsonl came with 14 bytes of 28", kind=OSError)
+    monkeypatch.setattr(type(store), "find", lambda *_, **__: 1 / 0)
+    refused("memory://b", "memory://b cannot be listed: ZeroDivisionError", kind=OSError)
+    assert not list(cache.folder("data").rglob("*.jsonl*"))
+
+
+def test_what_took_long_is_kept(tmp_path, monkeypatch):
+    """Where the records of a large file begin, until it changes."""
+    monkeypatch.setattr(index, "LARGE", 1)
+    file, scans = tmp_path / "a.jsonl", []
+    file.write_bytes(lines("a", "b"))
+    assert fields(file) == fields(file) == [{"text": "a"}, {"text": "b"}]
+    (kept,) = cache.folder("data").rglob("index.npy")
+    kept.write_bytes(kept.read_bytes()[:-16] + np.array([0, 9], np.uint64).tobytes())
+    assert wheres(file)[1] == f"{file}, line 9" and not scans, "it was read from there"
+    file.write_bytes(lines("a", "b", "c"))
+    assert wheres(file)[1:] == [f"{file}, line 2", f"{file}, line 3"]
+
+
+def test_only_one_process_copies(tmp_path):
+    """And a half that was left is not taken for the whole."""
+    code = (
+        "import pathlib, sys, time\nfrom train import cache\n"
+        "def make(to):\n print('made', flush=True)\n to.write_text('h')\n time.sleep(0.2)\n to.write_text('whole')\n"
+        "print(cache.keep('key', 'file', make).read_text())"
+    )
+    (cache.folder("data") / cache.name_of("key")).mkdir(parents=True)
+    (cache.folder("data") / cache.name_of("key") / "file.unfinished").write_text("ha")
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = sorted(process.communicate()[0].split() for process in both)
+    assert said == [["made", "whole"], ["whole"]]
+
+
+# ======================================================================================================================
+# Data sets by name.
+# ======================================================================================================================
+
+
+class Stream:
+    """As much of `datasets.IterableDataset` as is used."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def take(self, n):
+        return Stream(self.rows[:n])
+
+    def with_format(self, kind):
+        return self
+
+    def iter(self, batch_size):
+        yield from (pa.Table.from_pylist(self.rows[i : i + 2]) for i in range(0, len(self.rows), 2))
+
+
+def test_data_sets_by_name(tmp_path, monkeypatch):
+    splits = {}
+    for split in ("train", "test"):
+        write_arrow(tmp_path / f"{split}.arrow", CHATS[: 5 if split == "train" else 2])
+        splits[split] = types.SimpleNamespace(cache_files=[{"filename": str(tmp_path / f"{split}.arrow")}])
+    asked = []
+
+    def load_dataset(name, config, split=None, streaming=False):
+        asked.append((name, config, split, streaming))
+        if name == "org/gone":
+            raise RuntimeError("no\nsuch set")
+        if streaming:
+            return Stream(CHATS if split == "train" else [])
+        return splits[split] if split else splits
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    train, valid = open_records("hf:org/set")
+    assert valid and (len(train), len(valid)) == (5, 2)
+    assert set(files.hashes("hf:org/set")) == {"train/00000", "test/00000"}
+    assert len(open_records("hf:org/set:en:test", holdout=0.0)[0]) == 2 and asked[-1][1:] == ("en", "test", False)
+    for _ in range(2):
+        assert len(open_records("hf:org/set::train:3", holdout=0.0)[0]) == 3
+    assert asked[-1][1:] == (None, "train", True) and sum(streaming for *_, streaming in asked) == 1
+    refused("hf:org/gone", "hf:org/gone cannot be loaded: RuntimeError: no such set", kind=OSError)
+    refused("hf:org/set::empty:3", "hf:org/set::empty:3 cannot be loaded: ValueError: it has no records", kind=OSError)
+    refused("hf:a:b:c:d", "hf:a:b:c:d is no name of a data set")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused("hf:org/set", "needs datasets: pip install -e '.[hf]'", kind=ImportError)
+
+
+@pytest.mark.live
+def test_data_sets_by_the_library_itself(tmp_path, monkeypatch):
+    """Folders that it saves, files that it caches, and streams."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(lines(*"abcde"))
+    (tmp_path / "set" / "test.jsonl").write_bytes(lines(*"fg"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    train, valid = open_records(f"hf:{tmp_path}/set")
+    assert "".join(r.fields["text"] for r in train) == "abcde" and valid and len(valid) == 2
+    assert len(open_records(f"hf:{tmp_path}/set::train:3", holdout=0.0)[0]) == 3
+    whole = datasets.load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "hf"))
+    whole["train"].save_to_disk(tmp_path / "saved", num_shards=2)
+    assert "".join(record["text"] for record in fields(tmp_path / "saved")) == "abcde"
+
+
+# ======================================================================================================================
+# Ids that were made before.
+# ======================================================================================================================
+
+
+def test_tokens():
+    """They are learnt as they are, or where `loss_mask` says so; then they are not cut."""
+    tokenizer = zoo.tokenizer("tiny")
+    encoded = lambda **fields: encode(Record("a.jsonl, line 1", fields), tokenizer, vocab_size=9)
+    assert encoded(tokens=[1, 8]) == [Example([1, 8], [1, 1], whole=False)]
+    assert encoded(tokens=[1, 8], loss_mask=[0, True], id=3) == [Example([1, 8], [0, 1], whole=True)]
+    for wrong, words in (
+        ({"tokens": [1, 9]}, "token 9 is beyond the model's vocabulary of 9"),
+        ({"tokens": [1, -1]}, "tokens has -1, and may have whole numbers from 0"),
+        ({"tokens": [1, "a"]}, "tokens has 'a', and may have whole numbers from 0"),
+        ({"tokens": [1, 0.0]}, "tokens has 0.0, and may have"),
+        ({"tokens": [1, 2], "loss_mask": [1]}, "loss_mask must be a list of 0 and 1, 2 of them"),
+        ({"tokens": [1, 2], "loss_mask": [1, 2]}, "loss_mask must be a list of 0 and 1"),
+        ({"tokens": [1, 2], "loss_mask": ["a", []]}, "loss_mask must be a list of 0 and 1"),
+        ({"tokens": "1 2"}, "the record has tokens (str), but must have messages"),
+    ):
+        with pytest.raises(ValueError) as error:
+            encoded(**wrong)
+        assert str(error.value).startswith("a.jsonl, line 1: ") and words in str(error.value)

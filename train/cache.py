@@ -1,0 +1,48 @@
+"""The user's cache folder, where things lie that can be made or fetched again."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+
+
+def folder(kind: str) -> pathlib.Path:
+    """Returns the path of equinox-zoo/KIND in XDG_CACHE_HOME or ~/.cache. It need not exist."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "equinox-zoo" / kind
+
+
+def keep(key: str, name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """Returns the path of a file that `make` writes, once for each `key`: other processes wait, and find it complete.
+
+    The key must change where the content would. Files of old keys stay until the user removes them.
+    """
+    path = folder("data") / name_of(key) / name
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
+        if not path.exists():
+            unfinished = path.with_name(f"{name}.unfinished")
+            try:
+                make(unfinished)
+                unfinished.replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path.parent)
+                raise
+    return path
+
+
+def name_of(key: str) -> str:
+    """Returns a short name for a key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def key_of(file: pathlib.Path) -> str:
+    """Returns a key of a local file's content: its path, size and time of change."""
+    found = file.stat()
+    return f"{file.resolve()} {found.st_size} {found.st_mtime_ns}"

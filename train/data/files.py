@@ -1,0 +1,231 @@
+"""Finds the files of a data set, and brings them to this machine, since records are read by random access.
+
+A data set is named by a file, a folder, a glob ('data/*.jsonl'), a URL of an object store (gs://, s3://, hf://, or any
+other that fsspec knows) with a file, a folder or a glob, or by hf:NAME (`train.data.hub`). Files of a store, and
+compressed ones (.gz, .zst), are copied into the cache folder when they are opened, and anew once they have changed.
+"""
+
+import concurrent.futures
+import glob
+import gzip
+import pathlib
+import re
+import shutil
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import fsspec
+import fsspec.callbacks
+import jax
+import rich
+
+from convert import manifest
+from train import cache
+from train.data import hub
+from train.data.formats import READERS
+
+
+VALID = "valid|validation|val|dev"
+# Files beside data: what TFDS and Hugging Face `datasets` say of it, and results that the latter keeps.
+BESIDE = re.compile(r"(dataset_infos?|dataset_dict|features|state)\.json|cache-\w+\.arrow|.*\.labels\.txt")
+# Kind of URL -> package, and the extra that has it.
+PACKAGES = {"gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
+COPIES = 8  # files that are copied at a time
+
+
+def find_files(path: str | pathlib.Path) -> tuple[list[str], list[str]]:
+    """Returns the names of the files to train on and of those to validate on, both sorted. A name is a path or a URL.
+
+    In a folder, the words train, valid, validation, val, dev and test in the names of files and subfolders tell them
+    apart. Test files are for validation where there are no others. Without such words all files are for training, and
+    so are those of a glob that would have none.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        OSError: a store refuses to be read.
+        ValueError: there is nothing to train on, or files are of several kinds.
+        ImportError: a store needs a package that is not installed.
+    """
+    files, chosen = _list(str(path))
+    if chosen == "file":
+        train, valid = list(files), []
+    else:
+        files = {
+            file: text for file, text in files.items() if kind(file) in READERS and not BESIDE.fullmatch(_last(file))
+        }
+
+        def named(words: str) -> list[str]:
+            pattern = re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+            return [file for file, text in files.items() if pattern.search(text)]
+
+        valid = named(VALID) or named("test")
+        rest = [file for file in files if file not in named(f"{VALID}|test")]
+        train = [file for file in named("train|training") if file in rest] or rest
+        if chosen == "glob" and not train:
+            train, valid = list(files), []
+    if not train or kind(train[0]) not in READERS:
+        raise ValueError(
+            f"{path} has nothing to train on: files must end in {', '.join(READERS)}, or one of these and .gz or .zst."
+        )
+    if len({kind(file) for file in train + valid}) > 1:
+        raise ValueError(f"{path} has files of several kinds, {_last(train[0])} among them: name a single one of them.")
+    return train, valid
+
+
+def _list(path: str) -> tuple[dict[str, str], Literal["file", "glob", "folder"]]:
+    """Returns the files, sorted, with their names below the folder; and how they were chosen."""
+    if "://" in path:
+        return _list_store(path)
+    if path.startswith("hf:"):
+        return hub.files(path), "glob"
+    here = pathlib.Path(path)
+    if here.is_file():
+        return {path: here.name}, "file"
+    if here.is_dir():
+        found, root, chosen = here.rglob("*"), here, "folder"
+    elif glob.has_magic(path):
+        found, root, chosen = map(pathlib.Path, glob.glob(path, recursive=True)), pathlib.Path(_fixed(path)), "glob"
+    else:
+        raise FileNotFoundError(f"{path} is neither a file nor a folder.")
+    files = {str(file): str(file.relative_to(root)) for file in sorted(found) if file.is_file()}
+    if not files and chosen == "glob":
+        raise FileNotFoundError(f"No file matches {path}.")
+    return files, chosen
+
+
+def _list_store(url: str) -> tuple[dict[str, str], Literal["file", "glob", "folder"]]:
+    """`_list` of a URL."""
+    system, path = filesystem(url)
+    try:
+        if system.isfile(path):
+            found, root, chosen = [path], path.rpartition("/")[0], "file"
+        elif glob.has_magic(path):
+            found, root, chosen = system.glob(path), _fixed(path), "glob"
+        else:
+            found, root, chosen = system.find(path), path.rstrip("/"), "folder"
+    except Exception as error:  # each store has its own
+        raise OSError(f"{url} cannot be listed: {type(error).__name__}: {error}") from error
+    if not found:
+        raise FileNotFoundError(f"{url} is no file and no folder with files, or they are hidden from you.")
+    found = sorted(found, key=pathlib.PurePosixPath)
+    return {system.unstrip_protocol(file): file.removeprefix(f"{root}/") for file in found}, chosen
+
+
+def _fixed(pattern: str) -> str:
+    """Returns the folder before the first wildcard."""
+    return re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def kind(name: str) -> str:
+    """Returns a file's suffix, without a shard's number or a compression's: ".json" for c4.00000-of-00008.json.gz."""
+    plain = _last(name).removesuffix(".gz").removesuffix(".zst")
+    suffix = pathlib.PurePath(re.sub(r"-\d+-of-\d+$", "", plain)).suffix
+    return {".tfrecords": ".tfrecord"}.get(suffix, suffix)
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """Returns the file system of a URL, and the path there.
+
+    Raises:
+        ImportError: its package is not installed.
+        ValueError: there is none for this kind of URL.
+    """
+    try:
+        return fsspec.url_to_fs(url)
+    except ImportError as error:
+        package, extra = PACKAGES.get(url.partition("://")[0], ("", ""))
+        how = f"{package}: pip install -e '.[{extra}]'" if package else f"another package: {error}"
+        raise ImportError(f"Reading {url} needs {how}") from None
+    except ValueError as error:
+        raise ValueError(f"{url} cannot be read: {error}.") from error
+
+
+# ======================================================================================================================
+# Copies on this machine.
+# ======================================================================================================================
+
+
+def local(names: Sequence[str]) -> list[pathlib.Path]:
+    """Returns the paths of files on this machine, with plain content; copies them into the cache folder if it must.
+
+    Raises:
+        OSError: a file cannot be copied.
+        ValueError: a compressed file is damaged.
+    """
+    with concurrent.futures.ThreadPoolExecutor(COPIES) as pool:
+        return list(pool.map(_plain, names))
+
+
+def _plain(name: str) -> pathlib.Path:
+    path = fetched(name)
+    if path.suffix not in (".gz", ".zst"):
+        return path
+    return cache.keep(cache.key_of(path), path.stem, lambda to: _unpack(path, name, to))
+
+
+def fetched(name: str) -> pathlib.Path:
+    """Returns the path of a file on this machine, as it is in its store; an .idx lies beside its .bin."""
+    if "://" not in name:
+        return pathlib.Path(name)
+    system, path = filesystem(name)
+    parts = [path, f"{path.removesuffix('.bin')}.idx"] if kind(name) == ".bin" else [path]
+    try:
+        there = [part for part in parts if system.exists(part)]
+        key = " ".join([name, *map(system.ukey, there)])  # of a file's properties in its store
+    except Exception as error:
+        raise OSError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+    def copy(to: pathlib.Path) -> None:
+        for part in reversed(there):
+            place = to if part == path else to.with_name(_last(part))
+            bar = fsspec.callbacks.TqdmCallback({"desc": _last(part), "unit": "B", "unit_scale": True, "disable": None})
+            try:
+                system.get_file(part, str(place), callback=bar)
+                size = system.size(part)
+            except Exception as error:
+                raise OSError(f"{name} cannot be copied: {type(error).__name__}: {error}") from error
+            if place.stat().st_size != size:
+                raise OSError(f"{name} came with {place.stat().st_size:,} bytes of {size:,}: start again.")
+
+    return cache.keep(key, _last(path), copy)
+
+
+def _unpack(path: pathlib.Path, name: str, to: pathlib.Path) -> None:
+    rich.print(f"Unpacking {name} into {to.parent}")
+    try:
+        with _unpacked(path, name) as plain, open(to, "wb") as out:
+            shutil.copyfileobj(plain, out, 2**20)
+    except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
+        raise ValueError(f"{name} cannot be unpacked: {error}") from error
+
+
+def _unpacked(path: pathlib.Path, name: str) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise ImportError(f"Reading {name} needs pyarrow: pip install -e '.[data]'") from None
+    return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+
+
+def hashes(path: str | pathlib.Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file of a data set, by its name below the folder.
+
+    Only process 0 reads them, since it alone compares them; the others return nothing.
+    """
+    if jax.process_index():
+        return {}
+    names, (train, valid) = _list(str(path))[0], find_files(path)
+    places: dict[str, str] = {}
+    for file in train + valid:
+        places[names[file]] = str(fetched(file))
+        if kind(file) == ".bin":
+            places[f"{names[file].removesuffix('.bin')}.idx"] = str(fetched(file).with_suffix(".idx"))
+    found = manifest.hashes(pathlib.Path(), places.values())
+    return {name: found[place] for name, place in places.items()}

@@ -1,0 +1,89 @@
+"""Reads JSON lines, JSON lists, and plain texts."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from train.data.formats.index import index
+from train.data.record import Records
+
+
+PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last one can be half as long again
+LINE = 2**23  # most bytes of a .jsonl line: tokenizing it takes 150 times as much memory
+
+
+def read_json_lines(file: pathlib.Path, name: str, every: bool) -> Records:
+    """Opens a file of one JSON object a line; skips empty lines. Keeps where lines begin, and reads them on demand."""
+    starts = index(file, name, _lines)
+
+    def read(index: int) -> Any:
+        with open(file, "rb") as lines:
+            lines.seek(int(starts[index, 0]))
+            return json.loads(lines.readline())
+
+    return Records(name, len(starts), read, lambda index: f"line {starts[index, 1]}")
+
+
+def _lines(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
+    """Yields where each line begins, and its number from 1."""
+    with open(file, "rb") as lines:
+        at = 0
+        for number, line in enumerate(lines, 1):
+            if len(line) > LINE:
+                raise ValueError(
+                    f"{name}, line {number} has {len(line):,} bytes, and may have {LINE:,}: split its text."
+                )
+            if not line.isspace():
+                # A line is parsed when it is read, but one that was cut off is better found before a long run.
+                if not line.rstrip().endswith(b"}"):
+                    raise ValueError(f"{name}, line {number} is broken: each line must be a whole JSON object.")
+                yield at, number
+            at += len(line)
+
+
+def read_json(file: pathlib.Path, name: str, every: bool) -> Records:
+    """Opens a JSON list of objects, all in memory; or JSON lines, whose files often have this suffix, too."""
+    with open(file, "rb") as stream:
+        if stream.read(1024).lstrip()[:1] != b"[":
+            return read_json_lines(file, name, every)
+        stream.seek(0)
+        try:
+            items = json.load(stream)
+        except ValueError as error:
+            raise ValueError(f"{name} is broken: {error}") from error
+    return Records(name, len(items), items.__getitem__)
+
+
+def read_text(file: pathlib.Path, name: str, every: bool) -> Records:
+    """Opens a text in pieces, of whole lines where possible; all pieces but the last are marked by `continues`."""
+    cuts, size = index(file, name, _pieces), file.stat().st_size
+
+    def read(index: int) -> dict[str, Any]:
+        start, end = map(int, cuts[index])
+        with open(file, "rb") as stream:
+            stream.seek(start)
+            return {"text": stream.read(end - start).decode(), "continues": end < size}
+
+    return Records(name, len(cuts), read, lambda index: f"bytes {cuts[index, 0]} to {cuts[index, 1]}")
+
+
+def _pieces(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
+    """Yields where each piece begins and ends."""
+    size, at = file.stat().st_size, 0
+    with open(file, "rb") as stream:
+        while size - at > PIECE + PIECE // 2:
+            stream.seek(at)
+            end = at + _cut(stream.read(PIECE))
+            yield at, end
+            at = end
+    if size:
+        yield at, size
+
+
+def _cut(block: bytes) -> int:
+    """Returns where to end a piece: after the last whole line, else before the last space, or the last character."""
+    cut = block.rfind(b"\n") + 1 or block.rfind(b" ")
+    if cut > 0:
+        return cut
+    return next((i for i in range(len(block) - 1, len(block) - 5, -1) if block[i] & 0xC0 != 0x80), len(block))
