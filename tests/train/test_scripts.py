@@ -22,7 +22,7 @@ import zoo
 from tests import hurry
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
-from train import cluster, defaults, distill, dpo, folder, grpo, loop, report, sft
+from train import cluster, defaults, distill, dpo, folder, grpo, loop, report, runfile, sft
 from train.command import command as end_in_a_sentence
 from train.data.packing import Example, Survey
 from train.stop import StopRequest
