@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,13 @@ import kernels
 import train.tiny
 import zoo
 from kernels.mesh import CONTEXT
-from train import finetune, folder, loop, loss, report
+from train import finetune, folder, loop, loss
 from train.command import command
 from train.data import teacher
-from train.data.packing import batches, count, file_hashes, fingerprint, padded, prompts_of, survey, tokenizer_hash
+from train.data.packing import TEXT, file_hashes, tokenizer_hash
 from train.data.pictures import refuse_vision
-from train.data.records import open_records
+from train.data.rows import Set, batches, order, reading
+from train.data.sets import TextOptions, open_data, text_settings
 from train.defaults import resolve_steps, width_lr
 from train.mesh import put_batch
 from train.step import Batch, Losses, Scalars, features
@@ -35,7 +36,7 @@ from zoo.nn.model import AbstractModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillOptions(finetune.FineTuningOptions):
+class DistillOptions(TextOptions, finetune.FineTuningOptions):
     """Distil a model. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "distill"
@@ -48,14 +49,10 @@ class DistillOptions(finetune.FineTuningOptions):
     """Folder that --store has written. The model learns from it instead of --data."""
     top_k: int = 64
     """Number of logits of each token that --store keeps; six bytes each."""
-    data: str = str(train.tiny.INSTRUCTIONS)
-    """A file (.jsonl, .json, .parquet, .txt, .array_record), or a folder of them, as for train.sft."""
-    hold_out: float = 0.05
-    """Fraction of the records to validate on, from the end, if the data has no validation files."""
+    data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
+    """Files, folders of them, or prepared stores, as for train.sft."""
     completions_only: bool = True
     """Learn completions and what the assistant says, but not prompts."""
-    packing: Literal["fit", "off"] = "fit"
-    """How examples are put into rows. fit: several in a row, which do not see each other. off: one in a row."""
     epochs: int = 1
     """Number of times through the data, if --steps is 0."""
     beta: float = 0.0
@@ -114,35 +111,31 @@ def main(o: DistillOptions) -> None:
         raise ValueError(f"{o.teacher} has {vocab} tokens and {o.model} {config.vocab_size}: they must have the same.")
 
     # ----------------------------------------------------------------------------------------------------------- data
-    shape: dict[str, Any] = dict(
-        vocab_size=config.vocab_size, seq_len=o.seq_len, packing=o.packing, completions_only=o.completions_only
-    )
     if o.logits:
         rows, about = teacher.read(o.logits)
-        if about["data"]["tokenizer"] != tokenizer_hash(tokenizer) or about["seq_len"] != o.seq_len:
+        of_tokens = about.get("tokenizer", about["data"].get("tokenizer"))  # older ones have it there
+        if of_tokens != tokenizer_hash(tokenizer) or about["seq_len"] != o.seq_len:
             raise ValueError(f"{o.logits} is of another tokenizer, or of rows of {about['seq_len']} tokens.")
         held = min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)
-        batched = lambda rows: padded(rows.to_iter_dataset(), o.batch)
-        data = batched(rows[: len(rows) - held].shuffle(seed=o.seed).repeat(None if o.steps else o.epochs))
-        validation, source, prompts = batched(rows[-held:]) if held else None, about, []
+        kept = Set(rows[: len(rows) - held], o.seed)
+        data = reading(batches(order([kept], epochs=None if o.steps else o.epochs), o.batch, mesh=mesh))
+        validation = reading(batches(rows[-held:], o.batch, mesh=mesh)) if held else None
+        source, prompts, steps = about, [], o.steps or -(-len(kept.rows) * o.epochs // o.batch)
         source |= {"batch": o.batch, "seed": o.seed, "hold_out": o.hold_out}  # of this run, not of the stored one
         source["logits"] = {"files": file_hashes(o.logits, [o.logits / teacher.ROWS])}
     else:
-        records, held_out = open_records(o.data, o.hold_out)
-        found = survey(records, tokenizer, **shape)
-        report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
-        shape["batch"], epochs = o.batch, None if o.steps and not o.store else o.epochs
-        data = batches(records, tokenizer, seed=o.seed, epochs=epochs, **shape)
-        validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
-        prompts = prompts_of(held_out or records, tokenizer, vocab_size=config.vocab_size)
-        source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed} | shape
+        settings = text_settings(o, config.vocab_size, completions_only=o.completions_only)
+        once = dataclasses.replace(o, steps=0) if o.store else o
+        learnt = open_data(once, mesh, tokenizer, TEXT, settings)
+        data, validation, prompts, steps = learnt.data, learnt.validation, learnt.prompts, learnt.steps
+        source = {"data": learnt.source, "tokenizer": tokenizer_hash(tokenizer)}
     if o.teacher:
         source |= {"teacher": o.teacher, "teacher_weights": folder.weights_hash(o.teacher)}
     if o.store:
         return store(o, o.store, mesh, data, source)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = resolve_steps(o, o.steps or count(data))
+    o = resolve_steps(o, steps)
     task = loop.Task(
         data,
         functools.partial(objective, o=o),

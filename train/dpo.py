@@ -7,7 +7,6 @@ something else; that takes less than a minute on two CPU cores. Give `--model` a
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,16 +16,13 @@ from jaxtyping import Array, Bool, Float
 
 import train.tiny
 import zoo
-from train import finetune, loop, loss, report
+from train import finetune, loop, loss
 from train.command import command
-from train.data.packing import count, fingerprint, prompt_of
-from train.data.pictures import of_prompt
-from train.data.preferences import PAIRS, batches, completions, encode_pairs, survey
-from train.data.records import open_records
+from train.data.preferences import PAIRS, PREFERENCES
+from train.data.sets import DataOptions, open_data
 from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
 from zoo import lora
-from zoo.generation.generate import Encoded
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
@@ -70,15 +66,15 @@ LOSSES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DPOOptions(finetune.FineTuningOptions):
+class DPOOptions(DataOptions, finetune.FineTuningOptions):
     """Teach a model preferences. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "dpo"
 
-    data: str = str(train.tiny.PREFERENCES)
-    """A file (.jsonl, .json, .parquet), or a folder of them, with train and valid files if it has any. The keys of a
-    record say what it is: chosen and rejected, and prompt unless they share their beginning; or, for kto alone, prompt,
-    completion and label."""
+    data: tuple[str, ...] = (str(train.tiny.PREFERENCES),)
+    """Files (.jsonl, .json, .parquet), or folders of them, with train and valid files if they have any, or prepared
+    stores. The keys of a record say what it is: chosen and rejected, and prompt unless they share their beginning; or,
+    for kto alone, prompt, completion and label."""
     loss: Literal[tuple(LOSSES)] = "dpo"  # pyright: ignore[reportInvalidTypeForm]
     """Loss. dpo, ipo and orpo compare two completions, orpo without a reference model. kto judges each by itself."""
     beta: float = 0.1
@@ -90,8 +86,6 @@ class DPOOptions(finetune.FineTuningOptions):
     """Weight of desirable completions, for kto."""
     undesirable_weight: float = 1.0
     """Weight of undesirable completions, for kto. Both should be in inverse proportion to their numbers."""
-    hold_out: float = 0.05
-    """Fraction of the records to validate on, from the end, if the data has no validation files."""
     epochs: int = 0
     """Number of times through the data, if --steps is 0. 0: 1, but 4 for the embedded preferences."""
 
@@ -154,39 +148,26 @@ def main(o: DPOOptions) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **vars(o.chat))
     config = zoo.config(tokenizer.folder)
-    embedded = o.data == str(train.tiny.PREFERENCES)  # few, for a small model: other numbers do well
+    embedded = o.data == (str(train.tiny.PREFERENCES),)  # few, for a small model: other numbers do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.lr or (2e-4 if embedded else 0.0)
     # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).
     rate, row = width_lr(o.lora) / 20, LOSSES[o.loss]
     o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)
 
     # ----------------------------------------------------------------------------------------------------------- data
-    records, held_out = open_records(o.data, o.hold_out)
-    shape: dict[str, Any] = dict(vocab_size=config.vocab_size, seq_len=o.seq_len, unpaired=row.unpaired)
-    found = survey(records, tokenizer, **shape)
-    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
-    shape["batch"] = o.batch
-    order: dict[str, Any] = dict(seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
-    data = batches(records, tokenizer, **order)
-    validation = batches(held_out, tokenizer, epochs=1, **shape) if held_out else None
-    pairs = functools.partial(encode_pairs, tokenizer=tokenizer, vocab_size=config.vocab_size, unpaired=row.unpaired)
-    prompts = []
-    for record in itertools.islice(held_out or records, 3):
-        example, shown = pairs(record, record)[0].first, completions(record)[0].prompt
-        ids = prompt_of(example)
-        prompts.append(Encoded(ids, of_prompt(record, example.places, len(ids), tokenizer.processor, shown)))
-    source = {"data": fingerprint(o.data, tokenizer), "hold_out": o.hold_out, "seed": o.seed, "loss": o.loss}
+    settings = {"vocab_size": config.vocab_size, "unpaired": row.unpaired}
+    learnt = open_data(o, mesh, tokenizer, PREFERENCES, settings)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = resolve_steps(o, o.steps or count(batches(records, tokenizer, patches=False, **order)))
+    o = resolve_steps(o, learnt.steps)
     task = loop.Task(
-        data,
+        learnt.data,
         functools.partial(objective, o=o),
         reference=finetune.frozen(o, mesh) if row.reference and not o.lora.rank else None,
-        validation=validation,
-        prompts=prompts,
+        validation=learnt.validation,
+        prompts=learnt.prompts,
     )
-    finetune.run(o, config, mesh, tokenizer, task, source=source | shape)
+    finetune.run(o, config, mesh, tokenizer, task, source={**learnt.source, "loss": o.loss})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
 
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR, split
+from train.data.rows import Share
 from zoo.checkpoint import skeleton
 from zoo.mesh import AXES
 from zoo.nn.layers import AbstractExpertLinear
@@ -91,13 +92,14 @@ OF_ROWS = ("patches", "grids")  # arrays of a batch that have no axis of tokens 
 
 
 def put_batch(
-    batch: Mapping[str, Shaped[np.ndarray | Array, "batch ..."]], mesh: Mesh, *models: Any
+    batch: Mapping[str, Shaped[np.ndarray | Array, "batch ..."] | Share], mesh: Mesh, *models: Any
 ) -> dict[str, Shaped[Array, "batch ..."]]:
     """Puts `batch` on the devices: sequences are split over the axes in `BATCH`, and the tokens of each over "context".
 
-    Every process gives the whole batch. Where "context" splits rows, their tokens are put in the order of `balanced`,
-    unless one of the models that read the batch needs them in order (`keeps_order`). A batch that stays in order loses
-    its "positions": that is how `positions_of` and `next_token` know. Images go with their sequences.
+    Every process gives the whole batch, or the rows of its devices (`train.data.rows.Share`). Where "context" splits
+    rows, their tokens are put in the order of `balanced`, unless one of the models that read the batch needs them in
+    order (`keeps_order`). A batch that stays in order loses its "positions": that is how `positions_of` and
+    `next_token` know. Images go with their sequences.
 
     Raises:
         ValueError: sequences or tokens can't be split evenly.
@@ -108,14 +110,16 @@ def put_batch(
         if len(array) % shares:
             raise ValueError(f"{len(array)} sequences of {name!r} can't be split over {shares} devices evenly.")
         if name in OF_ROWS:
-            put[name] = jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(BATCH)), array.__getitem__)
+            rows = lambda index, array=array: array[index[0]]
+            put[name] = jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(BATCH)), rows)
             continue
         if array.shape[1] % parts:
             raise ValueError(f"{array.shape[1]} tokens of {name!r} can't be split over {CONTEXT}={parts} evenly.")
         if in_order and name == "positions":
             continue
-        array = array if in_order else np.asarray(array)[:, balanced(array.shape[1], parts)]
-        put[name] = jax.make_array_from_callback(array.shape, place, array.__getitem__)
+        order = slice(None) if in_order else balanced(array.shape[1], parts)
+        part = lambda index, array=array, order=order: array[index[0]][:, order][:, index[1]]
+        put[name] = jax.make_array_from_callback(array.shape, place, part)
     return put
 
 

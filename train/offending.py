@@ -26,6 +26,7 @@ import rich
 from train import nans, runfile
 from train.checkpoint import CheckpointOptions, Checkpoints
 from train.cluster import agree
+from train.data.rows import whole
 from train.mesh import put_batch
 from train.nonfinite import EveryGradient, Limits
 from train.state import TrainState
@@ -144,7 +145,7 @@ class Guard:
         others = agree(len([path for path in self.out.glob("offending-*") if path != folder]))
         if others >= BATCHES:
             return None
-        begun = int(run.state.step) - len(updates)
+        begun, batches = int(run.state.step) - len(updates), [whole(batch) for batch in batches]
         if first:
             folder.mkdir(exist_ok=True)
             shutil.copy(self.out / runfile.RUN, folder / runfile.RUN)

@@ -5,16 +5,16 @@ The model is a configuration with a tokenizer: any zoo name, or a folder with co
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
 import zoo
-from train import folder, loop, report, state
+from train import folder, loop, state
 from train.command import command
-from train.data.packing import batches, fingerprint, prompts_of, survey
+from train.data.packing import TEXT, Packing
 from train.data.pictures import refuse_vision
-from train.data.records import open_records
+from train.data.sets import TextOptions, open_data, text_settings
 from train.defaults import resolve, resolve_steps
 from train.mesh import abstract_model
 from train.options import LanguageModelingOptions
@@ -23,18 +23,18 @@ from zoo.registry import family_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PretrainOptions(LanguageModelingOptions):
+class PretrainOptions(TextOptions, LanguageModelingOptions):
     """Pre-train a model. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "pretrain"
 
     model: str
     """A zoo name, a Hub repository org/name, or a folder with config.json and tokenizer.json; weights are not used."""
-    data: str
-    """A file (.txt, .jsonl, .json, .parquet, .array_record), or a folder of them, with train and valid files if it has
-    any. Documents are put one after another into rows, and do not see each other."""
+    data: tuple[str, ...]
+    """Files (.txt, .jsonl, .json, .parquet, .array_record), or folders of them, with train and valid files if they have
+    any, or prepared stores."""
     hold_out: float = 0.01
-    """Fraction of the records to validate on, from the end, if the data has no validation files."""
+    packing: Packing = "concat"
     steps: int = 1000
     router_balance: float = 0.01
 
@@ -48,26 +48,16 @@ def main(o: PretrainOptions) -> None:
     o = resolve(o, config, width_lr=3e-4)
 
     # ----------------------------------------------------------------------------------------------------------- data
-    records, held_out = open_records(o.data, o.hold_out)
-    shape: dict[str, Any] = dict(vocab_size=config.vocab_size, seq_len=o.seq_len, packing="cut")
-    found = survey(records, tokenizer, **shape)
-    report.data(o.data, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
-    shape["batch"] = o.batch
-    task = loop.Task(
-        batches(records, tokenizer, seed=o.seed, **shape),
-        o.objective(),
-        validation=batches(held_out, tokenizer, epochs=1, **shape) if held_out else None,
-        prompts=prompts_of(held_out or records, tokenizer, vocab_size=config.vocab_size),
-    )
-    source = fingerprint(o.data, tokenizer, seed=o.seed, hold_out=o.hold_out, **shape)
+    learnt = open_data(o, mesh, tokenizer, TEXT, text_settings(o, config.vocab_size))
+    task = loop.Task(learnt.data, o.objective(), validation=learnt.validation, prompts=learnt.prompts)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o, family = resolve_steps(o, o.steps), family_of(config)
+    o, family = resolve_steps(o, learnt.steps), family_of(config)
     places = jax.tree.map(lambda a: a.sharding, abstract_model(config, family, mesh, o.parts))
     make = lambda: family.init_model(config, key=jax.random.key(o.seed), parts=o.parts)
     with jax.set_mesh(mesh):
         trained = state.to_train(jax.jit(make, out_shardings=places), o, o.model, config, mesh, parts=o.parts)
-        loop.run(o, trained, task, mesh, tokenizer, folder.identity(o.model, config, source, o.parts))
+        loop.run(o, trained, task, mesh, tokenizer, folder.identity(o.model, config, learnt.source, o.parts))
 
 
 if __name__ == "__main__":

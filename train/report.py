@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from train import page
-from train.data.packing import Survey
+from train.data.packing import Example, Survey
 from train.data.records import find_files
 from train.options import Options
 from train.plot import plot_losses
@@ -56,12 +56,12 @@ def data(path: str, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, se
         },
     )
     if dry_run:
-        examples(survey, tokenizer, seq_len=seq_len)
+        examples(survey.examples, tokenizer, seq_len=seq_len)
 
 
-def examples(survey: Survey, tokenizer: Tokenizer, *, seq_len: int) -> None:
-    """Prints up to three examples as the model sees them; text that it does not learn to write is dimmed."""
-    for number, example in enumerate(survey.examples, 1):
+def examples(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_len: int) -> None:
+    """Prints examples as the model sees them; text that it does not learn to write is dimmed."""
+    for number, example in enumerate(examples, 1):
         ids, mask, text, shown = example.ids[: seq_len + 1], example.mask, Text(), 0
         whole = tokenizer.decode(ids, special=True)  # decoded by themselves, pieces lose spaces and parts of characters
         for at in range(1, len(ids) + 1):

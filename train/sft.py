@@ -6,38 +6,31 @@ adapters are trained.
 """
 
 import dataclasses
-import itertools
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import train.tiny
 import zoo
-from train import finetune, loop, report
+from train import finetune, loop
 from train.command import command
-from train.data.packing import batches, count, fingerprint, prompts_of, survey
-from train.data.records import open_records, weighted
+from train.data.packing import TEXT
+from train.data.sets import TextOptions, open_data, text_settings
 from train.defaults import resolve_steps, width_lr
 from train.options import LanguageModelingOptions
 from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTOptions(LanguageModelingOptions, finetune.FineTuningOptions):
+class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOptions):
     """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint."""
 
     name: ClassVar[str] = "sft"
 
     data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
     """Files (.jsonl, .json, .parquet, .txt, .array_record), or folders of them, with train and valid files if they have
-    any. The keys of a record say what it is: messages, conversations, prompt and completion, or text."""
-    weights: tuple[float, ...] = ()
-    """Share of each --data among the records, such as 0.7 0.3. An epoch has every record, and repeats those of which
-    there are too few. Without weights it has each record once."""
-    hold_out: float = 0.05
-    """Fraction of the records to validate on, from the end, where the data has no validation files."""
+    any, or prepared stores. The keys of a record say what it is: messages, conversations, prompt and completion, or
+    text."""
     completions_only: bool = True
     """Learn completions and what the assistant says, but not prompts."""
-    packing: Literal["fit", "off"] = "fit"
-    """How examples are put into rows. fit: several in a row, which do not see each other. off: one in a row."""
     epochs: int = 0
     """Number of times through the data, if --steps is 0. 0: 3, but 8 for the embedded instructions."""
     neftune: float = 0.0
@@ -55,28 +48,15 @@ def main(o: SFTOptions) -> None:
     o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)
 
     # ----------------------------------------------------------------------------------------------------------- data
-    shape: dict[str, Any] = dict(
-        vocab_size=config.vocab_size, seq_len=o.seq_len, packing=o.packing, completions_only=o.completions_only
-    )
-    sets, held_out = [], []
-    for path in o.data:
-        records, held = open_records(path, o.hold_out)
-        sets.append(records)
-        held_out += [held] if held else []
-        found = survey(records, tokenizer, **shape)
-        report.data(path, found, tokenizer, vocab_size=config.vocab_size, seq_len=o.seq_len, dry_run=o.dry_run)
-    shape["batch"] = o.batch
-    order: dict[str, Any] = dict(seed=o.seed, epochs=None if o.steps else o.epochs, **shape)
-    data = batches(weighted(sets, o.weights), tokenizer, **order)
-    validation = batches(weighted(held_out), tokenizer, epochs=1, **shape) if held_out else None
-    prompts = prompts_of(itertools.chain(*(held_out or sets)), tokenizer, vocab_size=config.vocab_size)
-    sources = {"sets": [fingerprint(path, tokenizer) for path in o.data], "weights": o.weights, "hold_out": o.hold_out}
+    settings = text_settings(o, config.vocab_size, completions_only=o.completions_only)
+    learnt = open_data(o, mesh, tokenizer, TEXT, settings)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = resolve_steps(o, o.steps or count(batches(weighted(sets, o.weights), tokenizer, patches=False, **order)))
-    task = loop.Task(data, o.objective(), validation=validation, prompts=prompts, neftune=o.neftune)
-    source = sources | {"seed": o.seed} | shape
-    finetune.run(o, config, mesh, tokenizer, task, source=source)
+    o = resolve_steps(o, learnt.steps)
+    task = loop.Task(
+        learnt.data, o.objective(), validation=learnt.validation, prompts=learnt.prompts, neftune=o.neftune
+    )
+    finetune.run(o, config, mesh, tokenizer, task, source=learnt.source)
 
 
 if __name__ == "__main__":

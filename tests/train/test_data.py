@@ -10,8 +10,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from tests.train.batching import batches
 from tests.zoo import test_tiktoken
-from train.data.packing import batches, encode, fingerprint, survey
+from train.data.packing import encode, fingerprint, survey
 from train.data.records import Record, open_records
 from zoo.tokenizer import Tokenizer
 
@@ -210,7 +211,7 @@ def test_whole_examples_in_rows(tokenizer, packing):
 
 def test_nothing_is_lost_where_documents_are_cut(tokenizer):
     texts = [*random_texts(60, 40), "z" * 1000]
-    made = list(batches(source(*texts), tokenizer, vocab_size=260, seq_len=64, batch=4, packing="cut", epochs=1))
+    made = list(batches(source(*texts), tokenizer, vocab_size=260, seq_len=64, batch=4, packing="concat", epochs=1))
     segments = np.concatenate([batch["segments"] for batch in made]).ravel()
     total = sum(len(text) + 1 for text in texts)
     assert (segments > 0).sum() == total and segments[:total].all()
@@ -242,7 +243,7 @@ def test_long_examples(tokenizer):
         survey(grain.MapDataset.source([record]), tokenizer, vocab_size=260, seq_len=16)
 
 
-@pytest.mark.parametrize("packing", ["fit", "cut", "off"])
+@pytest.mark.parametrize("packing", ["fit", "concat", "off"])
 def test_a_record_without_a_target_takes_no_segment(tokenizer, packing):
     records = grain.MapDataset.source([Record("", {"text": "", "continues": True}), Record("", {"text": "a"})])
     made = list(batches(records, tokenizer, vocab_size=260, seq_len=4, batch=1, packing=packing, epochs=1))
@@ -269,7 +270,7 @@ def test_epochs_and_seeds(tokenizer):
     assert first_tokens(tokenizer, seen, 32).count(7) > 2
 
 
-@pytest.mark.parametrize("packing", ["fit", "cut", "off"])
+@pytest.mark.parametrize("packing", ["fit", "concat", "off"])
 def test_every_state_goes_on_exactly(tokenizer, packing):
     texts = [*random_texts(12, 30), "y" * 90]
     made = batches(source(*texts), tokenizer, vocab_size=260, seq_len=32, batch=2, packing=packing, seed=3, epochs=2)
@@ -313,7 +314,7 @@ def test_survey(tokenizer):
     assert rows / found.fill == pytest.approx(round(rows / found.fill)) and rows / found.fill < 1.25 * rows
     small = survey(records, tokenizer, vocab_size=260, seq_len=16, sample=5, packing="off")
     assert (small.records, small.sampled, small.keys["id"]) == (21, 5, 4)
-    assert survey(records, tokenizer, vocab_size=260, seq_len=16, packing="cut").shortened == 0
+    assert survey(records, tokenizer, vocab_size=260, seq_len=16, packing="concat").shortened == 0
 
 
 def test_fingerprint(tokenizer, tmp_path):
@@ -363,5 +364,5 @@ def test_real_data_and_tokenizer():
     assert found.fill > 0.95 and found.shortened == 0
     with pytest.raises(ValueError, match=r"tinyshakespeare.txt, bytes 0 to \d+: token \d+ is beyond the model's"):
         survey(records[:4], tokenizer, vocab_size=300, seq_len=128)
-    chunks = list(batches(open_records(SHARED / "c4")[1][:6], tokenizer, batch=2, packing="cut", **options))
+    chunks = list(batches(open_records(SHARED / "c4")[1][:6], tokenizer, batch=2, packing="concat", **options))
     assert np.mean([batch["segments"] > 0 for batch in chunks[:-1]]) == 1

@@ -13,6 +13,7 @@ import pytest
 import train.tiny
 import zoo
 from tests.train import make_golden_trl as trl
+from tests.train.batching import batches
 from tests.train.conftest import command, devices
 from tests.train.test_loss import GIVEN, GOLDEN
 from train import dpo
@@ -170,9 +171,9 @@ def model(base):
 
 def rows_of(base, pairs, count, loss, **shape):
     """The only batch of the first records, in eight rows of 64 tokens whatever the shape that they were packed for."""
-    (batch,) = preferences.batches(
+    (batch,) = batches(
         open_records(pairs, 0.0)[0][:count], zoo.tokenizer(base / "model"), vocab_size=64, unpaired=loss == "kto",
-        epochs=1, batch=8, **shape,
+        kind=preferences.PREFERENCES, batch=8, **shape,
     )  # fmt: skip
     return {name: jnp.asarray(np.pad(a, ((0, 0), (0, 64 - a.shape[1])))) for name, a in batch.items()}
 

@@ -12,12 +12,12 @@ import optax
 import pytest
 
 import zoo
+from tests.train.batching import batches
 from tests.train.conftest import losses, run, write_words
 from tests.zoo import tiny
 from train import finetune
 from train.checkpoint import Checkpoints
-from train.data.packing import batches
-from train.data.records import Record, weighted
+from train.data.records import Record
 from train.neftune import NoisyEmbedding, noisy
 from train.optim import adamw
 from train.state import abstract_state, init_state
@@ -136,37 +136,6 @@ def test_noise_is_off_by_default(model, batch):
 # ======================================================================================================================
 
 
-def records(count, name="a"):
-    return grain.MapDataset.source([Record(f"{name}{i}", {"text": f"{name}{i}"}) for i in range(count)])
-
-
-@pytest.mark.parametrize(
-    "sizes, weights, counts",
-    [
-        ((2, 6), (), (2, 6)),
-        ((2, 6), (1.0, 1.0), (6, 6)),
-        ((10, 10), (0.7, 0.3), (23, 10)),
-        ((5, 3), (1.0, 3.0), (5, 15)),
-        ((1, 1, 4), (2.0, 1.0, 1.0), (8, 4, 4)),
-        ((7,), (0.1,), (7,)),
-    ],
-)
-def test_shares(sizes, weights, counts):
-    """As the weights say, to the next whole record, each record as often as any other of its set, or once more."""
-    sets = [records(size, name) for size, name in zip(sizes, "abc", strict=False)]
-    mixed = [record.where for record in weighted(sets, weights)]
-    for size, name, count in zip(sizes, "abc", counts, strict=False):
-        times = [mixed.count(f"{name}{i}") for i in range(size)]
-        assert sum(times) == count and min(times) >= 1 and max(times) - min(times) <= 1
-    assert len(mixed) == sum(counts)
-
-
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), (1.0, 0.0), (1.0, -2.0)])
-def test_weights_that_fit_no_sets(weights):
-    with pytest.raises(ValueError, match="2 data sets need as many positive weights, not"):
-        weighted([records(2), records(3)], weights)
-
-
 def test_packing_changes_no_loss(base, model):
     """Of rows with several examples, completions alone learnt, the loss is the mean over all targets of what the
     examples have by themselves."""
@@ -188,14 +157,14 @@ def test_packing_changes_no_loss(base, model):
 
 
 def test_a_mixture_through_the_script(base, tmp_path, monkeypatch):
-    """Two sets in the shares 3 to 1: one epoch has every completion of the first once, and fewer of the second."""
+    """Two sets in the shares 3 to 1: in every step, and an epoch has every row of the first once."""
     write_words(tmp_path / "few.jsonl", 1, count=4, sign=lambda word: word[0])
     data, given = (str(base / "words.jsonl"), str(tmp_path / "few.jsonl")), []
     monkeypatch.setattr(finetune, "run", lambda o, config, mesh, tokenizer, task, **_: given.extend(task.data))
-    run(base, tmp_path / "out", data=data, weights=(3.0, 1.0), steps=0, epochs=1)
-    upper = [json.loads(line)["completion"] for line in (base / "words.jsonl").read_text().splitlines()]
-    want = sum(len(word) + 1 for word in upper) + 20 * 2  # a letter and the end
-    assert sum(batch["loss_mask"].sum() for batch in given) == want
+    run(base, tmp_path / "out", data=data, weights=(3.0, 1.0), packing="off", batch=4, steps=0, epochs=1)
+    many, learnt = (base / "words.jsonl").read_text().count("\n"), [batch["loss_mask"].sum(1) for batch in given]
+    assert all((lengths == 2).sum() == 1 for lengths in learnt)  # a letter and the end
+    assert len(given) == many // 3
     with pytest.raises(ValueError, match="2 data sets need as many positive weights"):
         run(base, tmp_path / "out", data=data, weights=(3.0,))
 

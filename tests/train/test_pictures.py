@@ -16,11 +16,12 @@ import pyarrow.parquet
 import pytest
 
 import zoo
+from tests.train.batching import batches
 from tests.train.conftest import command, devices
 from tests.zoo import seeing
 from tests.zoo.programs import error, same
 from train.data import pictures, preferences, rollouts
-from train.data.packing import batches, count, encode, prompts_of
+from train.data.packing import encode, pack, prompts_of
 from train.data.records import Record, open_records
 from train.mesh import put_batch
 from train.microbatches import split
@@ -155,10 +156,11 @@ def test_images_of_a_column(tokenizer, tmp_path):
         assert np.array_equal(picture.patches, tokenizer.processor(open_image(png(colour))).patches)
 
 
-def test_counting_opens_no_image(tokenizer, data, monkeypatch):
-    number = len(list(of(data, tokenizer)))
+def test_packing_opens_no_image(tokenizer, data, monkeypatch):
+    number = sum(len(batch["tokens"]) for batch in of(data, tokenizer))
     monkeypatch.setattr(pictures, "open_image", None)
-    assert count(of(data, tokenizer, patches=False)) == number > 0
+    packed = list(pack(open_records(data / "train.jsonl", 0.0)[0], tokenizer, vocab_size=64, seq_len=60))
+    assert number - 1 <= len(packed) <= number
 
 
 def test_sizes_are_read_without_pixels():
@@ -200,8 +202,8 @@ def test_refusals(checkpoint, tokenizer, data, tmp_path):
     plain = zoo.tokenizer(checkpoint)
     with pytest.raises(ValueError, match="the chat has an image: --vision loads the vision tower"):
         encode(Record("line 7", {"messages": chat("a", {"image": png("red")})}), plain, vocab_size=64)
-    with pytest.raises(ValueError, match="cutting would cut images"):
-        of(data, tokenizer, packing="cut")
+    with pytest.raises(ValueError, match="--packing concat would cut images"):
+        of(data, tokenizer, packing="concat")
     (tmp_path / "cut.png").write_bytes(png("red", (300, 300))[:200])
     record = Record("line 7", {"messages": chat("a", {"path": "cut.png"})}, tmp_path)
     with pytest.raises(ValueError, match=r"line 7: .*cut.png is damaged or cut off"):
@@ -230,7 +232,7 @@ def test_pairs(tokenizer, data):
     ]
     records = grain.MapDataset.source([Record(f"line {n}", each, data) for n, each in enumerate(fields)])
     options = dict(vocab_size=64, seq_len=80, epochs=1)
-    (batch,) = preferences.batches(records, tokenizer, batch=4, **options)
+    (batch,) = batches(records, tokenizer, kind=preferences.PREFERENCES, batch=4, **options)
     of = lambda colour: tokenizer.processor(open_image(data / f"images/{colour}.png")).patches
     patches, found = {colour: of(colour) for colour in ("red", "blue")}, []
     for row, number in ((r, n) for r in range(4) for n in set(batch["segments"][r].tolist()) - {0}):
@@ -250,7 +252,6 @@ def test_pairs(tokenizer, data):
         (1, "blue", "blue"),
         (1, "red", "red"),
     ]
-    assert count(preferences.batches(records, tokenizer, batch=4, patches=False, **options)) == 1
     looked = preferences.survey(records, tokenizer, vocab_size=64, seq_len=40)
     assert looked.shortened == 2
     wrong = Record("line 7", {"prompt": asks(red), "chosen": asks(blue), "rejected": b}, data)

@@ -664,7 +664,7 @@ def test_offload_trains_alike(config):
 def test_remat_auto(config, monkeypatch, capsys):
     """What fits is chosen, the fastest first: from products that are all kept to small parts of the batch. With no room
     for any, it is what needs the least; where the memory is unknown, as on a CPU, it is what is usual."""
-    o = PretrainOptions(model="tiny", data="", remat="auto", batch=32, seq_len=64, compute_dtype="bfloat16")
+    o = PretrainOptions(model="tiny", data=("",), remat="auto", batch=32, seq_len=64, compute_dtype="bfloat16")
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
     model = abstract_model(config, planner.family_of(config), mesh)
     held = ahead.device_bytes(model)

@@ -39,7 +39,7 @@ def test_the_command_line_wins(parse):
     assert (o.lr, o.batch, o.data, o.completions_only) == (2.0, 3, ("c",), True)
     assert (o.lora.rank, o.lora.alpha) == (8, 2.0)
     both = parse("model: m\ndata: d", options=pretrain.PretrainOptions)  # options without defaults
-    assert (both.model, both.data) == ("m", "d")
+    assert (both.model, both.data) == ("m", ("d",))
 
 
 @pytest.mark.parametrize(

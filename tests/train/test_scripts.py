@@ -315,7 +315,7 @@ def test_examples_are_decoded_whole(capsys):
     ids = tokenizer.encode(text, special=False)
     masks = [[int(i >= at) for i in range(len(ids))] for at in range(1, len(ids))]
     found = Survey(1, 1, {}, {}, 0, 0, 1.0, examples=[Example(ids, m, True) for m in masks])
-    report.examples(found, tokenizer, seq_len=99)
+    report.examples(found.examples, tokenizer, seq_len=99)
     assert len(masks) > 8 and capsys.readouterr().out.count(text) == len(masks)
 
 
@@ -364,7 +364,7 @@ def test_options_in_python(untyped):
     o = sft.SFTOptions(data="x.jsonl", weights=1, out="runs/x")
     assert (o.data, o.weights, o.out) == (("x.jsonl",), (1.0,), pathlib.Path("runs/x"))
     assert sft.SFTOptions(data=["a", pathlib.Path("b")]).data == ("a", "b")
-    assert dpo.DPOOptions(data=pathlib.Path("x.jsonl")).data == "x.jsonl"
+    assert dpo.DPOOptions(data=pathlib.Path("x.jsonl")).data == ("x.jsonl",)
     assert grpo.GRPOOptions(reward="number").reward == ("number",)
     assert distill.DistillOptions(teacher="tiny", store="logits").store == pathlib.Path("logits")
     assert distill.DistillOptions(teacher="tiny").store is None

@@ -1,12 +1,10 @@
-"""Turns records into batches: detects formats, tokenizes, and packs documents into rows. All through grain.
+"""Turns records into rows: detects formats, tokenizes, and packs documents into rows. All through grain.
 
     records, held_out = open_records("chats/")
-    for batch in batches(records, tokenizer, vocab_size=model.config.vocab_size, seq_len=1024, batch=8, seed=0):
+    for row in pack(records, tokenizer, vocab_size=model.config.vocab_size, seq_len=1024):
         ...
 
-A batch is a dict of int32 arrays, each [batch, seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1
-where the target is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and
-`positions`, from 0 in each document. Targets are taken before documents are packed, so none is another document's.
+`train.data.rows` says what a row is. Targets are taken before documents are packed, so none is another document's.
 """
 
 import collections
@@ -19,18 +17,18 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import grain
 import jax
 import numpy as np
-import rich
 from jaxtyping import Int32
 
 from convert import manifest
 from train.data import files, pictures
 from train.data.record import Record
+from train.data.rows import Row
 from zoo import tiktoken
 from zoo.generation.generate import Encoded
 from zoo.tokenizer import Messages, Tokenizer
@@ -44,7 +42,8 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 BINS = 64  # rows that are packed at a time: more leave less padding, and mix the epochs of a small data set more
 
-Packing = Literal["fit", "cut", "off"]
+Packing = Literal["fit", "concat", "off"]
+LongTexts = Literal["split", "cut"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,52 +180,43 @@ def _encode_chat(
 
 
 # ======================================================================================================================
-# Batches.
+# Rows.
 # ======================================================================================================================
 
 
-def batches(
+def pack(
     records: grain.MapDataset[Record],
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
     seq_len: int,
-    batch: int,
     packing: Packing = "fit",
+    long_texts: LongTexts = "split",
     completions_only: bool = True,
     seed: int | None = None,
-    epochs: int | None = None,
-    patches: bool = True,
-) -> grain.IterDataset[dict[str, np.ndarray]]:
-    """Returns batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+) -> Iterator[Row]:
+    """Makes rows of `seq_len` tokens of all records, in their order or, by `seed`, in a random one.
 
-    If the tokenizer has a processor of images, there are the arrays of `train.data.pictures`, too; without `patches`
-    no image is opened, which is quicker where batches are only counted.
+    `packing` says how rows are filled. "fit": with whole examples, as tightly as possible. "concat": with all examples
+    one after another, continued in the next row where a row is full. "off": with one example each. A text that is
+    longer than a row becomes several pieces, or with `long_texts` "cut" loses its end. A chat or completion does so
+    always (`survey` counts them), except with "concat".
 
-    `packing` says how rows are filled. "fit": with whole examples, as tightly as possible. "cut", for pre-training:
-    with all examples one after another, continued in the next row where a row is full. "off": with one example each.
-    Except with "cut", a chat or completion longer than a row loses its end (`survey` counts them), and a longer text
-    becomes several examples.
-
-    `seed` shuffles, anew in each of the `epochs`; None of these means no end. The last batch is filled up with padding.
-    `iter()` of the result has `get_state` and `set_state`, to resume exactly; the state is plain JSON.
-
-    Every process of a run gets the same whole batches, however many processes there are, and puts on its devices the
-    rows that are theirs. So none runs out of batches before the others, and one state is good for all.
+    If the tokenizer has a processor of images, rows say where they belong (`train.data.pictures`).
     """
     processor, numbered = tokenizer.processor, records.map_with_index(lambda n, record: (n, record))
-    if processor and packing == "cut":
-        raise ValueError("Packing by cutting would cut images, too: use fit, or off.")
+    if processor and packing == "concat":
+        raise ValueError("--packing concat would cut images, too: use fit, or off.")
     if seed is not None:
         numbered = numbered.shuffle(seed=seed)
     to_example = functools.partial(
         _columns, tokenizer=tokenizer, vocab_size=vocab_size, completions_only=completions_only,
-        longest=None if packing == "cut" else seq_len,
+        longest=None if packing == "concat" else seq_len, longest_text=seq_len if long_texts == "cut" else None,
     )  # fmt: skip
-    examples = numbered.repeat(epochs).map(to_example).to_iter_dataset()
-    pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(sys.maxsize if packing == "cut" else seq_len))
-    if packing == "cut":
-        rows = _ConcatThenSplit(pieces, length_struct={"columns": seq_len})
+    examples = numbered.map(to_example).to_iter_dataset()
+    pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(sys.maxsize if packing == "concat" else seq_len))
+    if packing == "concat":
+        rows = grain.experimental.ConcatThenSplitIterDataset(pieces, length_struct={"columns": seq_len})
     else:
         rows = grain.experimental.BestFitPackIterDataset(
             pieces,
@@ -234,21 +224,7 @@ def batches(
             num_packing_bins=BINS if packing == "fit" else 1,
             max_sequences_per_bin=None if packing == "fit" else 1,
         )
-    data = padded(rows, batch).map(_named)
-    if processor and patches:
-        data = data.map(functools.partial(pictures.with_patches, records=records, processor=processor))
-    return grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=2)
-
-
-def padded(rows: grain.IterDataset, batch: int) -> grain.IterDataset:
-    """Groups rows into batches of `batch`; the last one is filled up with zeros."""
-    return rows.batch(batch, batch_fn=functools.partial(grain.experimental.batch_and_pad, batch_size=batch))
-
-
-def count(data: grain.IterDataset) -> int:
-    """Counts the batches, by making them all."""
-    with rich.get_console().status("Counting the batches of all epochs (--steps skips this)"):
-        return sum(1 for _ in data)
+    return map(_named, rows)
 
 
 def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: int) -> list[Encoded]:
@@ -273,20 +249,21 @@ def _columns(
     vocab_size: int,
     completions_only: bool,
     longest: int | None,
+    longest_text: int | None,
 ) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
     """Returns for each example that has a target the columns token, target and mask of the target.
 
     For a model that sees there are the number of the record, the token's picture and its feature, too; and an example
-    that is longer than a row ends before the picture that would not be in it whole.
+    that is longer than `longest` ends before the picture that would not be in it whole. Texts end at `longest_text`.
     """
     number, record = numbered
     found = []
     for ids, mask, whole, places in encode(record, tokenizer, vocab_size=vocab_size, completions_only=completions_only):
-        columns, end = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T, longest if whole else None
+        columns, end = np.array([ids[:-1], ids[1:], mask[1:]], np.int32).T, longest if whole else longest_text
         if tokenizer.processor is not None:
             places = np.zeros((len(ids), 2), np.int32) if places is None else places
             columns = np.column_stack([columns, np.full(len(columns), number, np.int32), places[:-1]])
-            end = pictures.whole(places[:, 0], min(len(columns), longest or len(columns))) if whole else None
+            end = pictures.whole(places[:, 0], min(len(columns), end or len(columns)))
         found.append({"columns": columns[:end]})
     return [example for example in found if len(example["columns"])]
 
@@ -304,34 +281,17 @@ class _Pieces(grain.experimental.FlatMapTransform):
         return [{"columns": columns[i : i + step]} for columns in arrays for i in range(0, len(columns), step)]
 
 
-class _ConcatThenSplit(grain.experimental.ConcatThenSplitIterDataset):
-    """Accepts a state that went through JSON, too.
-
-    In a state of grain 0.2.18 the tuple (-1, -1) means a whole document; the list that JSON makes of it would mean a
-    slice, and the document would be lost.
-    """
-
-    def __iter__(self) -> grain.DatasetIterator:
-        iterator = super().__iter__()
-        set_state = iterator.set_state
-        iterator.set_state = lambda state: set_state(
-            state | {"remainder_slices": {key: tuple(ends) for key, ends in state["remainder_slices"].items()}}
-        )
-        return iterator
-
-
-def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
+def _named(row: dict[str, np.ndarray]) -> Row:
     names = ("tokens", "targets", "loss_mask", "record", "picture", "feature")
-    named = dict(zip(names, np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0)), strict=False))
-    return named | dict(segments=rows["columns_segment_ids"], positions=rows["columns_positions"])
+    named = dict(zip(names, np.ascontiguousarray(row["columns"].T), strict=False))
+    return named | dict(segments=row["columns_segment_ids"], positions=row["columns_positions"])
 
 
 def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
     """Returns, as plain JSON, what must be the same for an iterator's state to be restored.
 
     That is the files, by name and SHA-256; the tokenizer, with the tokens that it puts around texts; and `settings`,
-    which should be the arguments of `batches`. Grain restores a state on any other data, too, without an error: so
-    compare this first.
+    which should be the arguments of `pack`. A place in the data is but a number: so compare this first.
     """
     return {
         "files": files.hashes(path),
@@ -390,19 +350,22 @@ def survey(
     vocab_size: int,
     seq_len: int,
     packing: Packing = "fit",
+    long_texts: LongTexts = "split",
     completions_only: bool = True,
     sample: int = 1000,
 ) -> Survey:
-    """Looks at up to `sample` records, evenly spread, as `batches` would with the same arguments."""
+    """Looks at up to `sample` records, evenly spread, as `pack` would with the same arguments."""
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int)
     chosen = [record for i in indices.tolist() if (record := records[i]) is not None]
     options: dict[str, Any] = dict(vocab_size=vocab_size, completions_only=completions_only)
     found = [encode(record, tokenizer, **options) for record in chosen]
-    limit = lambda example: seq_len + 1 if example.whole and packing != "cut" else sys.maxsize
+    limit = lambda example: (
+        seq_len + 1 if (packing != "concat" if example.whole else long_texts == "cut") else sys.maxsize
+    )
     learns = lambda example: any(example.mask[1 : limit(example)])
     examples = [example for of_record in found for example in of_record]
     source: Any = grain.MapDataset.source(chosen)
-    rows = batches(source, tokenizer, seq_len=seq_len, batch=1, packing=packing, epochs=1, patches=False, **options)
+    rows = pack(source, tokenizer, seq_len=seq_len, packing=packing, long_texts=long_texts, **options)
     if not any(map(learns, examples)):
         raise ValueError(
             f"There is nothing to learn in the {len(chosen)} records looked at: {chosen[0].where} and the others have "
@@ -421,3 +384,22 @@ def survey(
         examples=[examples[i] for i in sorted({0, len(examples) // 2, len(examples) - 1})],
         several=sum(len(of_record) > 1 for of_record in found),
     )
+
+
+# ======================================================================================================================
+# Kinds of records.
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What makes rows of one kind of records."""
+
+    name: str
+    pack: Callable[..., Iterator[Row]]
+    survey: Callable[..., Survey]
+    prompts_of: Callable[..., list[Encoded]]
+    chat_of: Callable[[Record], Any]  # the messages of a record that may hold images
+
+
+TEXT = Kind("text", pack, survey, prompts_of, pictures.chat_of)

@@ -1,17 +1,18 @@
-"""Turns records of preferences into batches of pairs of documents. `train.data.packing` reads and tokenizes them.
+"""Turns records of preferences into rows of pairs of documents. `train.data.packing` reads and tokenizes them.
 
-A batch is as in `train.data.packing`, and its documents come in pairs, neighbours in a row: segments 1 and 2 are the
+A row is as in `train.data.rows`, and its documents come in pairs, neighbours in a row: segments 1 and 2 are the
 row's first pair, 3 and 4 the next one. A pair is
 
 - for losses that compare: the chosen completion after its prompt, and the rejected one after the same prompt;
 - for KTO (`unpaired`), where each completion is only labelled desirable or not: the completion after its prompt, and
   the completion of another record after the same prompt, from which the loss estimates its baseline. The array
-  "desirable" [batch, seq] is 1 in pairs of a desirable completion.
+  "desirable" [seq] is 1 in pairs of a desirable completion.
 """
 
 import collections
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import grain
@@ -19,8 +20,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from train.data import pictures
-from train.data.packing import BINS, Example, Survey, encode, padded
+from train.data.packing import BINS, Example, Kind, Survey, encode, prompt_of
 from train.data.records import Record
+from train.data.rows import Row
+from zoo.generation.generate import Encoded
 from zoo.tokenizer import Tokenizer, has_images
 
 
@@ -98,20 +101,7 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
     Raises:
         ValueError: the record cannot be used for this loss; names file and line.
     """
-
-    def example(c: Completion) -> Example:
-        if has_images([turn for turn in c.completion if isinstance(turn, dict)]):
-            raise ValueError(f"{c.where}: a completion holds an image, and only prompts may.")
-        fields = {"prompt": c.prompt, "completion": c.completion, "tools": c.tools}
-        fields["images"] = record.fields.get("images")
-        examples = encode(Record(c.where, fields, record.folder), tokenizer, vocab_size=vocab_size)
-        if len(examples) > 1:
-            raise ValueError(
-                f"{c.where}: a completion has several answers, which the chat template of {tokenizer.folder} writes "
-                "differently once others follow. End it with the first, and put what comes before into the prompt."
-            )
-        return examples[0]
-
+    example = functools.partial(_example, record=record, tokenizer=tokenizer, vocab_size=vocab_size)
     own = completions(record)
     if unpaired:
         others = completions(other)
@@ -123,6 +113,32 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
         raise ValueError(f"{record.where} has a completion and a label, which only --loss kto learns from.")
     chosen, rejected = map(example, own)
     return [Pair(chosen, rejected, True)]
+
+
+def _example(c: Completion, record: Record, tokenizer: Tokenizer, vocab_size: int) -> Example:
+    if has_images([turn for turn in c.completion if isinstance(turn, dict)]):
+        raise ValueError(f"{c.where}: a completion holds an image, and only prompts may.")
+    fields = {"prompt": c.prompt, "completion": c.completion, "tools": c.tools}
+    fields["images"] = record.fields.get("images")
+    examples = encode(Record(c.where, fields, record.folder), tokenizer, vocab_size=vocab_size)
+    if len(examples) > 1:
+        raise ValueError(
+            f"{c.where}: a completion has several answers, which the chat template of {tokenizer.folder} writes "
+            "differently once others follow. End it with the first, and put what comes before into the prompt."
+        )
+    return examples[0]
+
+
+def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: int) -> list[Encoded]:
+    """Returns the prompts of the first three records, with their images, for a model to continue."""
+    prompts = []
+    for record in itertools.islice(records, 3):
+        first = completions(record)[0]
+        example = _example(first, record, tokenizer, vocab_size)
+        ids = prompt_of(example)
+        shown = pictures.of_prompt(record, example.places, len(ids), tokenizer.processor, first.prompt)
+        prompts.append(Encoded(ids, shown))
+    return prompts
 
 
 def shorten(pair: Pair, room: int) -> Pair:
@@ -145,37 +161,34 @@ def is_learnt(pair: Pair) -> bool:
 
 
 # ======================================================================================================================
-# Batches.
+# Rows.
 # ======================================================================================================================
 
 
-def batches(
+def pack(
     records: grain.MapDataset[Record],
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
     seq_len: int,
-    batch: int,
     unpaired: bool = False,
     seed: int | None = None,
-    epochs: int | None = None,
-    patches: bool = True,
-) -> grain.IterDataset[dict[str, np.ndarray]]:
-    """Returns batches of `batch` rows of `seq_len` tokens; the top of this file says what is in one.
+) -> Iterator[Row]:
+    """Makes rows of `seq_len` tokens of all records; the top of this file says what is in one.
 
     A pair that is longer than a row loses the ends of its completions (`shorten`). If no token is left of one of them,
-    the pair is left out. `survey` counts both. All else is as in `train.data.packing.batches`.
+    the pair is left out. `survey` counts both. All else is as in `train.data.packing.pack`.
 
-    KTO's other record is the one before: so in every epoch each completion is put after one other prompt.
+    KTO's other record is the one before. So each completion is put after one other prompt.
     """
-    processor, numbered = tokenizer.processor, records.map_with_index(lambda n, record: (n, record))
+    numbered = records.map_with_index(lambda n, record: (n, record))
     if seed is not None:
         numbered = numbered.shuffle(seed=seed)
     before = grain.MapDataset.concatenate([numbered[-1:], numbered[:-1]])
     to_pairs = functools.partial(
         _columns, tokenizer=tokenizer, vocab_size=vocab_size, unpaired=unpaired, seq_len=seq_len
     )
-    both = grain.experimental.ZipMapDataset((numbered, before)).repeat(epochs)
+    both = grain.experimental.ZipMapDataset((numbered, before))
     pairs = both.map(to_pairs).to_iter_dataset()  # pyright: ignore[reportArgumentType] (typed as if not zipped)
     rows = grain.experimental.BestFitPackIterDataset(
         grain.experimental.FlatMapIterDataset(pairs, _Each()),
@@ -183,12 +196,7 @@ def batches(
         num_packing_bins=BINS,
         max_sequences_per_bin=PAIRS,
     )
-    data = padded(rows, batch).map(_named)
-    if processor and patches:
-        prompt_of = lambda record: completions(record)[0].prompt
-        opened = functools.partial(pictures.with_patches, records=records, processor=processor, chat_of=prompt_of)
-        data = data.map(opened)
-    return grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=2)
+    return map(_named, rows)
 
 
 def _columns(
@@ -225,11 +233,10 @@ class _Each(grain.experimental.FlatMapTransform):
         return element
 
 
-def _named(rows: dict[str, np.ndarray]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
-    columns = np.ascontiguousarray(np.moveaxis(rows["columns"], -1, 0))
+def _named(row: dict[str, np.ndarray]) -> Row:
     names = ("tokens", "targets", "loss_mask", "second", "positions", "desirable", "record", "picture", "feature")
-    named = dict(zip(names, columns, strict=False))
-    pairs, second = rows["columns_segment_ids"], named.pop("second")
+    named = dict(zip(names, np.ascontiguousarray(row["columns"].T), strict=False))
+    pairs, second = row["columns_segment_ids"], named.pop("second")
     return named | {"segments": np.where(pairs > 0, 2 * pairs - 1 + second, 0)}
 
 
@@ -242,7 +249,7 @@ def survey(
     unpaired: bool = False,
     sample: int = 1000,
 ) -> Survey:
-    """Looks at up to `sample` records, evenly spread, as `batches` would.
+    """Looks at up to `sample` records, evenly spread, as `pack` would.
 
     Lengths are of pairs, both documents together. `shortened` and `unlearnt` count records with a pair that is cut, or
     left out. The examples are the first pair.
@@ -262,7 +269,7 @@ def survey(
             f"completion is empty, or its prompt fills half of a row of {seq_len} tokens."
         )
     source: Any = grain.MapDataset.source(looked)
-    rows = batches(source, tokenizer, seq_len=seq_len, batch=1, epochs=1, patches=False, **options)
+    rows = pack(source, tokenizer, seq_len=seq_len, **options)
     pairs, lengths_of = list(itertools.chain(*found)), lambda pairs: [(len(a.ids), len(b.ids)) for a, b, _ in pairs]
     sizes = [len(pair.first.ids) + len(pair.second.ids) for pair in pairs]
     lengths = np.quantile(sizes, [0, 0.5, 0.95, 1], method="nearest").tolist()
@@ -276,3 +283,6 @@ def survey(
         fill=float(np.mean([(row["segments"] > 0).mean() for row in rows])),
         examples=[*pairs[0][:2]],
     )
+
+
+PREFERENCES = Kind("pairs", pack, survey, prompts_of, lambda record: completions(record)[0].prompt)

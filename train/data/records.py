@@ -19,7 +19,7 @@ from train.data.formats.examples import check_array_records
 from train.data.record import KEYS, Record
 
 
-__all__ = ["KEYS", "Record", "find_files", "open_records", "weighted"]
+__all__ = ["KEYS", "Record", "find_files", "open_records"]
 
 
 def open_records(
@@ -42,23 +42,6 @@ def open_records(
         return records, _concatenated(valid)
     held = min(math.ceil(holdout * len(records)), len(records) - 1)
     return (records[:-held], records[-held:]) if held else (records, None)
-
-
-def weighted(sets: Sequence[grain.MapDataset[Record]], weights: Sequence[float] = ()) -> grain.MapDataset[Record]:
-    """Joins data sets into one, in which their numbers of records have the ratios of `weights`; () leaves them as are.
-
-    Every record is in it: those of the set that is largest for its weight once, those of the others repeatedly.
-
-    Raises:
-        ValueError: `weights` are not one positive number for each set.
-    """
-    if not weights:
-        return grain.MapDataset.concatenate(list(sets))
-    if len(weights) != len(sets) or min(weights) <= 0:
-        raise ValueError(f"{len(sets)} data sets need as many positive weights, not {list(weights)}.")
-    unit = max(len(records) / weight for records, weight in zip(sets, weights, strict=True))
-    counts = [max(len(records), round(unit * weight)) for records, weight in zip(sets, weights, strict=True)]
-    return grain.MapDataset.concatenate([records.repeat()[:count] for records, count in zip(sets, counts, strict=True)])
 
 
 def _concatenated(files: Sequence[str]) -> grain.MapDataset[Record]:

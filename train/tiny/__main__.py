@@ -210,7 +210,7 @@ def main(out: tyro.conf.Positional[Path]) -> None:
     pretrain.main(
         pretrain.PretrainOptions(
             model=str(out / "untrained"),
-            data=str(out / "corpus.jsonl"),
+            data=(str(out / "corpus.jsonl"),),
             out=out / "run",
             hold_out=0.02,
             steps=2500,

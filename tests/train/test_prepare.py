@@ -1,0 +1,255 @@
+"""Prepared stores: whoever makes them, and after whatever interruption, they are the same bytes; runs read and refuse
+them."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import zoo
+from tests import hurry
+from train import dpo, finetune, prepare, pretrain, sft
+from train.data import rows, store
+from train.data.packing import TEXT
+from train.data.records import open_records
+from train.prepare import PrepareOptions
+
+
+SEQ = 32
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+    words = lambda n: " ".join(draw.choice(("list", "of", "keys", "returns", "a")) for _ in range(n))
+    text = "".join(json.dumps({"text": f"{n} {words(draw.randint(1, 30))}"}) + "\n" for n in range(90))
+    (folder / "train.jsonl").write_text(text)
+    (folder / "valid.jsonl").write_text("".join(json.dumps({"text": words(20)}) + "\n" for n in range(9)))
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Files of ten records, and no other processes."""
+    monkeypatch.setattr(store, "RECORDS", 10)
+
+
+def options(data, out, **changes):
+    return PrepareOptions(**dict(data=(str(data),), model="tiny", out=out, seq_len=SEQ, workers=1) | changes)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_store_has_all_rows(data, tmp_path, small):
+    content = prepare.main(options(data, tmp_path / "out"))
+    tokenizer = zoo.tokenizer("tiny")
+    train, valid = open_records(data)
+    assert valid is not None
+    for split, records in ("train", train), ("valid", valid):
+        made = store.rows(tmp_path / "out", content, split)
+        assert made is not None
+        counts = content["splits"][split]
+        assert counts["rows"] == len(made) and counts["records"] == len(records)
+        shape = dict(vocab_size=2048, seq_len=SEQ)
+        pieces = lambda found: sorted(
+            row["targets"][row["segments"] == n].tolist() for row in found for n in range(1, row["segments"].max() + 1)
+        )
+        assert pieces(made) == pieces(TEXT.pack(records, tokenizer, **shape))
+        assert counts["tokens"] == sum(int((row["segments"] > 0).sum()) for row in made)
+        assert counts["learnt"] == sum(int(row["loss_mask"].sum()) for row in made)
+    assert len([name for name in content["shards"] if name.startswith("train")]) == 9
+    store.verify(tmp_path / "out")
+
+
+def test_what_is_finished_is_not_made_again(data, tmp_path, small, monkeypatch):
+    """Whatever is missing or broken off is; then the store has the same bytes."""
+    whole = tmp_path / "whole"
+    prepare.main(options(data, whole))
+    expected, made = contents(whole), []
+    make = prepare.make
+    monkeypatch.setattr(prepare, "make", lambda o, shard: made.append(shard.name) or make(o, shard))
+    prepare.main(options(data, whole))
+    assert made == [] and contents(whole) == expected
+    (whole / "store.json").unlink()
+    (whole / "train-00002-of-00009.json").unlink()  # it is written last
+    (whole / "train-00004-of-00009.array_record").write_bytes(b"cut off")
+    (whole / "train-00005-of-00009.tmp").write_bytes(b"begun")
+    with pytest.raises(FileNotFoundError, match=r"whole is not complete: run `python -m train.prepare`"):
+        store.read(whole)
+    prepare.main(options(data, whole))
+    (whole / "train-00005-of-00009.tmp").unlink()
+    assert made == ["train-00002-of-00009", "train-00004-of-00009"] and contents(whole) == expected
+
+
+def test_refusals(data, tmp_path, small):
+    out = tmp_path / "out"
+    prepare.main(options(data, out))
+    with pytest.raises(ValueError, match=r"out was begun with other data or options: settings.seq_len was 32"):
+        prepare.main(options(data, out, seq_len=16))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(ValueError, match="other has other files: name a new folder by --out"):
+        prepare.main(options(data, tmp_path / "other"))
+    content, tokenizer = store.read(out), zoo.tokenizer("tiny")
+    now = store.identity("text", tokenizer, content["settings"])
+    store.refuse_other(out, content, now)
+    with pytest.raises(ValueError, match="was prepared for tiny with --packing fit, and this run has concat: give"):
+        store.refuse_other(out, content, now | {"settings": content["settings"] | {"packing": "concat"}})
+    with pytest.raises(ValueError, match="was prepared for tiny with kind text, and this run has pairs"):
+        store.refuse_other(out, content, now | {"kind": "pairs"})
+    tokenizer.special_in_content = True
+    with pytest.raises(ValueError, match="was prepared for tiny with tokenizer"):
+        store.refuse_other(out, content, store.identity("text", tokenizer, content["settings"]))
+    shard = out / "train-00003-of-00009.array_record"
+    kept = shard.read_bytes()
+    shard.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    assert store.read(out) == content  # of the right size
+    with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record is not what was written: copy"):
+        store.verify(out)
+    shard.write_bytes(kept[:100])
+    with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record has 100 bytes, and was written with"):
+        store.read(out)
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record is missing, and was written with"):
+        store.read(out)
+
+
+def given(script, options, monkeypatch, data, tmp_path, **changes):
+    """The batches, the validation batches and the number of steps of a script's run."""
+    found = {}
+
+    def run(o, config, mesh, tokenizer, task, *, source):
+        found.update(task=task, steps=o.steps, source=source)
+
+    monkeypatch.setattr(finetune, "run", run)
+    monkeypatch.setattr("train.loop.run", lambda o, trained, task, *rest: run(o, 0, 0, 0, task, source=rest[-1]))
+    script.main(
+        options(model="tiny", data=data, seq_len=SEQ, batch=4, out=tmp_path / "run", mesh="fsdp=4,tensor=2", **changes)
+    )
+    return found
+
+
+def test_a_run_reads_a_store(data, tmp_path, small, monkeypatch, capsys):
+    prepare.main(options(data, tmp_path / "out"))
+    found = given(sft, sft.SFTOptions, monkeypatch, (str(tmp_path / "out"),), tmp_path, epochs=2)
+    content = store.read(tmp_path / "out")
+    total = content["splits"]["train"]["rows"]
+    assert found["steps"] == -(-2 * total // 4) and found["source"]["sets"][0].keys() == {"store"}
+    batches = list(found["task"].data)
+    first = [row.tobytes() for batch in batches for row in batch["tokens"]][:total]
+    own = [row["tokens"].tobytes() for row in store.rows(tmp_path / "out", content, "train") or ()]
+    assert sorted(first) == sorted(own) and first != own
+    validation = sum(int((batch["segments"] > 0).sum()) for batch in found["task"].validation)
+    assert validation == content["splits"]["valid"]["tokens"]
+    assert len(found["task"].prompts) == 3 and "filled" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="with --seq-len 32, and this run has 16"):
+        sft.main(sft.SFTOptions(model="tiny", data=(str(tmp_path / "out"),), seq_len=16, steps=1, out=tmp_path / "run"))
+
+
+def test_preferences(tmp_path, small, monkeypatch):
+    fields = [{"prompt": f"{n}? ", "chosen": "yes", "rejected": "no no"} for n in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in fields))
+    out = tmp_path / "out"
+    prepare.main(options(tmp_path / "pairs.jsonl", out, kind="preferences"))
+    found = given(dpo, dpo.DPOOptions, monkeypatch, (str(out),), tmp_path, epochs=1, hold_out=0.0)
+    batches = list(found["task"].data)
+    pairs = sum(int(batch["segments"].max(1).sum()) // 2 for batch in batches)
+    assert pairs == 30 and all(batch["desirable"].max() == 1 for batch in batches)
+    with pytest.raises(ValueError, match="with --unpaired False, and this run has True"):
+        given(dpo, dpo.DPOOptions, monkeypatch, (str(out),), tmp_path, epochs=1, loss="kto")
+
+
+def test_phases(data, tmp_path, small, monkeypatch):
+    """Each with its own rows; a set goes on where it was; a run that goes on anywhere has the same batches."""
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": f"other {n}"}) + "\n" for n in range(50)))
+    first, other = str(data / "train.jsonl"), str(tmp_path / "other.jsonl")
+    (tmp_path / "phases.yaml").write_text(
+        f"- {{steps: 3, data: {first}, seq_len: 16, batch: 8}}\n"
+        f"- {{steps: 2, data: [{first}, {other}], weights: [3, 1]}}\n"
+        f"- {{steps: 4, data: [{first}, {other}], weights: [1, 1]}}\n"
+    )
+    found = given(
+        pretrain, pretrain.PretrainOptions, monkeypatch, (first,), tmp_path,
+        phases=tmp_path / "phases.yaml", packing="off",
+    )  # fmt: skip
+    batches = list(found["task"].data)
+    assert found["steps"] == 9 and [batch["tokens"].shape for batch in batches] == [(8, 16)] * 3 + [(4, 32)] * 6
+    text = lambda row: zoo.tokenizer("tiny").decode(row[row > 0].tolist())
+    others = [["other" in text(row) for row in batch["tokens"]] for batch in batches]
+    assert [sum(each) for each in others] == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    of_other = [row.tobytes() for batch in batches for row in batch["tokens"] if "other" in text(row)]
+    assert len(set(of_other)) == len(of_other) == 10
+    iterator = iter(found["task"].data)
+    iterator.set_state({"next_index": 4})
+    np.testing.assert_equal(list(iterator), batches[4:])
+
+
+@pytest.mark.parametrize(
+    "phases, problem",
+    [
+        ("steps: 3", "must have a list of phases"),
+        ("- {data: a}", "phase 1 must have steps"),
+        ("- {steps: 1}\n- {steps: 0}", "phase 2 has steps: 0, which must be a number above 0"),
+        ("- {steps: 1, sequence: 8}", "phase 1 has sequence, and may have steps, data, weights, seq_len, batch"),
+        ("- {steps: 1, seq_len: 64}", "phase 1 has 4 rows of 64 tokens, and --batch 4 --seq-len 32 must be at least"),
+        ("- [", "is no YAML"),
+    ],
+)
+def test_phases_that_are_wrong(tmp_path, monkeypatch, data, phases, problem):
+    (tmp_path / "phases.yaml").write_text(phases)
+    with pytest.raises(ValueError, match=problem):
+        given(pretrain, pretrain.PretrainOptions, monkeypatch, (str(data),), tmp_path, phases=tmp_path / "phases.yaml")
+
+
+def test_only_the_rows_that_a_run_comes_to_are_made(data, tmp_path, monkeypatch):
+    """And a longer run begins with the same."""
+    made, in_memory = [], rows.in_memory
+    counted = lambda found, seq_len, limit=None: made.append(limit) or in_memory(found, seq_len, limit=limit)
+    monkeypatch.setattr("train.data.sets.in_memory", counted)
+    short, long, endless = (
+        list(given(sft, sft.SFTOptions, monkeypatch, (str(data),), tmp_path, **how)["task"].data)
+        for how in (dict(steps=3), dict(steps=9), dict(steps=0, epochs=2))
+    )
+    assert made[::2] == [12, 36, None]
+    np.testing.assert_equal(long[:3], short)
+    np.testing.assert_equal(endless[:9], long[: len(endless)])
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(data, tmp_path):
+    """By kill -9, at any moment: by two processes it becomes what one makes undisturbed."""
+    code = "from train.data import store; store.RECORDS = 4; from train import prepare; import tyro\n"
+    code += "if __name__ == '__main__': prepare.main(tyro.cli(prepare.PrepareOptions))"
+    (tmp_path / "script.py").write_text(code)
+    command = [sys.executable, tmp_path / "script.py", str(data), "--model", "tiny", "--seq-len", str(SEQ)]
+    begin = lambda out, workers: subprocess.Popen(
+        [*map(str, command), "--out", str(tmp_path / out), "--workers", workers],
+        env=hurry.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    alone = begin("calm", "1")
+    said, _ = alone.communicate(timeout=200)
+    assert alone.returncode == 0, said
+    kills, draw = 0, random.Random(1)
+    while True:
+        child, seen = begin("killed", "2"), len(list((tmp_path / "killed").glob("*.json")))
+        while child.poll() is None and len(list((tmp_path / "killed").glob("*.json"))) < seen + 3:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.05))
+        if child.poll() is not None:
+            assert child.returncode == 0, child.communicate()[0]
+            break
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        kills += 1
+    assert kills >= 3
+    for path in (tmp_path / "killed").glob("*.tmp"):
+        path.unlink()
+    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")

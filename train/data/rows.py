@@ -1,0 +1,286 @@
+"""Rows of tokens with random access, the order of a run's rows, and its batches by their number.
+
+A row is a dict of int32 arrays [seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1 where the target
+is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and `positions`, from
+0 in each document. Preferences have `desirable`, too, and rows with images what `train.data.pictures` needs.
+
+The n-th row of a run follows from its seed alone: no buffer is shuffled, and nothing depends on the number of
+processes. So batch n is found at once, wherever a run goes on, and each process makes the rows of its own devices.
+"""
+
+import dataclasses
+import fractions
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import rich
+import safetensors.numpy
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Int, Int32, Shaped
+
+from kernels.mesh import BATCH
+
+
+Row = dict[str, Int32[np.ndarray, " seq"]]
+BITS = ("loss_mask", "desirable")  # arrays that are 0 or 1
+ENDLESS = 2**31  # epochs; grain counts rows up to 2**63
+
+
+# ======================================================================================================================
+# A row as bytes, in memory and in files: what follows from the rest is left out, so a token takes two or four bytes.
+# ======================================================================================================================
+
+
+def to_bytes(row: Row) -> bytes:
+    """Serializes a row: `tokens`, the `lengths` of its documents, the `last` target of each, and all other arrays.
+
+    The format is that of safetensors. The length of the row is not in it.
+    """
+    segments = row["segments"]
+    used = int(np.count_nonzero(segments))
+    ends = np.flatnonzero(np.diff(segments[:used], append=-1)) + 1
+    small = np.uint16 if row["tokens"].max(initial=0) < 2**16 else np.uint32
+    arrays: dict[str, np.ndarray] = {
+        "tokens": row["tokens"][:used].astype(small),
+        "lengths": np.diff(ends, prepend=0).astype(np.uint32),
+        "last": row["targets"][ends - 1].astype(np.uint32),
+    }
+    for name in row.keys() - {"tokens", "targets", "segments", "positions"}:
+        arrays[name] = np.packbits(row[name][:used].astype(bool)) if name in BITS else row[name][:used]
+    return safetensors.numpy.save(arrays)
+
+
+def from_bytes(data: bytes, seq_len: int) -> Row:
+    """Makes the row that `to_bytes` was given, filled up to `seq_len` tokens with zeros."""
+    arrays = safetensors.numpy.load(data)
+    lengths = arrays.pop("lengths").astype(np.int64)
+    ends, used = np.cumsum(lengths), int(lengths.sum())
+    row = {
+        name: np.zeros(seq_len, np.int32) for name in ("targets", "segments", "positions", *arrays.keys() - {"last"})
+    }
+    row["targets"][: used - 1] = arrays["tokens"][1:]
+    row["targets"][ends - 1] = arrays.pop("last")
+    row["segments"][:used] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    row["positions"][:used] = np.arange(used) - np.repeat(ends - lengths, lengths)
+    for name, array in arrays.items():
+        row[name][:used] = np.unpackbits(array, count=used) if name in BITS else array
+    return row
+
+
+def of_bytes(source: Any, seq_len: int) -> grain.MapDataset[Row]:
+    """The rows of a random access source of `to_bytes`."""
+    return grain.MapDataset.source(source).map(functools.partial(from_bytes, seq_len=seq_len))
+
+
+def in_memory(rows: Iterable[Row], seq_len: int, *, limit: int | None = None) -> grain.MapDataset[Row] | None:
+    """Makes the first `limit` rows, all by default, and keeps them. None if there are none.
+
+    Raises:
+        ValueError: they take more than half of the machine's memory.
+    """
+    kept, size = [], 0
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    with rich.get_console().status("Tokenizing") as status:
+        for row in rows:
+            kept.append(to_bytes(row))
+            size += sys.getsizeof(kept[-1])
+            if size > most:
+                raise ValueError(
+                    f"{len(kept):,} rows of {seq_len:,} tokens take half of this machine's memory, and there are more: "
+                    "prepare the data once by `python -m train.prepare`, and give its folder as --data."
+                )
+            if len(kept) % 256 == 0:
+                status.update(f"Tokenizing: {len(kept):,} rows of {seq_len:,} tokens")
+            if len(kept) == limit:
+                break
+    return of_bytes(kept, seq_len) if kept else None
+
+
+# ======================================================================================================================
+# The order of rows.
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Set:
+    """Rows, and the seed of their order.
+
+    With `as_packed`, of rows that were packed in random order, the first epoch has them as they are: so the first rows
+    are the same, however many of them there are.
+    """
+
+    rows: grain.MapDataset[Row]
+    seed: int
+    as_packed: bool = False
+
+    def shuffled(self) -> grain.MapDataset[Row]:
+        """All epochs, without an end: numbers beyond the last row are those of later ones."""
+        shuffled = self.rows.shuffle(seed=self.seed)
+        return grain.MapDataset.concatenate([self.rows, shuffled.repeat(ENDLESS)]) if self.as_packed else shuffled
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The rows of a run, one after another: `order[n]` is its n-th row, whatever has been read before.
+
+    Any rows in a row are of each set in the ratio of the weights, to within one.
+    """
+
+    sets: Sequence[Any]  # random access to rows
+    weights: Sequence[int]
+    begun: Sequence[int]  # rows of each set that are left out, from the first
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, n: int) -> Row:
+        before, after = self.used(n), self.used(n + 1)
+        which = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
+        return self.sets[which][before[which]]
+
+    def used(self, n: int) -> list[int]:
+        """Which row of each set is the next one after `n` rows of the run."""
+        found, rest, left = [], sum(self.weights), n
+        for weight, begun in zip(self.weights, self.begun, strict=True):
+            after = left * (rest - weight) // rest
+            found.append(begun + left - after)
+            rest, left = rest - weight, after
+        return found
+
+
+def order(
+    sets: Sequence[Set], *, weights: Sequence[float] = (), epochs: int | None = None, begun: Sequence[int] = ()
+) -> Order:
+    """Shuffles the rows of several sets, anew in each of the `epochs`; None means no end.
+
+    Without `weights` an epoch has each row once. With them it has each row at least once: those of the set that is
+    largest for its weight once, the others repeatedly.
+
+    Args:
+        begun: how many rows of each set have been used before; none by default.
+
+    Raises:
+        ValueError: `weights` are not one positive number for each set.
+    """
+    if weights and (len(weights) != len(sets) or min(weights) <= 0):
+        raise ValueError(f"{len(sets)} data sets need as many positive weights, not {list(weights)}.")
+    shares = [fractions.Fraction(str(weight)) for weight in weights or [len(each.rows) for each in sets]]
+    unit = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * unit) for share in shares]
+    smallest = math.gcd(*whole)
+    whole = [share // smallest for share in whole]
+    rounds = max(-(-len(each.rows) // share) for each, share in zip(sets, whole, strict=True))
+    return Order(
+        [each.shuffled() for each in sets], whole, begun or [0] * len(sets), rounds * sum(whole) * (epochs or ENDLESS)
+    )
+
+
+def joined(sets: Sequence[grain.MapDataset[Any]]) -> grain.MapDataset[Any]:
+    """Data sets one after another."""
+    return grain.MapDataset.concatenate(list(sets)) if len(sets) > 1 else sets[0]
+
+
+# ======================================================================================================================
+# Batches.
+# ======================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """An array of a batch of which this process has some rows, those of its devices.
+
+    Its shape and its indices are those of the whole array.
+    """
+
+    array: Shaped[np.ndarray, "here ..."]
+    rows: Int[np.ndarray, " here"]  # their numbers, ascending
+    batch: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.batch, *self.array.shape[1:])
+
+    def __len__(self) -> int:
+        return self.batch
+
+    def __getitem__(self, rows: slice) -> Shaped[np.ndarray, "rows ..."]:
+        wanted = np.arange(self.batch)[rows]
+        if not np.isin(wanted, self.rows).all():
+            raise IndexError(f"Rows {wanted} of a batch are not this process's: it has {self.rows}.")
+        return self.array[np.searchsorted(self.rows, wanted)]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """The rows that are here."""
+        return self.array
+
+
+def whole(batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """All rows of a batch, in every process; all have to call it."""
+
+    def gathered(share: Share) -> np.ndarray:
+        rows, array = multihost_utils.process_allgather((share.rows, share.array), tiled=True)
+        return np.asarray(array)[np.unique(np.asarray(rows), return_index=True)[1]]
+
+    return {name: gathered(array) if isinstance(array, Share) else array for name, array in batch.items()}
+
+
+def rows_here(mesh: Mesh | None, batch: int) -> Int[np.ndarray, " here"] | None:
+    """The numbers of a batch's rows that this process's devices hold; None if they are all."""
+    if mesh is None or jax.process_count() == 1 or batch % math.prod(mesh.shape[axis] for axis in BATCH):
+        return None  # what does not divide is refused when it is put on the devices
+    places = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((batch,))
+    here = np.unique(np.concatenate([np.arange(batch)[index] for index in places.values() if index is not None]))
+    return None if len(here) == batch else here
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batches:
+    """Batches by their number, a random access source of grain."""
+
+    rows: Any  # random access to rows
+    batch: int
+    here: Int[np.ndarray, " here"] | None
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.batch)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        numbers = np.arange(self.batch) if self.here is None else self.here
+        rows = [self.rows[i] if (i := index * self.batch + int(k)) < len(self.rows) else None for k in numbers]
+        shape = next((row for row in rows if row), None) or self.rows[0]
+        blank = {name: np.zeros_like(array) for name, array in shape.items()}
+        arrays = {name: np.stack([(row or blank)[name] for row in rows]) for name in blank}
+        if self.here is None:
+            return arrays
+        return {name: Share(array, self.here, self.batch) for name, array in arrays.items()}
+
+
+def batches(
+    rows: Order | grain.MapDataset[Row],
+    batch: int,
+    *,
+    mesh: Mesh | None = None,
+    finish: Callable[[Any], Any] | None = None,
+) -> grain.MapDataset[dict[str, Any]]:
+    """Batches of `batch` rows, by their number. The last one is filled up with padding.
+
+    With a `mesh`, and several processes, the arrays of a batch are `Share`s. `finish` is applied to each batch, such as
+    to open its images; then every process has all rows, since their shapes depend on each other.
+    """
+    made = grain.MapDataset.source(_Batches(rows, batch, None if finish else rows_here(mesh, batch)))
+    return made.map(finish) if finish else made
+
+
+def reading(batches: grain.MapDataset[Any]) -> grain.IterDataset[Any]:
+    """Reads ahead, by two threads and at most four batches. The state of its iterator is the number of the next one."""
+    return batches.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))

@@ -1,0 +1,295 @@
+"""What a run learns from: data sets, each of records or a prepared store; mixtures of them; and phases of a run.
+
+learnt = open_data(o, mesh, tokenizer, packing, settings)
+learnt.data, learnt.validation, learnt.prompts, learnt.source
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+import yaml
+from jax.sharding import Mesh
+
+from kernels.mesh import BATCH, CONTEXT
+from train import report
+from train.data import pictures, store
+from train.data.packing import Example, Kind, LongTexts, Packing, fingerprint, prompt_of
+from train.data.records import Record, open_records
+from train.data.rows import Row, Set, batches, in_memory, joined, order, reading
+from zoo.generation.generate import Encoded
+from zoo.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which data a script learns from, and in which shares."""
+
+    data: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+    """Share of each --data among the rows of every step, such as 0.7 0.3. An epoch has every row, and repeats those of
+    which there are too few. Without weights it has each row once."""
+    hold_out: float = 0.05
+    """Fraction of the records, or of a prepared store's rows, to validate on, from the end, where the data has none for
+    it."""
+    phases: pathlib.Path | None = None
+    """YAML file with a list of phases of the run, one after another: each has steps, and may have data, weights,
+    seq_len and batch, which else are the options'. See docs/data.md."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions(DataOptions):
+    """How texts and chats are put into rows."""
+
+    packing: Packing = "fit"
+    """How examples are put into rows. fit: several in a row, as tightly as possible. concat: one after another, and
+    continued in the next row. off: one in a row. Those of a row do not see each other."""
+    long_texts: LongTexts = "split"
+    """What becomes of a text that is longer than a row. split: it is continued in other rows. cut: its end is left out.
+    Chats and completions lose their ends, unless --packing is concat."""
+
+
+def text_settings(o: TextOptions, vocab_size: int, *, completions_only: bool = True) -> dict[str, Any]:
+    """The arguments of `train.data.packing.pack`, but for the length of rows."""
+    return dict(vocab_size=vocab_size, packing=o.packing, long_texts=o.long_texts, completions_only=completions_only)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSet:
+    """The rows of one --data, of one length."""
+
+    rows: Set
+    held_out: grain.MapDataset[Row] | None
+    source: Mapping[str, Any]  # what must not change until the run has ended
+    prompts: Sequence[Encoded]
+    records: tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None] | None  # None: of a store
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Steps of a run that have the same data."""
+
+    steps: int  # 0: as many as --epochs have
+    data: tuple[str, ...]
+    weights: tuple[float, ...]
+    seq_len: int
+    batch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Learnt:
+    """What a run learns from, as `train.loop.Task` has it."""
+
+    data: grain.IterDataset
+    validation: grain.IterDataset | None
+    prompts: Sequence[Encoded]
+    source: Mapping[str, Any]
+    steps: int  # of all phases, or of all epochs
+
+
+def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Mapping[str, Any]) -> Learnt:
+    """Opens all data of a script's options `o`, prints what it is, and puts its rows in order.
+
+    Validation is on what the sets of the last phase hold out.
+
+    Args:
+        settings: arguments of the kind's `pack`, but for the length of rows.
+
+    Raises:
+        ValueError, OSError: the data cannot be learnt from, or a phase cannot be.
+    """
+    phases = read_phases(o)
+    for phase in phases if o.phases else ():
+        _check(phase, mesh)
+    # Rows that the run cannot come to are not made; but without weights the sizes of sets decide their shares.
+    sizes_count = not all(phase.steps and (len(phase.data) == 1 or phase.weights) for phase in phases)
+    limit = None if sizes_count else sum(phase.steps * phase.batch for phase in phases)
+    sets: dict[tuple[str, int], DataSet] = {}
+    for path, seq_len in dict.fromkeys((path, phase.seq_len) for phase in phases for path in phase.data):
+        shape = {**settings, "seq_len": seq_len}
+        sets[path, seq_len] = open_set(o, path, tokenizer, kind, shape, seed=o.seed + len(sets), limit=limit)
+    if tokenizer.processor:
+        sets = dict(zip(sets, with_records_of_all(list(sets.values())), strict=True))
+
+    parts, used = [], dict.fromkeys(sets, 0)
+    for phase in phases:
+        keys = [(path, phase.seq_len) for path in phase.data]
+        rows = order(
+            [sets[key].rows for key in keys], weights=phase.weights, epochs=None if phase.steps else o.epochs,
+            begun=[used[key] for key in keys],
+        )  # fmt: skip
+        made = batches(rows, phase.batch, mesh=mesh, finish=_opening(sets.values(), 0, tokenizer, kind))
+        parts.append(made[: phase.steps] if phase.steps else made)
+        used |= dict(zip(keys, rows.used(phase.steps * phase.batch), strict=True))
+    last = [sets[path, phases[-1].seq_len] for path in phases[-1].data]
+    held_out, validation = [each.held_out for each in last if each.held_out], None
+    if held_out:
+        opening = _opening(sets.values(), 1, tokenizer, kind)
+        validation = reading(batches(joined(held_out), phases[-1].batch, mesh=mesh, finish=opening))
+    source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": o.hold_out, "seed": o.seed}
+    source |= {**settings, **_telling(phases, list(sets), o)}
+    data = grain.MapDataset.concatenate(parts) if len(parts) > 1 else parts[0]
+    prompts = next((each.prompts for each in last if each.prompts), [])
+    return Learnt(reading(data), validation, prompts, source, sum(map(len, parts)))
+
+
+def open_set(
+    o: Any,
+    path: str,
+    tokenizer: Tokenizer,
+    kind: Kind,
+    shape: Mapping[str, Any],
+    *,
+    seed: int,
+    limit: int | None,
+) -> DataSet:
+    """Opens one --data, and prints what it is. Of records, `limit` rows at most are made, and kept in memory.
+
+    Args:
+        shape: arguments of the kind's `pack`.
+
+    Raises:
+        ValueError, OSError: it cannot be read, or not be learnt from; or it is a store of other rows.
+    """
+    if store.is_store(path):
+        return _open_store(o, pathlib.Path(path), tokenizer, kind, shape, seed)
+    records, held = open_records(path, o.hold_out)
+    found = kind.survey(records, tokenizer, **shape)
+    report.data(path, found, tokenizer, vocab_size=shape["vocab_size"], seq_len=shape["seq_len"], dry_run=o.dry_run)
+    make = functools.partial(kind.pack, tokenizer=tokenizer, **shape)
+    if o.dry_run:
+        limit = o.batch
+    rows = in_memory(make(records, seed=seed), shape["seq_len"], limit=limit)
+    assert rows is not None, "the survey has found some"
+    held_out = None if held is None else in_memory(make(held), shape["seq_len"], limit=o.eval_batches * o.batch)
+    prompts = kind.prompts_of(held or records, tokenizer, vocab_size=shape["vocab_size"])
+    return DataSet(Set(rows, seed, as_packed=True), held_out, fingerprint(path, tokenizer), prompts, (records, held))
+
+
+def _open_store(
+    o: Any, folder: pathlib.Path, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int
+) -> DataSet:
+    content = store.read(folder)
+    store.refuse_other(folder, content, store.identity(kind.name, tokenizer, shape))
+    rows, held_out = store.rows(folder, content, "train"), store.rows(folder, content, "valid")
+    if rows is None:
+        raise ValueError(f"{folder} has no rows to train on.")
+    if held_out is None and (held := min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)):
+        rows, held_out = rows[:-held], rows[-held:]
+    report.rows(f"Data: {folder}", dict(store.summary(content, "train")))
+    examples = [first_example(row) for row in rows[:3] if row]
+    if o.dry_run:
+        report.examples(examples, tokenizer, seq_len=shape["seq_len"])
+    prompts = [Encoded(prompt_of(example)) for example in examples]
+    return DataSet(Set(rows, seed), held_out, {"store": store.fingerprint(folder)}, prompts, None)
+
+
+def first_example(row: Row) -> Example:
+    """The first document of a row, as it was before it was put there."""
+    length = int(np.count_nonzero(row["segments"] == 1))
+    learnt = row["loss_mask"][:length].tolist()
+    ids = [int(row["tokens"][0]), *row["targets"][:length].tolist()]
+    return Example(ids, [learnt[0], *learnt], whole=True)
+
+
+# ======================================================================================================================
+# Images.
+# ======================================================================================================================
+
+
+def with_records_of_all(sets: Sequence[DataSet]) -> list[DataSet]:
+    """Numbers the records that rows name across all sets, so that a batch may have rows of several.
+
+    Raises:
+        ValueError: a set is a store, which has no images.
+    """
+    if any(each.records is None for each in sets):
+        raise ValueError("--vision: prepared stores have no images; give the files that it was made of.")
+    starts = np.cumsum([[0, 0], *([len(records or ()) for records in each.records or ()] for each in sets)], axis=0)
+    moved = lambda rows, by: rows and rows.map(lambda row: row | {"record": row["record"] + np.int32(by)})
+    return [
+        dataclasses.replace(
+            each,
+            rows=dataclasses.replace(each.rows, rows=moved(each.rows.rows, start[0])),
+            held_out=moved(each.held_out, start[1]),
+        )
+        for each, start in zip(sets, starts[:-1], strict=True)
+    ]
+
+
+def _opening(sets: Any, split: int, tokenizer: Tokenizer, kind: Kind) -> Callable[[Any], Any] | None:
+    """What opens the images of a batch of these sets, of their records to train on (0) or held out (1)."""
+    if not tokenizer.processor:
+        return None
+    records = [each.records[split] for each in sets if each.records[split]]
+    return functools.partial(
+        pictures.with_patches, records=joined(records), processor=tokenizer.processor, chat_of=kind.chat_of
+    )
+
+
+# ======================================================================================================================
+# Phases.
+# ======================================================================================================================
+
+
+def read_phases(o: Any) -> list[Phase]:
+    """The phases of a run: those of --phases, or one with what the options say.
+
+    Raises:
+        ValueError: the file has something else; names the phase and the key.
+    """
+    if not o.phases:
+        return [Phase(o.steps, tuple(o.data), tuple(o.weights), o.seq_len, o.batch)]
+    try:
+        found = yaml.safe_load(o.phases.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{o.phases} is no YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{o.phases} must have a list of phases, each with steps.")
+    return [_phase(o, number, entry) for number, entry in enumerate(found, 1)]
+
+
+def _phase(o: Any, number: int, entry: Any) -> Phase:
+    where, kinds = f"{o.phases}, phase {number}", dict(steps=int, data=list, weights=list, seq_len=int, batch=int)
+    if not isinstance(entry, dict) or "steps" not in entry:
+        raise ValueError(f"{where} must have steps.")
+    for key, value in entry.items():
+        if key not in kinds:
+            raise ValueError(f"{where} has {key}, and may have {', '.join(kinds)}.")
+        value = [value] if key == "data" and isinstance(value, str) else value
+        if not isinstance(value, kinds[key]) or (isinstance(value, int) and value < 1):
+            what = "a number above 0" if kinds[key] is int else "a list"
+            raise ValueError(f"{where} has {key}: {value}, which must be {what}.")
+        entry = entry | {key: tuple(value) if isinstance(value, list) else value}
+    data = entry.get("data", tuple(o.data))
+    weights = tuple(map(float, entry.get("weights", () if "data" in entry else o.weights)))
+    phase = Phase(entry["steps"], data, weights, entry.get("seq_len", o.seq_len), entry.get("batch", o.batch))
+    if phase.seq_len > o.seq_len or phase.batch * phase.seq_len > o.batch * o.seq_len:
+        raise ValueError(
+            f"{where} has {phase.batch} rows of {phase.seq_len} tokens, and --batch {o.batch} --seq-len {o.seq_len} "
+            "must be at least the largest of all phases."
+        )
+    return phase
+
+
+def _telling(phases: Sequence[Phase], sets: Sequence[Any], o: Any) -> dict[str, Any]:
+    """The phases as JSON, with the numbers of their sets. Without --phases no steps: the run may become longer."""
+    if not o.phases:
+        return {"weights": o.weights, "seq_len": o.seq_len, "batch": o.batch}
+    numbers = lambda phase: [sets.index((path, phase.seq_len)) for path in phase.data]
+    return {"phases": [dataclasses.asdict(phase) | {"data": numbers(phase)} for phase in phases]}
+
+
+def _check(phase: Phase, mesh: Mesh) -> None:
+    """Raises ValueError if the mesh does not divide the batches of a phase."""
+    shares, parts = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[CONTEXT]
+    if phase.batch % shares or phase.seq_len % (2 * parts if parts > 1 else 1):
+        raise ValueError(
+            f"--phases: {phase.batch} rows of {phase.seq_len} tokens can't be split over {shares} devices, and over "
+            f"twice context={parts}."
+        )

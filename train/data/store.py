@@ -1,0 +1,201 @@
+"""Prepared stores: rows of tokens in files, made once by `train.prepare` and read by any number of processes.
+
+    about.json                              what the rows are made of and how; written first
+    train-00003-of-00040.array_record       rows (`train.data.rows.to_bytes`) of records 3 * 8,192 and on
+    train-00003-of-00040.json               what is in it: its counts, size and SHA-256; written after it
+    store.json                              all of these; written last: a folder without it is incomplete
+
+Each file of rows follows from its records alone, so it is the same bytes whoever makes it, and is not made twice.
+"""
+
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
+
+from train.checkpoint import differences
+from train.data.packing import tokenizer_hash
+from train.data.rows import Row, of_bytes, to_bytes
+from zoo.tokenizer import Tokenizer
+
+
+ABOUT, STORE = "about.json", "store.json"
+RECORDS = 8192  # of a file
+COUNTED = ("records", "rows", "documents", "tokens", "learnt")
+
+
+def is_store(path: str | pathlib.Path) -> bool:
+    """Whether a folder is a store, complete or not."""
+    return (pathlib.Path(path) / ABOUT).is_file()
+
+
+# ======================================================================================================================
+# Writing.
+# ======================================================================================================================
+
+
+def begin(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
+    """Makes the folder, or looks at what is there: the files of an interrupted preparation are good if it was the same.
+
+    Raises:
+        ValueError: the folder is of another preparation, or has other files.
+    """
+    new = json.loads(json.dumps(dict(about)))
+    if not is_store(folder):
+        if folder.exists() and any(path.name != f"{ABOUT}.tmp" for path in folder.iterdir()):
+            raise ValueError(f"{folder} has other files: name a new folder by --out.")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / ABOUT, new)
+    elif changed := differences(json.loads((folder / ABOUT).read_text()), new):
+        name, (before, now) = next(iter(changed.items()))
+        raise ValueError(f"{folder} was begun with other data or options: {name} was {before} and is {now}.")
+
+
+def shard_name(split: str, number: int, of: int) -> str:
+    return f"{split}-{number:05}-of-{of:05}"
+
+
+def write_shard(folder: pathlib.Path, name: str, rows: Iterable[Row], records: int) -> dict[str, Any]:
+    """Writes the rows of so many records as files NAME.array_record and NAME.json, of which it returns the content.
+
+    If it is interrupted, NAME.json is missing, and the other file is written anew.
+    """
+    path, counts = folder / f"{name}.array_record", dict.fromkeys(COUNTED, 0) | {"records": records}
+    new = path.with_suffix(".tmp")
+    writer = array_record_module.ArrayRecordWriter(str(new), "group_size:1")
+    for row in rows:
+        writer.write(to_bytes(row))
+        counts["rows"] += 1
+        counts["documents"] += int(row["segments"].max())
+        counts["tokens"] += int(np.count_nonzero(row["segments"]))
+        counts["learnt"] += int(np.count_nonzero(row["loss_mask"]))
+    writer.close()
+    with new.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    new.replace(path)
+    return _write_json(path.with_suffix(".json"), counts | {"bytes": path.stat().st_size, "sha256": digest})
+
+
+def finished(folder: pathlib.Path, name: str) -> dict[str, Any] | None:
+    """What is in a shard that was written to its end; None if it was not."""
+    try:
+        found = json.loads((folder / f"{name}.json").read_text())
+        whole = (folder / f"{name}.array_record").stat().st_size == found["bytes"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return found if whole else None
+
+
+def end(folder: pathlib.Path, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Writes store.json: what about.json says, all shards, and their sums for each split. Returns its content."""
+    about, splits = json.loads((folder / ABOUT).read_text()), {}
+    for name, shard in shards.items():
+        of_split = splits.setdefault(name.partition("-")[0], dict.fromkeys(COUNTED, 0))
+        for key in COUNTED:
+            of_split[key] += shard[key]
+    return _write_json(folder / STORE, about | {"splits": splits, "shards": dict(sorted(shards.items()))})
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
+    new = path.with_name(f"{path.name}.tmp")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)
+    return content
+
+
+# ======================================================================================================================
+# Reading.
+# ======================================================================================================================
+
+
+def read(folder: pathlib.Path) -> dict[str, Any]:
+    """Reads store.json, and looks whether the shards have the sizes that it says.
+
+    Raises:
+        FileNotFoundError: the store is not complete.
+        ValueError: a file is missing, or has another size; or a store of a later version wrote store.json.
+    """
+    if not (folder / STORE).is_file():
+        raise FileNotFoundError(f"{folder} is not complete: run `python -m train.prepare` for it to its end.")
+    store = json.loads((folder / STORE).read_text())
+    for name, shard in store["shards"].items():
+        path = folder / f"{name}.array_record"
+        size = path.stat().st_size if path.is_file() else None
+        if size != shard["bytes"]:
+            has = "is missing" if size is None else f"has {size:,} bytes"
+            raise ValueError(f"{path} {has}, and was written with {shard['bytes']:,}: copy the store again.")
+    return store
+
+
+def verify(folder: pathlib.Path) -> None:
+    """Reads all shards and compares their SHA-256.
+
+    Raises:
+        ValueError: one is not what was written; names it.
+    """
+    for name, shard in read(folder)["shards"].items():
+        with (path := folder / f"{name}.array_record").open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                raise ValueError(f"{path} is not what was written: copy the store again, or prepare it anew.")
+
+
+def rows(folder: pathlib.Path, store: Mapping[str, Any], split: str) -> grain.MapDataset[Row] | None:
+    """The rows of a split, such as "train"; None if it has none."""
+    shards = [(name, shard["rows"]) for name, shard in store["shards"].items() if re.match(rf"{split}-\d", name)]
+    # With their numbers of rows, or each file would be opened now.
+    paths = [f"{folder / name}.array_record[0:{count}]" for name, count in shards if count]
+    source: Any = grain.sources.ArrayRecordDataSource(paths) if paths else None
+    return source and of_bytes(source, store["settings"]["seq_len"])
+
+
+def identity(kind: str, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """What rows depend on beside the records, in a store and in a run.
+
+    Args:
+        kind: its `train.data.packing.Kind.name`.
+        shape: arguments of its `pack`.
+    """
+    of_tokens = {"tokenizer": tokenizer_hash(tokenizer), "bos": tokenizer.bos, "eos": list(tokenizer.eos)}
+    return {"kind": kind, **of_tokens, "settings": dict(shape)}
+
+
+def fingerprint(folder: pathlib.Path) -> str:
+    """A SHA-256 of all that a store has: of store.json, which has those of the shards."""
+    return hashlib.sha256((folder / STORE).read_bytes()).hexdigest()
+
+
+def refuse_other(folder: pathlib.Path, store: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Checks that a store's rows are those that a run would make.
+
+    Args:
+        now: `identity` of the run.
+
+    Raises:
+        ValueError: something differs; names it, and both values.
+    """
+    plain = json.loads(json.dumps(dict(now)))
+    if changed := differences({key: store[key] for key in plain}, plain):
+        name, (before, wanted) = next(iter(changed.items()))
+        name = "--" + name.removeprefix("settings.").replace("_", "-") if name.startswith("settings.") else name
+        raise ValueError(
+            f"{folder} was prepared for {store['model']} with {name} {before}, and this run has {wanted}: give the "
+            "run the same, or prepare the data again."
+        )
+
+
+def summary(store: Mapping[str, Any], split: str) -> Sequence[tuple[str, str]]:
+    """What a split has, in words."""
+    counts, seq_len = store["splits"][split], store["settings"]["seq_len"]
+    return [
+        ("rows", f"{counts['rows']:,} of {seq_len:,} tokens"),
+        ("records", f"{counts['records']:,}"),
+        ("documents", f"{counts['documents']:,}"),
+        ("tokens", f"{counts['tokens']:,}, of which {counts['learnt']:,} are learnt"),
+        ("filled", f"{100 * counts['tokens'] / max(1, counts['rows'] * seq_len):.1f} % of the rows is not padding"),
+    ]
