@@ -50,8 +50,8 @@ def _local(name: str, value: str | os.PathLike) -> pathlib.Path:
     if re.match(r"\w{2,}:/", str(value)):  # pathlib has made one slash of two
         raise ValueError(
             f"--{name.replace('_', '-')} {value} is in an object store, and must be a path of this machine: mount the "
-            "store there (gcsfuse, mountpoint-s3), or copy what the run has written when it has ended. Only --data takes "
-            "URLs."
+            "store there (gcsfuse, mountpoint-s3), or copy what the run has written when it has ended. Only --data "
+            "takes URLs."
         )
     return pathlib.Path(value)
 

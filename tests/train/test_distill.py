@@ -111,11 +111,11 @@ def test_the_student_learns(folder, tmp_path):
     assert online[-1] < 0.5 * online[0]
 
     command(
-        "train.distill", "--model", o.model, "--teacher", o.teacher, "--data", o.data, "--seq-len", 16, "--batch", 8,
+        "train.distill", "--model", o.model, "--teacher", o.teacher, "--data", *o.data, "--seq-len", 16, "--batch", 8,
         "--store", tmp_path / "logits", "--top-k", 64, "--packing", "off", "--epochs", 1,
     )  # fmt: skip
     rows, about = teacher.read(tmp_path / "logits")
-    records, _ = open_records(o.data, o.hold_out)
+    records, _ = open_records(o.data[0], o.hold_out)
     assert len(rows) == len(records) and about["top_k"] == 64
     assert rows[0]["top_values"].shape == (16, 64) and rows[0]["top_values"].dtype == np.float16
     distill.main(dataclasses.replace(o, teacher=None, logits=tmp_path / "logits", out=tmp_path / "offline"))
