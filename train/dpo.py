@@ -72,8 +72,7 @@ class DPOOptions(DataOptions, finetune.FineTuningOptions):
     name: ClassVar[str] = "dpo"
 
     data: tuple[str, ...] = (str(train.tiny.PREFERENCES),)
-    """Files (.jsonl, .json, .parquet), or folders of them, with train and valid files if they have any, or prepared
-    stores. The keys of a record say what it is: chosen and rejected, and prompt unless they share their beginning; or,
+    """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a record say what it is: chosen and rejected, and prompt unless they share their beginning; or,
     for kto alone, prompt, completion and label."""
     loss: Literal[tuple(LOSSES)] = "dpo"  # pyright: ignore[reportInvalidTypeForm]
     """Loss. dpo, ipo and orpo compare two completions, orpo without a reference model. kto judges each by itself."""

@@ -40,8 +40,8 @@ class GRPOOptions(finetune.FineTuningOptions):
     name: ClassVar[str] = "grpo"
 
     data: str = str(train.tiny.INSTRUCTIONS)
-    """A file (.jsonl, .json, .parquet), or a folder of them. A record has a prompt (a string or a list of messages), or
-    messages, whose last one is the answer; rewards get all its fields."""
+    """A file, a folder, a glob, a URL, or hf:NAME; docs/data.md lists the formats. A record has a prompt (a string or a
+    list of messages), or messages, whose last one is the answer; rewards get all its fields."""
     reward: tuple[str, ...] = (r"regex:[^\n]+\.",)
     r"""Functions of completions: exact or number (against the record's answer), python (runs code with the record's
     tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""

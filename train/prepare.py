@@ -34,7 +34,7 @@ class PrepareOptions:
     """Prepare data for training. Run again with the same options, it goes on where it was interrupted."""
 
     data: tyro.conf.Positional[tuple[str, ...]]
-    """Files, or folders of them, with train and valid files if they have any, as for train.sft and train.pretrain."""
+    """Files, folders of them, globs, URLs, or hf:NAME, as for train.sft and train.pretrain."""
     model: str
     """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder."""
     revision: str | None = None

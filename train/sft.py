@@ -26,9 +26,9 @@ class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOption
     name: ClassVar[str] = "sft"
 
     data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
-    """Files (.jsonl, .json, .parquet, .txt, .array_record), or folders of them, with train and valid files if they have
-    any, or prepared stores. The keys of a record say what it is: messages, conversations, prompt and completion, or
-    text."""
+    """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a
+    record say what it is: messages, conversations, prompt and completion, text, or tokens. DATA@file.py:function makes
+    the record by your function."""
     completions_only: bool = True
     """Learn completions and what the assistant says, but not prompts."""
     epochs: int = 0

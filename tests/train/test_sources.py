@@ -377,8 +377,32 @@ def test_data_sets_by_the_library_itself(tmp_path, monkeypatch):
 
 
 # ======================================================================================================================
-# Ids that were made before.
+# Functions of the user's, and ids that were made before.
 # ======================================================================================================================
+
+
+def test_functions_of_the_user(tmp_path):
+    """They get all fields, and are part of what is hashed."""
+    from pyarrow import parquet
+
+    code, data = tmp_path / "rows.py", tmp_path / "a.parquet"
+    code.write_text(
+        "def chat(fields):\n    return {'prompt': fields['q'], 'completion': str(7 // fields['n'])}\n"
+        "none = lambda fields: None\n"
+    )
+    parquet.write_table(pa.Table.from_pylist([{"q": "a", "n": 1, "text": "-"}, {"q": "b", "n": 0, "text": "-"}]), data)
+    records, _ = open_records(f"{data}@{code}:chat", holdout=0.0)
+    assert records[0] == Record(f"{data}, record 1", {"prompt": "a", "completion": "7"}, tmp_path)
+    refused(f"{data}@{code}:chat", f"{data}, record 2: {code}:chat raised ZeroDivisionError: ")
+    refused(f"{data}@{code}:none", f"{data}, record 1: {code}:none returned None, and must return a dict")
+    refused(f"{data}@{code}:other", f"{code} has no function 'other'")
+    refused(f"{data}@nowhere.py:chat", "There is no nowhere.py", kind=FileNotFoundError)
+    assert set(files.hashes(f"{data}@{code}:chat")) == {"a.parquet", "rows.py"}
+    write_tfrecord(tmp_path / "a.tfrecord", [tf_example(q=b"c", n=5, raw=b"\xff")])
+    code.write_text("chat = lambda fields: fields")
+    assert fields(f"{tmp_path}/a.tfrecord@{code}:chat") == [{"q": "c", "n": [5], "raw": b"\xff"}]
+    (tmp_path / "a.json").write_text("[1]")
+    refused(f"{tmp_path}/a.json@{code}:chat", "a.json, record 1: a record must be a JSON object, not a int")
 
 
 def test_tokens():

@@ -1,8 +1,9 @@
 """Finds the files of a data set, and brings them to this machine, since records are read by random access.
 
 A data set is named by a file, a folder, a glob ('data/*.jsonl'), a URL of an object store (gs://, s3://, hf://, or any
-other that fsspec knows) with a file, a folder or a glob, or by hf:NAME (`train.data.hub`). Files of a store, and
-compressed ones (.gz, .zst), are copied into the cache folder when they are opened, and anew once they have changed.
+other that fsspec knows) with a file, a folder or a glob, or by hf:NAME (`train.data.hub`); each of them may be followed
+by @file.py:function (`train.data.functions`). Files of a store, and compressed ones (.gz, .zst), are copied into the
+cache folder when they are opened, and anew once they have changed.
 """
 
 import concurrent.futures
@@ -22,7 +23,7 @@ import rich
 
 from convert import manifest
 from train import cache
-from train.data import hub
+from train.data import functions, hub
 from train.data.formats import READERS
 
 
@@ -47,7 +48,7 @@ def find_files(path: str | pathlib.Path) -> tuple[list[str], list[str]]:
         ValueError: there is nothing to train on, or files are of several kinds.
         ImportError: a store needs a package that is not installed.
     """
-    files, chosen = _list(str(path))
+    files, chosen = _list(functions.split(str(path))[0])
     if chosen == "file":
         train, valid = list(files), []
     else:
@@ -215,14 +216,18 @@ def _unpacked(path: pathlib.Path, name: str) -> Any:
 
 
 def hashes(path: str | pathlib.Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file of a data set, by its name below the folder.
+    """Returns the SHA-256 of each file of a data set, by its name below the folder; of the user's function, too.
 
     Only process 0 reads them, since it alone compares them; the others return nothing.
     """
     if jax.process_index():
         return {}
-    names, (train, valid) = _list(str(path))[0], find_files(path)
+    data, function = functions.split(str(path))
+    names, (train, valid) = _list(data)[0], find_files(data)
     places: dict[str, str] = {}
+    if function:
+        file = function.rpartition(":")[0]
+        places[pathlib.PurePath(file).name] = file
     for file in train + valid:
         places[names[file]] = str(fetched(file))
         if kind(file) == ".bin":

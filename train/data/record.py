@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 # What `train.data.packing`, `train.data.preferences`, and the rewards of `train.data.rewards` read. Formats that store
-# columns read only these, unless every one is asked for.
+# columns read only these, or every one for a function of the user's.
 KEYS = (
     "messages", "conversations", "prompt", "completion", "text", "tokens", "loss_mask", "tools", "images",
     "chosen", "rejected", "label", "answer", "tests",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import grain
 
+from train.data import functions
 from train.data.files import find_files, kind, local
 from train.data.formats import READERS
 from train.data.formats.examples import check_array_records
@@ -31,25 +32,28 @@ def open_records(
     records, a share of `holdout` (from 0 to 1) and at least one; for a holdout of 0, or a single record, None.
 
     Args:
-        path: a file, a folder, a glob, a URL, or hf:NAME; see `train.data.files`.
+        path: a file, a folder, a glob, a URL, or hf:NAME; see `train.data.files`. With @file.py:function that function
+            makes each record's fields of those in the file.
 
     Raises:
         OSError, ValueError, ImportError: as `find_files`; or a file cannot be read; or the data set is empty.
     """
-    train, valid = find_files(path)
-    records = _concatenated(train)
+    data, function = functions.split(str(path))
+    train, valid = find_files(data)
+    records = _concatenated(train, function)
     if valid:
-        return records, _concatenated(valid)
+        return records, _concatenated(valid, function)
     held = min(math.ceil(holdout * len(records)), len(records) - 1)
     return (records[:-held], records[-held:]) if held else (records, None)
 
 
-def _concatenated(files: Sequence[str]) -> grain.MapDataset[Record]:
+def _concatenated(files: Sequence[str], function: str | None) -> grain.MapDataset[Record]:
     paths = local(files)
     if kind(files[0]) == ".array_record":
         check_array_records(paths, files)
-    sources = [READERS[kind(file)](path, file, False) for path, file in zip(paths, files, strict=True)]
+    sources = [READERS[kind(file)](path, file, function is not None) for path, file in zip(paths, files, strict=True)]
     filled = [grain.MapDataset.source(source) for source in sources if len(source)]
     if not filled:
         raise ValueError(f"The data set is empty: no records in {', '.join(files)}.")
-    return grain.MapDataset.concatenate(filled)
+    records = grain.MapDataset.concatenate(filled)
+    return records.map(functions.Mapped(function, functions.load(function))) if function else records

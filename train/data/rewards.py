@@ -6,9 +6,7 @@
 """
 
 import functools
-import importlib.util
 import json
-import pathlib
 import re
 import secrets
 import subprocess
@@ -19,7 +17,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from train.data import confine
+from train.data import confine, functions
 
 
 Reward = Callable[[str, Mapping[str, Any]], float]
@@ -81,18 +79,9 @@ def find(name: str) -> Reward:
             return functools.partial(matches, pattern=re.compile(rest))
         except re.error as error:
             raise ValueError(f"{name!r} is no pattern: {error}.") from error
-    path, _, function = name.rpartition(":")
-    if not path.endswith(".py"):
+    if not name.rpartition(":")[0].endswith(".py"):
         raise ValueError(f"{name!r} is no reward: it is {', '.join(known)}, regex:PATTERN or file.py:function.")
-    if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"There is no {path} for the reward {name!r}.")
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-    assert spec and spec.loader, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
-        raise ValueError(f"{path} has no function {function!r}.")
-    return getattr(module, function)
+    return functions.load(name)
 
 
 def exact(completion: str, record: Mapping[str, Any]) -> float:

@@ -1,0 +1,60 @@
+"""Functions of the user's own files, named file.py:function; and data sets whose records go through one.
+
+    --data 'questions.parquet@rows.py:to_chat'
+
+where rows.py has `def to_chat(fields: dict) -> dict`, from all fields of a record to those that are learnt from.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from train.data.record import Record
+
+
+def load(name: str) -> Callable[..., Any]:
+    """Returns the function that file.py:function names.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it has no such function.
+    """
+    path, _, function = name.rpartition(":")
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"There is no {path}, which {name!r} names.")
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise ValueError(f"{path} has no function {function!r}.")
+    return getattr(module, function)
+
+
+def split(data: str) -> tuple[str, str | None]:
+    """Splits DATA@file.py:function; the function is None where none is named."""
+    match = re.fullmatch(r"(.+)@([^@]*\.py:\w+)", data, re.DOTALL)
+    return (match[1], match[2]) if match else (data, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """Puts what a function returns in the place of a record's fields."""
+
+    name: str
+    function: Callable[[dict[str, Any]], Any]
+
+    def __call__(self, record: Record) -> Record:
+        """Raises ValueError if the function fails or returns no dict; names the record."""
+        if not isinstance(record.fields, dict):
+            raise ValueError(f"{record.where}: a record must be a JSON object, not a {type(record.fields).__name__}.")
+        try:
+            fields = self.function(dict(record.fields))
+        except Exception as error:  # of the user's making
+            raise ValueError(f"{record.where}: {self.name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{record.where}: {self.name} returned {fields!r:.40}, and must return a dict of fields.")
+        return record._replace(fields=dict(fields))
