@@ -72,8 +72,9 @@ class DPOOptions(DataOptions, finetune.FineTuningOptions):
     name: ClassVar[str] = "dpo"
 
     data: tuple[str, ...] = (str(train.tiny.PREFERENCES),)
-    """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a record say what it is: chosen and rejected, and prompt unless they share their beginning; or,
-    for kto alone, prompt, completion and label."""
+    """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a
+    record say what it is: chosen and rejected, and prompt unless they share their beginning; or, for kto alone, prompt,
+    completion and label."""
     loss: Literal[tuple(LOSSES)] = "dpo"  # pyright: ignore[reportInvalidTypeForm]
     """Loss. dpo, ipo and orpo compare two completions, orpo without a reference model. kto judges each by itself."""
     beta: float = 0.1

@@ -31,8 +31,8 @@ class PretrainOptions(TextOptions, LanguageModelingOptions):
     model: str
     """A zoo name, a Hub repository org/name, or a folder with config.json and tokenizer.json; weights are not used."""
     data: tuple[str, ...]
-    """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. A record has text
-    or tokens, or what train.sft takes."""
+    """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. A record has
+    text or tokens, or what train.sft takes."""
     hold_out: float = 0.01
     packing: Packing = "concat"
     steps: int = 1000
