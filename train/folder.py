@@ -34,8 +34,8 @@ ROOT = pathlib.Path("runs")
 INCIDENTAL = {
     "--accept-data", "--bin", "--check-nans", "--config", "--coordinator", "--data", "--dry-run", "--dump-hlo",
     "--full-processes", "--keep", "--mesh", "--model", "--norms-every", "--on-nonfinite", "--out", "--process",
-    "--processes", "--profile", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens",
-    "--save-every", "--step-timeout", "--tracker",
+    "--processes", "--profile", "--program", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every",
+    "--sample-tokens", "--save-every", "--step-timeout", "--tracker",
 }  # fmt: skip
 RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
 

@@ -13,7 +13,7 @@ import optax
 import rich
 from jax.sharding import Mesh
 
-from train import cluster, folder, optim, profiling, replay, report, resume
+from train import cluster, folder, optim, profiling, program, replay, report, resume
 from train.checkpoint import Checkpoints
 from train.defaults import resolve_remat
 from train.goodput import timed
@@ -173,7 +173,7 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mappin
         data.set_state(saved["data"] or data.get_state())  # another run's data may be other data
         optimizer, schedule, rewarm = optim.resumed(o, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"])
     folder.describe(out, about, o)
-    compiled = profiling.dumped(o, out, step(state))
+    compiled = profiling.dumped(o, out, program.loaded(o, step(state), about["options"]))
     guard = Guard(o, out, about["identity"], (saved or {}).get("spikes"))
     return Run(o, out, trained, task, checkpoints, validation, guard, compiled, schedule, rewarm, data, state, n, new)
 

@@ -9,11 +9,12 @@ import jax
 from jax.ad_checkpoint import checkpoint_policies
 
 from kernels import flash, matmul
+from train.program import ProgramOptions
 from zoo.nn.stack import LAYER_INPUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOptions:
+class StepOptions(ProgramOptions):
     """The size of a step, and what it computes in and where, in `Options`."""
 
     seq_len: int = 0

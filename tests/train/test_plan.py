@@ -379,7 +379,7 @@ def test_rollouts(config, monkeypatch, cache):
     assert shapes(model) == shapes(real) and planned.beside == sum(
         ahead.device_bytes(part) for part in (update.arguments[0], update.arguments[2])
     )
-    counted = lambda needed, results: Compiled(None, needed, 0, 0, results, results, 0, [], [], 0.0)
+    counted = lambda needed, results: Compiled(None, None, needed, 0, 0, results, results, 0, [], [], 0.0)
     rows = ahead.device_bytes(state)
     assert planned.needed(counted(100, 7), counted(60, 0)) == planned.beside + 100 + rows
     assert planned.needed(counted(100, 7), counted(100 + 2 * rows, 0)) == planned.beside + 107 + 2 * rows

@@ -7,17 +7,14 @@ devices is read from the compiled program. Times are lower bounds, from the chip
 kind of kernel, from rates that are reached.
 """
 
-import pathlib
-import pickle
-
 import jax
 import rich
 import tyro
-from jax.experimental import serialize_executable
 from rich.table import Column, Table
 
 import zoo
-from train.plan.ahead import Compiled
+from train import folder, program
+from train.plan import methods
 from train.plan.chips import fleet
 from train.plan.hlo import by_axis
 from train.plan.planner import Options, Plan, candidates, gb, plan, suggestion
@@ -99,15 +96,6 @@ def rank(plans: list[Plan]) -> None:
     rich.print(table)
 
 
-def save(compiled: Compiled, path: pathlib.Path) -> None:
-    """Writes the executable with the structure of its arguments, or says why it cannot."""
-    try:
-        path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled.executable)))
-        rich.print(f"The compiled step is {path}.")
-    except (ValueError, TypeError, AttributeError, pickle.PicklingError, jax.errors.JaxRuntimeError) as error:
-        rich.print(f"The compiled step can't be saved on this platform: {str(error).splitlines()[0]}")
-
-
 def main(o: Options) -> None:
     config = zoo.inspect(o.model)
     chip, devices = fleet(o.topology)
@@ -127,7 +115,9 @@ def main(o: Options) -> None:
     best = max((p for p in plans if p.compiled), key=lambda p: p.tokens_per_second, default=plans[0])
     report(best, config)
     if o.save and best.compiled:
-        save(best.compiled, o.save)
+        run = methods.script(best.o, config)
+        program.write(o.save, best.compiled.lowered, best.compiled.executable, run, folder.telling(run))
+        rich.print(f"The compiled step is {o.save}, which a run loads by --program.")
 
 
 if __name__ == "__main__":

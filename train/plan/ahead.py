@@ -49,6 +49,7 @@ class Program(NamedTuple):
 class Compiled(NamedTuple):
     """A compiled program, with bytes of one device."""
 
+    lowered: Any
     executable: Any
     arguments: int
     temporaries: int  # gradients and all else that is there only while it runs, activations included
@@ -216,8 +217,8 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
         text = file.read_text()
     m = executable.memory_analysis()
     return Compiled(
-        executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)), m.output_size_in_bytes,
-        m.alias_size_in_bytes, m.host_temp_size_in_bytes, collectives(text, mesh.size),
+        lowered, executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
+        m.output_size_in_bytes, m.alias_size_in_bytes, m.host_temp_size_in_bytes, collectives(text, mesh.size),
         kernels(text, program.seen), seconds,
     )  # fmt: skip
 

@@ -79,7 +79,7 @@ class Options(OptimizerOptions):
     search: bool = False
     """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
     save: pathlib.Path | None = None
-    """File to write the compiled step to, for jax.experimental.serialize_executable.deserialize_and_load."""
+    """File to write the compiled step to, which a run with the same options loads by --program."""
 
     @property
     def reference(self) -> bool:
@@ -172,6 +172,8 @@ def _bytes(program: Program) -> tuple[dict[str, int], int]:
 
 def _program(o: Options, config: AbstractConfig, mesh: Mesh) -> Program:
     family = family_of(config)
+    if o.decode and o.save:
+        raise ValueError("--save writes the step of a training script: leave out --decode.")
     if o.decode and o.method != "sft":
         raise ValueError(f"--decode plans no training: leave out --method {o.method}.")
     if o.images and o.method == "grpo":
