@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import pathlib
-import pickle
 import re
 import subprocess
 import sys
@@ -339,6 +339,8 @@ def test_preferences(config, monkeypatch):
     assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # advantages and old log-probabilities
     with pytest.raises(ValueError, match="--decode plans no training: leave out --method dpo"):
         planned(method="dpo", decode=True)
+    with pytest.raises(ValueError, match="--save writes the step of a training script: leave out --decode"):
+        planned(decode=True, save=pathlib.Path("step"))
     with pytest.raises(ValueError, match="leave out --images or --method grpo"):
         planned(method="grpo", images=1)
     with pytest.raises(ValueError, match="--seq-len 100000 exceeds the model's"):
@@ -597,8 +599,9 @@ def test_the_command(made, monkeypatch, capsys, tmp_path):
     ):
         assert words in out, words
     assert len(re.findall(r"│ +(4|8|16) +│", out)) == 4  # what was asked for, and the best of three meshes
-    written = pickle.loads((tmp_path / "step").read_bytes()) if (tmp_path / "step").exists() else None
-    assert written or "can't be saved on this platform" in out
+    written = json.loads((tmp_path / "step").read_bytes().partition(b"\n")[0])
+    assert written["devices"] == "8 x cpu (fsdp=8)" and written["options"]["--batch"] in (4, 8, 16)
+    assert f"The compiled step is {tmp_path / 'step'}, which a run loads by --program." in " ".join(out.split())
 
 
 def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):

@@ -113,6 +113,7 @@ def test_kernels_do_not_tell_where_they_were_traced():
     assert hashed("/a", "") != hashed("/b", "")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_plan_s_program(base, tmp_path, quick, monkeypatch, capsys):
     """The plan's step is the run's, bit for bit; with another learning rate it is refused."""
     o = planner.Options(
