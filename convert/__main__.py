@@ -18,7 +18,7 @@ import tyro
 from tyro.conf import Positional
 
 import zoo
-from convert import manifest
+from convert import machine, manifest
 from zoo.checkpoint import skeleton
 from zoo.config import read, write
 from zoo.registry import FAMILIES, family_of
@@ -60,7 +60,7 @@ def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: st
         out: folder to write; it must not exist yet.
         revision: branch, tag or commit of the repository.
     """
-    if out.exists():
+    if machine.path("out", out).exists():
         raise FileExistsError(f"{out} exists already; name a folder that does not.")
     loaded = zoo.load(model, revision=revision)
     dtype = jax.tree.leaves(loaded)[0].dtype

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-import re
 import traceback
 import typing
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from convert import machine
 from train import cache, cluster, runfile
 
 
@@ -39,21 +39,10 @@ class CommandOptions:
                 values = (value,) if isinstance(value, str | os.PathLike | float | int) else value
                 value = tuple(kinds[0](each) for each in values)
             elif value is not None and pathlib.Path in (field.type, *kinds):
-                value = _local(field.name, value)
+                value = machine.path(f"--{field.name.replace('_', '-')}", value)
             elif field.type is str and isinstance(value, os.PathLike):
                 value = os.fspath(value)
             object.__setattr__(self, field.name, value)
-
-
-def _local(name: str, value: str | os.PathLike) -> pathlib.Path:
-    """Returns the path of an option, which must be of this machine: a run replaces, locks and hashes its files."""
-    if re.match(r"\w{2,}:/", str(value)):  # pathlib has made one slash of two
-        raise ValueError(
-            f"--{name.replace('_', '-')} {value} is in an object store, and must be a path of this machine: mount the "
-            "store there (gcsfuse, mountpoint-s3), or copy what the run has written when it has ended. Only --data "
-            "takes URLs."
-        )
-    return pathlib.Path(value)
 
 
 def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 import convert.formats
 import convert.hub
+import convert.machine
 import convert.tensors
 import zoo.checkpoint
 import zoo.gather
@@ -119,7 +120,7 @@ def save(model: AbstractModel, folder: str | os.PathLike, *, fp8: bool = False) 
     hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
     if fp8:
         hub["quantization_config"] = zoo.checkpoint.FP8
-    write = functools.partial(_write, pathlib.Path(folder), hub, model.config.source)
+    write = functools.partial(_write, convert.machine.path("folder", folder), hub, model.config.source)
     zoo.gather.write_once(model, tensors, write)
 
 

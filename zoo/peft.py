@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
 import convert.hub
+import convert.machine
 import convert.tensors
 from zoo.checkpoint import parameters, published_name, skeleton
 from zoo.gather import gathered, write_once
@@ -145,7 +146,7 @@ def save(
         "alpha_pattern": {name: 2 * scale * rank for name in sorted(several)},
         "fan_in_fan_out": fan_in_fan_out(model),
     }  # fmt: skip
-    write_once(model, tensors, functools.partial(_write, pathlib.Path(folder), config, over))
+    write_once(model, tensors, functools.partial(_write, convert.machine.path("folder", folder), config, over))
 
 
 def _write(

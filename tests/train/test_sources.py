@@ -92,6 +92,16 @@ def test_examples_have_numbers_and_lists_of_objects(tmp_path):
     assert fields(tmp_path) == [{"tokens": [5, 300, 0]}, {"messages": turns}]
     write_tfrecord(tmp_path / "set-train.tfrecord-00000-of-00001", [tokens[:-1] + b"\x80"])
     refused(tmp_path, "tfrecord-00000-of-00001, record 1 is broken: it is neither")
+    write_tfrecord(tmp_path / "set-train.tfrecord-00000-of-00001", [chat])
+    for shards, words in (
+        (["2"], f"{tmp_path}/set-train.tfrecord-00000-of-00001 has 1 records, but not by dataset_info.json"),
+        (["1", "1"], f"{tmp_path} lacks set-train.tfrecord-00000-of-00002"),
+    ):
+        info = {"splits": [{"name": "train", "shardLengths": shards}]}
+        (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+        refused(tmp_path, words)
+    (tmp_path / "dataset_info.json").write_text('{"splits"')
+    refused(tmp_path, "dataset_info.json is broken")
 
 
 def write_megatron(path: pathlib.Path, documents: list[list[list[int]]], code=8, dtype=np.uint16):
@@ -159,6 +169,9 @@ def test_arrow(tmp_path):
     train, valid = open_records(tmp_path)
     assert [record.fields for record in train] == [{"messages": chat["messages"]} for chat in CHATS]
     assert valid and valid[6].where == f"{tmp_path}/validation/data-00000-of-00001.arrow, record 7"
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}, {"filename": "gone.arrow"}]}
+    (tmp_path / "train" / "state.json").write_text(json.dumps(state))
+    refused(tmp_path / "train", f"{tmp_path}/train lacks gone.arrow, which its state.json names")
     file = tmp_path / "a.arrow"
     write_arrow(file, CHATS, pa.ipc.new_file)
     assert len(fields(file)) == 7

@@ -217,3 +217,10 @@ def test_absent_folder():
 def test_folder_without_a_config(tmp_path):
     with pytest.raises(OSError, match=r"config\.json"):
         zoo.load(tmp_path)
+
+
+def test_a_url_where_a_folder_is_written(folder):
+    with pytest.raises(
+        ValueError, match="folder gs://bucket/x is in an object store, and must be a path of this machine"
+    ):
+        zoo.save(zoo.load(folder), "gs://bucket/x")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import grain
 
-from train.data import functions
+from train.data import described, functions
 from train.data.files import find_files, kind, local
 from train.data.formats import READERS
 from train.data.formats.examples import check_array_records
@@ -52,6 +52,7 @@ def _concatenated(files: Sequence[str], function: str | None) -> grain.MapDatase
     if kind(files[0]) == ".array_record":
         check_array_records(paths, files)
     sources = [READERS[kind(file)](path, file, function is not None) for path, file in zip(paths, files, strict=True)]
+    described.check(files, [len(source) for source in sources])
     filled = [grain.MapDataset.source(source) for source in sources if len(source)]
     if not filled:
         raise ValueError(f"The data set is empty: no records in {', '.join(files)}.")

@@ -1,0 +1,22 @@
+"""Paths of this machine: what is written is replaced, locked and hashed, which object stores cannot do."""
+
+import os
+import pathlib
+import re
+
+
+def path(name: str, value: str | os.PathLike) -> pathlib.Path:
+    """Returns the path of a folder or file to write.
+
+    Args:
+        name: of the option or argument, for the message.
+
+    Raises:
+        ValueError: it is a URL.
+    """
+    if re.match(r"\w{2,}:/", str(value)):  # pathlib has made one slash of two
+        raise ValueError(
+            f"{name} {value} is in an object store, and must be a path of this machine: mount the store there "
+            "(gcsfuse, mountpoint-s3), or copy what was written when it is whole. Only data is read from URLs."
+        )
+    return pathlib.Path(value)
