@@ -26,6 +26,7 @@ import tyro
 
 from train.metrics import read_metrics
 from train.preemption import FILE
+from train.stop import AGAIN, CODES, SIGNALS
 
 
 PORTS = 100  # of a host, taken in turn, since a lost process may still hold the last one
@@ -73,7 +74,7 @@ class Launcher:
         self.signalled = 0
 
     def run(self) -> int:
-        """Returns the exit code: 0, or that of a command which has failed too often."""
+        """Returns the exit code: 0, that of a run which was told to stop, or of a command that has failed too often."""
         best, failures, attempt = self._step(), 0, 0
         while True:
             slots = self._slots()
@@ -88,14 +89,16 @@ class Launcher:
             if code == 0 or self.signalled:
                 if lost is None:
                     continue  # it has stopped for more processes
-                return code
+                interrupted = self.signalled == signal.SIGINT and code == AGAIN
+                return CODES["SIGINT"] if interrupted else code
             self.away |= {slot: time.monotonic() + self.o.rest for slot in lost or ()}
             came, step = best, self._step()
             best, failures = max(best, step), 0 if step > came else failures + 1
             if failures > self.o.retries:
                 self.say(f"The command has failed {failures} times in a row without coming further than step {best:,}.")
                 return code
-            who = f"process {', '.join(map(str, lost))} was lost" if lost else "the command has failed"
+            told = "was interrupted" if code == AGAIN else "has failed"
+            who = f"process {', '.join(map(str, lost))} was lost" if lost else "the command " + told
             self.say(f"{who[0].upper()}{who[1:]} (exit code {code}) near step {step:,}; starting again.")
 
     def _attempt(self, slots: dict[int, str], attempt: int) -> tuple[int, list[int] | None]:
@@ -192,7 +195,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _forwarding(launcher: Launcher, children: Any) -> Iterator[None]:
-    """Hands SIGTERM and Ctrl-C on: the processes save and end, and are not started again."""
+    """Hands SIGTERM, SIGUSR2 and Ctrl-C on: the processes save and end, and are not started again."""
 
     def forward(number: int, _: Any) -> None:
         launcher.signalled = number
@@ -200,7 +203,7 @@ def _forwarding(launcher: Launcher, children: Any) -> Iterator[None]:
         for child in children:
             child.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from train.router import rebalancing
 from train.samples import Samples
 from train.state import Trained, TrainState, abstract_state, init_state
 from train.step import Objective, jit_train_step
-from train.stop import StopRequest
+from train.stop import StopRequest, stopped
 from train.validation import Validation
 from train.watch import Watch
 from train.watchdog import Watchdog
@@ -87,13 +87,14 @@ def run(
 ) -> pathlib.Path | None:
     """Trains until `o.steps`, from the last checkpoint in `o.out` if there is one, then exports the model.
 
-    Returns the folder of the export; None after a dry run, and after SIGTERM or Ctrl-C, which save the state.
+    Returns the folder of the export; None after a dry run.
 
     Args:
         identity: what must not have changed since that checkpoint (`train.folder.identity`).
 
     Raises:
         FloatingPointError: if the loss or a gradient is not finite; the state is saved.
+        SystemExit: after SIGTERM, Ctrl-C and the like (`train.stop`); the state is saved.
     """
     if (run := start(o, trained, task, mesh, identity)) is None:
         return None
@@ -134,10 +135,10 @@ def run(
             run.checkpoints.check()
             if why:
                 raise FloatingPointError(why)
-        if reason:
-            rich.print(f"Stopped by {reason} after step {run.n:,}, which is saved; the same command goes on from it.")
-            return None
-        run.state, run.n = validation.restore_best(run.checkpoints, run.state, run.n, task.updates)
+        if not reason:
+            run.state, run.n = validation.restore_best(run.checkpoints, run.state, run.n, task.updates)
+    if reason:
+        stopped(reason, run.n)
     exported = folder.export(run.out, run.model(), trained, tokenizer, identity)
     report.result(exported, run.n, validation.looks, metrics.path)
     return exported

@@ -1,18 +1,25 @@
-"""Turns signals, and notices of `train.preemption`, into a request to stop, so that a run can save and end in order."""
+"""Turns signals, and notices of `train.preemption`, into a request to stop, so that a run can save and end in order.
+
+The exit code tells whoever started the run whether to start it again (docs/reliability.md).
+"""
 
 import contextlib
 import os
 import pathlib
 import signal
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 import jax
+import rich
 
 from train import cluster, preemption
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm's --signal=USR2@120 comes before its time is up
 REASONS = (*(number.name for number in SIGNALS), *preemption.REASONS)
+AGAIN = 75  # exit code, EX_TEMPFAIL: the run is not finished, and the same command should be started again
+CODES = {"SIGINT": 128 + signal.SIGINT, preemption.REASONS[-1]: 0}  # of reasons that are a person's, who wants it so
 
 
 class StopRequest:
@@ -52,3 +59,9 @@ class StopRequest:
             os._exit(128 + number)
         self._signalled = True
         self._note(signal.Signals(number).name)
+
+
+def stopped(reason: str, step: int) -> NoReturn:
+    """Ends a process whose run was stopped for one of `REASONS` after so many steps, all saved: says so, and exits."""
+    rich.print(f"Stopped by {reason} after step {step:,}, which is saved; the same command goes on from it.")
+    sys.exit(CODES.get(reason, AGAIN))

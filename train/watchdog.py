@@ -21,12 +21,12 @@ import jax
 from train import cluster, offending
 from train.goodput import Goodput
 from train.profiling import Profile, ProfileOptions
+from train.stop import AGAIN
 
 
 EVERY = 1.0  # seconds between looks
 HANGS = 10  # times the median of the steps
 LEAST = 60.0  # seconds that a step may always take
-STUCK = 75  # exit code, EX_TEMPFAIL: what restarts the run should do so
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,4 +118,4 @@ class Watchdog:
                 print(f"{reason}. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
                 with contextlib.suppress(BaseException):
                     cluster.end(f"{reason}.")
-                os._exit(STUCK)
+                os._exit(AGAIN)

@@ -1,5 +1,6 @@
 """What tests of the training scripts share: a tiny base model, command lines in this process, and quick runs."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,7 +19,7 @@ import zoo.mesh
 from tests.zoo import tiny
 from train import loop, optim, sft
 from train.metrics import read_metrics
-from train.stop import StopRequest
+from train.stop import AGAIN, StopRequest
 
 
 def write_words(path, seed, count=60, sign=str.upper):
@@ -40,9 +41,19 @@ def base(tmp_path_factory):
     return folder
 
 
+@contextlib.contextmanager
+def until_stopped():
+    """A run that is stopped ends here."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code != AGAIN:
+            raise
+
+
 def command(script, *arguments):
     """`python -m script` with these arguments, but in this process. A sentence that it ends with is a SystemExit."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, until_stopped(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that the module has been imported before
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
         # Otherwise runpy, which goes past jaxtyping's hook, keeps instrumented code where plain Python finds it.
@@ -115,7 +126,8 @@ def run(base, out, **changes):
         lr=1e-2,
         hold_out=0.0,
     )
-    sft.main(dataclasses.replace(o, **changes))
+    with until_stopped():
+        sft.main(dataclasses.replace(o, **changes))
     return read_metrics(out / "metrics.jsonl") if out.exists() else []
 
 

@@ -20,6 +20,7 @@ from train import cluster
 from train.checkpoint import Checkpoints
 from train.command import command
 from train.state import TrainState
+from train.stop import AGAIN
 from zoo.mesh import make_mesh
 
 
@@ -30,7 +31,11 @@ def script(name, *arguments):
     """The command line of a training script."""
     sys.argv = [name, *arguments]
     module = importlib.import_module(name)
-    command(module.main, typing.get_type_hints(module.main)["o"])
+    try:
+        command(module.main, typing.get_type_hints(module.main)["o"])
+    except SystemExit as end:
+        if end.code != AGAIN:
+            raise
 
 
 def generate():
