@@ -1,6 +1,6 @@
 """The launcher's decisions, with commands that only say how they were called; and what asks a run to stop.
 
-Real processes that are killed and come back: the slow test at the end, and `python -m tests.reliability`.
+Real processes that are killed and come back: the slow tests at the end.
 """
 
 import http.server
@@ -11,11 +11,12 @@ import time
 
 import pytest
 
-from tests import reliability
+from tests.reliability import nightly, release, trials
+from tests.train import storm
 from tests.train.conftest import command
 from train import cluster, launch, preemption
 from train.microbatches import elastic
-from train.stop import REASONS, StopRequest
+from train.stop import REASONS, StopRequest, stopped
 
 
 CHILD = """
@@ -171,9 +172,10 @@ def test_notices_of_google_cloud(metadata, tmp_path):
     assert preemption.found(None) == "Google Cloud (preempted)"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "the file stop"])
-def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name):
-    """By a signal, as Slurm's --signal=USR2@120, or by a file, which it removes."""
+@pytest.mark.parametrize("name, code", [("SIGTERM", 75), ("SIGUSR2", 75), ("SIGINT", 130), ("the file stop", 0)])
+def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name, code):
+    """By a signal, as Slurm's --signal=USR2@120, or by a file, which it removes. The exit code says whether to start it
+    again."""
     monkeypatch.setattr(preemption, "EVERY", 0.01)
     with StopRequest(tmp_path) as stop:
         assert stop.agreed() == ""
@@ -186,6 +188,9 @@ def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name):
                 time.sleep(0.01)
         assert stop.agreed() == name and name in REASONS
     assert not (tmp_path / "stop").exists()
+    with pytest.raises(SystemExit) as end:
+        stopped(name, 3)
+    assert end.value.code == code
 
 
 # ======================================================================================================================
@@ -196,8 +201,37 @@ def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name):
 @pytest.mark.slow
 def test_a_lost_process_changes_no_step(tmp_path):
     """Of two processes one is killed; one goes on, with twice the microbatches, as one with eight devices does."""
-    command("train.pretrain", *reliability.arguments(tmp_path / "calm", 5))
-    calm = reliability.losses(tmp_path / "calm")
-    found = reliability.storm(tmp_path, kills=1, steps=5, rest=1000.0, calm=calm)
+    command("train.pretrain", *storm.arguments(tmp_path / "calm", 5))
+    calm = storm.losses(tmp_path / "calm")
+    found = storm.storm(tmp_path, kills=1, steps=5, rest=1000.0, calm=calm)
     assert found["kills"] == 1 and found["sizes"] == [2, 1]
-    assert found["largest difference of a loss"] < 1e-5
+    assert found["largest"] < 1e-5
+
+
+@nightly
+@pytest.mark.slow
+def test_lost_processes_come_back(tmp_path, record_property):
+    """A random one of two is killed, again and again, and as many are started again: no loss has other bits."""
+    kills = trials(1, 20, 100)
+    found = storm.storm(tmp_path, kills=kills, steps=12 * kills + 10, elastic=False)
+    record_property("figure", storm.told(found))
+    assert found["kills"] == kills and found["differ"] == 0
+
+
+@nightly
+@pytest.mark.slow
+def test_processes_that_are_lost_and_found(tmp_path, record_property):
+    """With --elastic: one goes on, and later two again. Sums are then in another order."""
+    kills = trials(1, 5, 100)
+    found = storm.storm(tmp_path, kills=kills, steps=12 * kills + 10)
+    record_property("figure", storm.told(found))
+    assert found["kills"] == kills and found["largest"] < 1e-5
+
+
+@release
+@pytest.mark.slow
+def test_a_soak(tmp_path, record_property):
+    """Faults of all kinds: processes that are killed, hang or get a SIGTERM, and checkpoints that are damaged."""
+    found = storm.storm(tmp_path, kills=100, steps=1300, elastic=False, faults=storm.FAULTS)
+    record_property("figure", storm.told(found))
+    assert found["kills"] == 100 and found["differ"] == 0

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ import tokenizers
 import convert.tensors
 import zoo
 from tests import hurry
+from tests.reliability import nightly, trials
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
 from train import cluster, defaults, distill, dpo, folder, grpo, loop, report, runfile, sft
@@ -70,6 +72,10 @@ def metrics(out):
 
 def losses(out):
     return {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
+
+
+def last(out):
+    return max(losses(out), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +129,17 @@ def stopped_at(monkeypatch):
         monkeypatch.setattr(loop, "StopRequest", Stop)
 
     return stopped_at
+
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "losses.json"
+
+
+def test_the_same_again(whole, record_property):
+    """The losses of `whole` are those that were committed: as far as another jax, or another CPU, rounds the same."""
+    golden, found = json.loads(GOLDEN.read_text()), list(losses(whole).values())
+    off = np.abs(np.array(found) / np.array(golden) - 1).max()
+    record_property("figure", f"{STEPS} losses within {off:.1e} of the committed ones")
+    assert off < 1e-4
 
 
 def test_told_to_stop(words, whole, stopped_at, capsys):
@@ -186,8 +203,25 @@ def test_fp8(words, stopped_at):
     assert_eight_bits(words, words / "float", stopped_at, "fp8", *more)
 
 
-def test_resuming_on_other_data_is_refused(words, whole):
-    assert "identity.data.batch is 4, and now it is 8" in refused(*options(words, whole, "--batch", "8"))
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--batch", 8], "identity.data.batch is 4, and now it is 8"),
+        (["--seed", 8], "identity.data.seed is 0, and now it is 8"),
+        (["--seq-len", 24], "identity.data.seq_len is 32, and now it is 24"),
+        (["--packing", "off"], "identity.data.packing is fit, and now it is off"),
+        (["--hold-out", 0.1], "identity.data.hold_out is 0.05, and now it is 0.1"),
+        (["--no-completions-only"], "identity.data.completions_only is True, and now it is False"),
+        (["--model", "other"], "identity.data"),
+    ],
+)
+def test_resuming_on_other_data_is_refused(words, whole, more, said):
+    """It names what differs: here the tokenizer is another, of the same size."""
+    if more[0] == "--model":
+        more = ["--model", shutil.copytree(words / "model", words / "other")]
+        text = (words / "other" / "tokenizer.json").read_text()
+        (words / "other" / "tokenizer.json").write_text(text.replace('"q"', '"\u00e9"'))
+    assert said in refused(*options(words, whole, *more))
 
 
 def test_a_mended_record(words, tmp_path, stopped_at, capsys):
@@ -418,29 +452,61 @@ def finish(process, code=0):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(words):
+def test_killed_and_resumed(words, record_property):
     """SIGKILL at two moments, saves under way, then SIGTERM: every loss and every weight is as if nothing had
-    happened. An error is one sentence, and exit code 1."""
-    long = ["--steps", "40", "--lr", "3e-3"]
+    happened. An error is one sentence, and exit code 1. With more trials, every other kill comes at a random time after
+    the start, which may be before the first step."""
+    kills, choose = trials(2, 50, 200), random.Random(0)
+    steps = 40 if kills == 2 else 8 * kills
+    long = ["--steps", steps, "--lr", "3e-3", "--eval-every", max(4, steps // 10)]
     finish(start(*options(words, words / "calm", *long)))
-    out = words / "killed"
-    for step, number in ((5, signal.SIGKILL), (17, signal.SIGKILL), (28, signal.SIGTERM)):
-        process = start(*options(words, out, *long))
-        while process.poll() is None and max(losses(out), default=0) < step:
+    out, early = words / "killed", 0
+    for step in (5, 17) if kills == 2 else (None, 5) * (kills // 2):
+        process, came, began = start(*options(words, out, *long)), last(out), time.monotonic()
+        far, late = (step if kills == 2 else came + (step or steps)), choose.uniform(0, 12)
+        while process.poll() is None and last(out) < far and (step or time.monotonic() - began < late):
             time.sleep(0.01)
-        process.send_signal(number)
-        output, _ = process.communicate()
-        if number == signal.SIGKILL:
-            assert process.returncode == -signal.SIGKILL
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        early += last(out) == came
+    process, far = start(*options(words, out, *long)), max(28, last(out) + 2)
+    while process.poll() is None and last(out) < far:
+        time.sleep(0.01)
+    process.terminate()
+    output, _ = process.communicate()
     assert process.returncode == AGAIN
-    assert re.search(r"Stopped by SIGTERM after step (28|29|3\d), which is saved", output)
+    (stopped,) = map(int, re.findall(r"Stopped by SIGTERM after step (\d+), which is saved", output))
+    assert far <= stopped < steps
     assert "Going on from step" in finish(start(*options(words, out, *long)))
     assert losses(out) == losses(words / "calm")
-    assert list(losses(out)) == list(range(1, 41))
+    assert list(losses(out)) == list(range(1, steps + 1))
+    record_property("figure", f"{kills} kills, {early} before the first new step: 0 of {steps} losses differ")
     ours, theirs = (convert.tensors.open_tensors(folder / "model") for folder in (out, words / "calm"))
     assert all(ours[name].view().tobytes() == theirs[name].view().tobytes() for name in theirs)
     output = finish(start(*options(words, out, *long, "--batch", "8")), code=1)
     assert "identity.data.batch is 4, and now it is 8" in output.replace("\n", "") and "Traceback" not in output
+
+
+@nightly
+@pytest.mark.slow
+def test_stopped_at_any_moment(words, record_property):
+    """A signal at a random moment after the first step, of a run that mostly validates and saves: it is saved, soon."""
+    choose, out, took = random.Random(0), words / "any", []
+    busy = ["--steps", 2000, "--eval-every", 3, "--save-every", 3]
+    for _ in range(count := trials(3, 20, 100)):
+        process, came = start(*options(words, out, *busy)), last(out)
+        while process.poll() is None and last(out) == came:
+            time.sleep(0.01)
+        time.sleep(choose.uniform(0, 1))
+        process.send_signal(choose.choice([signal.SIGTERM, signal.SIGUSR2]))
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=300)
+        took.append(time.monotonic() - began)
+        (stopped,) = re.findall(r"Stopped by SIG\w+ after step ([\d,]+), which is saved", output)
+        stopped = int(stopped.replace(",", ""))
+        assert process.returncode == AGAIN and (out / "checkpoints" / str(stopped)).is_dir() and last(out) == stopped
+    record_property("figure", f"{count} of {count} saved, exit code {AGAIN}, at most {max(took):.1f} s to the end")
 
 
 @pytest.fixture(scope="module")
