@@ -1,12 +1,19 @@
 """What a user may get wrong: each is one sentence that names the file, and the tensor or key."""
 
+import contextlib
 import json
+import pathlib
+import pickle
+import random
+import sys
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import zoo
+from tests.reliability import trials
 from tests.zoo import tiny
 
 
@@ -113,6 +120,123 @@ def test_files_of_another_export(folder, tmp_path):
     (tmp_path / "saved" / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     refused(tmp_path / "saved", f"{tmp_path}/saved/model.safetensors is not what was written", "verify=False")
     zoo.load(tmp_path / "saved", verify=False)
+
+
+def damaged(raw, header, choose):
+    """Bytes of which some bits are flipped among the first `header`, or some are cut off, gone, or too many."""
+    changed, at = bytearray(raw), choose.randrange(header)
+    match choose.choice(["flip", "flip", "flip", "cut", "drop", "insert", "zero"]):
+        case "flip":
+            for _ in range(choose.randint(1, 3)):
+                changed[choose.randrange(header)] ^= 1 << choose.randrange(8)
+        case "cut":
+            del changed[choose.randrange(len(raw)) :]
+        case "drop":
+            del changed[at : at + choose.randint(1, 8)]
+        case "insert":
+            changed[at:at] = choose.randbytes(choose.randint(1, 8))
+        case "zero":
+            changed[at : at + 64] = bytes(len(changed[at : at + 64]))
+    return bytes(changed)
+
+
+def test_damage_makes_no_wrong_model(folder, tmp_path, record_property):
+    """Of a folder as others write it: headers, index, and files cut short. Of one that `zoo.save` wrote, which has
+    hashes: all bytes. What loads is the model, bit by bit, and what does not is one sentence that names the file."""
+    tensors, choose = tiny.tensors("qwen3-tied"), random.Random(0)
+    model = zoo.load(folder)
+    bits = lambda model: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model)]
+    right = bits(model)
+    zoo.save(model, tmp_path / "hashed")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    where = {tensor: names[n % 2] for n, tensor in enumerate(tensors)}
+    for name in names:
+        shard = {tensor: array for tensor, array in tensors.items() if where[tensor] == name}
+        safetensors.numpy.save_file(shard, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    hashed = [tmp_path / "hashed" / name for name in ("model.safetensors", "model.safetensors.manifest.json")]
+    files = [folder / name for name in (*names, "model.safetensors.index.json")]
+    refused = 0
+    for _ in range(count := trials(300, 10_000, 100_000)):
+        path = choose.choice([*files, *hashed])
+        raw = path.read_bytes()
+        head = 8 + int.from_bytes(raw[:8], "little") if path in files[:2] else len(raw)
+        path.unlink()
+        path.write_bytes(damaged(raw, head, choose))
+        try:
+            same = bits(zoo.load(path.parent)) == right
+        except (ValueError, OSError) as error:
+            refused += 1
+            assert str(path.parent) in str(error) and "\n" not in str(error), error
+            assert any(each.name in str(error) for each in path.parent.iterdir()), error
+        else:
+            assert same, f"a wrong model of a damaged {path.name}"
+        path.unlink()
+        path.write_bytes(raw)
+    assert bits(zoo.load(folder)) == right and refused > 0.8 * count
+    record_property("figure", f"{count} damaged: 0 wrong, {refused} refused, each naming a file")
+
+
+EVENTS = (
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "socket.connect",
+    "pickle.find_class",
+)
+
+
+def test_nothing_of_a_repository_is_run(folder, tmp_path):
+    """A repository full of code, and a config that names it: nothing is opened but what is read as data."""
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w').write('1')"
+    for name in (
+        "modeling_evil.py",
+        "configuration_evil.py",
+        "tokenization_evil.py",
+        "__init__.py",
+        "sitecustomize.py",
+    ):
+        (folder / name).write_text(code)
+
+    class Evil:
+        def __reduce__(self):
+            return exec, (code,)
+
+    for name in ("pytorch_model.bin", "model.pt", "training_args.bin", "model.pkl", "tf_model.h5", "weights.npz"):
+        (folder / name).write_bytes(pickle.dumps(Evil()))
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    config |= {"auto_map": classes, "_attn_implementation_internal": "evil/kernel"}
+    zoo.load(folder)  # what is imported at first use is imported
+    tiny.write_tokenizer(folder)
+    zoo.tokenizer(folder)
+    seen, watching = [], True
+
+    def watch(event, arguments):
+        if watching and (event in EVENTS or (event in ("open", "import", "compile", "exec"))):
+            seen.append((event, str(arguments[0] if event != "compile" else arguments[1])))
+
+    sys.addaudithook(watch)  # for as long as Python runs
+    try:
+        zoo.load(folder)
+        zoo.tokenizer(folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        with contextlib.suppress(ValueError):  # keys that the model does not have
+            zoo.load(folder)
+        for name in ("model.safetensors", "tokenizer.json"):
+            (folder / name).unlink()
+            with pytest.raises((ValueError, OSError)):
+                (zoo.load if name.startswith("model") else zoo.tokenizer)(folder)
+    finally:
+        watching = False
+    assert not ran.exists() and not [event for event in seen if event[0] in EVENTS]
+    opened = {pathlib.Path(name).name for _, name in seen if str(folder) in name}
+    assert "config.json" in opened and "model.safetensors" in opened
+    assert not [name for name in opened if not name.endswith((".json", ".safetensors", ".jinja", ".model"))], opened
 
 
 def test_an_untied_head_in_a_tied_model(folder):

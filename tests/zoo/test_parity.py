@@ -4,6 +4,8 @@ The golden logits are transformers' own (make_golden.py), so the table runs with
 installed the live comparison runs too.
 """
 
+import random
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,24 @@ def test_logits(load, name):
         assert error(logits[0, :cut], golden[0, :cut]) < 1e-4
         assert error(logits[0, cut:], golden[1, : 40 - cut]) < 1e-4
         assert error(logits[1, :30], golden[1, :30]) < 1e-4
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_swapped_weights_are_seen(load, name):
+    """Ten pairs of weights of one shape that change places, and square ones that are transposed: the logits tell."""
+    model = load(name)
+    leaves, structure = jax.tree.flatten(model)
+    places = [n for n, leaf in enumerate(leaves) if leaf.ndim > 1 and leaf.dtype.kind == "f"]
+    like = lambda a, b: leaves[a].shape == leaves[b].shape and leaves[a].dtype == leaves[b].dtype
+    pairs = [(a, b) for a in places for b in places if a < b and like(a, b)]
+    changes = [{a: leaves[b], b: leaves[a]} for a, b in random.Random(0).sample(pairs, min(len(pairs), 10))]
+    square = [n for n in places if leaves[n].shape[-1] == leaves[n].shape[-2]]
+    changes += [{n: jnp.swapaxes(leaves[n], -1, -2)} for n in square]
+    assert len(changes) > 1
+    for changed in changes:
+        other = jax.tree.unflatten(structure, [changed.get(n, leaf) for n, leaf in enumerate(leaves)])
+        paths = [jax.tree_util.tree_leaves_with_path(model)[n][0] for n in changed]
+        assert error(forward(other, TOKENS), GOLDEN[name]) > 1e-4, list(map(surgery.path_name, paths))
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -8,6 +8,7 @@ import pkgutil
 
 import pytest
 
+import convert
 import kernels
 import kernels.mesh
 import train
@@ -79,3 +80,29 @@ def test_axes_of_meshes_are_named_once():
             if strings & {name.lower() for name in AXES} and file.parent.name not in ("models", "vision"):
                 spelt.add(f"{file.parent.name}/{file.name}")
     assert spelt == {"kernels/mesh.py", "kernels/matmul.py", "kernels/quantize.py"}
+
+
+# A process of ours for chat templates, which gets requests of its parent alone; a program that train.plan compiles.
+OWN = {"zoo/templates.py", "train/plan/__main__.py"}
+RUNS = {"eval", "exec", "compile", "__import__"}  # as names; and as attributes of these modules
+UNPICKLES = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "joblib": {"load"}, "marshal": {"loads"}}
+
+
+def test_no_file_can_run_code():
+    """No call in these packages runs or unpickles what is in a file. NumPy's files are read without pickles."""
+    found = []
+    for package in (convert, kernels, train, zoo):
+        root = pathlib.Path(package.__path__[0])
+        for path in root.rglob("*.py"):
+            name = str(path.relative_to(root.parent))
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+                    bad = not (isinstance(node.value, ast.Constant) and node.value.value is False)
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    bad = node.func.id in RUNS
+                elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    bad = node.attr in UNPICKLES.get(node.value.id, ()) and name not in OWN
+                else:
+                    continue
+                found += [f"{name}:{node.lineno}"] * bool(bad)
+    assert not found

@@ -262,6 +262,40 @@ def test_a_template_is_bounded_and_the_next_one_works(tmp_path, monkeypatch, tem
     assert usual.render([{"role": "user", "content": "é\ud800"}]) == "é\ud800"
 
 
+ATTACKS = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ messages.__class__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'content': 1}) }}",
+    "{{ messages|attr('__class__') }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ messages|map(attribute='__class__')|list }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__globals__ }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{% extends 'base.html' %}",
+    "{% for i in range(10**9) %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_template_gets_at_nothing(tmp_path, attack):
+    """Neither Python's objects nor files nor what it is given: each is refused, or says nothing."""
+    tokenizer = Tokenizer(test_tokenizer.folder(tmp_path / "a", attack))
+    try:
+        text = tokenizer.render([{"role": "user", "content": "a"}])
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        assert text in ("", "[Undefined]", "[]"), text
+
+
 def test_the_process_for_templates_can_die(tmp_path):
     tokenizer = Tokenizer(test_tokenizer.folder(tmp_path / "a", "{{ messages[0].content }}"))
     for _ in range(2):
