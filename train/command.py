@@ -14,6 +14,12 @@ from convert import machine
 from train import cache, cluster, runfile
 
 
+LOST = (
+    "a computation of all processes failed, most likely because one has died ({}). Start all of them again: the run goes "
+    "on from its last checkpoint."
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions:
     """What `command` needs, in `Options`: a file of options, and how the processes of a run find each other."""
@@ -60,14 +66,13 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
         cluster.initialize(o.coordinator, o.processes, o.process)
         main(o)
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        if "Gloo" in str(error) and jax.process_count() > 1:  # jaxlib raises some of its errors as ValueErrors
+            cluster.end(LOST.format(str(error).splitlines()[0]))
         cluster.end(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        cluster.end(
-            f"a computation of all processes failed, most likely because one has died ({str(error).splitlines()[0]}). "
-            "Start all of them again: the run goes on from its last checkpoint."
-        )
+        cluster.end(LOST.format(str(error).splitlines()[0]))
     except Exception as error:  # a fault of ours, whose place says more; the other processes must not wait for this one
         if jax.process_count() == 1:
             raise
