@@ -15,8 +15,8 @@ from train import cache, cluster, runfile
 
 
 LOST = (
-    "a computation of all processes failed, most likely because one has died ({}). Start all of them again: the run goes "
-    "on from its last checkpoint."
+    "a computation of all processes failed, most likely because one has died ({}). "
+    "Start all of them again: the run goes on from its last checkpoint."
 )
 
 

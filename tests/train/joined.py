@@ -6,6 +6,7 @@ python -m tests.train.joined COORDINATOR PROCESSES PROCESS '["task", "argument",
 import importlib
 import json
 import pathlib
+import string
 import sys
 import time
 import typing
@@ -49,28 +50,41 @@ def generate():
     print(json.dumps(texts))
 
 
-def bad_steps(data, out, *arguments):
-    """Fine-tuning in which a batch with the record MARKS[0] makes a NaN, and one with MARKS[1] a spike; then the replay
-    of the first. Prints what every step was found to be."""
-    tokenizer, seen = zoo.tokenizer("tiny"), []
+def write_marked(path):
+    """Records of one word, of which two are MARKS."""
+    texts = [string.ascii_lowercase[n % 20 : n % 20 + 5] for n in range(64)]
+    texts[20], texts[50] = MARKS
+    path.write_text("".join(json.dumps({"prompt": "a ", "completion": text}) + "\n" for text in texts))
+    return path
+
+
+def poisoned(data):
+    """An objective that makes a NaN of a batch with the record MARKS[0], and a spike of one with MARKS[1]."""
+    tokenizer = zoo.tokenizer("tiny")
     lines = [json.loads(line)["completion"] for line in pathlib.Path(data).read_text().splitlines()]
     ids = {text: {*tokenizer.encode(text, special=False)} for text in lines}
     others = set().union(*(found for text, found in ids.items() if text not in MARKS))
     rare = [jnp.asarray(sorted(ids[mark] - others)) for mark in MARKS]
 
-    def poisoned(model, batch, *more, **options):
+    def objective(model, batch, *more, **options):
         total, count, sums, reports = cross_entropy(model, batch, *more, **options)
         nan, spike = (jnp.isin(batch["tokens"], each).any() for each in rare)
         factor = jnp.where(nan, jnp.nan, jnp.where(spike, 1000.0, 1.0))
         return total * factor, count, sums | {"loss": sums["loss"] * factor}, reports
 
+    return objective
+
+
+def bad_steps(data, out, *arguments):
+    """Fine-tuning on marked records, and the replay of the NaN. Prints what every step was found to be."""
+    seen: list[tuple[int, bool, bool]] = []
     look = offending.Guard.look
 
     def recorded(self, run, numbers, *more):
         seen.append((run.n, bool(numbers["finite"]), bool(numbers["spike"])))
         return look(self, run, numbers, *more)
 
-    offending.Running.WINDOW, offending.Guard.look, train.options.cross_entropy = 4, recorded, poisoned
+    offending.Running.WINDOW, offending.Guard.look, train.options.cross_entropy = 4, recorded, poisoned(data)
     script("train.sft", "--data", data, "--out", out, *arguments)
     nan = next(n for n, finite, _ in seen if not finite)
     sys.argv = ["train.replay", f"{out}/offending-{nan}"]

@@ -352,7 +352,7 @@ for step in range(int(sys.argv[2])):
     kept.check(wait=True)
     seen.append(memory("VmRSS"))
 kept.close()
-print(peak / 2**27, *seen[4:5], *seen[-1:])
+print(peak / 2**27, *([min(seen[:10]), min(seen[-10:])] if seen else []))
 """
 
 
@@ -366,11 +366,11 @@ def test_memory_of_a_resumed_run(tmp_path, record_property):
         command = [sys.executable, "-c", MEMORY, tmp_path, str(saves)]
         return [float(word) for word in subprocess.check_output(command, cwd=ROOT, text=True).split()]
 
-    new, early, late = run(saves := trials(12, 50, 200))
+    new, early, late = run(saves := trials(20, 80, 200))
     (resumed,) = run(0)
     peaks = f"peak {new:.2f} of the state when new, {resumed:.2f} when resumed"
-    record_property("figure", f"{peaks}; {late / early - 1:+.1%} from 5 to {saves} saves")
-    assert resumed < 2.2 and late < 1.05 * early
+    record_property("figure", f"{peaks}; {late / early - 1:+.1%} after {saves} saves")
+    assert resumed < 2.2 and late < 1.02 * early
 
 
 HOLDER = """

@@ -10,7 +10,6 @@ import pathlib
 import re
 import signal
 import socket
-import string
 import subprocess
 import sys
 import time
@@ -140,10 +139,7 @@ def two(folder, four):
     """Two processes with four devices each, and what they print of each task. The second one gets a SIGTERM in the
     first task; the last task fails in the first process only."""
     (folder / "blocked" / "metrics.jsonl").mkdir(parents=True)
-    bad = folder / "bad.jsonl"
-    texts = [string.ascii_lowercase[n % 20 : n % 20 + 5] for n in range(64)]
-    texts[20], texts[50] = joined.MARKS
-    bad.write_text("".join(json.dumps({"prompt": "a ", "completion": text}) + "\n" for text in texts))
+    bad = joined.write_marked(folder / "bad.jsonl")
     tasks = {
         "stormy": script("pretrain", folder / "stormy", *PRETRAINING),
         "restore": ["restore", str(folder / "bits")],
