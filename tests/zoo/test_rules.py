@@ -82,8 +82,7 @@ def test_axes_of_meshes_are_named_once():
     assert spelt == {"kernels/mesh.py", "kernels/matmul.py", "kernels/quantize.py"}
 
 
-# A process of ours for chat templates, which gets requests of its parent alone; a program that train.plan compiles.
-OWN = {"zoo/templates.py", "train/plan/__main__.py"}
+OWN = {"zoo/templates.py"}  # a process of ours for chat templates, which gets requests of its parent alone
 RUNS = {"eval", "exec", "compile", "__import__"}  # as names; and as attributes of these modules
 UNPICKLES = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "joblib": {"load"}, "marshal": {"loads"}}
 
