@@ -30,8 +30,8 @@ from train.data.records import Record, open_records
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
-    """Prepare data for training. Run again with the same options, it goes on where it was interrupted."""
+class RowOptions:
+    """Data, and how rows are made of it."""
 
     data: tyro.conf.Positional[tuple[str, ...]]
     """Files, folders of them, globs, URLs, or hf:NAME, as for train.sft and train.pretrain."""
@@ -39,8 +39,6 @@ class PrepareOptions:
     """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder."""
     revision: str | None = None
     """Branch, tag or commit of the Hub repository."""
-    out: pathlib.Path
-    """Folder of the store. It is made, or is that of an interrupted preparation."""
     seq_len: int = 2048
     """Tokens of a row."""
     kind: Literal["text", "preferences", "kto"] = "text"
@@ -53,13 +51,6 @@ class PrepareOptions:
     out."""
     completions_only: bool = True
     """Learn completions and what the assistant says, but not prompts."""
-    hold_out: float = 0.0
-    """Fraction of the records to validate on, from the end of each --data without files for it. 0: the run holds out
-    rows instead."""
-    seed: int = 0
-    """Seed of the order in which the records of a file of the store are packed; a run shuffles the rows of all."""
-    workers: int = 0
-    """Number of processes. 0: as many as the machine has cores."""
     chat: Chat = dataclasses.field(default_factory=Chat)
 
     def how(self, vocab_size: int) -> tuple[Kind, dict[str, Any]]:
@@ -69,6 +60,21 @@ class PrepareOptions:
             texts = ("packing", "long_texts", "completions_only")
             return TEXT, shape | {name: getattr(self, name) for name in texts} | {"seq_len": self.seq_len}
         return PREFERENCES, shape | {"unpaired": self.kind == "kto", "seq_len": self.seq_len}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareOptions(RowOptions):
+    """Prepare data for training. Run again with the same options, it goes on where it was interrupted."""
+
+    out: pathlib.Path
+    """Folder of the store. It is made, or is that of an interrupted preparation."""
+    hold_out: float = 0.0
+    """Fraction of the records to validate on, from the end of each --data without files for it. 0: the run holds out
+    rows instead."""
+    seed: int = 0
+    """Seed of the order in which the records of a file of the store are packed; a run shuffles the rows of all."""
+    workers: int = 0
+    """Number of processes. 0: as many as the machine has cores."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,16 +62,21 @@ def data(path: str, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, se
 def examples(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_len: int) -> None:
     """Prints examples as the model sees them; text that it does not learn to write is dimmed."""
     for number, example in enumerate(examples, 1):
-        ids, mask, text, shown = example.ids[: seq_len + 1], example.mask, Text(), 0
-        whole = tokenizer.decode(ids, special=True)  # decoded by themselves, pieces lose spaces and parts of characters
-        for at in range(1, len(ids) + 1):
-            if at == len(ids) or mask[at] != mask[at - 1]:
-                part = tokenizer.decode(ids[:at], special=True)  # it may end within a character
-                end = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(part))
-                text.append(whole[shown:end], style="" if mask[at - 1] else "dim")
-                shown = end
+        parts = decoded(example.ids[: seq_len + 1], example.mask, tokenizer)
+        text = Text.assemble(*((part, "" if learnt else "dim") for part, learnt in parts))
         rich.print(f"\n[bold]Example {number}[/bold], {len(example.ids):,} tokens, {sum(example.mask):,} to be learnt")
         rich.print(text)
+
+
+def decoded(ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+    """Yields the text of the ids in parts, each of tokens with the same mark, with that mark."""
+    whole, shown = tokenizer.decode(ids, special=True), 0  # by themselves, pieces lose spaces and parts of characters
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or marks[at] != marks[at - 1]:
+            part = tokenizer.decode(ids[:at], special=True)  # it may end within a character
+            end = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(part))
+            yield whole[shown:end], marks[at - 1]
+            shown = end
 
 
 def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import grain
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Shaped
 
 from convert import manifest
 from train.data import files, pictures
@@ -213,18 +213,37 @@ def pack(
         _columns, tokenizer=tokenizer, vocab_size=vocab_size, completions_only=completions_only,
         longest=None if packing == "concat" else seq_len, longest_text=seq_len if long_texts == "cut" else None,
     )  # fmt: skip
-    examples = numbered.map(to_example).to_iter_dataset()
-    pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(sys.maxsize if packing == "concat" else seq_len))
+    return map(_named, fill(numbered.map(to_example), seq_len=seq_len, packing=packing))
+
+
+def fill(
+    examples: grain.MapDataset[list[dict[str, Shaped[np.ndarray, "length ..."]]]],
+    *,
+    seq_len: int,
+    packing: Packing,
+    most: int | None = None,
+) -> grain.IterDataset:
+    """Puts the examples of each record, arrays "columns", into rows as `pack` says; "fit" at most `most` into one."""
+    cut = _Pieces(sys.maxsize if packing == "concat" else seq_len)
+    pieces = grain.experimental.FlatMapIterDataset(examples.to_iter_dataset(), cut)
     if packing == "concat":
-        rows = grain.experimental.ConcatThenSplitIterDataset(pieces, length_struct={"columns": seq_len})
-    else:
-        rows = grain.experimental.BestFitPackIterDataset(
-            pieces,
-            length_struct={"columns": seq_len},
-            num_packing_bins=BINS if packing == "fit" else 1,
-            max_sequences_per_bin=None if packing == "fit" else 1,
-        )
-    return map(_named, rows)
+        return grain.experimental.ConcatThenSplitIterDataset(pieces, length_struct={"columns": seq_len})
+    return grain.experimental.BestFitPackIterDataset(
+        pieces,
+        length_struct={"columns": seq_len},
+        num_packing_bins=BINS if packing == "fit" else 1,
+        max_sequences_per_bin=most if packing == "fit" else 1,
+    )
+
+
+def kept(whole: bool, *, seq_len: int, packing: Packing, long_texts: LongTexts) -> int:
+    """The most ids of an example that `pack` puts into rows; the last one is a target alone.
+
+    Args:
+        whole: whether it must not be cut into pieces, see `Example`.
+    """
+    ends = packing != "concat" if whole else long_texts == "cut"
+    return seq_len + 1 if ends else sys.maxsize
 
 
 def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: int) -> list[Encoded]:
@@ -359,9 +378,7 @@ def survey(
     chosen = [record for i in indices.tolist() if (record := records[i]) is not None]
     options: dict[str, Any] = dict(vocab_size=vocab_size, completions_only=completions_only)
     found = [encode(record, tokenizer, **options) for record in chosen]
-    limit = lambda example: (
-        seq_len + 1 if (packing != "concat" if example.whole else long_texts == "cut") else sys.maxsize
-    )
+    limit = lambda example: kept(example.whole, seq_len=seq_len, packing=packing, long_texts=long_texts)
     learns = lambda example: any(example.mask[1 : limit(example)])
     examples = [example for of_record in found for example in of_record]
     source: Any = grain.MapDataset.source(chosen)

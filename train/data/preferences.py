@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from train.data import pictures
-from train.data.packing import BINS, Example, Kind, Survey, encode, prompt_of
+from train.data.packing import Example, Kind, Survey, encode, fill, prompt_of
 from train.data.records import Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
@@ -189,14 +189,8 @@ def pack(
         _columns, tokenizer=tokenizer, vocab_size=vocab_size, unpaired=unpaired, seq_len=seq_len
     )
     both = grain.experimental.ZipMapDataset((numbered, before))
-    pairs = both.map(to_pairs).to_iter_dataset()  # pyright: ignore[reportArgumentType] (typed as if not zipped)
-    rows = grain.experimental.BestFitPackIterDataset(
-        grain.experimental.FlatMapIterDataset(pairs, _Each()),
-        length_struct={"columns": seq_len},
-        num_packing_bins=BINS,
-        max_sequences_per_bin=PAIRS,
-    )
-    return map(_named, rows)
+    pairs = both.map(to_pairs)  # pyright: ignore[reportArgumentType] (typed as if not zipped)
+    return map(_named, fill(pairs, seq_len=seq_len, packing="fit", most=PAIRS))
 
 
 def _columns(
@@ -224,13 +218,6 @@ def _columns(
                 documents.append(np.array(columns, np.int32).T)
             found.append({"columns": np.concatenate(documents)})
     return found
-
-
-class _Each(grain.experimental.FlatMapTransform):
-    max_fan_out = 2
-
-    def flat_map(self, element: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        return element
 
 
 def _named(row: dict[str, np.ndarray]) -> Row:

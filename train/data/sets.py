@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -182,19 +182,20 @@ def _open_store(
     if held_out is None and (held := min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)):
         rows, held_out = rows[:-held], rows[-held:]
     report.rows(f"Data: {folder}", dict(store.summary(content, "train")))
-    examples = [first_example(row) for row in rows[:3] if row]
+    examples = [next(documents(row)) for row in rows[:3] if row]
     if o.dry_run:
         report.examples(examples, tokenizer, seq_len=shape["seq_len"])
     prompts = [Encoded(prompt_of(example)) for example in examples]
     return DataSet(Set(rows, seed), held_out, {"store": store.fingerprint(folder)}, prompts, None)
 
 
-def first_example(row: Row) -> Example:
-    """The first document of a row, as it was before it was put there."""
-    length = int(np.count_nonzero(row["segments"] == 1))
-    learnt = row["loss_mask"][:length].tolist()
-    ids = [int(row["tokens"][0]), *row["targets"][:length].tolist()]
-    return Example(ids, [learnt[0], *learnt], whole=True)
+def documents(row: Row) -> Iterator[Example]:
+    """The documents of a row, as they were before they were put there."""
+    for number in range(1, int(row["segments"].max()) + 1):
+        here = row["segments"] == number
+        learnt = row["loss_mask"][here].tolist()
+        ids = [int(row["tokens"][here][0]), *row["targets"][here].tolist()]
+        yield Example(ids, [learnt[0], *learnt], whole=True)
 
 
 # ======================================================================================================================
