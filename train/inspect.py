@@ -150,7 +150,7 @@ def of_records(o: InspectOptions, path: str) -> Found:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
     tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **vars(o.chat))
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    records, valid = open_records(path, 0)
+    records, valid = open_records(path, 0.0)
     numbers, is_text = spread(len(records), o.records).tolist(), kind is TEXT
 
     def entries(chosen: Iterable[int]) -> Iterator[Entry]:

@@ -74,7 +74,7 @@ def test_some_of_the_records(data):
 
 
 @pytest.mark.parametrize("packing", ["fit", "concat", "off"])
-def test_how_full_rows_are_is_what_a_store_has(data, tmp_path, packing, monkeypatch):
+def test_how_full_rows_are_is_what_a_store_has(data, tmp_path, packing):
     """And the store's own tables are of the same tokens."""
     text = write(tmp_path / "texts.jsonl", *({"text": "word " * n} for n in (3, 50, 90, 7, 7)))
     (found,) = inspect.main(InspectOptions(data=(text,), seq_len=32, packing=packing, samples=0, records=0))
@@ -133,7 +133,7 @@ def test_bad_input(data, tmp_path):
 def test_a_store_of_another_tokenizer(base, tmp_path):
     path = write(tmp_path / "texts.jsonl", {"text": "word"})
     prepare.main(prepare.PrepareOptions(data=(path,), model="tiny", seq_len=8, workers=1, out=tmp_path / "store"))
-    with pytest.raises(ValueError, match="was prepared for tiny with tokenizer .*, and this run has"):
+    with pytest.raises(ValueError, match=r"was prepared for tiny with tokenizer .*, and this run has"):
         inspect.main(InspectOptions(data=(str(tmp_path / "store"),), model=str(base / "model")))
     file = next((tmp_path / "store").glob("*.array_record"))
     content = bytearray(file.read_bytes())
