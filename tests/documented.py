@@ -40,6 +40,7 @@ SMALL = {
     "train.grpo": "--seq-len 128 --sample-tokens 1 --steps 1 --prompts 2 --group 2 --rollout-batch 4 "
     "--max-new-tokens 4",
     "train.prepare": "--seq-len 128 --workers 1",
+    "train.inspect": "",
     "train.report": "",
     "train.compare": "",
     "zoo chat": "--max-new-tokens 2",
