@@ -6,8 +6,11 @@ import re
 
 import pytest
 
+import zoo
 from tests.train.conftest import command
 from train import inspect, prepare
+from train.data.packing import survey
+from train.data.records import open_records
 from train.inspect import CUT, LEARNT, UNLEARNT, InspectOptions
 
 
@@ -56,7 +59,10 @@ def test_numbers(data, tmp_path):
     assert len(set(sizes)) == 5 and sum(number for *_, number in found.bars) == 8
     assert sum(number for low, _, number in found.bars if low > 65) == 2 == sum(low == 66 for low, *_ in found.bars) * 2
 
-    marks = lambda n: {mark: text for text, mark in found.samples[n].documents[0][1]}
+    def marks(n):
+        parts = found.samples[n].documents[0][1]
+        return {mark: "".join(text for text, its in parts if its == mark) for _, mark in parts}
+
     assert marks(0)[LEARNT].startswith("This.") and "What?" in marks(0)[UNLEARNT] and CUT not in marks(0)
     assert LEARNT not in marks(3) and "late" in marks(3)[CUT]
     assert "Long?" in marks(5)[UNLEARNT] and (marks(5)[LEARNT] + marks(5)[CUT]).startswith(LONG.strip())
@@ -73,26 +79,46 @@ def test_some_of_the_records(data):
     assert [where.rpartition(" ")[2] for where, _ in found.samples] == ["1", "8"]
 
 
-@pytest.mark.parametrize("packing", ["fit", "concat", "off"])
-def test_how_full_rows_are_is_what_a_store_has(data, tmp_path, packing):
-    """And the store's own tables are of the same tokens."""
-    text = write(tmp_path / "texts.jsonl", *({"text": "word " * n} for n in (3, 50, 90, 7, 7)))
-    (found,) = inspect.main(InspectOptions(data=(text,), seq_len=32, packing=packing, samples=0, records=0))
-    options = dict(data=(text,), model="tiny", seq_len=32, packing=packing, workers=1)
-    content = prepare.main(prepare.PrepareOptions(**options, out=tmp_path / "store"))
-    counts = content["splits"]["train"]
-    full = 100 * counts["tokens"] / (32 * counts["rows"])
-    assert f"{packing} {full:.1f} %" in found.table["filled"]
+@pytest.fixture
+def texts(tmp_path):
+    """Of 6, 100, 180, 14 and 14 tokens of rows: the pieces of 32 are 2 first ones and 6 others."""
+    return write(tmp_path / "texts.jsonl", *({"text": "word " * n} for n in (3, 50, 90, 7, 7)))
+
+
+@pytest.mark.parametrize("long_texts", ["split", "cut"])
+def test_how_full_rows_are(texts, long_texts):
+    """As the survey says of each packing, which makes the rows."""
+    (found,) = inspect.main(InspectOptions(data=(texts,), seq_len=32, long_texts=long_texts, samples=0, records=0))
+    (records, _), tokenizer = open_records(texts, 0.0), zoo.tokenizer("tiny")
+    for part in found.table["filled"].removesuffix(" of the rows' tokens").split(", "):
+        packing, full, _ = part.split(" ")
+        made = survey(records, tokenizer, vocab_size=2048, seq_len=32, packing=packing, long_texts=long_texts)
+        assert full == f"{100 * made.fill:.1f}"
+    assert packing == "off"
+    cut = "2 (40.0 %)" if long_texts == "cut" else "0 (0.0 %)"
+    assert found.table["cut at the row's end"].startswith(f"{cut} records")
+
+
+def test_a_store(texts, tmp_path):
+    (found,) = inspect.main(InspectOptions(data=(texts,), seq_len=32, samples=0))
+    options = dict(data=(texts,), model="tiny", seq_len=32, packing="off", workers=1)
+    counts = prepare.main(prepare.PrepareOptions(**options, out=tmp_path / "store"))["splits"]["train"]
     assert found.table["tokens"] == f"{counts['tokens']:,} in rows, of which {counts['learnt']:,} are learnt"
+    assert "off 75.5 %" in found.table["filled"] and counts["tokens"] == 314 and counts["rows"] == 13
 
     (stored,) = inspect.main(InspectOptions(data=(str(tmp_path / "store"),), samples=1, verify=True))
     assert stored.title.endswith("store, train") and stored.table["SHA-256"] == "as written"
-    assert stored.table["looked at"] == f"{counts['rows']:,} rows"
-    assert sum(number for *_, number in stored.bars) == counts["documents"]
-    if packing == "off":
-        assert stored.table["the same again"].startswith("2 ")
-    names = [title.partition(",")[0] for title, _ in stored.samples[0].documents]
-    assert names == [f"document {n}" for n in range(1, len(names) + 1)]
+    assert stored.table["looked at"] == "13 rows" and sum(number for *_, number in stored.bars) == 13
+    assert stored.table["the same again"].startswith("7 (53.8 %) documents have the tokens of one before")
+    ((title, _),) = stored.samples[0].documents
+    assert title.startswith("document 1, ")
+
+    file = next((tmp_path / "store").glob("*.array_record"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="is not what was written: copy the store again"):
+        inspect.main(InspectOptions(data=(str(tmp_path / "store"),), verify=True))
 
 
 def test_pairs(tmp_path):
@@ -135,9 +161,3 @@ def test_a_store_of_another_tokenizer(base, tmp_path):
     prepare.main(prepare.PrepareOptions(data=(path,), model="tiny", seq_len=8, workers=1, out=tmp_path / "store"))
     with pytest.raises(ValueError, match=r"was prepared for tiny with tokenizer .*, and this run has"):
         inspect.main(InspectOptions(data=(str(tmp_path / "store"),), model=str(base / "model")))
-    file = next((tmp_path / "store").glob("*.array_record"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="is not what was written: copy the store again"):
-        inspect.main(InspectOptions(data=(str(tmp_path / "store"),), verify=True))
