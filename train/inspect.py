@@ -51,7 +51,7 @@ class InspectOptions(RowOptions):
     """Look at data before a model learns from it. Of a prepared store, its options are used, and these are not."""
 
     data: tyro.conf.Positional[tuple[str, ...]]
-    """Files, folders of them, or prepared stores."""
+    """Prepared stores; or files, folders of them, globs, URLs, or hf:NAME, as for train.sft and train.pretrain."""
     model: str = ""
     """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder. By default the
     one that a store was prepared for, and tiny for other data."""
@@ -290,7 +290,7 @@ def notes(tally: Tally, where: Callable[[int], str], entries: str, compared: str
 
 
 def fills(tally: Tally, is_text: bool, shape: Mapping[str, Any]) -> dict[str, float]:
-    """Which part of the rows is not padding, by each way to pack. Pairs have one way."""
+    """Which part of the rows is not padding, by each way to pack the entries in order. Pairs have one way."""
     seq_len, found = shape["seq_len"], {}
     for packing in typing.get_args(Packing) if is_text else ("fit",):
         columns = tally.columns
