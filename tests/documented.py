@@ -54,6 +54,7 @@ ELSEWHERE = {
     "lm_eval": "tests/zoo/test_serve.py runs it where it is installed",
     "pytest": "CI runs all of them",
     "python -m tests.": "these write what lies in the repository",
+    "python -m train.sft --eval-tasks my_tasks/": "tests/train/test_tasks.py runs it where lm-eval is installed",
     "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }

@@ -33,17 +33,20 @@ ROOT = pathlib.Path("runs")
 # Options that may change when a run goes on: the model learns the same, or what they name is compared by its contents.
 INCIDENTAL = {
     "--accept-data", "--bin", "--check-nans", "--config", "--coordinator", "--data", "--dry-run", "--dump-hlo",
-    "--full-processes", "--keep", "--mesh", "--microbatches", "--model", "--norms-every", "--on-nonfinite", "--out",
+    "--eval-rows", "--full-processes", "--keep", "--mesh", "--microbatches", "--model", "--norms-every",
+    "--on-nonfinite", "--out",
     "--process", "--processes", "--profile", "--program", "--push-to-hub", "--remat", "--replay", "--rewarm",
     "--sample-every", "--sample-tokens", "--save-every", "--step-timeout", "--tracker",
 }  # fmt: skip
 RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
+NEW = {"--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # and those that runs before 2026-11-23 did not
 
 
 def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all that says whether a run is the same: what must not change, and the options its numbers depend on."""
-    # A run without --patience does not keep its best checkpoint, so it cannot be resumed with it.
-    fixed = dict(identity) | {"patience": o.patience > 0} | ({"freeze": list(o.freeze)} if o.freeze else {})
+    # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with it.
+    fixed = dict(identity) | {"patience": o.keeps_best} | ({"best": o.best} if o.best else {})
+    fixed |= {"freeze": list(o.freeze)} if o.freeze else {}
     return {"identity": fixed, "options": telling(o)}
 
 
@@ -116,14 +119,14 @@ def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Names the options that differ, in one line; empty if none does."""
-    before = with_new(before)
+    before, now = with_new(before), with_new(now)
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
 
 
 def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
     """Says what an older version recorded of a run in today's options: renamed, and new ones with their defaults."""
-    return telling(Options()) | {RENAMED.get(name, name): value for name, value in before.items()}
+    return NEW | telling(Options()) | {RENAMED.get(name, name): value for name, value in before.items()}
 
 
 def identity(name: str, config: AbstractConfig, data: Mapping[str, Any], parts: Sequence[str] = ()) -> dict[str, Any]:

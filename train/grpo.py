@@ -22,7 +22,7 @@ from train.command import command
 from train.data import rewards
 from train.data.packing import fingerprint
 from train.data.pictures import of_rows
-from train.data.records import open_records
+from train.data.records import Record, open_records
 from train.data.rollouts import empty, encode, rollout
 from train.defaults import resolve_steps, width_lr
 from train.step import Batch, Losses, Scalars, features
@@ -47,6 +47,14 @@ class GRPOOptions(finetune.FineTuningOptions):
     tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Without weights each has 1."""
+    correct: float | None = None
+    """Reward from which on a completion counts as correct in pass@1 and pass@k. None: the sum of the weights of the
+    rewards, which is the full reward where each is at most 1."""
+    hold_out: float = 0.0
+    """Fraction of the prompts to evaluate on, from the end, where the data has no validation files: validation_reward
+    and validation_pass@k are of these."""
+    eval_prompts: int = 64
+    """Largest number of prompts to evaluate on, each with a --group of completions. 0: all that are held out."""
     prompts: int = 8
     """Number of prompts of a step."""
     group: int = 8
@@ -77,11 +85,9 @@ class GRPOOptions(finetune.FineTuningOptions):
     cache_dtype: Literal["auto", "int8"] = "auto"
     """Data type of cached keys and values while sampling. auto: --compute-dtype."""
     steps: int = 100
-    # Not to be chosen: a batch follows from --prompts, --group and --minibatches, and there is no validation.
+    # Not to be chosen: batches follow from --prompts, --group and --minibatches.
     batch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
-    eval_every: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
     eval_batches: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
-    patience: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
 
 
 def objective(
@@ -142,15 +148,20 @@ def main(o: GRPOOptions) -> None:
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora) / 20)
 
     # ----------------------------------------------------------------------------------------------------------- data
-    records, _ = open_records(o.data, 0.0)
+    records, held_out = open_records(o.data, o.hold_out)
     room = o.seq_len + 1 - o.max_new_tokens
     looked_at = [encode(record, tokenizer) for record in itertools.islice(records, 200)]
     if not any(len(prompt.ids) <= room for prompt in looked_at):
         raise ValueError(f"No prompt has at most {room} tokens, --seq-len without --max-new-tokens; raise the former.")
-    prompts = records.shuffle(seed=o.seed).repeat().map(functools.partial(encode, tokenizer=tokenizer))
-    prompts = prompts.to_iter_dataset().filter(lambda prompt: len(prompt.ids) <= room)
-    data: grain.IterDataset = prompts.batch(o.prompts, batch_fn=list)
+
+    def batched(records: grain.MapDataset[Record]) -> grain.IterDataset:
+        prompts = records.map(functools.partial(encode, tokenizer=tokenizer)).to_iter_dataset()
+        return prompts.filter(lambda prompt: len(prompt.ids) <= room).batch(o.prompts, batch_fn=list)
+
+    data = batched(records.shuffle(seed=o.seed).repeat())
+    validation = batched(held_out[: o.eval_prompts or None]) if held_out else None
     source = {"data": fingerprint(o.data, tokenizer), "seed": o.seed, "prompts": o.prompts, "seq_len": o.seq_len}
+    source |= {"hold_out": o.hold_out} if o.hold_out else {}
     shown = max((prompt.images for prompt in looked_at if prompt.images), key=lambda i: len(i.patches), default=None)
     seen = of_rows([shown] * o.batch, o.seq_len, tokenizer) if o.vision else {}
 
@@ -160,6 +171,7 @@ def main(o: GRPOOptions) -> None:
         data,
         functools.partial(objective, o=o),
         reference=finetune.frozen(o, mesh) if o.kl and not o.lora.rank else None,
+        validation=validation,
         prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
         rollout=functools.partial(rollout, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges),
         updates=updates,

@@ -43,7 +43,7 @@ class Task:
     data: grain.IterDataset  # batches; with a rollout what that begins with, such as prompts
     objective: Objective  # of the validation data too
     reference: Any = None  # another model that the objective gets
-    validation: grain.IterDataset | None = None
+    validation: grain.IterDataset | None = None  # elements like those of the data
     prompts: Sequence[Encoded] = ()  # tokens whose continuations are shown from time to time
     rollout: Callable[[Any, Any, int], tuple[Sequence[Mapping[str, np.ndarray]], dict[str, float]]] | None = None
     """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
@@ -96,14 +96,14 @@ def run(
         FloatingPointError: if the loss or a gradient is not finite; the state is saved.
         SystemExit: after SIGTERM, Ctrl-C and the like (`train.stop`); the state is saved.
     """
-    if (run := start(o, trained, task, mesh, identity)) is None:
+    if (run := start(o, trained, task, mesh, tokenizer, identity)) is None:
         return None
     reason, dog, validation, metrics = "", Watchdog(o, run.out, run.n), run.validation, Watch(run)
     samples = Samples(tokenizer, task.prompts, o.sample_tokens, mesh, o.compute_dtype, metrics.sample)
     if run.new:
-        metrics.write(run.n, **validation.evaluate(run.model(), run.n))
+        metrics.write(run.n, **validation.evaluate(run.model(), run.n, metrics.wrong))
         samples.write(run.n, run.model())
-        if o.patience:
+        if o.keeps_best:
             save(run)
     flops = flops_per_token(trained.config, o.seq_len, frozen=trained.adapters)
     bar = Progress(o.steps, start=run.n, flops_per_token=flops, console=rich.get_console())
@@ -126,11 +126,11 @@ def run(
             numbers |= dog.done(run.n, **numbers)
             # ------------------------------------------------------------------------------ and what is done at times
             if run.due(o.eval_every):
-                numbers |= validation.evaluate(run.model(), run.n)
+                numbers |= validation.evaluate(run.model(), run.n, metrics.wrong)
             metrics.write(run.n, **numbers, **progress.update(run.n, **numbers), **metrics.look(run, placed))
             if run.due(o.sample_every):
                 samples.write(run.n, run.model())
-            if run.due(o.eval_every if o.patience else o.save_every) or reason or why:
+            if run.due(o.eval_every if o.keeps_best else o.save_every) or reason or why:
                 save(run)
             run.checkpoints.check()
             if why:
@@ -140,18 +140,18 @@ def run(
     if reason:
         stopped(reason, run.n)
     exported = folder.export(run.out, run.model(), trained, tokenizer, identity)
-    report.result(exported, run.n, validation.looks, metrics.path)
+    report.result(exported, run.n, validation, metrics.path)
     return exported
 
 
-def start(o: Options, trained: Trained, task: Task, mesh: Mesh, identity: Mapping[str, Any]) -> Run | None:
+def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping) -> Run | None:
     """The run at its first step, or at that of its last checkpoint. After a dry run, which reports memory, None."""
     about = folder.about(o, identity)  # of the options as given: another device may need other microbatches
     optimizer, schedule = optim.make_optimizer(o, task.updates)
     abstract = abstract_state(trained.abstract, optimizer)
     o = resolve_remat(o, trained, mesh, (abstract, trained.frozen, task.reference))
     dtype, rewarm = jnp.dtype(o.compute_dtype), None
-    validation = Validation(o, task.validation, task.objective, mesh, dtype, task.reference)
+    validation = Validation(o, task, trained.config, tokenizer, mesh)
     rebalance = rebalancing(o, family_of(trained.config), adapters=trained.adapters)
     step = lambda state: jit_train_step(
         state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=task.objective,

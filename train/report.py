@@ -20,6 +20,7 @@ from train.data.packing import Example, Survey
 from train.data.records import find_files
 from train.options import Options
 from train.plot import plot_losses
+from train.validation import Validation, best
 from zoo.tokenizer import Tokenizer
 
 
@@ -83,22 +84,23 @@ def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *argum
     """Prints what a step, of the state and these arguments, needs of a device's memory, and the run of the disk."""
     rows("Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr})
     rows("Memory of a device", memory(step, state, *arguments))
-    rows("Disk", disk(out, state, o.keep + (o.patience > 0)))
+    rows("Disk", disk(out, state, o.keep + o.keeps_best))
     rows("Mesh", devices(mesh))
 
 
-def result(exported: pathlib.Path, step: int, losses: Sequence[Sequence[Any]], metrics: pathlib.Path) -> None:
-    """Prints how the validation loss fell and how to load what was exported, at `step`; draws the losses' curve.
+def result(exported: pathlib.Path, step: int, validation: Validation, metrics: pathlib.Path) -> None:
+    """Prints how the validation went and how to load what was exported, at `step`; draws the losses' curve.
 
-    `losses` are pairs of a step and a validation loss. Of several processes only process 0 does so.
+    Of several processes only process 0 does so.
     """
     if jax.process_index():
         return
     kind, curve = exported.name, metrics.with_name("loss.png")
-    if len(losses) > 1:
-        at = {step: loss for step, loss in losses}
+    if len(looks := validation.looks) > 1:
+        at = {step: value for step, value in looks}
         own = f", {at[step]:.3f} of the {kind} that is exported" if step in at else ""
-        rich.print(f"Validation loss: {losses[0][1]:.3f} at first, {min(at.values()):.3f} at best{own}.")
+        name = {"validation_loss": "Validation loss"}.get(validation.metric, validation.metric)
+        rich.print(f"{name}: {looks[0][1]:.3f} at first, {best(validation.metric, looks)[1]:.3f} at best{own}.")
     plot_losses(metrics, curve)
     how = f'zoo.peft.load(model, "{exported}")' if kind == "adapter" else f'zoo.load("{exported}")'
     rich.print(f"The loss curve is {curve}, the report {curve.with_name(page.REPORT)}. The {kind} loads with {how}.")

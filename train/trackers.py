@@ -43,9 +43,9 @@ class Tracker(Protocol):
 
 
 def named(metric: str) -> str:
-    """A metric's name in trackers: "validation_loss" is "eval/loss", and "loss" is "train/loss"."""
-    if metric.startswith("validation_"):
-        return "eval/" + metric.removeprefix("validation_")
+    """A metric's name in trackers: "validation_loss" is "eval/loss", "eval_math" "eval/math", "loss" "train/loss"."""
+    if metric.startswith(("validation_", "eval_")):
+        return "eval/" + metric.partition("_")[2]
     return metric if "/" in metric else f"train/{metric}"
 
 

@@ -59,7 +59,7 @@ class Watch:
         before = read_metrics(self.path) if self.path.exists() else []
         after, logged = -1 if run.new else run.n, before[-1]["step"] if before else -1
         self._metrics = MetricsFile(self.path, step=after)
-        self._samples = MetricsFile(run.out / "samples.jsonl", step=after)
+        self._samples, self._after = MetricsFile(run.out / "samples.jsonl", step=after), after
         self._writes, self._step, self._drawn, self._took = jax.process_index() == 0, run.n, -math.inf, 0.0
         self._trackers: list[Tracker] = []
         self._looked = False
@@ -99,6 +99,14 @@ class Watch:
         """Writes how the model continues a prompt."""
         self._samples.write(step, prompt=prompt, text=text)
         self._tell("text", step, prompt, text)
+
+    def wrong(self, step: int, **answer: Any) -> None:
+        """Writes a wrong answer to a question of --eval-tasks (`train.tasks.Wrong`) into wrong.jsonl."""
+        self._wrong.write(step, **answer)
+
+    @functools.cached_property
+    def _wrong(self) -> MetricsFile:
+        return MetricsFile(self._out / "wrong.jsonl", step=self._after)
 
     def look(self, run: Any, batch: Mapping[str, Any]) -> dict[str, float]:
         """Says after the first step, on this batch, what is in memory. Returns norms of layers, if it is time."""

@@ -227,6 +227,17 @@ def test_patience_survives_interruptions(base, impatient, tmp_path, stop_after):
     assert weights(tmp_path / "model") == weights(out / "model")
 
 
+@pytest.mark.slow
+def test_the_best_by_another_metric(base, model, impatient, tmp_path):
+    """Without --patience: all steps are taken, and the first model of the highest accuracy is exported."""
+    options, _, _ = impatient
+    metrics = run(base, tmp_path, **options | dict(patience=0, eval_every=5, best="validation_accuracy"))
+    looks = {line["step"]: line["validation_accuracy"] for line in metrics if "validation_accuracy" in line}
+    step = max(looks, key=looks.get)
+    assert list(looks) == [0, 5, 10, 15, 20] and step < 20
+    assert eqx.tree_equal(zoo.load(tmp_path / "model"), kept_model(tmp_path, step, model))
+
+
 def test_patience_needs_validation(base, impatient, tmp_path):
     """And checkpoints of all looks, which a run that began without it has not kept."""
     with pytest.raises(ValueError, match="--patience 2 waits for a lower loss on validation data, and there is none"):

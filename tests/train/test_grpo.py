@@ -3,6 +3,7 @@ and that a run which is killed goes on as if nothing had happened."""
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import signal
@@ -194,14 +195,25 @@ def arguments(folder, out, *more):
 
 
 def test_the_script(folder, tmp_path, capsys):
-    """All weights, off-policy, and near to a second copy of the model; then nothing is left to do."""
+    """All weights, off-policy, and near to a second copy of the model; then nothing is left to do. Half of the prompts
+    are held out, and evaluated at each step."""
     more = ["--steps", 2, "--iterations", 2, "--minibatches", 2, "--kl", 0.1, "--compute-dtype", "float32"]
+    more += ["--hold-out", 0.5, "--correct", 0.01, "--eval-every", 1]
     for _ in range(2):
         command("train.grpo", *arguments(folder, tmp_path / "run", *more))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2]
     assert all(line["kl"] >= 0 and 1 <= line["length"] <= 6 for line in lines if "reward" in line)
-    assert "Going on from step 2" in capsys.readouterr().out
+    assert [line["step"] for line in lines if 0 <= line["validation_reward"] <= 1] == [0, 1, 2]
+    for line in lines:
+        for kind in ("", "validation_") if line["step"] else ("validation_",):
+            rates = [line[f"{kind}pass@{k}"] for k in (1, 2, 4)]
+            assert rates == sorted(rates) and rates[0] >= 0 and rates[-1] <= 1
+        assert (line["validation_pass@1"] > 0) == (line["validation_reward"] > 0), "a vowel is enough"
+    assert any(line["validation_pass@1"] for line in lines)
+    assert "validation_errors" not in lines[0] and "validation_generation_tokens_per_second" not in lines[0]
+    said = capsys.readouterr().out
+    assert "Going on from step 2" in said and "validation_reward: " in said
     before, after = zoo.load(folder / "model"), zoo.load(tmp_path / "run" / "model")
     assert not (np.asarray(before.embed_tokens.weight) == np.asarray(after.embed_tokens.weight)).all()
 
@@ -251,6 +263,23 @@ def test_killed_and_resumed(folder, tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ours, theirs))
 
 
+def test_pass_at():
+    """The share of all choices of k completions that have a correct one, on average over prompts."""
+    correct = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]], bool)
+    assert list(rollouts.pass_at(correct)) == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    for name, value in rollouts.pass_at(correct).items():
+        k = int(name.removeprefix("pass@"))
+        shares = [np.mean([any(chosen) for chosen in itertools.combinations(row, k)]) for row in correct]
+        np.testing.assert_allclose(value, np.mean(shares), rtol=1e-12)
+
+
+def test_what_is_correct(folder):
+    """--correct, or all that the rewards can add up to; what is taken away for others is none of it."""
+    o = options(folder, pathlib.Path(), reward_weights=(0.7, 0.3, -1.0))
+    assert rollouts.correct_from(o) == 1.0 and rollouts.correct_from(options(folder, pathlib.Path())) == 1.0
+    assert rollouts.correct_from(dataclasses.replace(o, correct=0.0)) == 0.0
+
+
 def test_refusals(folder, tmp_path):
     for changes, message in (
         ({"minibatches": 3}, "4 x 4 completions can't be split into 3 minibatches"),
@@ -258,6 +287,7 @@ def test_refusals(folder, tmp_path):
         ({"reward_weights": (1.0, 2.0)}, "1 rewards need as many --reward-weights"),
         ({"seq_len": 7}, "No prompt has at most 2 tokens"),
         ({"group": 1}, "take 2 or more"),
+        ({"patience": 1, "steps": 1}, "--patience 1 waits for a higher reward on held-out prompts, and there is none"),
     ):
         with pytest.raises(ValueError, match=message):
             grpo.main(dataclasses.replace(options(folder, tmp_path), **changes))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 
 from train import cluster, loss
 from train.data import pictures
@@ -73,7 +73,7 @@ def rollout(
     mesh: Mesh,
     judges: Sequence[Reward],
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-    """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, length, speed.
+    """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, pass@k, length.
 
     A row has a prompt with one completion, in the arrays of `train.data.packing`, and beside them "advantages" (the
     same all along a row) and "old", the log-probability with which each target was drawn. `o` are
@@ -114,6 +114,7 @@ def rollout(
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
         "reward_errors": errors,
+        **pass_at(total >= correct_from(o) - 1e-6),
         "length": float(np.mean(lengths)),
         "ended": float(np.mean([c.ended for c in completions])),
         "generation_tokens_per_second": sum(lengths) / seconds,
@@ -121,6 +122,23 @@ def rollout(
     if len(o.reward) > 1:
         numbers |= {f"reward_{name}": float(mean) for name, mean in zip(o.reward, each.mean((0, 1)), strict=True)}
     return batches, numbers
+
+
+def correct_from(o: Any) -> float:
+    """The reward from which on a completion counts as correct: --correct, or what rewards of at most 1 add up to."""
+    return sum(w for w in o.reward_weights or (1.0,) * len(o.reward) if w > 0) if o.correct is None else o.correct
+
+
+def pass_at(correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
+    """Estimates pass@k, the chance that one of k completions of a prompt is correct: k is 1, 2, 4, ... and the group.
+
+    Of n completions with c correct ones it is 1 - C(n - c, k) / C(n, k), unbiased (Chen et al., 2021, arXiv:2107.03374,
+    eq. 1), averaged over the prompts.
+    """
+    n = correct.shape[1]
+    sizes = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+    failed = lambda c, k: math.comb(n - c, k) / math.comb(n, k)
+    return {f"pass@{k}": 1 - float(np.mean([failed(int(c), k) for c in correct.sum(axis=1)])) for k in sizes}
 
 
 def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
