@@ -105,7 +105,8 @@ def run(
         samples.write(run.n, run.model())
         if o.keeps_best:
             save(run)
-    flops = flops_per_token(trained.config, o.seq_len, frozen=trained.adapters)
+    left = trained.abstract if o.freeze else None
+    flops = flops_per_token(trained.config, o.seq_len, frozen=trained.adapters, trained=left)
     bar = Progress(o.steps, start=run.n, flops_per_token=flops, console=rich.get_console())
     with dog, metrics, run.checkpoints, cluster.watching(), StopRequest(run.out) as stop, bar as progress:
         while not run.ended() and not reason:

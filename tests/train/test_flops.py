@@ -5,8 +5,11 @@ import dataclasses
 import pytest
 
 import zoo
+from train import freeze
 from train.metrics import flops_per_token, products_per_token
 from train.plan.ahead import seen_pairs
+from zoo.checkpoint import skeleton
+from zoo.registry import family_of
 
 
 TOLERANCE = 0.005
@@ -120,3 +123,29 @@ def test_flops_through_a_window():
 def test_attention_sees_half_of_all_pairs(name):
     """Whatever the states of a hybrid's other layers take, which does not grow with the row."""
     assert seen_pairs(zoo.config(name), 4096) == pytest.approx(0.5)
+
+
+def test_flops_of_what_is_frozen():
+    """No gradients of frozen weights, and nothing is sent back to where nothing is trained; in multiply-adds."""
+    config = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2, layer_types=())
+    model, p = skeleton(family_of(config), config), products_per_token(config, 100)
+    counted = lambda *patterns: flops_per_token(config, 100, trained=freeze.split(model, patterns)[0]) / 2
+    all_of_it = 3 * sum(p)
+    assert flops_per_token(config, 100) / 2 == counted("layers.*norm*") == all_of_it
+    assert counted("embed_tokens.*", "*norm*") == all_of_it
+    assert counted("*.mlp.up_proj.*") == all_of_it - 2 * 4096 * 12288
+    assert counted("lm_head.*") == all_of_it - p.head
+    assert counted("layers.*") == all_of_it - p.layers  # the embedding's gradients come through the layers
+    assert counted("layers.*", "embed_tokens.*") == sum(p) + 2 * p.head
+    assert counted("layers.*", "embed_tokens.*", "norm.*") == sum(p) + p.head
+    assert counted("layers.*", "embed_tokens.*", "lm_head.*") == sum(p) + p.head  # through the head, to the last norm
+
+
+def test_flops_of_a_frozen_embedding_that_is_the_head():
+    config = zoo.config("qwen3-0.6b")
+    model, p = skeleton(family_of(config), config), products_per_token(config, 100)
+    assert config.tie_word_embeddings
+    trained, _ = freeze.split(model, ["embed_tokens.*"])
+    assert flops_per_token(config, 100, trained=trained) / 2 == 3 * sum(p) - p.head
+    trained, _ = freeze.split(model, ["layers.*", "norm.*"])
+    assert flops_per_token(config, 100, trained=trained) / 2 == 3 * sum(p) - p.layers
