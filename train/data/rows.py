@@ -25,12 +25,12 @@ import safetensors.numpy
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Int, Int32, Shaped
+from jaxtyping import Int, Shaped
 
 from kernels.mesh import BATCH
 
 
-Row = dict[str, Int32[np.ndarray, " seq"]]
+Row = dict[str, Shaped[np.ndarray, "seq ..."]]
 BITS = ("loss_mask", "desirable")  # arrays that are 0 or 1
 ENDLESS = 2**31  # epochs; grain counts rows up to 2**63
 
