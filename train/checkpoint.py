@@ -37,6 +37,7 @@ import rich
 from convert import manifest
 from train.cluster import agree, together
 from train.goodput import timed
+from train.local import LocalCheckpoints, LocalOptions
 from train.state import TrainState
 from zoo.surgery import path_name
 
@@ -51,7 +52,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of trac
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(LocalOptions):
     """When checkpoints are saved and used, in `Options`."""
 
     save_every: int = 200
@@ -85,6 +86,7 @@ class Checkpoints:
         say: gets a line of text when something went wrong and the run can go on.
         accept_data: lets the run go on although files of the data have changed, that is hashes in `identity` whose
             dotted paths match DATA.
+        local: a folder on each host's own disk for faster checkpoints (`train.local`), if there are to be any.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Checkpoints:
         bin: bool = False,
         say: Callable[[str], None] = rich.print,
         accept_data: bool = False,
+        local: pathlib.Path | None = None,
     ):
         self.folder, self.identity = pathlib.Path(folder).resolve(), identity
         self.keep, self.bin, self.say, self.accept_data = keep, bin, say, accept_data
@@ -107,11 +110,14 @@ class Checkpoints:
         if agree(not self.folder.is_dir()):
             raise OSError(f"Not all processes see {self.folder}; it must be on a file system that they share.")
         together(lambda: self._first or self._lock())
+        self.local = LocalCheckpoints(local, self.folder) if local else None
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if self.local and kind is not None:
+            self.local.wait()
         if kind is None or jax.process_count() == 1:
             self.close()
         elif not issubclass(kind, jax.errors.JaxRuntimeError):  # after that error, a save would wait for a dead process
@@ -122,25 +128,31 @@ class Checkpoints:
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
     @timed("checkpoint")
-    def save(self, state: TrainState, data: Any, *, best: int | None = None) -> None:
+    def save(self, state: TrainState, data: Any, *, best: int | None = None, only_local: bool = False) -> None:
         """Saves the state in the background, together with `data`: JSON of the run's position in the data.
 
         It first waits for an earlier save that is still in progress. The state may be donated as soon as this returns.
-        The checkpoint of the step `best` is kept, however old it is.
+        The checkpoint of the step `best` is kept, however old it is. It saves on the hosts' own disks too if the run
+        has `local` checkpoints; and with `only_local` nowhere else.
 
         Raises:
             FloatingPointError: an array of the state is not finite; names it. Nothing is saved.
             OSError: as `check`.
         """
-        self.check(wait=True)
         step = int(state.step)
-        if agree(self._first and step in self.steps()):
-            return
+        if not only_local:
+            self.check(wait=True)
+            if agree(self._first and step in self.steps()):
+                return
         paths, arrays = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
         if not (finite := np.asarray(_finite(arrays))).all():
             bad = path_name(paths[int(finite.argmin())])
             raise FloatingPointError(f"{bad} is not finite at step {step}, so this state is not saved.")
         meta = json.dumps(describe(state) | {"identity": self.identity, "data": data})
+        if self.local:
+            self.local.save(state, meta)
+        if only_local:
+            return
         unfinished = self.folder / f"{step}.unfinished"
         try:
             together(lambda: self._begin(unfinished, meta))
@@ -180,6 +192,8 @@ class Checkpoints:
         """
         self.check(wait=True)
         self._thread.shutdown()
+        if self.local:
+            self.local.close(saved=agree(max(self.steps(), default=-1) if self._first else -1))
         if self._failures:
             raise OSError(f"The last checkpoint could not be saved; {self.folder} has those of steps {self.steps()}.")
 
@@ -194,14 +208,21 @@ class Checkpoints:
             OSError: all are damaged.
         """
         self.check(wait=True)
-        found = agree(together(functools.partial(self._newest, step)))
-        if found < 0:
-            return None
-        path = self.folder / str(found)
-        meta = json.loads((path / "meta.json").read_text())
-        if step is None:  # a checkpoint asked for by its step was saved by this very run
-            self._refuse_another_run(path, meta, abstract)
-        return ocp.load(str(path / "arrays"), abstract), meta["data"]
+        found, below = None, np.iinfo(np.int32).max
+        while found is None and (newest := agree(max(self._listed(below, step), default=-1))) >= 0:
+            below, path = newest, self.folder / str(newest)
+            if self.local and step is None:
+                found = self.local.restore(newest, abstract, functools.partial(self._refuse_another_run, abstract))
+            if found is None and agree(together(functools.partial(self._undamaged, path))):
+                meta = json.loads((path / "meta.json").read_text())
+                if step is None:  # a checkpoint asked for by its step was saved by this very run
+                    self._refuse_another_run(abstract, path, meta)
+                found = ocp.load(str(path / "arrays"), abstract), meta
+        if self.local and step is None:
+            self.local.begin()
+        if found is None and step is None:
+            together(self._refuse_all_damaged)
+        return found and (found[0], found[1]["data"])
 
     def _open(self) -> None:
         if self._first:
@@ -242,27 +263,29 @@ class Checkpoints:
             unfinished.mkdir()
             (unfinished / "meta.json").write_text(meta)
 
-    def _newest(self, only: int | None) -> int:
-        """Returns the step of the newest undamaged checkpoint, or -1 without one and in all processes but 0.
+    def _listed(self, below: int, only: int | None) -> list[int]:
+        """The steps before `below` that may have a checkpoint, as this process sees it; or `only` that one."""
+        steps = {*(self.steps() if self._first else ()), *(self.local.steps() if self.local else ())}
+        return [step for step in steps if step < below and only in (None, step)]
 
-        With `only`, it looks at the checkpoint of that step alone.
-        """
-        steps = self.steps() if self._first else []
-        for step in reversed(steps) if only is None else {only} & {*steps}:
-            path = self.folder / str(step)
-            try:
-                manifest.verify(path)
-                json.loads((path / "meta.json").read_text())
-                return step
-            except (OSError, ValueError) as error:
-                self._set_aside(path, error)
-        damaged = ", ".join(sorted(path.name for path in self.folder.glob("*.damaged"))) if self._first else ""
-        if damaged and only is None:
+    def _undamaged(self, path: pathlib.Path) -> bool:
+        """Whether there is a checkpoint, and all of it is as it was written; False in all processes but 0."""
+        if not self._first or not path.exists():
+            return False
+        try:
+            manifest.verify(path)
+            json.loads((path / "meta.json").read_text())
+        except (OSError, ValueError) as error:
+            self._set_aside(path, error)
+            return False
+        return True
+
+    def _refuse_all_damaged(self) -> None:
+        if damaged := ", ".join(sorted(path.name for path in self.folder.glob("*.damaged"))) if self._first else "":
             raise OSError(
                 f"No checkpoint in {self.folder} is undamaged. To begin anew, remove {damaged} from there, or take "
                 "another folder (--out)."
             )
-        return -1
 
     def _remove_unfinished(self) -> None:
         for path in self.folder.glob("*.unfinished"):
@@ -274,7 +297,7 @@ class Checkpoints:
         path.rename(aside)
         self.say(f"WARNING: the checkpoint of step {path.name} is damaged ({error}). It is now {aside}.")
 
-    def _refuse_another_run(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> None:
+    def _refuse_another_run(self, abstract: TrainState, path: pathlib.Path, meta: dict[str, Any]) -> None:
         """Raises ValueError in all processes if process 0, which alone has the hashes of files, says why."""
         why = self._compare(path, meta, abstract) if self._first else ""
         if agree(bool(why)):

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -22,6 +22,7 @@ from orbax.checkpoint import multihost
 T = TypeVar("T")
 TIMEOUT = 20  # seconds without a heartbeat after which a process counts as dead
 PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a live process until it is named, and until the run ends
+CHUNK = 2**26  # bytes that `share` sends at a time
 
 _passed = 0
 
@@ -95,6 +96,25 @@ def agree(value: int) -> int:
     """Returns the largest value among the processes, which all have to call it at the same point of the run."""
     passing()
     return int(multihost_utils.process_allgather(np.int32(value)).max())
+
+
+def gather(values: Sequence[bool]) -> np.ndarray:
+    """Returns the values of each process, (processes, values); all have to call it with as many at the same point."""
+    passing()
+    return np.asarray(multihost_utils.process_allgather(np.array(values, np.uint8))).reshape(-1, len(values)) > 0
+
+
+def share(data: bytes, source: int) -> bytes:
+    """Returns the `data` of the process `source`, in all processes, which have to call it at the same point."""
+    mine = len(data) if jax.process_index() == source else 0
+    size, shared = agree(mine // CHUNK) * CHUNK + agree(mine % CHUNK), []
+    for start in range(0, size, CHUNK):
+        length = min(CHUNK, size - start)
+        part = np.zeros(1 << (length - 1).bit_length(), np.uint8)  # of few sizes, each of which compiles a program
+        if mine:
+            part[:length] = np.frombuffer(data, np.uint8, length, start)
+        shared.append(np.asarray(multihost_utils.broadcast_one_to_all(part, jax.process_index() == source))[:length])
+    return b"".join(part.tobytes() for part in shared)
 
 
 def passing() -> None:

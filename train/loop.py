@@ -131,8 +131,9 @@ def run(
             metrics.write(run.n, **numbers, **progress.update(run.n, **numbers), **metrics.look(run, placed))
             if run.due(o.sample_every):
                 samples.write(run.n, run.model())
-            if run.due(o.eval_every if o.keeps_best else o.save_every) or reason or why:
-                save(run)
+            shared = run.due(o.eval_every if o.keeps_best else o.save_every) or reason or why
+            if shared or o.local_due(run.n):
+                save(run, only_local=not shared)
             run.checkpoints.check()
             if why:
                 raise FloatingPointError(why)
@@ -180,10 +181,10 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Token
     return Run(o, out, trained, task, checkpoints, validation, guard, compiled, schedule, rewarm, data, state, n, new)
 
 
-def save(run: Run) -> None:
+def save(run: Run, *, only_local: bool = False) -> None:
     """Starts to save a checkpoint. Its JSON says where the run is, and keeps its keys: older runs have them."""
     updates, best = run.task.updates, run.validation.best()
     position = dict(data=run.data.get_state(), looks=run.validation.looks, spikes=run.guard.numbers())
     position |= dict(options=folder.telling(run.o), rewarm=run.rewarm)
     position["rate"] = optim.rate_of(run.schedule, run.n * updates)
-    run.checkpoints.save(run.state, position, best=None if best is None else best * updates)
+    run.checkpoints.save(run.state, position, best=best and best * updates, only_local=only_local)

@@ -19,7 +19,12 @@ from train.state import TrainState
 
 def checkpoints(o: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> Checkpoints:
     """The checkpoints of the run in the folder `out`."""
-    return Checkpoints(out / "checkpoints", identity=identity, keep=o.keep, bin=o.bin, accept_data=o.accept_data)
+    if o.save_local_every < 1:
+        raise ValueError(f"--save-local-every {o.save_local_every} is not a number of steps: give 1 or more.")
+    return Checkpoints(
+        out / "checkpoints", identity=identity, keep=o.keep, bin=o.bin, accept_data=o.accept_data,
+        local=o.local_checkpoints,
+    )  # fmt: skip
 
 
 def begin(

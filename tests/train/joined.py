@@ -1,6 +1,8 @@
 """What each process of test_processes.py does, one task after another, because starting processes takes long.
 
 python -m tests.train.joined COORDINATOR PROCESSES PROCESS '["task", "argument", ...]' ...
+
+In an argument {process} stands for the number of the process.
 """
 
 import importlib
@@ -110,6 +112,6 @@ if __name__ == "__main__":
     coordinator, processes, process, *tasks = sys.argv[1:]
     cluster.initialize(coordinator, int(processes), int(process))
     for task in tasks:
-        name, *arguments = json.loads(task)
+        name, *arguments = json.loads(task.replace("{process}", process))
         print(f"===== {task}", flush=True)
         {f.__name__: f for f in (script, generate, save, restore, fail_to_save, hang, fail)}[name](*arguments)

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -219,6 +220,31 @@ def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, two):
     assert stopped < resumed < 12
     alone([*task, "--mesh", "fsdp=4,tensor=2"])
     assert_same_run(out, calm)
+
+
+@pytest.mark.slow
+def test_a_lost_disk(folder):
+    """A process is killed, and its own disk is lost: the run goes on from the pieces of its replica, to the last bit.
+
+    Nothing is saved in the shared folder before the end. In each replica two devices share the state.
+    """
+    calm, out, disks = folder / "undisturbed", folder / "robbed", folder / "disks"
+    options = ["--steps", "12", "--save-every", "99", "--eval-every", "12", "--mesh", "replica=2,fsdp=2"]
+    task = script("pretrain", out, *options, "--local-checkpoints", str(disks / "{process}"), "--save-local-every", "2")
+    there = lambda process: {int(path.name.split("-")[0]) for path in disks.glob(f"{process}/*/*/*[0-9]")}
+    run = Run(folder, 2, 2, script("pretrain", calm, *options), task)
+    run.wait_for(lambda: max(there(0) & there(1), default=0) >= 4)
+    os.kill(run.processes[1].pid, signal.SIGKILL)
+    run.finish(1, -signal.SIGKILL)
+    assert last_step(out) < 12 and not saved_steps(out)
+
+    shutil.rmtree(disks / "1")
+    first, _ = (output[json.dumps(task)] for output in Run(folder, 2, 2, task).finish(0, 0))
+    (step,) = map(int, re.findall(r"Going on from step (\d+) of", first))
+    assert step >= 4 and step % 2 == 0 and f"pieces of step {step} come from the disks of other processes" in first
+    for name in ("loss", "grad_norm", "validation_loss"):
+        assert [line.get(name) for line in metrics(out)] == [line.get(name) for line in metrics(calm)]
+    assert saved_steps(out) == {12} and not there(0) | there(1)
 
 
 @pytest.mark.slow
