@@ -326,7 +326,7 @@ class Checkpoints:
             )
         if files:
             self.say(
-                f"WARNING: The data has changed since step {path.name}: {said}. The run goes on with it at the same "
+                f"WARNING: The data has changed since {path} was saved: {said}. The run goes on with it at the same "
                 "place in the order of the records; if their number or lengths are others now, some may come twice in "
                 "this epoch, and some not at all."
             )

@@ -289,7 +289,7 @@ def _name(n: int, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     return ".".join([str(n), *(f"{start}-{stop}" for start, stop in ranges)])
 
 
-def _array(found: Mapping[str, bytes], n: int, leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
+def _array(found: Mapping[str, bytes], n: int, leaf: Any, index: Any) -> np.ndarray:
     shape = [len(range(*part.indices(size))) for part, size in zip(index, leaf.shape, strict=True)]
     return np.frombuffer(found[_name(n, index, leaf.shape)], leaf.dtype).reshape(shape)
 

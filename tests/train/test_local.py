@@ -1,6 +1,6 @@
 """Fast checkpoints on the hosts' own disks: the newest complete one is used, wherever it is, and is whole bit by bit.
 
-What several processes do for each other is in test_processes.py.
+What several processes do for each other is in test_processes.py, and a whole run in test_scripts.py.
 """
 
 import json
@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.train.conftest import run
 from tests.train.test_checkpoint import IDENTITY, OPTIMIZER, assert_same, at, model
+from train import resume
 from train.checkpoint import Checkpoints
+from train.options import Options
 from train.state import abstract_state, init_state
 from zoo.nn.layers import Linear
 
@@ -201,28 +202,6 @@ def test_an_orderly_end_leaves_nothing(kept, first, tmp_path):
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_a_run_goes_on_from_its_local_checkpoint(quick, base, tmp_path, monkeypatch, capsys):
-    """A script that fails after step 5 of 8 goes on from step 4, and its losses are those of a run that does not."""
-    calm = run(base, tmp_path / "calm")
-    options = dict(local_checkpoints=tmp_path / "disk", save_local_every=2, save_every=3)
-
-    def fail(self, n, **numbers):
-        if n == 5:
-            raise ZeroDivisionError
-        return {}
-
-    with monkeypatch.context() as patch:
-        patch.setattr("train.watchdog.Watchdog.done", fail)
-        with pytest.raises(ZeroDivisionError):
-            run(base, tmp_path / "run", **options)
-    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"3", "id"}
-    resumed = run(base, tmp_path / "run", **options)
-    for name in ("loss", "grad_norm"):
-        assert [line.get(name) for line in resumed] == [line.get(name) for line in calm]
-    assert "Going on from step 4 of" in capsys.readouterr().out
-    assert not list((tmp_path / "disk").iterdir())
-
-
-def test_a_wrong_number_of_steps(base, tmp_path):
+def test_a_wrong_number_of_steps(tmp_path):
     with pytest.raises(ValueError, match=r"--save-local-every 0 is not a number of steps: give 1 or more\."):
-        run(base, tmp_path / "run", save_local_every=0)
+        resume.checkpoints(Options(save_local_every=0), tmp_path, {})

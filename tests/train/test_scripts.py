@@ -144,6 +144,28 @@ def test_told_to_stop(words, whole, stopped_at, capsys):
     assert (out / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
 
 
+def test_a_run_goes_on_from_a_local_checkpoint(words, whole, tmp_path, monkeypatch, capsys):
+    """A run that fails in step 8, with a shared checkpoint of step 4 and a local one of step 6."""
+    out, asked = tmp_path / "failed", []
+
+    def fail(stop):
+        asked.append(stop)
+        return 1 / (8 - len(asked)) and ""
+
+    how = options(words, out, "--local-checkpoints", tmp_path / "disk", "--save-local-every", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "agreed", fail)
+        with pytest.raises(ZeroDivisionError):
+            command("train.sft", *how)
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"4", "id"}
+    assert [path.name[0] for path in (tmp_path / "disk").glob("*/0/*")] == ["6"]
+    command("train.sft", *how)
+    assert "Going on from step 6" in capsys.readouterr().out
+    assert losses(out) == losses(whole)
+    assert (out / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    assert not list((tmp_path / "disk").iterdir())
+
+
 def test_a_run_from_the_file_of_another(words, whole, tmp_path, stopped_at):
     """Its options and its numbers are the same; an option that does not exist ends it in a sentence."""
     stopped_at(3)
