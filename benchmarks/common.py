@@ -138,9 +138,14 @@ def report(
     number = lambda x: f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
     spread = lambda v: f" \\[{number(min(v))}..{number(max(v))}]" if len(v) > 1 else ""
     cell = lambda v: number(statistics.median(v)) + spread(v) if v else ""
-    table = rich.table.Table("median \\[min..max]", *results, title=f"{name}, {device}", box=rich.box.SIMPLE)
-    for quantity in dict.fromkeys(quantity for values in results.values() for quantity in values):
-        table.add_row(quantity, *(cell(values.get(quantity, [])) for values in results.values()))
+    quantities = dict.fromkeys(quantity for values in results.values() for quantity in values)
+    cells = {who: [cell(values.get(quantity, [])) for quantity in quantities] for who, values in results.items()}
+    across, down = list(results), dict(zip(quantities, zip(*cells.values(), strict=True), strict=True))
+    if len(across) > len(down):  # many contestants: one a line
+        across, down = list(quantities), cells
+    table = rich.table.Table("median \\[min..max]", *across, title=f"{name}, {device}", box=rich.box.SIMPLE)
+    for each, values in down.items():
+        table.add_row(each, *values)
     rich.console.Console(width=120).print(table)
 
     summary = lambda v: {"median": statistics.median(v), "min": min(v), "max": max(v), "rounds": len(v)}
@@ -148,7 +153,7 @@ def report(
         "settings": settings,
         "results": {who: {quantity: summary(v) for quantity, v in values.items()} for who, values in results.items()},
         "device": device,
-    } | circumstances(("jax", "jaxlib", "equinox", "optax", "torch", "transformers"))
+    } | circumstances(("jax", "jaxlib", "equinox", "optax", "torch", "transformers", "grain", "datasets", "tokenizers"))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{device}-{datetime.date.today()}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")

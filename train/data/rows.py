@@ -62,15 +62,15 @@ def to_bytes(row: Row) -> bytes:
 def from_bytes(data: bytes, seq_len: int) -> Row:
     """Makes the row that `to_bytes` was given, filled up to `seq_len` tokens with zeros."""
     arrays = safetensors.numpy.load(data)
-    lengths = arrays.pop("lengths").astype(np.int64)
-    ends, used = np.cumsum(lengths), int(lengths.sum())
-    row = {
-        name: np.zeros(seq_len, np.int32) for name in ("targets", "segments", "positions", *arrays.keys() - {"last"})
-    }
+    lengths, last = arrays.pop("lengths").astype(np.int32), arrays.pop("last")
+    ends = lengths.cumsum(dtype=np.int32)
+    starts, used = ends - lengths, int(ends[-1])
+    names = ("targets", "segments", "positions", *arrays)
+    row = dict(zip(names, np.zeros((len(names), seq_len), np.int32), strict=True))
     row["targets"][: used - 1] = arrays["tokens"][1:]
-    row["targets"][ends - 1] = arrays.pop("last")
-    row["segments"][:used] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    row["positions"][:used] = np.arange(used) - np.repeat(ends - lengths, lengths)
+    row["targets"][ends - 1] = last
+    row["segments"][:used] = np.arange(1, len(lengths) + 1).repeat(lengths)
+    np.subtract(np.arange(used, dtype=np.int32), starts.repeat(lengths), out=row["positions"][:used])
     for name, array in arrays.items():
         row[name][:used] = np.unpackbits(array, count=used) if name in BITS else array
     return row
@@ -255,11 +255,12 @@ class _Batches:
         return -(-len(self.rows) // self.batch)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        numbers = np.arange(self.batch) if self.here is None else self.here
-        rows = [self.rows[i] if (i := index * self.batch + int(k)) < len(self.rows) else None for k in numbers]
-        shape = next((row for row in rows if row), None) or self.rows[0]
-        blank = {name: np.zeros_like(array) for name, array in shape.items()}
-        arrays = {name: np.stack([(row or blank)[name] for row in rows]) for name in blank}
+        numbers = range(self.batch) if self.here is None else self.here.tolist()
+        rows = [self.rows[i] for number in numbers if (i := index * self.batch + number) < len(self.rows)]
+        shape = rows[0] if rows else self.rows[0]
+        arrays = {name: np.zeros((len(numbers), *array.shape), array.dtype) for name, array in shape.items()}
+        for name, array in arrays.items():
+            np.stack([row[name] for row in rows], out=array[: len(rows)])
         if self.here is None:
             return arrays
         return {name: Share(array, self.here, self.batch) for name, array in arrays.items()}
