@@ -227,7 +227,7 @@ def main(
     seq_lens: tuple[int, ...] = (1024, 4096),
     batch_tokens: int = 32_768,
     processes: int = 1024,
-    steps: int = 60,
+    steps: int = 30,
     rounds: int = 5,
 ) -> None:
     """Throughput of preparing and of reading, one process each; many simulated processes; and a run.
