@@ -25,11 +25,11 @@ def test_datasets_prepares_the_same(tmp_path):
 
 
 def test_reading(tmp_path):
-    data.write_store(tmp_path / "store", 64, 40 * 64)
+    data.write_store(tmp_path / "store", 64, 48 * 64)
     args = (str(tmp_path / "store"), 64, 8)
-    assert data.reads(*args)() == data.grain_reads(*args)() == 40 * 64
+    assert data.reads(*args)() == data.grain_reads(*args)() == 48 * 64
     if importlib.util.find_spec("torch"):
-        assert data.torch_reads(*args, workers=0)() == 40 * 64
-    found = data.of_processes(str(tmp_path / "store"), 64, 16, 16)  # 40 rows: a part of the last batch is padding
-    assert found["rows read once"] == [40] and found["rows read otherwise"] == [0]
+        assert data.torch_reads(*args, workers=0)() == 48 * 64
+    found = data.of_processes(str(tmp_path / "store"), 64, 16, 16)
+    assert found["rows read once"] == [48] and found["rows read otherwise"] == [0]
     assert len(found["kB of a process"]) == 16 and min(found["kB of a process"]) > 0

@@ -124,6 +124,11 @@ def test_processes_share_every_batch(processes):
     assert set(read.values()) == {1} and len(read) == (4096 if processes < 1024 else 2048)
 
 
+def test_a_process_may_have_no_row_of_the_last_batch():
+    last = rows._Batches(order([Set(numbered(5), 0)], epochs=1), 4, np.array([2, 3]))[1]
+    assert last["tokens"].array.shape == (2, 4) and not last["segments"].array.any()
+
+
 def test_a_share_is_put_like_the_whole():
     mesh = make_mesh("fsdp=4,context=2")
     whole = np.arange(8 * 16, dtype=np.int32).reshape(8, 16)

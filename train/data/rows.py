@@ -259,7 +259,7 @@ class _Batches:
         rows = [self.rows[i] for number in numbers if (i := index * self.batch + number) < len(self.rows)]
         shape = rows[0] if rows else self.rows[0]
         arrays = {name: np.zeros((len(numbers), *array.shape), array.dtype) for name, array in shape.items()}
-        for name, array in arrays.items():
+        for name, array in arrays.items() if rows else ():  # a process may have none of the last batch
             np.stack([row[name] for row in rows], out=array[: len(rows)])
         if self.here is None:
             return arrays
