@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-import zoo
 from kernels.chunks import Chunks
 from train.tasks import WRONG, TaskOptions, Wrong
 from zoo.gather import gathered
 from zoo.generation.engine import bucket
+from zoo.generation.generate import generate
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ def adapter(
                 said = requests[numbers[0]].args[1]
                 until, new = said.get("until") or [], int(said.get("max_gen_toks", tokens))
                 prompts = [tokenizer.encode(requests[n].args[0])[-(limit - new) :] for n in numbers]
-                texts = zoo.generate(
+                texts = generate(
                     model, tokenizer, prompts, max_new_tokens=new, batch=rows, repetition_penalty=1.0,
                     stop=[until] if isinstance(until, str) else until,
                     temperature=float(said.get("temperature") or 0) if said.get("do_sample") else 0.0,
