@@ -176,6 +176,7 @@ ROWS = {
             FAULTS,
             f"{CHECKPOINT}::test_a_state_that_is_not_finite_is_refused",
             f"{SCRIPTS}::test_not_finite",
+            f"{PROCESSES}::test_bad_steps_of_two_processes",
             "tests/train/test_step.py::test_a_step_that_is_not_finite_changes_nothing",
         ),
     ),
@@ -222,9 +223,9 @@ ROWS = {
     ),
     "R19": Row(
         "The same run again",
-        "the same bits",
+        "the same bits, and those of last time",
         "Levanter, TorchTitan: the same bits",
-        (f"{SCRIPTS}::test_a_run", f"{SCRIPTS}::test_told_to_stop"),
+        (f"{SCRIPTS}::test_the_same_again", f"{SCRIPTS}::test_told_to_stop"),
     ),
     "R20": Row(
         "Hours of faults of all kinds, at random",

@@ -8,24 +8,29 @@ In an argument {process} stands for the number of the process.
 import importlib
 import json
 import pathlib
+import string
 import sys
 import time
 import typing
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import train.options
 import zoo
-from train import cluster
+from train import cluster, offending, replay
 from train.checkpoint import Checkpoints
 from train.command import command
 from train.state import TrainState
+from train.step import cross_entropy
 from train.stop import AGAIN
 from zoo.mesh import make_mesh
 
 
+MARKS = "~~~~~~", "@@@@@@"
 PROMPTS = ["The module", "A list", "for i", "def f", "class", "import", "x =", "Return"]
 
 
@@ -45,6 +50,49 @@ def generate():
     with jax.set_mesh(mesh):
         texts = zoo.generate(zoo.load("tiny", mesh=mesh), zoo.tokenizer("tiny"), PROMPTS, max_new_tokens=4, stop=["?"])
     print(json.dumps(texts))
+
+
+def write_marked(path):
+    """Records of one word, of which two are MARKS."""
+    texts = [string.ascii_lowercase[n % 20 : n % 20 + 5] for n in range(64)]
+    texts[20], texts[50] = MARKS
+    path.write_text("".join(json.dumps({"prompt": "a ", "completion": text}) + "\n" for text in texts))
+    return path
+
+
+def poisoned(data):
+    """An objective that makes a NaN of a batch with the record MARKS[0], and a spike of one with MARKS[1]."""
+    tokenizer = zoo.tokenizer("tiny")
+    lines = [json.loads(line)["completion"] for line in pathlib.Path(data).read_text().splitlines()]
+    ids = {text: {*tokenizer.encode(text, special=False)} for text in lines}
+    others = set().union(*(found for text, found in ids.items() if text not in MARKS))
+    rare = [jnp.asarray(sorted(ids[mark] - others)) for mark in MARKS]
+
+    def objective(model, batch, *more, **options):
+        total, count, sums, reports = cross_entropy(model, batch, *more, **options)
+        nan, spike = (jnp.isin(batch["tokens"], each).any() for each in rare)
+        factor = jnp.where(nan, jnp.nan, jnp.where(spike, 1000.0, 1.0))
+        return total * factor, count, sums | {"loss": sums["loss"] * factor}, reports
+
+    return objective
+
+
+def bad_steps(data, out, *arguments):
+    """Fine-tuning on marked records, and the replay of the NaN. Prints what every step was found to be."""
+    seen: list[tuple[int, bool, bool]] = []
+    look = offending.Guard.look
+
+    def recorded(self, run, numbers, *more):
+        seen.append((run.n, bool(numbers["finite"]), bool(numbers["spike"])))
+        return look(self, run, numbers, *more)
+
+    offending.Running.WINDOW, offending.Guard.look, train.options.cross_entropy = 4, recorded, poisoned(data)
+    script("train.sft", "--data", data, "--out", out, *arguments)
+    nan = next(n for n, finite, _ in seen if not finite)
+    sys.argv = ["train.replay", f"{out}/offending-{nan}"]
+    replay.main()
+    print(json.dumps(seen))
+    train.options.cross_entropy = cross_entropy
 
 
 def known_state(devices=None):
@@ -114,4 +162,6 @@ if __name__ == "__main__":
     for task in tasks:
         name, *arguments = json.loads(task.replace("{process}", process))
         print(f"===== {task}", flush=True)
-        {f.__name__: f for f in (script, generate, save, restore, fail_to_save, hang, fail)}[name](*arguments)
+        {f.__name__: f for f in (script, generate, save, restore, fail_to_save, hang, fail, bad_steps)}[name](
+            *arguments
+        )

@@ -123,6 +123,10 @@ GRPO = ["--steps", "2", "--prompts", "2", "--group", "4", "--max-new-tokens", "8
 PRETRAINING = ["--steps", "12", "--save-every", "2", "--eval-every", "12", "--sample-every", "12"]
 
 
+BAD = ["--seq-len", 32, "--lr", 1e-3, "--batch", 8, "--epochs", 1, "--packing", "off", "--hold-out", 0]
+BAD += ["--sample-every", 99, "--save-every", 99, "--on-nonfinite", "skip", "--skip-spikes", 40]
+
+
 @pytest.fixture(scope="module")
 def four(folder):
     """What four processes with two devices each print of a mesh that is wrong for all; first they save a checkpoint."""
@@ -136,6 +140,7 @@ def two(folder, four):
     """Two processes with four devices each, and what they print of each task. The second one gets a SIGTERM in the
     first task; the last task fails in the first process only."""
     (folder / "blocked" / "metrics.jsonl").mkdir(parents=True)
+    bad = joined.write_marked(folder / "bad.jsonl")
     tasks = {
         "stormy": script("pretrain", folder / "stormy", *PRETRAINING),
         "restore": ["restore", str(folder / "bits")],
@@ -144,6 +149,7 @@ def two(folder, four):
         "sft": script("sft", folder / "sft-two", *FINE_TUNING),
         "adapters": script("sft", folder / "adapters-two", *ADAPTERS),
         "grpo": script("grpo", folder / "grpo-two", *GRPO),
+        "bad": ["bad_steps", str(bad), str(folder / "bad-steps"), *map(str, BAD)],
         "generate": ["generate"],
         "blocked": script("sft", folder / "blocked", "--steps", "2"),
     }
@@ -290,6 +296,28 @@ def test_a_checkpoint_of_four_processes_is_restored_by_others_bit_by_bit(folder,
 def test_a_save_that_fails_in_one_process_fails_in_all_and_the_run_goes_on(folder, two):
     """As the tasks themselves see; here is what they left."""
     assert [path.name for path in (folder / "failing").iterdir()] == ["7"]
+
+
+@pytest.mark.slow
+def test_bad_steps_of_two_processes(folder, two):
+    """A NaN and a spike are left out by both alike; the batch is kept once, and computed again it is the same."""
+    first, second = ([line for line in output["bad"].splitlines() if line.startswith("[[")] for output in two)
+    assert len(first) == 1 and first == second
+    found = json.loads(first[0])
+    ((nan, *_),) = [each for each in found if not each[1]]
+    ((spike, *_),) = [each for each in found if each[2]]
+    lines = [line for line in metrics(folder / "bad-steps") if "loss" in line]
+    assert [line["step"] for line in lines if line.get("skipped")] == sorted([nan, spike]) and len(lines) == 8
+    assert {path.name for path in (folder / "bad-steps").glob("offending-*")} == {
+        f"offending-{n}" for n in (nan, spike)
+    }
+    kept = folder / "bad-steps" / f"offending-{nan}"
+    assert [path.name for path in kept.glob("*.npz")] == [f"batch-{nan}.npz"]
+    with np.load(kept / f"batch-{nan}.npz") as batch:
+        assert len(batch["tokens"]) == 8  # of both processes
+    said = two[0]["bad"].replace("\n", " ")
+    assert f"batch-{nan}.npz: its loss is nan, and its gradients' norm nan, bit by bit as in the run." in said
+    assert "The first NaN is made by" in said
 
 
 @pytest.mark.slow

@@ -131,6 +131,17 @@ def stopped_at(monkeypatch):
     return stopped_at
 
 
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "losses.json"
+
+
+def test_the_same_again(whole, record_property):
+    """The losses of `whole` are those that were committed: as far as another jax, or another CPU, rounds the same."""
+    golden, found = json.loads(GOLDEN.read_text()), list(losses(whole).values())
+    off = np.abs(np.array(found) / np.array(golden) - 1).max()
+    record_property("figure", f"{STEPS} losses within {off:.1e} of the committed ones")
+    assert off < 1e-4
+
+
 def test_told_to_stop(words, whole, stopped_at, capsys):
     out = words / "stopped"
     stopped_at(6)
@@ -214,8 +225,25 @@ def test_fp8(words, stopped_at):
     assert_eight_bits(words, words / "float", stopped_at, "fp8", *more)
 
 
-def test_resuming_on_other_data_is_refused(words, whole):
-    assert "identity.data.batch is 4, and now it is 8" in refused(*options(words, whole, "--batch", "8"))
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--batch", 8], "identity.data.batch is 4, and now it is 8"),
+        (["--seed", 8], "identity.data.seed is 0, and now it is 8"),
+        (["--seq-len", 24], "identity.data.seq_len is 32, and now it is 24"),
+        (["--packing", "off"], "identity.data.packing is fit, and now it is off"),
+        (["--hold-out", 0.1], "identity.data.hold_out is 0.05, and now it is 0.1"),
+        (["--no-completions-only"], "identity.data.completions_only is True, and now it is False"),
+        (["--model", "other"], "identity.data"),
+    ],
+)
+def test_resuming_on_other_data_is_refused(words, whole, more, said):
+    """It names what differs: here the tokenizer is another, of the same size."""
+    if more[0] == "--model":
+        more = ["--model", shutil.copytree(words / "model", words / "other")]
+        text = (words / "other" / "tokenizer.json").read_text()
+        (words / "other" / "tokenizer.json").write_text(text.replace('"q"', '"\u00e9"'))
+    assert said in refused(*options(words, whole, *more))
 
 
 def test_a_mended_record(words, tmp_path, stopped_at, capsys):
