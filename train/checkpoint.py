@@ -38,6 +38,7 @@ from convert import manifest
 from train.cluster import agree, together
 from train.goodput import timed
 from train.local import LocalCheckpoints, LocalOptions
+from train.offload import in_turn
 from train.state import TrainState
 from zoo.surgery import path_name
 
@@ -313,6 +314,8 @@ class Checkpoints:
             ours = name == "format" or name.startswith("state.")  # all that options change is in the identity
             remedy = "Take the version of this project that began it" if ours else "Set that back"
             remedy = "Set --optimizer and --moments back" if name.startswith("state.opt_state.") else remedy
+            dtype_alone = name.startswith("state.model.") and old.partition("[")[1:] == new.partition("[")[1:]
+            remedy = "Set --weights-dtype back" if dtype_alone else remedy
             return (
                 f"{path} is of another run: its {name} is {old}, and now it is {new}. {remedy} to go on with it, or "
                 "start anew in another folder (--out)."
@@ -369,7 +372,7 @@ def describe(state: TrainState) -> dict[str, Any]:
 
 @jax.jit
 def _finite(arrays: tuple[jax.Array, ...]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+    return jnp.stack(in_turn(lambda array: jnp.isfinite(array).all(), arrays))
 
 
 def differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -9,7 +9,7 @@ import rich
 from jax.sharding import Mesh
 
 from kernels.mesh import BATCH
-from train import trackers
+from train import offload, trackers
 from train.adapters import Lora
 from train.microbatches import elastic
 from train.options import Options
@@ -81,7 +81,7 @@ def resolve_remat(o: O, trained: Trained, mesh: Mesh, held: Any) -> O:
         return o
     ways = fit.ways(
         trained.config, mesh, trained.abstract, ahead.device_bytes(held), rows=o.batch, seq=o.seq_len,
-        compute_dtype=o.compute_dtype, frozen=trained.adapters, least=o.microbatches,
+        compute_dtype=o.compute_dtype, frozen=trained.adapters, least=o.microbatches, copied=offload.is_copied(o),
     )  # fmt: skip
     available = device_bytes()
     if available is None or not ways:

@@ -34,9 +34,9 @@ ROOT = pathlib.Path("runs")
 INCIDENTAL = {
     "--accept-data", "--bin", "--check-nans", "--config", "--coordinator", "--data", "--dry-run", "--dump-hlo",
     "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh", "--microbatches", "--model",
-    "--norms-every", "--on-nonfinite", "--out", "--process", "--processes", "--profile", "--program", "--push-to-hub",
-    "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens", "--save-every", "--save-local-every",
-    "--step-timeout", "--tracker",
+    "--norms-every", "--offload", "--on-nonfinite", "--out", "--process", "--processes", "--profile", "--program",
+    "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
+    "--save-local-every", "--step-timeout", "--tracker",
 }  # fmt: skip
 RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
 NEW = {"--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # and those that runs before 2026-11-23 did not

@@ -20,6 +20,7 @@ from train.goodput import timed
 from train.mesh import put_batch
 from train.metrics import Progress, flops_per_token, mean_of_updates
 from train.offending import Guard
+from train.offload import to_device
 from train.options import Options
 from train.remat import REMAT
 from train.router import rebalancing
@@ -72,7 +73,7 @@ class Run:
     new: bool  # whether it begins here
 
     def model(self) -> Any:
-        return lora.joined(self.state.model, self.trained.frozen)
+        return lora.joined(to_device(self.state.model), self.trained.frozen)
 
     def ended(self) -> bool:
         return self.n >= self.o.steps or self.validation.waited(self.n)
@@ -150,7 +151,8 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Token
     """The run at its first step, or at that of its last checkpoint. After a dry run, which reports memory, None."""
     about = folder.about(o, identity)  # of the options as given: another device may need other microbatches
     optimizer, schedule = optim.make_optimizer(o, task.updates)
-    abstract = abstract_state(trained.abstract, optimizer)
+    kept: Any = dict(weights_dtype=o.weights_dtype, offload=o.offload)
+    abstract = abstract_state(trained.abstract, optimizer, **kept)
     o = resolve_remat(o, trained, mesh, (abstract, trained.frozen, task.reference))
     dtype, rewarm = jnp.dtype(o.compute_dtype), None
     validation = Validation(o, task, trained.config, tokenizer, mesh)
@@ -168,7 +170,7 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Token
     if o.replay:
         return replay.replay(o, step(abstract), abstract, trained, task, mesh)
     checkpoints = resume.checkpoints(o, out, about["identity"])
-    weights = lambda: init_state(trained.make(), optimizer)
+    weights = lambda: init_state(trained.make(), optimizer, **kept)
     state, saved, new = resume.begin(o, out, checkpoints, abstract, about, task.updates, weights)
     data, n = iter(task.data), int(state.step) // task.updates
     if saved:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from train import offload
 from train.plan import ahead, fit
 
 
@@ -23,25 +24,28 @@ def used() -> dict[str, int]:
 
 
 def kinds(run: Any, batch: Any) -> dict[str, int]:
-    """Bytes of a device by what they are: of the arrays of a `train.loop.Run` and of a batch that are not offloaded.
+    """Bytes of a device by what they are: of the arrays of a `train.loop.Run` and of a batch.
 
-    "activations", with the gradients and all else that is there only while a step runs, is the peak without these
-    arrays; so call it after a step. "estimated" is what --remat auto takes them to be.
+    "offloaded" are those that it has in the memory of its host; they are left out of the others. "activations", with
+    the gradients and all else that is there only while a step runs, is the peak without these arrays; so call it after
+    a step. "estimated" is what --remat auto takes them to be.
     """
     arrays = {
         "parameters": run.state.model, "frozen": run.trained.frozen, "reference": run.task.reference,
         "optimizer": run.state.opt_state, "batch": batch,
     }  # fmt: skip
-    is_there = lambda a: isinstance(a, jax.Array) and a.sharding.memory_kind != "pinned_host"
-    on_device = lambda tree: [a for a in jax.tree.leaves(tree) if is_there(a)]
-    found = {kind: size for kind, tree in arrays.items() if (size := ahead.device_bytes(on_device(tree)))}
+    placed = lambda tree: [a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)]
+    found = {kind: size for kind, tree in arrays.items() if (size := ahead.device_bytes(placed(tree)))}
     held = sum(found.values())
+    if size := ahead.host_bytes(placed(arrays)):
+        found["offloaded"] = size
     if peak := used().get("memory/device_peak_bytes"):
         found["activations"] = peak - held
     mesh = jax.tree.leaves(batch)[0].sharding.mesh
     ways = fit.ways(
         run.trained.config, mesh, run.trained.abstract, held, rows=run.o.batch, seq=run.o.seq_len,
         compute_dtype=run.o.compute_dtype, frozen=run.trained.adapters, least=run.o.microbatches,
+        copied=offload.is_copied(run.o),
     )  # fmt: skip
     as_here = (way.needed for way in ways if (way.remat, way.microbatches) == (run.o.remat, run.o.microbatches))
     if estimate := next(as_here, 0):
@@ -52,7 +56,8 @@ def kinds(run: Any, batch: Any) -> dict[str, int]:
 def sentence(kinds: dict[str, int]) -> str:
     """Says what `kinds` found."""
     size = lambda n: f"{n / 2**20:,.1f} MiB" if n < 2**30 else f"{n / 2**30:,.1f} GiB"
-    held = [f"{kind} {size(n)}" for kind, n in kinds.items() if kind not in ("activations", "estimated")]
+    held = [f"{kind} {size(n)}" for kind, n in kinds.items() if kind not in ("activations", "estimated", "offloaded")]
+    away = f" In its host's: {size(kinds['offloaded'])}." if "offloaded" in kinds else ""
     steps = size(kinds["activations"]) if "activations" in kinds else "an unknown amount"
     estimate = f", estimated as {size(kinds['estimated'])}" if "estimated" in kinds else ""
-    return f"Memory of a device: {', '.join(held)}; activations and gradients {steps}{estimate}."
+    return f"Memory of a device: {', '.join(held)}; activations and gradients {steps}{estimate}.{away}"

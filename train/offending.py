@@ -29,6 +29,7 @@ from train.cluster import agree
 from train.data.rows import whole
 from train.mesh import put_batch
 from train.nonfinite import EveryGradient, Limits
+from train.offload import to_device
 from train.state import TrainState
 from zoo.surgery import path_name
 
@@ -169,7 +170,7 @@ def explained(step: Any, state: TrainState, batch: Any, trained: Any, task: Any)
     Args:
         step: as `train.step.jit_train_step` makes it.
     """
-    arguments = {"state": state, "batch": batch, "frozen": trained.frozen, "reference": task.reference}
+    arguments = {"state": to_device(state), "batch": batch, "frozen": trained.frozen, "reference": task.reference}
     given = {name: value for name, value in arguments.items() if value is not None}
     plain = inspect.unwrap(step)  # not compiled
     function = lambda given: plain(*(given.get(name) for name in arguments), EveryGradient())[1]

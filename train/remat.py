@@ -9,12 +9,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_policies
 
 from kernels import flash, matmul
+from train.offload import OffloadOptions
 from train.program import ProgramOptions
+from train.rounding import WeightsOptions
 from zoo.nn.stack import LAYER_INPUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOptions(ProgramOptions):
+class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
     """The size of a step, and what it computes in and where, in `Options`."""
 
     seq_len: int = 0
@@ -28,11 +30,12 @@ class StepOptions(ProgramOptions):
     """Number of processes when none is lost, which train.launch --elastic sets. While there are fewer, a step has more
     microbatches, so that a device has no more rows at a time."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the forward and backward pass; weights are kept in float32. auto: bfloat16, but float32 on a CPU."""
+    """Data type of the forward and backward pass; for weights see --weights-dtype. auto: bfloat16, but float32 on a
+    CPU."""
     matmul: Literal["float", "int8", "fp8"] = "float"
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
-    activations are rounded row by row; fp8 rounds the backward pass too, with one scale a tensor. Weights are kept in
-    float32 with all three. Embedding, head and routers are not rounded, nor are the gradients of experts."""
+    activations are rounded row by row; fp8 rounds the backward pass too, with one scale a tensor. Weights are kept as
+    --weights-dtype says. Embedding, head and routers are not rounded, nor are the gradients of experts."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "dots"
     """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products and attention.
     attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept in the

@@ -90,7 +90,7 @@ def load_state(
         name, (old, new) = next(iter(changed.items()))
         raise ValueError(
             f"{path} can't be the state of this run: its {name} is {old}, and here it is {new}. --load-state needs the "
-            "same model, adapters, --optimizer and --moments."
+            "same model, adapters, --optimizer, --moments and --weights-dtype."
         )
     theirs, ours = meta["identity"], json.loads(json.dumps(identity))
     if "lora" in ours and ours["lora"] == theirs.get("lora") and theirs.get("weights") != ours.get("weights"):

@@ -1,4 +1,4 @@
-"""The state of a training run: float32 parameters, the optimizer's arrays, the number of steps; and where each lies."""
+"""The state of a training run: parameters, the optimizer's arrays, the number of steps; and where each lies."""
 
 import dataclasses
 import math
@@ -16,12 +16,14 @@ from jaxtyping import Array, Int
 from kernels.mesh import REPLICA
 from train import freeze
 from train.mesh import abstract_model, check_mesh
+from train.offload import host
 from train.remat import StepOptions
 from zoo import lora
 from zoo.checkpoint import skeleton
 from zoo.nn.model import AbstractConfig
 from zoo.quantized import quantize_training
 from zoo.registry import family_of
+from zoo.surgery import cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ def to_train(
     """What `load()` loads, as what is trained: its adapters, or all of its weights but those of --freeze.
 
     Raises:
-        ValueError: the mesh does not divide the model, or --freeze does not fit it.
+        ValueError: the mesh does not divide the model, or --freeze or --weights-dtype does not fit it.
     """
     family, shape = family_of(config), dict(batch=o.batch // o.microbatches, seq_len=o.seq_len)
     check_mesh(mesh, skeleton(family, config, parts), family, **shape)
@@ -57,6 +59,11 @@ def to_train(
     if adapters:
         if o.freeze:
             raise ValueError("--freeze is of no use to adapters, which are all that is trained: see --lora.where.")
+        if o.weights_dtype != "float32":
+            raise ValueError(
+                f"--weights-dtype {o.weights_dtype} is of no use to adapters, which are small: leave it out. The "
+                "weights under them are in --compute-dtype, or as --quantize says."
+            )
         model, frozen = lora.split(prepared(load()))
         return Trained(name, config, model, lambda: model, frozen, adapters=True)
     abstract = prepared(abstract_model(config, family, mesh, parts))
@@ -71,17 +78,22 @@ class TrainState(eqx.Module):
     """A pytree of arrays. A checkpoint holds it and the position in the data, and a run resumes from these alone."""
 
     step: Int[Array, ""]  # updates made so far
-    model: Any  # its floating point arrays in float32, whatever they are computed in
+    model: Any  # its floating point arrays as --weights-dtype says, whatever they are computed in
     opt_state: Any
 
 
-def init_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(
+    model: Any, optimizer: optax.GradientTransformation, *, weights_dtype: str = "float32", offload: str = "none"
+) -> TrainState:
     """Makes the state before the first step. It copies `model`, whose buffers may be a memory-mapped file's."""
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer))
-    return jax.jit(lambda model: _new(model, optimizer), out_shardings=places)(model)
+    abstract = abstract_state(model, optimizer, weights_dtype=weights_dtype, offload=offload)
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(lambda model: _new(model, optimizer, weights_dtype), out_shardings=places)(model)
 
 
-def abstract_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def abstract_state(
+    model: Any, optimizer: optax.GradientTransformation, *, weights_dtype: str = "float32", offload: str = "none"
+) -> TrainState:
     """Returns the shapes, dtypes and shardings of `init_state(model, optimizer)`, into which a checkpoint is restored.
 
     Parameters stay where `model` has them. The optimizer's arrays for a parameter lie beside it, and are also split
@@ -90,21 +102,33 @@ def abstract_state(model: Any, optimizer: optax.GradientTransformation) -> Train
 
     Args:
         model: arrays, or `jax.ShapeDtypeStruct` with shardings.
+        weights_dtype, offload: see `WeightsOptions` and `OffloadOptions`. What stays in float32 in any model, such as
+            biases of routers, stays on the devices too.
+
+    Raises:
+        ValueError: the devices can't use the memory of their host.
     """
-    shapes = jax.eval_shape(lambda model: _new(model, optimizer), model)
+    shapes = jax.eval_shape(lambda model: _new(model, optimizer, weights_dtype), model)
+    away = host if offload == "optimizer" else lambda place: place
     first = jax.tree.leaves(model)[0].sharding
     everywhere = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
     at = lambda array, place: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # stands for a parameter of another optimizer
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda array, parameter: array if is_masked(array) else at(array, beside(parameter, array.shape)),
+        lambda array, parameter: array if is_masked(array) else at(array, away(beside(parameter, array.shape))),
         shapes.opt_state,
         eqx.filter(model, _is_trained),
         transform_non_params=lambda array: at(array, everywhere),
         is_leaf=is_masked,
     )
-    parameters = jax.tree.map(lambda array, given: at(array, given.sharding), shapes.model, model)
+    low = jax.eval_shape(lambda model: cast(model, jnp.bfloat16), shapes.model)
+    parameters = jax.tree.map(
+        lambda array, low, given: at(array, given.sharding if array.dtype == low.dtype else away(given.sharding)),
+        shapes.model,
+        low,
+        model,
+    )
     parts = lambda state: (state.step, state.model, state.opt_state)
     return eqx.tree_at(parts, shapes, (at(shapes.step, everywhere), parameters, opt_state))
 
@@ -143,7 +167,8 @@ def _is_trained(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _new(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def _new(model: Any, optimizer: optax.GradientTransformation, weights_dtype: str) -> TrainState:
     own = lambda a: jnp.array(a, jnp.float32 if _is_trained(a) else a.dtype, copy=True)
     model = jax.tree.map(own, model)
-    return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(eqx.filter(model, _is_trained)))
+    opt_state = optimizer.init(eqx.filter(model, _is_trained))  # of float32, whatever the weights are
+    return TrainState(jnp.zeros((), jnp.int32), cast(model, weights_dtype), opt_state)

@@ -18,9 +18,11 @@ from train.mesh import positions_of
 from train.microbatches import per, split, summed
 from train.mtp import mtp_loss
 from train.neftune import noisy
-from train.nonfinite import Asked, judged, passed_over
+from train.nonfinite import Asked, judged
+from train.offload import to_device
 from train.router import mean_of_layers, router_loss, routings_of
 from train.state import TrainState
+from train.update import updated
 from zoo.lora import joined
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
@@ -109,7 +111,7 @@ def train_step(
             ones keep their dtypes. None: every floating point array is trained.
         reference, limits: see `Objective` and `Limits`.
         schedule: the optimizer's learning rate, to report it.
-        compute_dtype: of the forward and backward pass. Parameters, sums of gradients and the update are float32.
+        compute_dtype: of the forward and backward pass. Sums of gradients and the update are float32.
         remat: one of `train.remat.REMAT`.
         microbatches: parts the batch is worked through in, one after another, to save memory. The update is the same.
         router_balance, router_z: weights, for a mixture of experts, of the load-balancing loss and of the router z-loss
@@ -122,6 +124,7 @@ def train_step(
     layers' `Routing.imbalance`, 1 where all are used alike). A bad step changes nothing but its number.
     """
     parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
+    parameters = cast(to_device(parameters), compute_dtype)
     tokens = jnp.sum(batch["segments"] != 0)
 
     def losses(low: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
@@ -130,7 +133,7 @@ def train_step(
         return objective(with_remat(model, remat), part, reference, means)
 
     def look(part: tuple[Batch, Any]) -> tuple[Scalars, list[Array]]:
-        _, _, sums, reports = losses(cast(parameters, compute_dtype), *part)
+        _, _, sums, reports = losses(parameters, *part)
         return sums, [routing.load for routing in routings_of(reports) if router_balance]
 
     def loss(
@@ -149,25 +152,17 @@ def train_step(
     if microbatches > 1:
         # XLA runs only what is used of these passes: of the first what counts, and nothing of the second unless the
         # objective asks for means (as kto does), or the router's balance for loads.
-        count = losses(cast(parameters, compute_dtype), batch, keys)[1]
+        count = losses(parameters, batch, keys)[1]
         sums, loads = jax.lax.map(look, parts)
         whole = count, *jax.tree.map(lambda a: jnp.sum(a, axis=0), (per(count, sums), loads))
 
     def gradients_of(part: tuple[Batch, Any]) -> tuple[Any, tuple[Scalars, Any]]:
-        gradients, others = jax.grad(loss, has_aux=True)(cast(parameters, compute_dtype), *part, *whole)
+        gradients, others = jax.grad(loss, has_aux=True)(parameters, *part, *whole)
         # Sums of parts are in float32. Of a single part they stay as they are until they are used, in half the bytes.
         return gradients if microbatches == 1 else cast(gradients, jnp.float32), cast(others, jnp.float32)
 
     gradients, (means, reports) = summed(gradients_of, parts)
     norm = optax.tree.norm(cast(gradients, jnp.float32))
-
-    @jax.named_scope("optimizer")
-    def update(state: TrainState, gradients: Any) -> TrainState:
-        transform = optax.with_extra_args_support(optimizer)
-        updates, opt_state = transform.update(cast(gradients, jnp.float32), state.opt_state, parameters, norm=norm)
-        model = eqx.combine(optax.apply_updates(parameters, updates), fixed)
-        model = rebalance(model, reports) if rebalance else model
-        return TrainState(state.step + 1, model, opt_state)
 
     fine, told = judged(means["loss"], norm, gradients, limits)
     metrics = means | {
@@ -179,8 +174,8 @@ def train_step(
     }
     if routings := routings_of(reports):
         metrics["balance"] = mean_of_layers([routing.imbalance() for routing in routings])
-    # Not a choice between two results, for which XLA would keep copies of the donated state.
-    return jax.lax.cond(fine, update, passed_over, state, gradients), metrics
+    balanced = lambda model: rebalance(model, reports) if rebalance else model
+    return updated(state, gradients, norm, fine, optimizer=optimizer, rebalance=balanced), metrics
 
 
 def jit_train_step(state: TrainState, **options: Any) -> Callable[..., tuple[TrainState, dict]]:

@@ -24,6 +24,7 @@ import rich
 import zoo
 from train import memory, norms, page
 from train.metrics import MetricsFile, read_metrics
+from train.offload import to_device
 from train.remat import REMAT
 from train.trackers import Tracker, named, tracker
 
@@ -118,7 +119,7 @@ class Watch:
                 _noted(self._out, lambda about: about["starts"][-1].update(memory=kinds))
         if not run.o.norms_every or run.n % run.o.norms_every:
             return {}
-        found = self._norms(run.state.model, run.trained.frozen, batch, run.task.reference)
+        found = self._norms(to_device(run.state.model), run.trained.frozen, batch, run.task.reference)
         return {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _draw(self) -> None:

@@ -686,7 +686,7 @@ def test_remat_auto(config, monkeypatch, capsys):
     capsys.readouterr()
     assert chosen(1.0)[1] == 16 and "nothing is estimated to fit" in " ".join(capsys.readouterr().out.split())
     list_ways = functools.partial(
-        fit.ways, config, mesh, held=held, rows=32, seq=64, compute_dtype=jnp.bfloat16, least=1
+        fit.ways, config, mesh, held=held, rows=32, seq=64, compute_dtype=jnp.bfloat16, least=1, copied=True
     )
     ways = list_ways(trained=model, frozen=False)
     assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == set(fit.REMATS[1:])

@@ -5,7 +5,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -18,9 +18,11 @@ from kernels.compile_options import compile_options
 from kernels.mesh import BATCH
 from train.adapters import Lora
 from train.mesh import abstract_model, keeps_order, token_sharding
+from train.offload import is_on_host
 from train.optim import OptimizerOptions, make_optimizer
 from train.plan.breakdown import Kernel, kernels
 from train.plan.hlo import Collective, activations, collectives
+from train.plan.places import explicit, forgotten
 from train.remat import REMAT
 from train.state import abstract_state, beside
 from train.step import Objective, cross_entropy, jit_train_step
@@ -56,7 +58,7 @@ class Compiled(NamedTuple):
     activations: int  # what layers keep for the backward pass
     results: int
     reused: int  # results that are written over donated arguments
-    host: int  # temporaries in the host's memory
+    host: int  # arguments and temporaries in the host's memory
     collectives: list[Collective]
     kernels: list[Kernel]
     seconds: float  # that compiling took
@@ -84,6 +86,8 @@ def training(
     remat: str,
     microbatches: int,
     optimization: OptimizerOptions = USUAL,
+    weights_dtype: Literal["float32", "bfloat16"] = "float32",
+    offload: Literal["none", "optimizer"] = "none",
     adapters: Lora = NONE,
     quantize: Literal["none"] | Format = "none",
     images: int = 0,
@@ -92,7 +96,7 @@ def training(
     reference: Any = None,
     more: Sequence[str] = (),
 ) -> Program:
-    """Makes the step of `train.loop`: float32 parameters, bfloat16 products. With a rank, only adapters are trained.
+    """Makes the step of `train.loop`, with products in bfloat16. With a rank, only adapters are trained.
 
     Args:
         images: number of images of a row, each of `patches` where the tower takes any shape; the model has its tower.
@@ -105,7 +109,7 @@ def training(
     else:
         model = abstract_model(config, family, mesh, parts_of(images))
     trained, kept = lora.split(model)
-    state = abstract_state(trained, transform)
+    state = abstract_state(trained, transform, weights_dtype=weights_dtype, offload=offload)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
     in_order = keeps_order(mesh, model, reference)
     names = ("tokens", "targets", "loss_mask", "segments", *(() if in_order else ("positions",)))
@@ -116,12 +120,13 @@ def training(
         tower, of_batch = _tower_of(model), NamedSharding(mesh, P(BATCH))
         size = (tower.side**2 if hasattr(tower, "side") else patches), tower.pixels
         data |= dict(patches=of_rows(jnp.float32, *size), grids=of_rows(jnp.int32, 2), image=rows, feature=rows)
+    state, data, kept, reference = explicit((state, data, kept, reference))
     with jax.set_mesh(mesh):
         step = jit_train_step(
             state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, objective=objective,
             remat=REMAT[remat], microbatches=microbatches,
         )  # fmt: skip
-    kinds = {"parameters": model, "optimizer": state.opt_state, "batch": data}
+    kinds = {"parameters": lora.joined(state.model, kept), "optimizer": state.opt_state, "batch": data}
     kinds |= {"reference": reference} if reference is not None else {}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
     return Program(step, (state, data, kept, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
@@ -196,8 +201,17 @@ def decoding(
 
 
 def device_bytes(tree: Any) -> int:
-    """Counts the bytes of a tree of abstract arrays on each device."""
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+    """Counts the bytes of a tree of arrays, or of their shapes, in the memory of each device."""
+    return _bytes_of(a for a in jax.tree.leaves(tree) if not is_on_host(a))
+
+
+def host_bytes(tree: Any) -> int:
+    """Counts those that each device has in the memory of its host."""
+    return _bytes_of(a for a in jax.tree.leaves(tree) if is_on_host(a))
+
+
+def _bytes_of(arrays: Iterable[Any]) -> int:
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
 
 
 def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
@@ -209,7 +223,8 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
     with tempfile.TemporaryDirectory() as dump, jax.set_mesh(mesh):
         lowered, start = program.function.lower(*program.arguments), time.monotonic()
         try:
-            executable = lowered.compile({"xla_dump_to": dump})
+            with forgotten():
+                executable = lowered.compile({"xla_dump_to": dump})
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
         seconds = time.monotonic() - start
@@ -218,7 +233,8 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
     m = executable.memory_analysis()
     return Compiled(
         lowered, executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
-        m.output_size_in_bytes, m.alias_size_in_bytes, m.host_temp_size_in_bytes, collectives(text, mesh.size),
+        m.output_size_in_bytes, m.alias_size_in_bytes, m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
+        collectives(text, mesh.size),
         kernels(text, program.seen), seconds,
     )  # fmt: skip
 

@@ -62,6 +62,7 @@ def ways(
     compute_dtype: DTypeLike,
     frozen: bool,
     least: int,
+    copied: bool,
 ) -> list[Fit]:
     """Lists remats with every number of parts that the mesh divides, those of the least work first.
 
@@ -73,6 +74,7 @@ def ways(
         rows: sequences of a step, of `seq` tokens.
         frozen: whether they are adapters of a model that is not trained.
         least: fewest parts.
+        copied: whether a step has a copy of what is trained, in `compute_dtype`.
     """
     shape, p, found = mesh.shape, products_per_token(config, seq), []
     itemsize = jax.numpy.dtype(compute_dtype).itemsize
@@ -93,7 +95,7 @@ def ways(
         layer = itemsize * p.layers / config.num_hidden_layers * (2 + 3 * tokens / config.hidden_size) / shape[TENSOR]
         doubled = "none" if frozen and remat == "dots" else remat  # an adapter's result is kept beside its product's
         keeps = itemsize / 2 * kept(config, mesh, rows=rows / parts, seq=seq, remat=doubled)
-        copies = 0.0 if itemsize == 4 else parameters * itemsize
+        copies = float(parameters * itemsize * copied)
         needed = held + copies + keeps + max(first + logits + weights, sums + layer)
         weights_work = (2 if frozen else 3) * (p.layers + p.head)
         products = weights_work + 3 * p.attention + recomputed(config, seq, remat)

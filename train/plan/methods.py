@@ -16,6 +16,7 @@ from kernels.mesh import BATCH
 from train import dpo, finetune, grpo, sft
 from train.defaults import resolve_steps, width_lr
 from train.plan.ahead import Compiled, Program, device_bytes, frozen, parts_of, training
+from train.plan.places import here
 from zoo import lora
 from zoo.generation import decoding
 from zoo.generation.engine import AT_ONCE, bucket
@@ -68,8 +69,8 @@ def step(o: Any, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
             objective = run.objective()
     return training(
         config, family, mesh, batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images, patches=o.patches,
-        remat=o.remat, microbatches=o.microbatches, optimization=run, adapters=run.lora, objective=objective,
-        reference=reference, more=more,
+        remat=o.remat, microbatches=o.microbatches, optimization=run, weights_dtype=run.weights_dtype,
+        offload=run.offload, adapters=run.lora, objective=objective, reference=reference, more=more,
     )  # fmt: skip
 
 
@@ -90,13 +91,13 @@ class Sampling(NamedTuple):
 def sampling(o: Any, config: AbstractConfig, mesh: Mesh, update: Program) -> Sampling:
     """The two programs of `zoo.generation.engine` that `train.data.rollouts` runs, for the state of this update."""
     state, _, kept, reference = update.arguments
-    held = lora.joined(state.model, kept)
+    held = lora.joined(here(state.model), kept)  # what a host keeps is copied to its devices for sampling
     model = eqx.filter_eval_shape(functools.partial(cast, dtype=jnp.bfloat16), held)
     at = lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
     everywhere, rows_of = NamedSharding(mesh, P()), lambda spec: NamedSharding(mesh, spec)
     model = jax.tree.map(lambda a, before: at(a, before.sharding), model, held)
     same = [b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(held), strict=True) if a.dtype == b.dtype]
-    beside = device_bytes((state, kept, reference)) - device_bytes(same)
+    beside = device_bytes((held, state.opt_state, state.step, reference)) - device_bytes(same)
 
     new, rows = o.max_new_tokens or o.seq // 2, o.rollout_batch
     prompt, cache = o.seq + 1 - new, None if o.cache_dtype == "auto" else o.cache_dtype

@@ -15,12 +15,14 @@ from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.adapters import Lora
 from train.mesh import check_mesh
 from train.metrics import flops_per_token, products_per_token
+from train.offload import OffloadOptions, is_on_host
 from train.optim import OptimizerOptions
 from train.plan import methods
 from train.plan.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
 from train.plan.breakdown import ASIDE, Part, parts
 from train.plan.chips import Chip, slowest_link
 from train.plan.fit import REMATS, kept, recomputed
+from train.rounding import WeightsOptions
 from zoo.checkpoint import skeleton
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
@@ -31,7 +33,7 @@ from zoo.surgery import modules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(OptimizerOptions):
+class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
     """Plan a run: compile its step for devices that are not at hand, and print what it needs of each."""
 
     model: tyro.conf.Positional[str]
@@ -138,7 +140,7 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> 
     mesh = make_mesh(o.mesh, devices)
     program = _program(o, config, mesh)
     kinds, gradients = _bytes(program)
-    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments))
+    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments) if not is_on_host(a))
     if whole > chip.memory * len(devices):
         raise ValueError(
             f"{o.model} is larger than the fleet: its state takes {gb(whole)}, and {o.topology} has "
