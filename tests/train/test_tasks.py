@@ -3,7 +3,6 @@
 import json
 import pathlib
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -164,4 +163,4 @@ def test_lm_eval(monkeypatch, tmp_path):
         assert task.evaluate(model, 4, lambda done, of, told=told: told.append((done, of))) == wanted
         assert told[-1] == (4, 4) and [wrong.answer for wrong in task.wrong()] == [" number", " stack", " iterator"]
     with pytest.raises(ValueError, match="--eval-tasks no_such_task is neither a file or folder nor a task of lm-eval"):
-        harness.Harness("no_such_task", tasks.TaskOptions(), tokenizer, types.SimpleNamespace())
+        harness.Harness("no_such_task", tasks.TaskOptions(), tokenizer, model.config)
