@@ -26,8 +26,8 @@ class OffloadOptions:
     offload: Literal["none", "optimizer"] = "none"
     """What is kept in the memory of the devices' host between steps. none: nothing. optimizer: all that the optimizer
     keeps, and the weights if they are float32; while a step runs, a device has a copy of these in --compute-dtype.
-    Losses are the same, bit for bit. A step is longer by the time in which these bytes cross the bus, both ways. See
-    docs/optimizers.md."""
+    Losses are the same, but for how XLA rounds last places. A step is longer by the time in which these bytes cross the
+    bus, both ways. See docs/optimizers.md."""
 
 
 def host(place: Sharding) -> Sharding:

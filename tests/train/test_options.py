@@ -29,6 +29,12 @@ save-every: 0
 keep: 1
 bin: true
 freeze: [embed_tokens.*]
+moments: bfloat16
+weights-dtype: bfloat16
+offload: optimizer
+save-local-every: 2
+eval-tokens: 2
+best: validation_loss
 on-nonfinite: skip
 skip-spikes: 40
 check-nans: true
@@ -49,7 +55,9 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(offending.Running, "WINDOW", 4)
     (tmp_path / "options.yaml").write_text(OPTIONS)
     one, two = tmp_path / "one", tmp_path / "two"
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 2)
     start = ["--config", tmp_path / "options.yaml", "--data", data, *TRACKERS]
+    start += ["--local-checkpoints", tmp_path / "local", "--eval-tasks", tmp_path / "questions.jsonl"]
     command("train.sft", *start, "--out", one)
     said = " ".join(capsys.readouterr().out.split())
     lines = [line for line in read_metrics(one / "metrics.jsonl") if "loss" in line]
@@ -59,7 +67,11 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     assert {path.name for path in one.glob("offending-*")} == {f"offending-{nan}", f"offending-{spike}"}
     assert "HloModule" in (one / "hlo" / "step.hlo.txt").read_text()
     assert "%" in (one / "profile" / "summary.txt").read_text()
-    assert any((one / "checkpoints" / "bin").iterdir()) and len(list((one / "checkpoints").glob("[0-9]*"))) == 1
+    assert any((one / "checkpoints" / "bin").iterdir())
+    assert len(list((one / "checkpoints").glob("[0-9]*"))) in (1, 2)  # the last and the best
+    evaluated = [line for line in read_metrics(one / "metrics.jsonl") if "validation_loss" in line]
+    assert all(0 <= line["eval_questions"] <= 1 for line in evaluated)
+    assert "wrong.jsonl" in {path.name for path in one.iterdir()} and not list((tmp_path / "local").rglob("meta.json"))
     normed = [line["step"] for line in lines if any(key.startswith("gradient_norm/") for key in line)]
     assert normed == [line["step"] for line in lines if line["step"] % 2 == 0]
     assert len(list(one.rglob("events.out.tfevents.*"))) == len(TRACKERS[1:])
