@@ -5,6 +5,7 @@ NAME is a repository of the Hub, or a folder that `datasets.load_dataset` reads.
 """
 
 import contextlib
+import importlib
 import pathlib
 import re
 from typing import Any
@@ -33,7 +34,7 @@ def files(name: str) -> dict[str, str]:
             f"{name} is no name of a data set: it must be like hf:NAME:CONFIG:SPLIT:RECORDS, or end before."
         )
     try:
-        import datasets
+        datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise ImportError(f"Reading {name} needs datasets: pip install -e '.[hf]'") from None
     repository, config, split, records = match.groups()
