@@ -74,7 +74,7 @@ def estimate(o: Options, devices: Sequence[Any]) -> float:
     held = device_bytes((trained, kept, reference))
     ways = fit.ways(
         config, mesh, trained.model, held, rows=o.batch, seq=o.seq, compute_dtype="bfloat16",
-        frozen=bool(o.lora.rank), least=1,
+        frozen=bool(o.lora.rank), least=1, copied=o.weights_dtype != "bfloat16",
     )  # fmt: skip
     return next(way.needed for way in ways if way.remat == o.remat)
 

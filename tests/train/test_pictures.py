@@ -269,7 +269,7 @@ def test_rollouts(checkpoint, tokenizer, data):
     assert prompts[0].record["answer"] == "red" and prompts[1].images is None
     ids, images = encode_prompt(model, tokenizer, asks({"image": png("red")}))
     options = dict(group=2, max_new_tokens=3, temperature=0.0, seed=0, rollout_batch=4, cache_dtype="auto", seq_len=60)
-    options |= dict(reward=["one"], reward_weights=(), scale_rewards=True, iterations=1, minibatches=1)
+    options |= dict(reward=["one"], reward_weights=(), scale_rewards=True, iterations=1, minibatches=1, correct=None)
     o = types.SimpleNamespace(**options, compute_dtype="float32")
     judges = [lambda text, record: 1.0]
     with jax.set_mesh(mesh):

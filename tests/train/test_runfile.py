@@ -88,7 +88,7 @@ def test_a_run_s_own_file(tmp_path, monkeypatch, options):
         options is sft.SFTOptions
     )
     again = runfile.parse(options, ["--config", str(tmp_path / "run.yaml")])
-    left = {"steps": 0} if options is sft.SFTOptions else {"eval_every": 0}  # which GRPO does not have
+    left = {"steps": 0} if options is sft.SFTOptions else {}
     assert again == dataclasses.replace(o, config=tmp_path / "run.yaml", dry_run=False, **left)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--keep", "2"])
     runfile.write(tmp_path, o)

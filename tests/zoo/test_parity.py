@@ -38,6 +38,7 @@ def test_logits(load, name):
         assert error(logits[1, :30], golden[1, :30]) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 def test_swapped_weights_are_seen(load, name):
     """Ten pairs of weights of one shape that change places, and square ones that are transposed: the logits tell."""
