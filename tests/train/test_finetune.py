@@ -228,12 +228,12 @@ def test_patience_survives_interruptions(base, impatient, tmp_path, stop_after):
 
 
 @pytest.mark.slow
-def test_the_best_by_another_metric(base, model, impatient, tmp_path):
-    """Without --patience: all steps are taken, and the first model of the highest accuracy is exported."""
+def test_the_best_without_patience(base, model, impatient, tmp_path):
+    """All steps are taken, and the model of the lowest loss is exported."""
     options, _, _ = impatient
-    metrics = run(base, tmp_path, **options | dict(patience=0, eval_every=5, best="validation_accuracy"))
-    looks = {line["step"]: line["validation_accuracy"] for line in metrics if "validation_accuracy" in line}
-    step = max(looks, key=looks.get)
+    metrics = run(base, tmp_path, **options | dict(patience=0, eval_every=5, best="validation_loss"))
+    looks = {line["step"]: line["validation_loss"] for line in metrics if "validation_loss" in line}
+    step = min(looks, key=looks.get)
     assert list(looks) == [0, 5, 10, 15, 20] and step < 20
     assert eqx.tree_equal(zoo.load(tmp_path / "model"), kept_model(tmp_path, step, model))
 

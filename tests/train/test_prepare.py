@@ -243,12 +243,13 @@ def test_killed_again_and_again(data, tmp_path):
         while child.poll() is None and len(list((tmp_path / "killed").glob("*.json"))) < seen + 3:
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.05))
-        if child.poll() is not None:
-            assert child.returncode == 0, child.communicate()[0]
+        if not (ended := child.poll() is not None):
+            os.killpg(child.pid, signal.SIGKILL)
+            kills += 1
+        said, _ = child.communicate()
+        assert not ended or child.returncode == 0, said
+        if ended:
             break
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        kills += 1
     assert kills >= 3
     for path in (tmp_path / "killed").glob("*.tmp"):
         path.unlink()
