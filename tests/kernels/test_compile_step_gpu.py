@@ -15,6 +15,7 @@ from zoo.mesh import make_mesh
 
 
 FLOAT = r"(?:bf16|f16|f32|f64)"
+SGD = dataclasses.replace(ahead.USUAL, optimizer="sgd")
 
 
 @needs_compiler
@@ -36,7 +37,7 @@ def test_floats_are_added_in_a_fixed_order(tmp_path):
     )
     mesh = make_mesh(devices=fleet("h200:1")[1])
     step = ahead.training(
-        config, registry.family_of(config), mesh, batch=2, seq=512, remat="none", microbatches=1, optimizer="sgd"
+        config, registry.family_of(config), mesh, batch=2, seq=512, remat="none", microbatches=1, optimization=SGD
     )
     options = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*ptx.*", "xla_gpu_enable_triton_gemm": False}
     with jax.set_mesh(mesh), kernels.prefer("triton"):  # cuDNN's backward pass of attention has no fixed order
@@ -63,7 +64,7 @@ def test_cudnn_gets_values_as_a_product_made_them():
     )
     mesh = make_mesh(devices=fleet("h200:1")[1])
     step = ahead.training(
-        config, registry.family_of(config), mesh, batch=1, seq=256, remat="dots", microbatches=1, optimizer="sgd"
+        config, registry.family_of(config), mesh, batch=1, seq=256, remat="dots", microbatches=1, optimization=SGD
     )
     with jax.set_mesh(mesh):
         text = step.function.lower(*step.arguments).compile().as_text()
