@@ -283,5 +283,6 @@ def batches(
 
 
 def reading(batches: grain.MapDataset[Any]) -> grain.IterDataset[Any]:
-    """Reads ahead, by two threads and at most four batches. The state of its iterator is the number of the next one."""
-    return batches.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+    """Reads ahead, at most four batches, by one thread: two would wait for each other. The state of its iterator is the
+    number of the next batch."""
+    return batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
