@@ -27,6 +27,7 @@ from train.data import packing, store
 from train.data.packing import TEXT, Chat, Kind, LongTexts, Packing
 from train.data.preferences import PREFERENCES
 from train.data.records import Record, open_records
+from train.data.sets import text_settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,10 @@ class RowOptions:
 
     def how(self, vocab_size: int) -> tuple[Kind, dict[str, Any]]:
         """What makes rows of these records, and the arguments of its `pack`."""
-        shape: dict[str, Any] = {"vocab_size": vocab_size}
         if self.kind == "text":
-            texts = ("packing", "long_texts", "completions_only")
-            return TEXT, shape | {name: getattr(self, name) for name in texts} | {"seq_len": self.seq_len}
-        return PREFERENCES, shape | {"unpaired": self.kind == "kto", "seq_len": self.seq_len}
+            settings = text_settings(self, vocab_size, completions_only=self.completions_only)
+            return TEXT, settings | {"seq_len": self.seq_len}
+        return PREFERENCES, {"vocab_size": vocab_size, "unpaired": self.kind == "kto", "seq_len": self.seq_len}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -219,6 +219,8 @@ def test_only_the_rows_that_a_run_comes_to_are_made(data, tmp_path, monkeypatch)
         for how in (dict(steps=3), dict(steps=9), dict(steps=0, epochs=2))
     )
     assert made[::2] == [12, 36, None]
+    dry = given(sft, sft.SFTOptions, monkeypatch, (str(data),), tmp_path, steps=0, epochs=2, dry_run=True)
+    assert dry["steps"] == len(endless)
     np.testing.assert_equal(long[:3], short)
     np.testing.assert_equal(endless[:9], long[: len(endless)])
 

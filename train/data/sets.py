@@ -54,8 +54,8 @@ class TextOptions(DataOptions):
     Chats and completions lose their ends, unless --packing is concat."""
 
 
-def text_settings(o: TextOptions, vocab_size: int, *, completions_only: bool = True) -> dict[str, Any]:
-    """The arguments of `train.data.packing.pack`, but for the length of rows."""
+def text_settings(o: Any, vocab_size: int, *, completions_only: bool = True) -> dict[str, Any]:
+    """The arguments of `train.data.packing.pack`, but for the length of rows, by options `packing` and `long_texts`."""
     return dict(vocab_size=vocab_size, packing=o.packing, long_texts=o.long_texts, completions_only=completions_only)
 
 
@@ -162,7 +162,7 @@ def open_set(
     found = kind.survey(records, tokenizer, **shape)
     report.data(path, found, tokenizer, vocab_size=shape["vocab_size"], seq_len=shape["seq_len"], dry_run=o.dry_run)
     make = functools.partial(kind.pack, tokenizer=tokenizer, **shape)
-    if o.dry_run:
+    if o.dry_run and limit:  # without a limit the number of rows is the number of steps, which a dry run tells
         limit = o.batch
     rows = in_memory(make(records, seed=seed), shape["seq_len"], limit=limit)
     assert rows is not None, "the survey has found some"
