@@ -9,7 +9,6 @@ In the text a feature has three rotary coordinates (`placed`): where its picture
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import ClassVar
@@ -26,7 +25,7 @@ from kernels.masks import first_of_document
 from kernels.mesh import BATCH, split_lookup
 from kernels.sums import spread
 from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
-from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, recomputed
+from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, recomputed
 from zoo.nn.model import Images
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import AbstractBlock, Stack
@@ -128,10 +127,10 @@ class Attention(eqx.Module):
         return self.proj(y.reshape(x.shape))
 
 
-@functools.partial(recomputed, static_argnums=1)
-def gelu(x: Float[Array, "*batch dim"], approximate: bool) -> Float[Array, "*batch dim"]:
-    """Computes gelu(x) (arXiv:1606.08415) in float32, rounded once, as in PyTorch; or its approximation by tanh."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+@recomputed
+def tanh_gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes gelu(x) (arXiv:1606.08415) with its approximation by tanh, in float32 and rounded once, as PyTorch."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 class MLP(eqx.Module):
@@ -144,7 +143,7 @@ class MLP(eqx.Module):
         self.linear_fc2 = Linear(c.intermediate_size, c.hidden_size, bias=True, key=fc2)
 
     def __call__(self, x: Float[Array, "pictures patches embed"]) -> Float[Array, "pictures patches embed"]:
-        return self.linear_fc2(gelu(self.linear_fc1(x), True))
+        return self.linear_fc2(tanh_gelu(self.linear_fc1(x)))
 
 
 class Block(AbstractBlock):
@@ -192,7 +191,7 @@ class Merger(eqx.Module):
         pictures, patches, dim = x.shape
         together = lambda y: y.reshape(pictures, patches // self.merge, self.merge * dim)
         x = self.norm(together(x)) if self.deep else together(self.norm(x))
-        return self.linear_fc2(gelu(self.linear_fc1(x), False))
+        return self.linear_fc2(erf_gelu(self.linear_fc1(x)))
 
 
 class Tower(AbstractVision):
