@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import rich
 import rich.table
 
-from train.plot import Curve, draw
-from zoo.checkpoint import skeleton
+from train.watch.plot import Curve, draw
 from zoo.nn.cache import init_cache
 from zoo.registry import CONFIGS, family_of
+from zoo.weights.checkpoint import skeleton
 
 
 POSITIONS = (1, 65_536, 131_072, 196_608, 262_144)

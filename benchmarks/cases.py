@@ -265,7 +265,7 @@ class DeltaRule(Case):
 
     def flops(self, which: str) -> float:
         """Those of the recurrence, token by token; chunks compute up to twice as many."""
-        from kernels.delta import state_products  # imports JAX
+        from kernels.delta_rule.shared import state_products  # imports JAX
 
         forward = 2.0 * self.batch * self.seq * self.v_heads * state_products(self.dim, self.v_dim, erase=self.erase)
         return forward if which == "forward" else 2 * forward

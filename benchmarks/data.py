@@ -25,9 +25,9 @@ import numpy as np
 
 import zoo
 from benchmarks.common import Contestant, alternate, import_transformers, ratios, report
-from train import prepare
 from train.data import rows, store
 from train.data.records import open_records
+from train.run import preparation
 from train.tiny import INSTRUCTIONS
 
 
@@ -55,9 +55,9 @@ def write_text(path: pathlib.Path, characters: int) -> None:
 def prepares(path: str, seq_len: int, packing: Any) -> Callable[[], int]:
     """Makes all files of a store, one after another, as one process of train.prepare does. Returns tokens."""
     out = tempfile.mkdtemp()
-    o = prepare.PrepareOptions(data=(path,), model="tiny", out=pathlib.Path(out), seq_len=seq_len, packing=packing)
-    shards = prepare.shards_of(o, [open_records(path, o.hold_out)])
-    return lambda: sum(prepare.make(o, shard)["tokens"] for shard in shards)
+    o = preparation.PrepareOptions(data=(path,), model="tiny", out=pathlib.Path(out), seq_len=seq_len, packing=packing)
+    shards = preparation.shards_of(o, [open_records(path, o.hold_out)])
+    return lambda: sum(preparation.make(o, shard)["tokens"] for shard in shards)
 
 
 def maps(path: str, seq_len: int, packed: bool) -> Callable[[], int]:
@@ -174,7 +174,7 @@ def of_processes(folder: str, seq_len: int, batch: int, processes: int) -> dict[
     counted, taken = Counted(folder), []
     order = rows.order([rows.Set(rows.of_bytes(counted, seq_len), seed=0)], epochs=1)
     for here in np.array_split(np.arange(batch), processes):
-        before, mine = counted.bytes, rows._Batches(order, batch, here)
+        before, mine = counted.bytes, rows.Batches(order, batch, here)
         collections.deque(map(mine.__getitem__, range(len(mine))), maxlen=0)
         taken.append((counted.bytes - before) / 1e3)
     once = sum(times == 1 for times in counted.times.values())

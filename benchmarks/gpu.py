@@ -51,7 +51,7 @@ class Worker:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs,))
+            self._process = context.Process(target=work, args=(theirs,))
             self._process.start()
             theirs.close()
         try:
@@ -81,7 +81,8 @@ class Worker:
         self.close()
 
 
-def _serve(pipe: Connection) -> None:
+def work(pipe: Connection) -> None:
+    """Answers the calls that come through the pipe, until its other end is closed."""
     with contextlib.suppress(EOFError):  # the other end has been closed
         while True:
             function, args, options = pipe.recv()

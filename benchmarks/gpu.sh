@@ -73,7 +73,7 @@ for part in "${parts[@]}"; do
             "${rehearse[@]}"
         ;;
     again)  # what was tuned, with the sizes found
-        cp "$out"/block_sizes/*.json kernels/block_sizes/ 2>/dev/null
+        cp -r "$out"/block_sizes/. kernels/ 2>/dev/null
         run kernels-again $python -m benchmarks.kernels --only "bf16 matmul*" "${TUNED[@]}" --by triton mosaic jnp \
             --regions 5 --seconds 200 --out "$out/again" "${rehearse[@]}"
         ;;

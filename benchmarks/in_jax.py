@@ -20,7 +20,7 @@ from benchmarks.cases import Case
 from benchmarks.gpu import regions
 from benchmarks.programs import Arrays, Program, program_of
 from kernels import dispatch
-from kernels.device import device
+from kernels.backends.device import device
 
 
 # Greatest relative error, in the Frobenius norm, against the reference in float32: of outputs, and of gradients.
@@ -34,7 +34,7 @@ def platform() -> tuple[str, str]:
 
 def refusals(case: Case) -> dict[str, str | None]:
     """Our implementations of a case's operation that a GPU may use, each with why it can't take it, or None."""
-    if case.operation not in dispatch.MODULES:
+    if case.operation not in dispatch.operations():
         return {}
     program = program_of(case)
     choice = kernels.explain(program.function(None), *jax.eval_shape(program.arguments, jax.random.key(0)))[0]

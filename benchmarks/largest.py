@@ -19,11 +19,12 @@ import rich
 import tyro
 
 from benchmarks.common import RESULTS, circumstances
-from train.adapters import Lora
-from train.plan import fit, methods
-from train.plan.ahead import device_bytes
-from train.plan.chips import Chip, fleet
-from train.plan.planner import Options, plan
+from train.base.chips import Chip, fleet
+from train.plan import plan, step
+from train.planning import fit
+from train.planning.ahead import device_bytes
+from train.planning.planner import Options
+from train.state.state import Lora
 from zoo.mesh import make_mesh
 from zoo.registry import CONFIGS, family_of
 
@@ -66,10 +67,10 @@ def available(chip: Chip) -> float:
 
 
 def estimate(o: Options, devices: Sequence[Any]) -> float:
-    """Bytes that the update is estimated to need, by `train.plan.fit`."""
+    """Bytes that the update is estimated to need, by `train.planning.fit`."""
     config = CONFIGS[o.model]
     mesh = make_mesh(o.mesh, devices)
-    program = methods.step(o, config, family_of(config), mesh)
+    program = step(o, config, family_of(config), mesh)
     trained, _, kept, reference = program.arguments
     held = device_bytes((trained, kept, reference))
     ways = fit.ways(

@@ -19,8 +19,9 @@ import tyro
 
 import zoo
 from benchmarks.common import RESULTS, circumstances
-from train.plan.chips import fleet
-from train.plan.planner import Options, plan
+from train.base.chips import fleet
+from train.plan import plan
+from train.planning.planner import Options
 
 
 class Peer(NamedTuple):

@@ -18,13 +18,14 @@ import tyro
 
 import zoo
 from benchmarks.common import RESULTS, circumstances
-from train.metrics import flops_per_token
-from train.plan.chips import CHIPS, fleet
-from train.plan.planner import Options, plan
-from zoo.checkpoint import skeleton
+from train.base.chips import CHIPS, fleet
+from train.base.flops import flops_per_token
+from train.plan import plan
+from train.planning.planner import Options
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.registry import CONFIGS, family_of
 from zoo.surgery import modules
+from zoo.weights.checkpoint import skeleton
 
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "plan.md"

@@ -13,7 +13,7 @@ from jax import lax
 import kernels
 from benchmarks.cases import Case
 from kernels import Causal, Chunk, Full, Mask, Window
-from kernels.quantize import quantize
+from kernels.quantized_matmul.quantize import quantize
 
 
 Arrays = tuple[Any, ...]

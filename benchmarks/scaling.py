@@ -22,8 +22,8 @@ import rich.table
 import tyro
 
 from benchmarks.common import RESULTS, circumstances
-from train.plan.ahead import Compiled, compile_ahead, training
-from train.plot import Curve, draw
+from train.planning.ahead import Compiled, compile_ahead, training
+from train.watch.plot import Curve, draw
 from zoo.mesh import make_mesh
 from zoo.registry import CONFIGS, family_of
 

@@ -26,11 +26,11 @@ import tyro
 from PIL import Image, ImageDraw, ImageFont
 
 import zoo
-from train.plot import Curve, draw
+from train.watch.plot import Curve, draw
 from zoo.generation.generate import Encoded, encode
 from zoo.nn.model import AbstractModel, Images
-from zoo.tokenizer import Tokenizer
-from zoo.vision.prompts import encode_prompt
+from zoo.text.prompts import encode_prompt
+from zoo.text.tokenizer import Tokenizer
 
 
 PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "shapes.png"

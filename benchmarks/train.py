@@ -77,7 +77,7 @@ def describe(model: Model, seq: int) -> dict[str, Any]:
 
     Of LoRA's frozen weights there is no gradient, so their third product does not count; nor do the adapters.
     """
-    from train.metrics import flops_per_token, peak_flops
+    from train.base.flops import flops_per_token, peak_flops
     from zoo.config import write
     from zoo.registry import family_of
 
@@ -90,7 +90,7 @@ def describe(model: Model, seq: int) -> dict[str, Any]:
 def zoo_steps(
     model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str
 ) -> tuple[Callable[[int], float], dict[str, Any]]:
-    """`queue(steps)`, which takes so many of our steps (`train.step.jit_train_step`) and returns their seconds.
+    """`queue(steps)`, which takes so many of our steps (`train.step.step.jit_train_step`) and returns their seconds.
 
     Also what is known of them: "parameters", how many are "trained", the "losses" so far, and "how" kernels serve.
     """
@@ -100,10 +100,10 @@ def zoo_steps(
     import optax
 
     import kernels
-    from train.optim import adamw
-    from train.remat import REMAT
-    from train.state import init_state
-    from train.step import cross_entropy, jit_train_step
+    from train.state.optim import adamw
+    from train.state.remat import REMAT
+    from train.state.state import init_state
+    from train.step.step import cross_entropy, jit_train_step
     from zoo import lora, quantized, surgery
     from zoo.registry import family_of
 

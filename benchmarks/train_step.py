@@ -42,11 +42,12 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
     import optax
 
     import zoo
-    from train.optim import adamw
-    from train.remat import REMAT
-    from train.state import init_state
-    from train.step import jit_train_step
-    from zoo import lora, peft
+    from train.state.optim import adamw
+    from train.state.remat import REMAT
+    from train.state.state import init_state
+    from train.step.step import jit_train_step
+    from zoo import lora
+    from zoo.weights import peft
 
     model = zoo.load(folder)
     if os.path.exists(f"{folder}/{ADAPTER}"):

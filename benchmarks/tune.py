@@ -1,4 +1,4 @@
-"""Fills kernels/block_sizes/ for the GPU at hand: the quickest sizes of blocks, found by trying.
+"""Fills the tables of block sizes in kernels/ for the GPU at hand: the quickest sizes, found by trying.
 
     python -m benchmarks.tune --help
 
@@ -25,10 +25,10 @@ from benchmarks.cases import CASES, Case
 from benchmarks.gpu import Failed, Worker, device, matches, prepare
 
 
-Lookup = tuple[str, str, str, str]  # module, kernel, bytes of an element, class of shapes
+Lookup = tuple[str, str, str, str]  # module within kernels, kernel, bytes of an element, class of shapes
 Sizes = dict[str, int]
 
-TABLES = pathlib.Path(__file__).parents[1] / "kernels" / "block_sizes"
+TABLES = pathlib.Path(__file__).parents[1] / "kernels"
 SHORTLIST = pathlib.Path(__file__).with_name("shortlist.json")
 PATIENCE = 60  # seconds for one candidate
 GAIN = 0.02  # of the time: what is less may be chance
@@ -39,13 +39,13 @@ def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
     """In a worker: these sizes in place of the tables', and the sizes that are looked up."""
     import jax
 
-    from kernels import blocks
+    from kernels.backends import blocks
 
     used: dict[Lookup, Sizes] = {}
     look_up = blocks.sizes
 
     def replaced(module: str, kernel: str, dtype: Any, shape_class: str) -> Sizes:
-        key = module, kernel, blocks.width(dtype), shape_class
+        key = module.removeprefix("kernels."), kernel, blocks.width(dtype), shape_class
         used[key] = sizes.get(key) or look_up(module, kernel, dtype, shape_class)
         return used[key]
 
@@ -59,8 +59,8 @@ def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
 
 def row() -> str:
     """In a worker: the name of the rows to write. Cards of one compute capability share them."""
-    from kernels import blocks
-    from kernels.device import device
+    from kernels.backends import blocks
+    from kernels.backends.device import device
 
     return blocks.chips(device())[1]
 
@@ -130,9 +130,10 @@ def quickest(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: S
 def write(folder: pathlib.Path, chip: str, lookup: Lookup, sizes: Sizes) -> None:
     """Puts one row into its file."""
     module, kernel, width, shape_class = lookup
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{module}.json"
-    table = json.loads((path if path.exists() else TABLES / path.name).read_text())
+    name = pathlib.Path(*module.split(".")).with_suffix(".json")
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = json.loads((path if path.exists() else TABLES / name).read_text())
     table[kernel].setdefault(chip, {}).setdefault(width, {})[shape_class] = sizes
     innermost = re.compile(r"\{\s*([^{}]*?)\s*\}")  # on one line
     text = innermost.sub(lambda found: "{" + " ".join(found[1].split()) + "}", json.dumps(table, indent=1))
@@ -154,7 +155,7 @@ def main(
 
     Args:
         only: cases whose names one of these patterns matches, such as "causal*".
-        kernels: what to tune, as patterns of module.kernel, such as "attention_triton.*" or "*.dkv".
+        kernels: what to tune, as patterns of module.kernel, such as "attention.triton.*" or "*.dkv".
         candidates: that are tried at most, for each kernel, bytes of an element and class of shapes.
         shortlist: tries only what benchmarks/shortlist.json has, in which `python -m benchmarks.shortlist` has put the
             sizes that compile for an H200 without spilled registers; a kernel that is not there stays as it is.
@@ -162,7 +163,7 @@ def main(
         regions: measurements of each candidate's time, of which the median counts.
         region: milliseconds that each of them lasts at least.
         rehearse: on the CPU, with interpreted kernels and very small cases: shows that it runs. Give `out` with it.
-        out: folder of the tables.
+        out: folder of the tables, each in the folder of its operation.
     """
     if rehearse and out == TABLES:
         raise SystemExit("A rehearsal would write what means nothing into the tables: give another folder as --out.")

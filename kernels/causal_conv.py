@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.masks import Tokens
 from kernels.mesh import BATCH, CONTEXT, TENSOR, free, split, splitting
-from kernels.sequence import padding
+from kernels.tokens import Tokens, padding
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # or the backward pass would keep its inputs in float32

@@ -1,6 +1,15 @@
-"""Chooses the implementation that serves a call, by the tables below and by each implementation's `refusal`."""
+"""Chooses the implementation that serves a call, by what each says of itself and by its `refusal`.
 
+Each operation is a folder of this package, and `reference.py` in it defines it. Every file there that says `PLATFORMS`
+and `RANK` at its top is an implementation: it has a function with the operation's name, and `refusal` with the same
+arguments, which returns why it cannot take them, or None. The reference takes everything, and has none.
+"""
+
+import ast
+import functools
 import importlib
+import pathlib
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -8,99 +17,54 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array
 
-from kernels.device import device
+from kernels.backends.device import device
 from kernels.mesh import free
 
 
-# The module of each implementation. It has a function with the operation's name, and `refusal` with the same arguments,
-# which returns why it cannot take them, or None. To add an implementation, write a module and list it in these tables.
-MODULES = {
-    "attention": {
-        "reference": "reference",
-        "xla": "attention_xla",
-        "tpu": "attention_tpu",
-        "triton": "attention_triton",
-        "cudnn": "attention_cudnn",
-        "mosaic": "attention_mosaic",
-    },
-    "decode_attention": {
-        "reference": "reference",
-        "xla": "decode_attention_xla",
-        "tpu": "decode_attention_tpu",
-        "triton": "decode_attention_triton",
-    },
-    "cross_entropy": {
-        "reference": "reference",
-        "xla": "cross_entropy_xla",
-    },
-    "delta_rule": {
-        "reference": "delta_rule_reference",
-        "xla": "delta_rule_xla",
-        "triton": "delta_rule_triton",
-        "tpu": "delta_rule_tpu",
-    },
-    "delta_step": {
-        "reference": "delta_rule_reference",
-        "triton": "delta_step_triton",
-        "tpu": "delta_step_tpu",
-    },
-    "quantized_matmul": {
-        "reference": "matmul_reference",
-        "xla": "matmul_xla",
-        "tpu": "matmul_tpu",
-        "triton": "matmul_triton",
-    },
-    "ragged_dot": {
-        "reference": "reference",
-        "xla": "ragged_dot_xla",
-        "tpu": "ragged_dot_tpu",
-        "triton": "ragged_dot_triton",
-        "mosaic": "ragged_dot_mosaic",
-    },
-}
+FOLDER = pathlib.Path(__file__).parent
+EVERYWHERE = {"cpu", "gpu", "tpu"}
 
-# The implementations to ask, in order, by platform: the first that does not refuse serves. "mosaic" is experimental,
-# and serves only where it is asked for by name.
-PREFERENCES = {
-    "attention": {
-        "cpu": ("xla", "reference"),
-        "gpu": ("cudnn", "triton", "xla", "reference"),
-        "tpu": ("tpu", "xla", "reference"),
-    },
-    "decode_attention": {
-        "cpu": ("xla", "reference"),
-        "gpu": ("triton", "xla", "reference"),
-        "tpu": ("tpu", "xla", "reference"),
-    },
-    "cross_entropy": {
-        "cpu": ("xla", "reference"),
-        "gpu": ("xla", "reference"),
-        "tpu": ("xla", "reference"),
-    },
-    "delta_rule": {
-        "cpu": ("xla", "reference"),
-        "gpu": ("triton", "xla", "reference"),
-        "tpu": ("tpu", "xla", "reference"),
-    },
-    "delta_step": {
-        "cpu": ("reference",),
-        "gpu": ("triton", "reference"),
-        "tpu": ("tpu", "reference"),
-    },
-    "quantized_matmul": {
-        "cpu": ("xla", "reference"),
-        "gpu": ("triton", "xla", "reference"),
-        "tpu": ("tpu", "xla", "reference"),
-    },
-    "ragged_dot": {
-        "cpu": ("xla", "reference"),
-        "gpu": ("triton", "xla", "reference"),
-        "tpu": ("tpu", "xla", "reference"),
-    },
-}
 
-# Implementations that XLA itself splits over a mesh. It cannot split a Pallas kernel: it would gather its arguments.
-SPLIT_BY_XLA = ("reference", "xla")
+class Implementation(NamedTuple):
+    """The two lines at the top of an implementation's file."""
+
+    platforms: tuple[str, ...]  # where it is asked; with none, it serves only where it is asked for by name
+    rank: int  # of those for a platform, the one of the lowest rank is asked first
+
+    @property
+    def split_by_xla(self) -> bool:
+        """Whether XLA itself can split it over a mesh.
+
+        It can where all is plain JAX, as it is in what serves every platform. It cannot split a Pallas kernel: it would
+        gather its arguments.
+        """
+        return set(self.platforms) == EVERYWHERE
+
+
+@functools.cache
+def operations() -> tuple[str, ...]:
+    """Returns the names of the operations: of the folders that define one."""
+    return tuple(sorted(path.parent.name for path in FOLDER.glob("*/reference.py")))
+
+
+@functools.cache
+def implementations(operation: str) -> dict[str, Implementation]:
+    """Returns an operation's implementations by name, the plainest first.
+
+    Files are read and not imported: to import Mosaic takes most of a second, and what JAX has moved or removed fails
+    only the implementations that are written in it.
+    """
+    found = {}
+    for path in sorted(FOLDER.joinpath(operation).glob("*.py")):
+        said = dict(re.findall(r"^(PLATFORMS|RANK) = (.+)$", path.read_text(), re.MULTILINE))
+        if said:
+            found[path.stem] = Implementation(ast.literal_eval(said["PLATFORMS"]), ast.literal_eval(said["RANK"]))
+    return dict(sorted(found.items(), key=lambda item: -item[1].rank))
+
+
+def preference(operation: str, platform: str) -> list[str]:
+    """Returns the implementations to ask on a platform, in order: the first that does not refuse serves."""
+    return [name for name, said in reversed(implementations(operation).items()) if platform in said.platforms]
 
 
 class Choice(NamedTuple):
@@ -123,19 +87,19 @@ class _Log:
         self.choices: list[Choice] = []
 
 
-def prefer(*implementations: str) -> AbstractContextManager[None]:
+def prefer(*names: str) -> AbstractContextManager[None]:
     """In `with prefer("triton"):`, asks these implementations first, in order, in all calls that name none.
 
-    Where they cannot serve, the tables decide as usual; `explain` tells which one serves.
+    Where they cannot serve, ranks decide as usual; `explain` tells which one serves.
 
     Raises:
         ValueError: naming an implementation that no operation has.
     """
-    known = sorted({name for modules in MODULES.values() for name in modules})
-    for name in implementations:
+    known = sorted({name for operation in operations() for name in implementations(operation)})
+    for name in names:
         if name not in known:
             raise ValueError(f"No operation has an implementation {name!r}; there are {', '.join(known)}.")
-    return _preferred(implementations)
+    return _preferred(names)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
@@ -160,18 +124,19 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
 
 def run(operation: str, implementation: str | None, *args: Any, first: str | None = None, **kwargs: Any) -> Any:
-    """Runs the implementation asked for; for None, the first that can of `prefer`'s, `first` and `PREFERENCES`.
+    """Runs the implementation asked for; for None, the first that can of `prefer`'s, `first` and `preference`.
 
     Raises:
         ValueError: if the implementation asked for cannot take these arguments, with its reason and who can.
     """
+    known = implementations(operation)
     refusal = lambda name: _refusal(operation, name, *args, **kwargs)
-    refusals = lambda: {name: refusal(name) for name in MODULES[operation] if name != implementation}
+    refusals = lambda: {name: refusal(name) for name in known if name != implementation}
     if implementation is None:  # modules after the first that can serve are neither asked nor imported
-        preference = (*_preferred.value, first, *PREFERENCES[operation][device().platform])
-        implementation = next(name for name in preference if name in MODULES[operation] and refusal(name) is None)
+        asked = (*_preferred.value, first, *preference(operation, device().platform))
+        implementation = next(name for name in asked if name in known and refusal(name) is None)
     else:
-        reason = refusal(implementation) if implementation in MODULES[operation] else "no such implementation"
+        reason = refusal(implementation) if implementation in known else "no such implementation"
         if reason is not None:
             others = "; ".join(f"{name}: {why or 'can'}" for name, why in refusals().items())
             raise ValueError(f"{operation}(implementation={implementation!r}): {reason}. The others: {others}.")
@@ -180,15 +145,15 @@ def run(operation: str, implementation: str | None, *args: Any, first: str | Non
     return getattr(_module(operation, implementation), operation)(*args, **kwargs)
 
 
-def first(operation: str, implementations: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+def first(operation: str, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """Returns the module of the first of these implementations that can serve; of the last, if none of the others."""
-    able = (name for name in implementations[:-1] if _refusal(operation, name, *args, **kwargs) is None)
-    return _module(operation, next(able, implementations[-1]))
+    able = (name for name in names[:-1] if _refusal(operation, name, *args, **kwargs) is None)
+    return _module(operation, next(able, names[-1]))
 
 
 def _refusal(operation: str, implementation: str, *args: Any, **kwargs: Any) -> str | None:
     axes = {axis: size for axis, size in free().items() if size > 1}
-    if axes and implementation not in SPLIT_BY_XLA:
+    if axes and not implementations(operation)[implementation].split_by_xla:
         return f"it is for one device, and the arrays may be split over a mesh of {axes}: call it in jax.shard_map"
     try:
         module = _module(operation, implementation)
@@ -198,4 +163,4 @@ def _refusal(operation: str, implementation: str, *args: Any, **kwargs: Any) -> 
 
 
 def _module(operation: str, implementation: str) -> Any:
-    return importlib.import_module(f"kernels.{MODULES[operation][implementation]}")
+    return importlib.import_module(f"kernels.{operation}.{implementation}")

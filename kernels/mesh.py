@@ -15,9 +15,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from kernels.masks import Tokens
 from kernels.stacked import Stacked, read
 from kernels.sums import lookup
+from kernels.tokens import Tokens
 
 
 # The axes of a mesh, and what each splits. zoo.mesh.make_mesh says it to users.

@@ -1,0 +1,77 @@
+"""Attention of all queries of a batch over all keys, forward and backward: the signature and its meaning."""
+
+import functools
+
+from jaxtyping import Array, Float
+
+from kernels import dispatch
+from kernels.attention.entry import cast, check, complete, over_cache
+from kernels.masks import Causal, Chunk, Mask, Window
+from kernels.mesh import split_attention
+from kernels.stacked import Stacked, read
+from kernels.tokens import Tokens
+
+
+FEW = 16  # most queries of a row that `attention` takes as steps of a decode
+
+
+def attention(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
+    at: Tokens = Tokens(),  # noqa: B008 (a value)
+    kv: Tokens | None = None,
+    *,
+    scale: float,
+    mask: Mask = Causal(),  # noqa: B008 (a value)
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Averages, for each query, the values of the keys it sees, weighted by the softmax of `scale * q @ k`.
+
+    Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees the keys that `mask` lets
+    it see, such as `Causal() & Window(1024)`, and, where there are segments, only those of its own segment.
+
+    `v` may be a number: then the values are so many of the first features of the keys, as those of latent attention
+    are. `k` and `v` may be layers of a cache, `kernels.stacked.Stacked`.
+
+    `at` has the positions, segments and spans of the queries' tokens, and `kv` those of the keys' (None: they are the
+    same tokens): see `Tokens`. A query that sees no key yields zeros and gets zero gradients.
+
+    `softcap` turns each logit x into `softcap * tanh(x / softcap)` (Gemma 2, arXiv:2408.00118). `sinks` are one more
+    logit per head, which takes its share of the softmax and has no value (gpt-oss, arXiv:2508.10925).
+
+    The softmax is in float32, and products of narrower dtypes accumulate in float32. A NaN or an infinity in q, k or v
+    becomes NaN in every query that sees it, and affects no other: masked keys and padding may hold anything.
+
+    `implementation` is one of
+
+    - "reference": computes all logits at once. It has every derivative, and computes float64 in float64.
+    - "xla": works in blocks of 128 tokens, in plain JAX. It and all below make no [seq, kv_seq] buffer, skip blocks
+      that no query sees, and have first derivatives only, in reverse mode.
+    - "tpu": a Pallas kernel for TPUs. "triton": one for NVIDIA GPUs. On a CPU both are interpreted.
+    - "cudnn": NVIDIA's own kernel, for the calls that it can express: rows in order, also of packed documents, without
+      softcap. Its gradients are not deterministic.
+    - "mosaic": a kernel for Hopper GPUs. Experimental: compiled, and never yet run on one.
+
+    None chooses by their ranks (`kernels.dispatch`): "cudnn", "triton" or "tpu" on their devices if they can, else
+    "xla", and "reference" for at most 128 tokens. Up to `FEW` queries over a layer of a cache go to `decode_attention`.
+
+    Raises:
+        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+    """
+    if implementation is None and isinstance(k, Stacked) and q.shape[1] <= FEW:
+        kv = at if kv is None else kv
+        return over_cache(q, k, v, at, kv, scale=scale, mask=mask, softcap=softcap, sinks=sinks, implementation=None)
+    check(q, k, v)
+    k = read(k)
+    v = k[..., :v] if isinstance(v, int) else read(v)
+    q_tokens, kv_tokens = cast(at, q.shape[1], mask), cast(at if kv is None else kv, k.shape[1], mask)
+    mask = complete(mask, q_tokens, kv_tokens)
+    first = "reference" if max(q.shape[1], k.shape[1]) <= 128 else None
+    attend = functools.partial(
+        dispatch.run, "attention", implementation, first=first, scale=scale, mask=mask, softcap=softcap
+    )
+    grows = Causal in mask and Window not in mask and Chunk not in mask
+    return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens, grows=grows)

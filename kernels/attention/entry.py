@@ -1,0 +1,87 @@
+"""Shared by the signatures of `attention` and `decode_attention`: checks of arguments, and attention over a cache.
+
+`attention` hands few queries over a cache on. So that it need not import `decode_attention`, the way there is here.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kernels import dispatch
+from kernels.backends.device import device
+from kernels.masks import Chunk, Mask, Segments, Spans
+from kernels.mesh import split_attention
+from kernels.stacked import Stacked
+from kernels.tokens import Tokens, counted
+
+
+def over_cache(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
+    at: Tokens,
+    kv: Tokens,
+    *,
+    scale: float,
+    mask: Mask,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    implementation: str | None,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Computes `kernels.decode_attention`, where `kv` says where the slots of the cache stand."""
+    check(q, k, v)
+    of_v, v_dim = (None, v) if isinstance(v, int) else (Stacked.of(v), v.shape[3])
+    q_tokens = cast(at, q.shape[1], mask)
+    kv_tokens = cast(kv, k.shape[1], mask)
+    mask = complete(mask, q_tokens, kv_tokens)
+    # On a CPU, a loop over blocks is slower than one product for few slots, and in narrow dtypes.
+    at_once = device().platform == "cpu" and (k.shape[1] <= 128 or q.dtype != jnp.float32)
+    options = dict(first="reference" if at_once else None, v_dim=v_dim, scale=scale, softcap=softcap)
+    attend = functools.partial(dispatch.run, "decode_attention", implementation, mask=mask, **options)
+    return split_attention(attend, q, Stacked.of(k), of_v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
+
+
+def check(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
+) -> None:
+    """Raises a ValueError where q, k and v do not fit together."""
+    of_v = k.dtype if isinstance(v, int) else v.dtype
+    if not q.dtype == k.dtype == of_v:
+        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {of_v}: cast them first.")
+    if isinstance(v, int) and not 0 < v <= k.shape[3]:
+        raise ValueError(f"The values cannot be the first {v} features of keys that have {k.shape[3]}.")
+    if isinstance(v, int) and isinstance(k, Stacked) and k.scale is not None and v != k.parts[0]:
+        raise ValueError(f"The values cannot be the first {v} features of keys whose first scale is of {k.parts[0]}.")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"The query heads ({q.shape[2]}) must be a multiple of the key/value heads ({k.shape[2]}).")
+
+
+def cast(at: Tokens, length: int, mask: Mask) -> Tokens:
+    """Casts the ids to int32 and fills in positions, as masks expect them."""
+    segments, spans = (None if ids is None else ids.astype(jnp.int32) for ids in (at.segments, at.spans))
+    if at.positions is None and segments is not None and Chunk in mask:
+        return Tokens(counted(segments), segments, spans)  # chunks, unlike windows, count from a document's start
+    if at.positions is None:
+        indices: Any = np.arange(length, dtype=np.int32)[None]  # numpy: that is how Tokens.in_order knows them
+        return Tokens(indices, segments, spans)
+    # A slot never written has the greatest int32 as its position: its distance to less than -1 would wrap around.
+    return Tokens(jnp.maximum(at.positions.astype(jnp.int32), -1), segments, spans)
+
+
+def complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:
+    """Adds `Segments()` to the mask where there are segments, and checks that mask and ids fit together."""
+    for name, ids, of_keys in (("segments", q.segments, kv.segments), ("spans", q.spans, kv.spans)):
+        if (ids is None) != (of_keys is None):
+            raise ValueError(
+                f"{name.title()} of one side alone mean nothing: both `at` and `kv` have them, or neither."
+            )
+    if (q.spans is not None) != (Spans in mask):
+        raise ValueError("Spans go with a mask that has Spans(), such as Causal() | Spans(): give both, or neither.")
+    if q.segments is None and Segments in mask:
+        raise ValueError("The mask has Segments(), and there are none: give Tokens(segments=...).")
+    return mask if q.segments is None or Segments in mask else mask & Segments()

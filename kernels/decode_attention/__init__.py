@@ -1,0 +1,42 @@
+"""Attention of one query or a few in each row of a batch over a cache: the signature and its meaning."""
+
+from jaxtyping import Array, Float
+
+from kernels.attention.entry import over_cache
+from kernels.masks import Causal, Mask
+from kernels.stacked import Stacked
+from kernels.tokens import Tokens
+
+
+def decode_attention(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
+    v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
+    at: Tokens = Tokens(),  # noqa: B008 (a value)
+    kv: Tokens | None = None,
+    *,
+    scale: float,
+    mask: Mask = Causal(),  # noqa: B008 (a value)
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Computes `attention` of one query or a few in each row of the batch, over a cache.
+
+    Each row fills the cache to its own length, and with a causal mask sees no further than its positions: later slots
+    may hold anything. With `kv` None, the index of a slot is its position. All else is as in `attention`.
+
+    Where k and v are layers of a cache, `kernels.stacked.Stacked`, all implementations but "reference" read in place
+    what the queries see of them, also in 8 bits.
+
+    `implementation` is "reference" (reads every slot of the cache, has every derivative), "xla", "tpu" or "triton"
+    (read only blocks with a key that is seen, "xla" those up to the longest row's last; they have first derivatives
+    only, in reverse mode, which read every slot). None chooses as `attention` does.
+
+    Raises:
+        ValueError: as `attention` does.
+    """
+    kv = Tokens() if kv is None else kv
+    return over_cache(
+        q, k, v, at, kv, scale=scale, mask=mask, softcap=softcap, sinks=sinks, implementation=implementation
+    )

@@ -1,0 +1,319 @@
+"""Attention of one query or a few in each row of the batch over a cache, for TPUs, in Pallas.
+
+All the time goes into reading the cache, so it is read once, and only where there is anything to see. Blocks come from
+the array of all layers, so no layer is copied. XLA lists beforehand, from the mask, each row's blocks of slots with a
+key that a query sees. The grid has as many steps as the longest list; a shorter one repeats its last block, which loads
+nothing. Softmax and output are accumulated from block to block (FlashAttention, arXiv:2205.14135), starting with the
+sink.
+
+The heads of a slot are neighbouring rows in memory, and a TPU is slow at picking one head from each slot. So every
+query head is multiplied by the keys of all heads, as one matrix of [slots * kv_heads, dim], and a mask leaves it its
+own head's. The matrix unit has to take in each key anyway, and has time for more queries than there are.
+
+Of a cache in 8 bits the integers are multiplied as they are. Scales of keys multiply logits, those of values the
+weights.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from kernels.attention.reference import LOWEST, poison
+from kernels.attention.shared import Formula
+from kernels.attention.tpu import LANES, VMEM, dot
+from kernels.backends import blocks
+from kernels.backends.device import device, elsewhere
+from kernels.decode_attention.reference import with_gradient
+from kernels.masks import Mask, Schedule, block_classes
+from kernels.stacked import Stacked
+from kernels.tokens import Tokens
+
+
+PLATFORMS = ("tpu",)
+RANK = 2
+
+ROWS = 128  # most rows of queries and heads at a time, unless one query has more heads
+STRIP = 32  # keys or values that `_clean` takes at a time
+
+
+def refusal(
+    q: Float[Array, "batch seq heads dim"], k: Stacked, v: Stacked | None, *, v_dim: int, **_: object
+) -> str | None:
+    """Returns why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"it computes in float32 and bfloat16, and q is {q.dtype}"
+    if not q.size or not k.shape[1]:
+        return "it needs a query, a key and a feature at least"
+    widths = (k.shape[3], k.shape[3] if v is None else v_dim)
+    if device().platform == "tpu" and not _lies_flat(k.shape[2], *widths, k.stack.dtype.itemsize):
+        return f"XLA would copy a cache of {k.shape[2]} heads with {widths[0]} and {widths[1]} features to flatten it"
+    return elsewhere("tpu")
+
+
+def _lies_flat(kv_heads: int, dim: int, v_dim: int, itemsize: int) -> bool:
+    """Whether [slots, kv_heads, dim] is stored as [slots * kv_heads, dim] would be, in a TPU's tiles of 8 x 128.
+
+    The conditions are the compiler's behaviour: it pads no tile for 1, 2 or 4 heads of 128 features, in 8 bits for 4.
+    """
+    one_tile = dim == v_dim == LANES
+    if itemsize == 1:
+        return one_tile and (kv_heads % 8 == 0 or kv_heads == 4)
+    whole_rows = dim % LANES == 0 and v_dim % LANES == 0
+    return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and one_tile)))
+
+
+# Compiled even where it is called outside jit, so that calls there compile once, too.
+@with_gradient
+@functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
+def decode_attention(
+    q: Float[Array, "batch seq heads dim"],
+    k: Stacked,
+    v: Stacked | None,
+    *,
+    v_dim: int,
+    scale: float,
+    mask: Mask,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Computes `kernels.decode_attention` in Pallas for TPUs."""
+    (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
+    size = _block_size(k, 0 if v is None else v_dim)
+    schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size)[:, 0])
+    row = lambda b, x: jnp.minimum(b, x.shape[0] - 1)  # an array may have one row for the whole batch
+
+    def block(b: Any, j: Any, schedule: Any) -> Any:
+        """Returns the j-th block that row b visits, or its last one again."""
+        at = row(b, schedule.met)
+        return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
+
+    # Each part has the rows of some of the queries; one has all of them, unless they are many.
+    queries = min(seq, max(1, ROWS // heads))
+    parts, rows = pl.cdiv(seq, queries), queries * heads
+    of_parts = lambda x: jnp.pad(x, [(0, 0), (0, -seq % queries)] + [(0, 0)] * (x.ndim - 2), mode="edge")
+    by_part = lambda x: of_parts(x).reshape(x.shape[0], parts, rows, -1)
+    per_row = lambda x: by_part(jnp.broadcast_to(x[:, :, None, None], (*x.shape, heads, 1)))
+
+    columns = size * kv_heads  # a block's columns of logits: one for each key of each head
+    few = LANES if columns % LANES == 0 else columns  # columns at a time, so that their logits stay in registers
+    flat = lambda x: x.stack.reshape(-1, batch, kv_seq * kv_heads, x.shape[3])
+    values = [] if v is None else [v]
+    layers = jnp.stack([k.layer, *(x.layer for x in values)])
+    kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
+    q_ids = jax.tree.map(per_row, q_tokens)
+    head_of_column = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), size)[None]
+    head_of_row = jnp.tile(jnp.repeat(jnp.arange(kv_heads, dtype=jnp.int32), heads // kv_heads), queries)[:, None]
+    sink = jnp.full(heads, LOWEST, jnp.float32) if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
+    wide = lambda x: jnp.broadcast_to(x, (rows, LANES))
+
+    def scale_of(x: Stacked) -> Array:
+        """A number for each part of each column, of this layer: XLA copies 4 bytes for, mostly, 128."""
+        of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
+        return of_layer.reshape(batch, kv_seq * kv_heads, len(x.parts)).swapaxes(1, 2)
+
+    of_part = lambda width: pl.BlockSpec((None, None, rows, width), lambda b, i, j, *_: (b, i, 0, 0))
+    of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (row(b, x), i, 0, 0))
+    of_keys = lambda n, width: pl.BlockSpec(
+        (None, None, columns, width), lambda b, i, j, s, layers: (layers[n], b, block(b, j, s), 0)
+    )
+    of_scale = lambda x: pl.BlockSpec((None, len(x.parts), columns), lambda b, i, j, s, _: (b, 0, block(b, j, s)))
+    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (row(b, x), 0, block(b, j, s)))
+    of_all = lambda *shape: pl.BlockSpec(shape, lambda b, i, j, *_: (0, 0))
+    scaled = [] if k.scale is None else [k, *values]
+    out = pl.pallas_call(
+        functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * kv_heads, k.parts),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, parts, jnp.maximum(schedule.met.max(), 1)),
+            in_specs=[
+                of_part(dim),
+                jax.tree.map(of_q_ids, q_ids),
+                of_keys(0, dim),
+                [of_keys(1, v_dim) for _ in values],
+                [of_scale(x) for x in scaled],
+                jax.tree.map(of_ids, kv_ids),
+                of_all(1, columns),
+                of_all(rows, LANES),
+                of_all(rows, LANES),
+            ],
+            out_specs=of_part(v_dim),
+            scratch_shapes=[
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, v_dim), jnp.float32),
+                pltpu.VMEM((few, dim), q.dtype),
+                [pltpu.VMEM((few, v_dim), q.dtype) for _ in values],
+                pltpu.VMEM((few, LANES), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, parts, rows, v_dim), q.dtype),
+        name="decode_attention",
+        interpret=device().platform == "cpu",
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * seq * heads * kv_seq * kv_heads * (dim + v_dim),
+            transcendentals=batch * seq * heads * kv_seq * kv_heads,
+            bytes_accessed=batch * parts * kv_seq * kv_heads * (dim + len(values) * v_dim) * k.stack.dtype.itemsize,
+        ),
+    )(
+        schedule,
+        layers,
+        by_part(q + poison(q)),
+        q_ids,
+        flat(k),
+        [flat(x) for x in values],
+        [scale_of(x) for x in scaled],
+        kv_ids,
+        head_of_column,
+        wide(head_of_row),
+        wide(jnp.tile(sink, queries)[:, None]),
+    )
+    return out.reshape(batch, parts * queries, heads, v_dim)[:, :seq]
+
+
+def _kernel(
+    formula: Formula,
+    all_columns: int,
+    k_parts: tuple[int, ...],
+    schedule: Any,
+    layers: Any,
+    q_ref: Any,
+    q_ids: Any,
+    k_ref: Any,
+    v_refs: list[Any],
+    scale_refs: list[Any],
+    kv_ids: Any,
+    head_of_column: Any,
+    head_of_row: Any,
+    sinks_ref: Any,
+    out_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    sum_ref: Any,
+    finite_k_ref: Any,
+    finite_v_refs: list[Any],
+    changed_ref: Any,
+) -> None:
+    """Visits one block of slots of one row of the batch, for the queries of one part.
+
+    `top` and `total` are the maximum and the denominator of each head's softmax so far, repeated over a register's
+    width, and `sum` the weighted sum of values. The last scratch arrays are for `few` keys: keys and values with zeros
+    for what is not finite, and by lane how many numbers these zeros replace. Where the values are the first features of
+    the keys, there are none of their own. In 8 bits all is finite but the scales.
+    """
+    del layers  # it chose the blocks
+    b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
+    row = lambda x: jnp.minimum(b, x.shape[0] - 1)
+    finite_v_ref = (*finite_v_refs, finite_k_ref)[0]
+
+    @pl.when(j == 0)
+    def begin() -> None:
+        top_ref[...] = sinks_ref[...]
+        total_ref[...] = jnp.ones_like(total_ref)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def add(i: Any, _: None) -> None:
+        at = pl.ds(pl.multiple_of(i * few, few), few)
+        if scale_refs:
+            _widen(k_ref, i * few, finite_k_ref)
+            for v_ref in v_refs:
+                _widen(v_ref, i * few, finite_v_ref)
+            v_scale = scale_refs[-1][:1, at]
+            x, first = 0.0, 0
+            for part, width in enumerate(k_parts):
+                features = pl.ds(first, width)
+                # A value's scale that is not finite makes a logit NaN, so that it spoils only what sees it.
+                k_scale = formula.scale * scale_refs[0][part : part + 1, at] + 0 * v_scale
+                x += k_scale * dot(q_ref[:, features], finite_k_ref[:, features], 1, 1)
+                first += width
+        else:
+            changed_ref[...] = jnp.zeros_like(changed_ref)
+            _clean(k_ref, i * few, finite_k_ref, changed_ref)
+            for v_ref in v_refs:
+                _clean(v_ref, i * few, finite_v_ref, changed_ref)
+            # Summed by a product with ones, whose result is a row and not a column.
+            spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
+            x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
+            x = jnp.where(spoilt > 0, jnp.nan, x)
+        if formula.softcap is not None:
+            x = formula.softcap * jnp.tanh(x / formula.softcap)
+        query = jax.tree.map(lambda x: x[...], q_ids)
+        seen = formula.mask.visible(query, jax.tree.map(lambda x: x[:, at], kv_ids))
+        start = schedule.order[row(schedule.order), j] * columns + i * few
+        seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
+        seen &= head_of_row[:, :1] == head_of_column[:, at]
+        x = jnp.where(seen, x, -jnp.inf)
+        top = top_ref[...]
+        new_top = jnp.maximum(top, x.max(axis=1, keepdims=True))
+        fade, weights = jnp.exp(top - new_top), jnp.exp(x - new_top[:, :1])
+        top_ref[...] = new_top
+        total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
+        if scale_refs:
+            weights *= jnp.where(jnp.abs(v_scale) < jnp.inf, v_scale, 0)
+        weights = weights.astype(finite_v_ref.dtype)
+        for piece in _pieces(sum_ref):
+            new = dot(weights, finite_v_ref[:, piece], 1, 0)
+            sum_ref[:, piece] = sum_ref[:, piece] * fade[:, : piece.size] + new
+
+    steps = jnp.where(j < schedule.met[row(schedule.met)], columns // few, 0)
+    lax.fori_loop(0, steps, add, None)
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def store() -> None:
+        out_ref[...] = (sum_ref[...] / total_ref[:, :1]).astype(out_ref.dtype)
+
+
+def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:
+    """Replaces what is not finite by zeros, in rows from `first` on, and adds the number of changes to `changed`.
+
+    It takes a strip at a time, and a piece of that: whole rows of the widest keys would not fit the registers.
+    """
+    all_rows = len(finite_ref)
+    rows = STRIP if all_rows % STRIP == 0 else all_rows
+
+    def strip(n: Any, _: None) -> None:
+        own = pl.ds(pl.multiple_of(n * rows, rows), rows)
+        for piece in _pieces(ref):
+            # TPUs have isfinite for float32 only.
+            x = ref[pl.ds(pl.multiple_of(first + n * rows, rows), rows), piece].astype(jnp.float32)
+            is_finite = jnp.isfinite(x)
+            finite_ref[own, piece] = jnp.where(is_finite, x, 0).astype(finite_ref.dtype)
+            changed_ref[own, : piece.size] += jnp.where(is_finite, 0.0, 1.0)
+
+    lax.fori_loop(0, all_rows // rows, strip, None)
+
+
+def _widen(ref: Any, first: Any, copy_ref: Any) -> None:
+    """Copies rows from `first` on from 8 bits to the dtype that is multiplied, a strip at a time."""
+    all_rows = len(copy_ref)
+    rows = STRIP if all_rows % STRIP == 0 else all_rows
+
+    def strip(n: Any, _: None) -> None:
+        own = pl.ds(pl.multiple_of(n * rows, rows), rows)
+        copy_ref[own] = ref[pl.ds(pl.multiple_of(first + n * rows, rows), rows)].astype(copy_ref.dtype)
+
+    lax.fori_loop(0, all_rows // rows, strip, None)
+
+
+def _pieces(ref: Any) -> list[Any]:
+    """Cuts a row into slices of a register's width."""
+    width = ref.shape[1]
+    return [pl.ds(at, min(LANES, width - at)) for at in range(0, width, LANES)]
+
+
+def _block_size(k: Stacked, v_dim: int) -> int:
+    """Returns how many slots have the table's number of bytes of keys and values; all slots, if they are few."""
+    sizes = blocks.sizes(__name__, "decode", k.stack.dtype, "*")
+    slot = k.shape[2] * (k.shape[3] + v_dim) * k.stack.dtype.itemsize
+    whole = lambda slots: max(1, slots // sizes["unit"]) * sizes["unit"]
+    return min(whole(sizes["bytes"] // slot), whole(k.shape[1]) if k.shape[1] > sizes["unit"] else k.shape[1])

@@ -1,0 +1,220 @@
+"""Attention of one query or a few in each row of a batch over a cache, for NVIDIA GPUs, in Pallas-Triton.
+
+This is flash-decoding. It takes as long as reading the cache takes. So one program serves all queries and query heads
+of a key/value head, as the rows of one product, and the blocks with visible keys are dealt out to as many programs as
+fill the GPU. Blocks beyond a row's length, or outside its window, are not read, and no layer of the cache is copied:
+programs get the array of all layers. Each program returns the mean of its values and the log-sum-exp of its logits. XLA
+merges these, and a sink is one more log-sum-exp to merge.
+
+No pass over the cache cleans it of NaN. Keys and values that no query sees are not loaded: within a block too, zeros
+take their place. One that is seen and not finite makes a logit or a sum that is not finite, which becomes NaN.
+
+Of a cache in 8 bits the integers are multiplied as they are: scales of keys multiply logits, and those of values the
+weights, a number for each key in place of one for each feature.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float
+
+from kernels.attention.reference import LOWEST, by_head, by_token, poison
+from kernels.attention.shared import Formula
+from kernels.attention.triton import Block, capped, product, row_of, to_log2
+from kernels.backends import blocks
+from kernels.backends.device import elsewhere
+from kernels.backends.triton import SMALLEST, addressable, dot, exp2, inside, launch, load, pieces, store
+from kernels.decode_attention.reference import with_gradient
+from kernels.masks import Mask, Schedule, block_classes
+from kernels.stacked import Stacked
+from kernels.tokens import Tokens
+
+
+PLATFORMS = ("gpu",)
+RANK = 2
+
+WIDTHS = (64, 128, 256, 576)  # features of a head for which there are block sizes; 576 is DeepSeek's latent cache
+
+
+def refusal(
+    q: Float[Array, "batch seq heads dim"],
+    k: Stacked,
+    v: Stacked | None,
+    *,
+    v_dim: int,
+    scale: float,
+    **_: object,
+) -> str | None:
+    """Returns why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
+    if q.dtype == jnp.float64:
+        return "it computes in float32, and q is float64"
+    dim = q.shape[3]
+    if dim % SMALLEST or v_dim % SMALLEST or max(dim, v_dim) > WIDTHS[-1]:
+        return f"its heads have multiples of {SMALLEST} features, {WIDTHS[-1]} at most, and these {dim} and {v_dim}"
+    if not q.size or not k.shape[1]:
+        return "it needs a query, a key and a feature at least"
+    if scale <= 0:
+        return f"it needs a scale above 0, and this is {scale}"
+    if k.scale is not None and q.dtype == jnp.float16:
+        return "weights times the scales of a cache in 8 bits may be too small for float16"
+    return elsewhere("gpu")
+
+
+# Compiled even where it is called outside jit, so that calls there compile once, too.
+@with_gradient
+@functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
+def decode_attention(
+    q: Float[Array, "batch seq heads dim"],
+    k: Stacked,
+    v: Stacked | None,
+    *,
+    v_dim: int,
+    scale: float,
+    mask: Mask,
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Computes `kernels.decode_attention` in Triton. Its gradient is the reference's."""
+    (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
+    width = next(width for width in WIDTHS if width >= max(dim, v_dim))
+    row_dtype = k.stack.dtype if q.dtype.itemsize == 2 else q.dtype
+    size = blocks.sizes(__name__, "decode", row_dtype, f"d{width}")
+    group = heads // kv_heads
+    rows = min(max(SMALLEST, pl.next_power_of_2(seq * group)), size["rows"])
+    programs = kv_heads * pl.cdiv(seq * group, rows)
+    splits = min(pl.cdiv(size["programs"], batch * programs), pl.cdiv(kv_seq, size["kv"]))
+    of_rows = jax.tree.map(lambda ids: jnp.tile(ids, group), q_tokens)
+    out, lse = launch(
+        functools.partial(_kernel, Formula(scale, mask, softcap), size["kv"], rows, v_dim, seq > 1),
+        by_head(q + poison(q), kv_heads),
+        *(None if x is None else addressable(x) for x in (k, v)),
+        *(of_rows, kv_tokens),
+        Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size["kv"])),
+        name="decode_attention",
+        grid=(programs, splits, batch),
+        results=(
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, seq * group, v_dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, seq * group), jnp.float32),
+        ),
+        warps=size["warps"],
+        stages=size["stages"],
+        cost=pl.CostEstimate(
+            flops=2 * batch * seq * heads * kv_seq * (dim + v_dim),
+            transcendentals=batch * seq * heads * kv_seq,
+            bytes_accessed=batch * kv_seq * kv_heads * (dim + (0 if v is None else v_dim)) * k.stack.dtype.itemsize,
+        ),
+    )
+    if sinks is not None:
+        sinks = jnp.maximum(sinks.astype(jnp.float32), LOWEST)
+        sinks = jnp.repeat(sinks, seq).reshape(1, 1, kv_heads, seq * group)  # in the order of `by_head`
+        lse = jnp.concatenate([lse, jnp.broadcast_to(sinks, (batch, *sinks.shape[1:]))], axis=1)
+    shares = jax.nn.softmax(lse, axis=1)[:, :splits, ..., None]
+    return by_token(jnp.sum(shares * out, axis=1), heads).astype(q.dtype)
+
+
+def _kernel(
+    formula: Formula,
+    kv_size: int,
+    rows: int,
+    v_dim: int,
+    several: bool,
+    q_ref: Any,
+    k_ref: Stacked,
+    v_ref: Stacked | None,
+    q_tokens_ref: Tokens,
+    kv_tokens_ref: Tokens,
+    schedule: Schedule,
+    out_ref: Any,
+    lse_ref: Any,
+) -> None:
+    """Visits a share of the blocks of one row of the batch, for some of the queries and heads of a key/value head.
+
+    There is no `v_ref` where the values are the first features of the keys. `several` says whether the rows are of
+    several queries, which see unlike keys.
+    """
+    split, batch = pl.program_id(1), pl.program_id(2)
+    (all_rows, dim), kv_seq = q_ref.shape[2:], k_ref.shape[1]
+    parts = pl.cdiv(all_rows, rows)
+    kv_head, part = lax.div(pl.program_id(0), parts), lax.rem(pl.program_id(0), parts)
+    these = pl.ds(part * rows, rows)
+    exist = inside(part * rows, rows, all_rows)
+    column = None if exist is None else exist[:, None]
+    starts = [sum(k_ref.parts[:part]) for part in range(len(k_ref.parts))] or [0]
+    k_parts = [pieces(width, start) for width, start in zip(k_ref.parts or [dim], starts, strict=True)]
+    of_v = pieces(v_dim)
+    q = [[load(q_ref.at[batch, kv_head, these, piece], column) for piece in part] for part in k_parts]
+    row = row_of(schedule.order, batch)
+
+    def vectors(ref: Stacked, block: Block, pieces: list[Any]) -> list[Array]:
+        at = lambda piece: ref.stack.at[ref.layer[...], batch, block.tokens, kv_head, piece]
+        return [load(at(piece), block.rows).astype(q_ref.dtype) for piece in pieces]
+
+    def scale_of(ref: Stacked, block: Block, part: int) -> Array:
+        number = kv_head * len(ref.parts) + part
+        return load(ref.scale.at[ref.layer[...], batch, block.tokens, number], block.exist)
+
+    def seen_of(block: Block) -> Bool[Array, "rows kv"]:
+        at = lambda ref: load(ref.at[row_of(ref, batch), these], exist)[:, None]
+        seen = formula.mask.visible(
+            jax.tree.map(at, q_tokens_ref), jax.tree.map(lambda x: x[None, :], block.ids(kv_tokens_ref))
+        )
+        seen = seen if block.exist is None else seen & block.exist[None, :]
+        return seen if exist is None else seen & exist[:, None]
+
+    def step(masked: bool, n: Array, state: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+        top, total, out = state
+        kv_block, seen = Block.of(batch, schedule.order[row, 0, n], kv_size, kv_seq), None
+        if masked:  # keys that are not seen are not loaded
+            seen = jnp.broadcast_to(seen_of(kv_block), (rows, kv_size))
+            kv_block = kv_block._replace(exist=seen.astype(jnp.int32).max(axis=0) > 0)
+        v_scale = None
+        k = [vectors(k_ref, kv_block, part) for part in k_parts]
+        loaded = v_ref is None and k_parts[0][: len(of_v)] == of_v
+        v = k[0][: len(of_v)] if loaded else vectors(v_ref or k_ref, kv_block, of_v)
+        logits = [product(of_part, keys) for of_part, keys in zip(q, k, strict=True)]
+        if k_ref.parts:
+            logits = [x * scale_of(k_ref, kv_block, part)[None, :] for part, x in enumerate(logits)]
+            v_scale = scale_of(v_ref or k_ref, kv_block, 0)
+        x = functools.reduce(jnp.add, logits)
+        x = capped(formula, jnp.where(jnp.abs(x) == jnp.inf, jnp.nan, x))
+        if seen is not None:
+            if several:  # a value that is not finite has to spoil the queries that see it, and no other
+                numbers = v if v_scale is None else [v_scale]
+                is_finite = [jnp.abs(p.astype(jnp.float32)) < jnp.inf for p in numbers]
+                spoilt = [jnp.where(each, 0.0, 1.0) for each in is_finite]
+                spoilt = functools.reduce(jnp.maximum, [each.max(axis=1) if each.ndim > 1 else each for each in spoilt])
+                x = jnp.where(spoilt[None, :] > 0, jnp.nan, x)
+                numbers = [jnp.where(each, p, jnp.zeros_like(p)) for each, p in zip(is_finite, numbers, strict=True)]
+                v, v_scale = (numbers, None) if v_scale is None else (v, numbers[0])
+            x = jnp.where(seen, x, -jnp.inf)
+        new_top = jnp.maximum(top, to_log2(formula) * x.max(axis=1))
+        weights = exp2(x, to_log2(formula), less=new_top[:, None])
+        fade = jnp.exp2(top - new_top)
+        total = total * fade + weights.sum(axis=1)
+        weights = weights if v_scale is None else weights * v_scale[None, :]
+        out = [o * fade[:, None] + dot(weights.astype(p.dtype), p) for o, p in zip(out, v, strict=True)]
+        return new_top, total, out
+
+    met, splits = schedule.met[row, 0], pl.num_programs(1)
+    begin, end = lax.div(met * split, splits), lax.div(met * (split + 1), splits)
+    middle = jnp.clip(schedule.full[row, 0], begin, end)
+    zeros = [jnp.zeros((rows, piece.size), jnp.float32) for piece in of_v]
+    state = jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), zeros
+    state = lax.fori_loop(begin, middle, functools.partial(step, False), state)
+    top, total, out = lax.fori_loop(middle, end, functools.partial(step, True), state)
+
+    # A value that is not finite makes its feature of the sum not finite; this spreads NaN to all features.
+    total += 0 * functools.reduce(jnp.add, [o.sum(axis=1) for o in out])
+    nothing = total == 0
+    total = jnp.where(nothing, 1, total)
+    for piece, o in zip(of_v, out, strict=True):
+        store(out_ref.at[batch, split, kv_head, these, piece], o / total[:, None], column)
+    lse = jnp.where(nothing, LOWEST, math.log(2) * (top + jnp.log2(total)))
+    store(lse_ref.at[batch, split, kv_head, these], lse, exist)

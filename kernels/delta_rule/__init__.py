@@ -1,0 +1,77 @@
+"""The gated delta rule, a recurrence over tokens, forward and backward: the signature and its meaning."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels import dispatch
+from kernels.delta_rule.split import split_recurrence
+from kernels.stacked import Slots
+from kernels.tokens import Tokens, begins, padding
+
+
+def delta_rule(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch seq heads dim"],
+    v: Float[Array, "batch seq v_heads v_dim"],
+    decay: Float[Array, "batch seq v_heads"] | Float[Array, "batch seq v_heads dim"],
+    beta: Float[Array, "batch seq v_heads"],
+    at: Tokens = Tokens(),  # noqa: B008 (a value)
+    *,
+    scale: float,
+    state: Float[Array, "batch v_heads dim v_dim"] | Slots | None = None,
+    erase: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"] | Slots]:
+    """Runs the gated delta rule (arXiv:2412.06464), a recurrence over tokens with a matrix as the state of each head:
+
+        S_t = A_t S_{t-1} + beta_t k_t (v_t - (A_t S_{t-1})^T k_t)^T,        out_t = scale * S_t^T q_t
+
+    `decay` is the logarithm of A_t, at most 0: a number for a head (Qwen3-Next), or one for each channel of its keys,
+    and A_t is diagonal (Kimi Linear, arXiv:2510.26692). Without `erase` nothing is subtracted from v_t, and the
+    recurrence is that of Mamba-2 (arXiv:2405.21060). Value heads share query/key heads in groups of `v_heads / heads`
+    neighbours.
+
+    The state begins as `state`, or as zeros. It begins anew where the segment of `at` does, so that packed documents do
+    not see each other; tokens of a row must be in order. Padding (segment 0, or a position below 0) neither decays the
+    state nor writes to it, and may hold anything.
+
+    Returns the outputs in the dtype of v, and the state after the last token, in float32. Where the state lies in a
+    cache, `kernels.stacked.Slots`, so does what is returned. One token then is the step of a decode: on a GPU or a TPU
+    a kernel reads the state once and writes it in place. That step has no derivatives.
+
+    `implementation` is one of
+
+    - "reference": one token after the other. It has every derivative, and computes float64 in float64.
+    - "xla": chunks of 64 tokens, in plain JAX. Its memory grows with the tokens, and has a state for each chunk. It and
+      all below have first derivatives only, in reverse mode.
+    - "tpu": the same, with Pallas kernels for TPUs that go through the chunks. "triton": with some for NVIDIA GPUs. On
+      a CPU both are interpreted.
+
+    None chooses by their ranks (`kernels.dispatch`): "triton" or "tpu" on their devices if they can, else "xla", and
+    "reference" for at most 16 tokens and for float64. The step of a decode is an operation of its own, "delta_step".
+
+    Raises:
+        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+    """
+    if v.shape[2] % k.shape[2]:
+        raise ValueError(f"The value heads ({v.shape[2]}) must be a multiple of the query/key heads ({k.shape[2]}).")
+    if isinstance(state, Slots) and (implementation is not None or v.shape[1] > 1):
+        options: Any = dict(scale=scale, erase=erase, implementation=implementation)
+        out, last = delta_rule(q, k, v, decay, beta, at, state=state.read(), **options)
+        assert not isinstance(last, Slots)
+        return out, state.write(last)
+    exact = jnp.float64 if v.dtype == jnp.float64 else jnp.float32
+    if state is None:
+        state = jnp.zeros((len(v), v.shape[2], k.shape[3], v.shape[3]), exact)
+    blank = padding(at, v.shape[:2])
+    q, k, v, decay, beta = (jnp.where(jnp.expand_dims(blank, range(2, x.ndim)), 0, x) for x in (q, k, v, decay, beta))
+    if isinstance(state, Slots):
+        run = functools.partial(dispatch.run, "delta_step", None)
+    else:
+        first, state = "reference" if v.shape[1] <= 16 else None, state.astype(exact)
+        run = functools.partial(dispatch.run, "delta_rule", implementation, first=first)
+    given = q, k, v, decay, beta, begins(at, v.shape[:2]), state
+    return split_recurrence(run, *given, scale=scale, erase=erase)

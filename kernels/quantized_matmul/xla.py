@@ -1,0 +1,80 @@
+"""Products with a quantised matrix in plain JAX, for every platform that XLA compiles for.
+
+XLA has products of two int8 or two float8: on NVIDIA GPUs they become cuBLASLt's, on TPUs the matrix unit's. A scale
+that is the same along a whole row can be applied to the sum, so one product is enough. Scales that change along a row
+cannot: then a loop adds up the scaled products of pieces of 128 features.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kernels.quantized_matmul import shared
+from kernels.quantized_matmul.quantize import BLOCK, Quantized, dequantize, spread, whole_pieces
+from kernels.quantized_matmul.shared import INT32_TERMS, Formula, Kernels, Matrix
+from kernels.stacked import read
+
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+RANK = 3
+
+
+def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
+    """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
+    return shared.refusal(x, w)
+
+
+@functools.partial(jax.jit, static_argnames="formula")  # so that calls outside jit compile once, too
+def quantized_matmul(
+    x: Float[Array, "*batch in"], w: Matrix, scale: Array | None, *, formula: Formula
+) -> Float[Array, "*batch out"]:
+    """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` by XLA."""
+    return shared.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
+
+
+def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
+    if w.by_pieces:
+        return _product(x, dequantize(w).astype(x.dtype)).astype(dtype)
+    out = _product(x, read(w.values).astype(x.dtype))  # the cast is exact: bfloat16 has every int8 and float8
+    return (out * _per_column(w.scale, out.ndim)).astype(dtype)
+
+
+def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    if not w.by_pieces:
+        pieces = [slice(i, i + INT32_TERMS) for i in range(0, x.values.shape[-1], INT32_TERMS)]
+        # XLA scales in a kernel of its own: of float8 products bfloat16 reaches it, in half the bytes of float32.
+        narrow = dtype if dtype == jnp.bfloat16 and x.values.dtype != jnp.int8 and len(pieces) == 1 else jnp.float32
+        products = [_product(x.values[..., piece], w.values[:, piece], narrow) for piece in pieces]
+        out = functools.reduce(jnp.add, products).astype(jnp.float32)
+        return (out * spread(x.scale, out.shape) * _per_column(w.scale, out.ndim)).astype(dtype)
+
+    x_values, w_values = (whole_pieces(side.values) for side in (x, w))
+
+    def add_piece(i: Array, out: Array) -> Array:
+        x_i, w_i = (lax.dynamic_slice_in_dim(side, i * BLOCK, BLOCK, axis=-1) for side in (x_values, w_values))
+        x_scale, w_scale = (lax.dynamic_index_in_dim(side.scale, i, axis=-1, keepdims=False) for side in (x, w))
+        w_scale = jnp.repeat(w_scale, BLOCK)[: out.shape[-1]]
+        return out + _product(x_i, w_i) * (spread(x_scale, out.shape) * _per_column(w_scale, out.ndim))
+
+    out = jnp.zeros((*x.values.shape[:-1], len(w.values)), jnp.float32)
+    return lax.fori_loop(0, x_values.shape[-1] // BLOCK, add_piece, out).astype(dtype)
+
+
+def _product(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch out"]:
+    """Multiplies, summing over the last axes; float8 in full float32, too, which cuBLASLt has to be asked for."""
+    integers = x.dtype == jnp.int8
+    precision = lax.Precision.HIGHEST if x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2) else None
+    out = lax.dot_general(
+        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=precision,
+        preferred_element_type=jnp.int32 if integers else dtype,
+    )  # fmt: skip
+    return out.astype(dtype)
+
+
+def _per_column(scale: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+    """Broadcasts the scale of each column, or of all, to an array with so many axes."""
+    return scale.reshape((1,) * (ndim - scale.ndim) + scale.shape)

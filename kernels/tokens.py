@@ -1,0 +1,83 @@
+"""Positions and documents of tokens: `Tokens`, and the questions that operations ask about them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+
+Ids = Int[Array, "..."] | Int[np.ndarray, "..."]
+
+
+class Tokens(NamedTuple):
+    """Where tokens stand: a model hands this from its first layer to the kernels, which hand it to the masks.
+
+    The arrays are [batch, seq], or broadcast to that.
+
+    - `positions`: the order of a row's tokens. Masks compare them, and they choose the slots of a cache. They count
+      from 0, and may restart in packed documents; padding has negative ones. None: tokens are in order, and those of
+      each document count from 0 (`counted`). Prefer that where it is so: the fastest kernels need to know it.
+    - `segments`: numbers of the documents packed into a row, which do not see each other. None: one document a row.
+    - `spans`: ids of tokens that see each other both ways, for masks with `Spans()`. None: there are none.
+    - `rotary`: the coordinates by which rotary embeddings turn, where they are not the positions: [batch, seq], or
+      [batch, seq, axes] as for the patches of an image. Kernels do not read them.
+    """
+
+    positions: Int[Array, "..."] | None = None
+    segments: Int[Array, "..."] | None = None
+    spans: Int[Array, "..."] | None = None
+    rotary: Int[Array, "..."] | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether masks compare indices, which `kernels.attention` keeps in numpy: they are known when tracing."""
+        return isinstance(self.positions, np.ndarray)
+
+
+def given(ids: Ids | None) -> Any:
+    """Returns the ids, which are not None here: `kernels.attention` fills in positions and checks the others."""
+    assert ids is not None, "kernels.attention fills in positions, and refuses a mask of segments or spans without ids"
+    return ids
+
+
+def padding(at: Tokens, shape: tuple[int, ...]) -> Bool[Array, "batch seq"]:
+    """Whether each of the tokens, [batch, seq], is padding: of segment 0, or at a position below 0."""
+    none = jnp.zeros(shape, bool)
+    if at.segments is not None:
+        none |= at.segments == 0
+    return none if at.positions is None else none | (jnp.asarray(at.positions) < 0)
+
+
+def begins(at: Tokens, shape: tuple[int, ...]) -> Bool[Array, "batch seq"]:
+    """Whether each of the tokens, [batch, seq], is the first of a document that follows another one in its row."""
+    if at.segments is None:
+        return jnp.zeros(shape, bool)
+    changes = at.segments[:, 1:] != at.segments[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0))) & (at.segments != 0)
+
+
+def first_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns for each token the index at which its document starts. Each document's tokens are neighbours."""
+    start = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(start, jnp.arange(segments.shape[1])[None], 0), axis=1)
+
+
+def last_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns for each token the index of its document's last token. Each document's tokens are neighbours."""
+    return segments.shape[1] - 1 - first_of_document(segments[:, ::-1])[:, ::-1]
+
+
+def each_in_one_piece(q: Tokens, kv: Tokens) -> Bool[Array, ""]:
+    """Whether queries and keys are in the same documents, and each document's tokens are neighbours.
+
+    It says yes to ids that only rise, until the 0 of padding.
+    """
+    ids = jnp.where(given(q.segments) == 0, jnp.iinfo(jnp.int32).max, given(q.segments))
+    return jnp.all(ids[:, 1:] >= ids[:, :-1]) & jnp.all(given(q.segments) == given(kv.segments))
+
+
+def counted(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns the positions of tokens that are in order: they count from 0 in each document."""
+    return jnp.arange(segments.shape[1])[None] - first_of_document(segments)
