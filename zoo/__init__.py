@@ -63,7 +63,7 @@ def _import_own(name: str) -> None:
 for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)
 
-from zoo import lora, peft
+from zoo import lora
 from zoo.generation.engine import Completion, Engine, complete
 from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampler
@@ -73,6 +73,7 @@ from zoo.mesh import make_mesh
 from zoo.models import *  # noqa: F403 (the families' modules)
 from zoo.models import FAMILIES
 from zoo.registry import register
+from zoo.weights import peft
 
 
 __all__ = [

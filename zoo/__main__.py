@@ -1,4 +1,5 @@
-"""The command line: `python -m zoo verify SOURCE`, `chat SOURCE`, `serve SOURCE`, `merge SOURCE ADAPTER OUT`."""
+"""The command line: `python -m zoo verify SOURCE`, `chat SOURCE`, `serve SOURCE`, `merge SOURCE ADAPTER OUT`,
+`to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`."""
 
 import pathlib
 import sys
@@ -7,10 +8,12 @@ from typing import Annotated
 import tyro
 
 import zoo
-from zoo import lora, peft
+from zoo import lora
 from zoo.chat import chat
+from zoo.orbax import to_hub, to_orbax
 from zoo.serve import serve
 from zoo.verify import report
+from zoo.weights import peft
 
 
 def verify(
@@ -57,7 +60,15 @@ def merge(
 if __name__ == "__main__":
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"verify": verify, "chat": chat, "serve": serve, "merge": merge}, description=__doc__
+            {
+                "verify": verify,
+                "chat": chat,
+                "serve": serve,
+                "merge": merge,
+                "to-hub": to_hub,
+                "to-orbax": to_orbax,
+            },
+            description=__doc__,
         )
     except (ValueError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error

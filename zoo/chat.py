@@ -13,10 +13,10 @@ import tyro
 import zoo
 from zoo.generation.generate import Encoded, encode
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
-from zoo.harmony import Parts
 from zoo.nn.model import AbstractModel, seeing
-from zoo.tokenizer import Tokenizer
-from zoo.vision.images import open_image
+from zoo.text.harmony import Parts
+from zoo.text.tokenizer import Tokenizer
+from zoo.vision.open import open_image
 
 
 with contextlib.suppress(ImportError):  # not on Windows

@@ -5,65 +5,17 @@ import json
 import logging
 import math
 import pathlib
-import re
 import typing
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from beartype.door import is_bearable
 
 from convert.formats import layouts
 from zoo.nn import rope
+from zoo.nn.fields import LEFT_BEHIND, NOT_CARRIED, alternatives, says_nothing, typed
 from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family, OneOf
-
-
-T = TypeVar("T")
-
-
-# Keys of config.json that do not affect what the model computes. Saving copies them.
-NOT_THE_MODEL = {
-    "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "aux_loss_alpha",
-    "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id", "ep_size",
-    "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "n_ctx", "n_special",
-    "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_past", "output_router_logits",
-    "pad_token_id", "predict_special_tokens", "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
-    "router_jitter_noise", "seq_aux", "sliding_window_size", "summary_activation", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version",
-    "unsloth_version", "use_cache",
-}  # fmt: skip
-DROPOUT = re.compile(r".*(dropout|dropout_prob|pdrop)")  # nor do these: dropout is off at inference
-
-# Nor do these, which libraries and training runs leave behind. `read` lists those that it finds in one warning.
-LEFT_BEHIND = {
-    # settings for generation, which belong in generation_config.json
-    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
-    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
-    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
-    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k",
-    "top_p", "typical_p",
-    # for other uses of the architecture, and for how a library runs it
-    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_experts_implementation",
-    "_flash_attn_2_enabled", "cross_attention_hidden_size", "experts_implementation", "finetuning_task", "is_decoder",
-    "is_llama_config", "name_or_path", "num_labels", "prefix", "sep_token_id", "tf_legacy_loss", "tie_encoder_decoder",
-    "tokenizer_class", "torchscript", "transformers.js_config", "use_bfloat16", "use_flash_attention",
-    "use_flash_attention_2",
-    # for training
-    "gradient_checkpointing_kwargs", "max_seq_length", "model_max_length", "neftune_noise_alpha",
-    "tokenizer_model_max_length", "tokenizer_padding_side", "unsloth_fixed", "unsloth_tiled_mlp",
-}  # fmt: skip
-
-# Numbers that may be 0, and upper bounds of integers. All other numbers must be above 0, and integers below 2**31.
-MAY_BE_ZERO = {
-    "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "layer_norm_epsilon", "max_window_layers",
-    "interleave_moe_layer_step", "mscale", "mscale_all_dim", "mtp_num_hidden_layers", "num_nextn_predict_layers",
-    "rms_norm_eps",
-}  # fmt: skip
-MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
-
-# Keys about how a repository is stored. Saving does not copy them, since `zoo.save` stores tensors in its own way.
-NOT_CARRIED = {"auto_map", "quantization_config"}
 
 
 def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
@@ -139,79 +91,6 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
         keys = ", ".join(sorted(left_behind))
         logging.getLogger("zoo").warning("%s: skipped, for they say nothing of the model: %s", where, keys)
     return config
-
-
-def part_config(kind: type[T], stated: Mapping[str, Any], implied: Mapping[str, Any], name: str) -> T:
-    """Read an object within a config.json, such as `vision_config`, as a dataclass: strictly, as `read` does.
-
-    Raises:
-        ValueError: naming the key that is unknown, of the wrong type, or of a value not implemented.
-    """
-    hints, values = typing.get_type_hints(kind), {}
-    for key, value in stated.items():
-        if key in hints and value is not None:
-            values[key] = typed(key, value, hints[key], f"{name} says {key}={value!r}; it")
-        elif key in implied and value not in alternatives(implied[key]):
-            only = " and ".join(map(repr, alternatives(implied[key])))
-            raise ValueError(f"{name} says {key}={value!r}, but only {only} is implemented.")
-        elif key not in implied and not says_nothing(key) and value is not None:
-            raise ValueError(f"{name} has the key {key!r} (= {value!r}), which is not known here.")
-    return kind(**values)
-
-
-def says_nothing(key: str) -> bool:
-    """Whether a key of config.json does not affect what the model computes."""
-    return key in NOT_THE_MODEL or key in LEFT_BEHIND or DROPOUT.fullmatch(key) is not None
-
-
-def typed(key: str, value: Any, hint: Any, who: str) -> Any:
-    """Convert a value of config.json to the type of its field: integers to floats, lists to tuples, objects to the
-    dataclasses that a field may be.
-
-    Raises:
-        ValueError: beginning with `who`, if it is of another type or out of bounds.
-    """
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        hints, fields = typing.get_type_hints(hint), dataclasses.fields(hint)
-        value = {name: v for name, v in value.items() if v is not None}
-        if unknown := sorted(map(str, value.keys() - hints.keys())):
-            raise ValueError(f"{who} has no {', '.join(unknown)} there.")
-        if lacking := [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in value]:
-            raise ValueError(f"{who} needs {', '.join(lacking)} there.")
-        return hint(**{name: typed(f"{key}.{name}", v, hints[name], f"{who}'s {name}") for name, v in value.items()})
-    # Check the items one by one: of a list, beartype checks one item, chosen at random.
-    items, one = (value, lambda item: (item,)) if isinstance(value, list) else ([value], lambda item: item)
-    if is_bearable(one(1.0), hint):  # files have `"rope_theta": 1000000`
-        items = [float(item) if type(item) is int and abs(item) < 2**63 else item for item in items]
-    result = tuple(items) if isinstance(value, list) else items[0]
-    mistaken = any(isinstance(item, bool) for item in items) and bool not in (hint, *typing.get_args(hint))
-    if mistaken or not all(is_bearable(one(item), hint) for item in items) or not is_bearable(result, hint):
-        raise ValueError(f"{who} needs {getattr(hint, '__name__', hint) if isinstance(hint, type) else hint}.")
-    if isinstance(result, int | float) and not isinstance(result, bool):
-        most = math.inf if isinstance(result, float) else MOST.get(key, 2**31)
-        if not (0 < result < most or (result == 0 and key in MAY_BE_ZERO)):
-            least = "0 or more" if key in MAY_BE_ZERO else "more than 0"
-            raise ValueError(f"{who} needs {least}{'' if most == math.inf else f', and less than {most}'}.")
-    return result
-
-
-def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, Any]:
-    """Extract the text model's part of a multimodal config.json.
-
-    `beside` lists keys outside of `text_config` that do not affect the text model.
-
-    Raises:
-        ValueError: naming an unknown key outside of `text_config`.
-    """
-    outer = {key: value for key, value in hub.items() if key != "text_config"}
-    if unknown := outer.keys() - set(beside) - NOT_THE_MODEL - NOT_CARRIED:
-        keys = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"config.json has {keys} beside text_config; whether that changes the text is not known here.")
-    return dict(hub["text_config"]) | {key: value for key, value in outer.items() if key not in beside}
-
-
-def alternatives(implied: Any) -> tuple:
-    return tuple(implied) if isinstance(implied, OneOf) else (implied,)
 
 
 def check_quantization(hub: Mapping[str, Any], where: str) -> None:

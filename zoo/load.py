@@ -19,16 +19,16 @@ import convert.formats
 import convert.hub
 import convert.machine
 import convert.tensors
-import zoo.checkpoint
-import zoo.gather
+import zoo.weights.checkpoint
+import zoo.weights.gather
 from zoo import registry
 from zoo.config import read as read_config
 from zoo.config import write as write_config
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.quantized import STORED
-from zoo.tokenizer import Tokenizer
-from zoo.vision.prompts import processor_of
+from zoo.text.prompts import processor_of
+from zoo.text.tokenizer import Tokenizer
 
 
 def names() -> list[str]:
@@ -89,11 +89,11 @@ def load(
     folder = folder_of(source, revision, weights=True)
     family, parsed = family_and_config(folder)
     tensors = convert.formats.opened(folder)
-    zoo.checkpoint.check_sizes(parsed, tensors)
+    zoo.weights.checkpoint.check_sizes(parsed, tensors)
     if verify:
         convert.tensors.verify_files(folder, slice(jax.process_index(), None, jax.process_count()))
-    skeleton = zoo.checkpoint.skeleton(family, parsed, parts)
-    return zoo.checkpoint.fill(
+    skeleton = zoo.weights.checkpoint.skeleton(family, parsed, parts)
+    return zoo.weights.checkpoint.fill(
         skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap
     )
 
@@ -116,12 +116,12 @@ def save(model: AbstractModel, folder: str | os.PathLike, *, fp8: bool = False) 
         fp8: store matrices in 8 bits, with a float32 scale for each block of 128 x 128, as DeepSeek V3 is published.
     """
     family = registry.family_of(model)
-    tensors = zoo.checkpoint.export(model, family, fp8=fp8)
+    tensors = zoo.weights.checkpoint.export(model, family, fp8=fp8)
     hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
     if fp8:
-        hub["quantization_config"] = zoo.checkpoint.FP8
+        hub["quantization_config"] = zoo.weights.checkpoint.FP8
     write = functools.partial(_write, convert.machine.path("folder", folder), hub, model.config.source)
-    zoo.gather.write_once(model, tensors, write)
+    zoo.weights.gather.write_once(model, tensors, write)
 
 
 def _write(
@@ -165,7 +165,7 @@ def inspect(source: str, *, revision: str | None = None) -> AbstractConfig:
     else:
         return parsed
     tensors = convert.formats.unpack(tensors, convert.formats.quantization(folder))
-    zoo.checkpoint.check_headers(tensors, family, parsed)
+    zoo.weights.checkpoint.check_headers(tensors, family, parsed)
     return parsed
 
 
@@ -190,7 +190,7 @@ def tokenizer(
     """
     folder = folder_of(source, revision, weights=False)
     if "vision" in parts:
-        options["processor"] = processor_of(zoo.checkpoint.skeleton(*family_and_config(folder), ("vision",)))
+        options["processor"] = processor_of(zoo.weights.checkpoint.skeleton(*family_and_config(folder), ("vision",)))
     return Tokenizer(folder, **options)
 
 

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 import kernels
-import kernels.quantize
-from kernels.quantize import LARGEST
+import kernels.quantized_matmul.quantize
+from kernels.quantized_matmul.quantize import LARGEST
 from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear, biased, on_first
@@ -76,7 +76,7 @@ def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleTy
     """
     dtype, weight = weight.dtype, weight.astype(np.float32)
     if format != "nf4" and np is jnp:
-        values, scale = kernels.quantize.quantize(weight, STORED[format], "channel")
+        values, scale = kernels.quantized_matmul.quantize.quantize(weight, STORED[format], "channel")
         return values, scale.astype(dtype)
     if format != "nf4":
         largest = np.max(np.abs(weight), axis=-1)

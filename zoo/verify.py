@@ -28,12 +28,12 @@ import convert.hub
 import convert.tensors
 import zoo
 from kernels import Tokens
-from zoo import checkpoint
-from zoo.config import NOT_CARRIED
 from zoo.load import family_and_config, folder_of
+from zoo.nn.fields import NOT_CARRIED
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Reports, Stack
 from zoo.surgery import modules
+from zoo.weights import checkpoint
 
 
 TOLERANCE = 1e-4  # relative to the largest magnitude

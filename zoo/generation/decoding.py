@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 import zoo.nn.cache
-from kernels.compile_options import compile_options
-from kernels.device import Device, device
+from kernels.backends.compile_options import compile_options
+from kernels.backends.device import Device, device
 from kernels.mesh import BATCH
 from zoo.generation.sampling import HostArray, Settings
 from zoo.nn.cache import AbstractCache, partition_specs, split_over

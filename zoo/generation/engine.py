@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Int, PRNGKeyArray
 
-from zoo.gather import gathered
 from zoo.generation import decoding, speculative
 from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
 from zoo.generation.sampling import Sampler, settings
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, filled, seeing
+from zoo.weights.gather import gathered
 
 
 PADDING = 512  # at most so much may the sizes of model's and draft's vocabulary differ, by padding

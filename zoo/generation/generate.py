@@ -11,8 +11,8 @@ from zoo.generation.engine import Completion, Engine, bucket, check
 from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images
-from zoo.tokenizer import Messages, Tokenizer, has_images
-from zoo.vision.prompts import encode_prompt
+from zoo.text.prompts import encode_prompt
+from zoo.text.tokenizer import Messages, Tokenizer, has_images
 
 
 class Encoded(NamedTuple):

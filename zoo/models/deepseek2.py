@@ -30,7 +30,7 @@ from zoo.nn.layers import (
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
-from zoo.nn.model import AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import InterleavedRotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -83,12 +83,15 @@ LITE: dict[str, Any] = V2 | dict(q_lora_rank=None)
 FULL: dict[str, Any] = V2 | dict(
     topk_method="group_limited_greedy", n_group=8, topk_group=3, routed_scaling_factor=16.0
 )
-#                                   vocab  hidden    mlp expert  layers  heads   kv experts top  positions
+#                          vocab  hidden    mlp expert  layers  heads   kv experts top  positions
+DEEPSEEK_V2_LITE = Config(102400,   2048, 10944,  1408,     27,    16,  16,    64,  6,    163840, **LITE)
+DEEPSEEK_V2      = Config(102400,   5120, 12288,  1536,     60,   128, 128,   160,  6,    163840, **FULL)
+
 CONFIGS = {
-    "deepseek-v2-lite":      Config(102400,   2048, 10944,  1408,     27,    16,  16,    64,  6,    163840, **LITE),
-    "deepseek-v2-lite-chat": Config(102400,   2048, 10944,  1408,     27,    16,  16,    64,  6,    163840, **LITE),
-    "deepseek-v2":           Config(102400,   5120, 12288,  1536,     60,   128, 128,   160,  6,    163840, **FULL),
-    "deepseek-v2-chat":      Config(102400,   5120, 12288,  1536,     60,   128, 128,   160,  6,    163840, **FULL),
+    "deepseek-v2-lite":      Released(DEEPSEEK_V2_LITE, "deepseek-ai/DeepSeek-V2-Lite"),
+    "deepseek-v2-lite-chat": Released(DEEPSEEK_V2_LITE, "deepseek-ai/DeepSeek-V2-Lite-Chat"),
+    "deepseek-v2":           Released(DEEPSEEK_V2,      "deepseek-ai/DeepSeek-V2"),
+    "deepseek-v2-chat":      Released(DEEPSEEK_V2,      "deepseek-ai/DeepSeek-V2-Chat"),
 }
 # fmt: on
 

@@ -32,7 +32,7 @@ from zoo.nn.layers import (
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
-from zoo.nn.model import Family, OneOf, causal_keys
+from zoo.nn.model import Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.rope import InterleavedRotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -88,16 +88,20 @@ K2: dict[str, Any] = dict(
     rope_theta=50_000.0, rope_scaling=YarnScaling(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
 )
 K2_0905 = K2 | dict(rope_scaling=dataclasses.replace(K2["rope_scaling"], factor=64.0))
-#                              vocab  hidden    mlp  expert  layers  heads   kv  experts  positions
+#                      vocab  hidden    mlp  expert  layers  heads   kv  experts  positions
+DEEPSEEK_V3  = Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3)
+KIMI_K2      = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    131072, **K2)
+KIMI_K2_0905 = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **K2_0905)
+
 CONFIGS = {
-    "deepseek-v3":      Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3),
-    "deepseek-v3-base": Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3),
-    "deepseek-v3-0324": Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3),
-    "deepseek-v3.1":    Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3),
-    "deepseek-r1":      Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3),
-    "kimi-k2":          Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    131072, **K2),
-    "kimi-k2-base":     Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    131072, **K2),
-    "kimi-k2-0905":     Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **K2_0905),
+    "deepseek-v3":      Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3"),
+    "deepseek-v3-base": Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-Base"),
+    "deepseek-v3-0324": Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-0324"),
+    "deepseek-v3.1":    Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3.1"),
+    "deepseek-r1":      Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-R1"),
+    "kimi-k2":          Released(KIMI_K2,      "moonshotai/Kimi-K2-Instruct"),
+    "kimi-k2-base":     Released(KIMI_K2,      "moonshotai/Kimi-K2-Base"),
+    "kimi-k2-0905":     Released(KIMI_K2_0905, "moonshotai/Kimi-K2-Instruct-0905"),
 }
 # fmt: on
 

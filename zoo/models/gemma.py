@@ -18,7 +18,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -44,12 +44,15 @@ class Config(AbstractConfig):
 
 
 # fmt: off
-#                         vocab  hidden    mlp  layers  heads  kv
+#                  vocab  hidden    mlp  layers  heads  kv
+GEMMA_2B = Config(256000,   2048, 16384,     18,     8,  1)
+GEMMA_7B = Config(256000,   3072, 24576,     28,    16, 16)
+
 CONFIGS = {
-    "gemma-2b":    Config(256000,   2048, 16384,     18,     8,  1),
-    "gemma-2b-it": Config(256000,   2048, 16384,     18,     8,  1),
-    "gemma-7b":    Config(256000,   3072, 24576,     28,    16, 16),
-    "gemma-7b-it": Config(256000,   3072, 24576,     28,    16, 16),
+    "gemma-2b":    Released(GEMMA_2B, "google/gemma-2b"),
+    "gemma-2b-it": Released(GEMMA_2B, "google/gemma-2b-it"),
+    "gemma-7b":    Released(GEMMA_7B, "google/gemma-7b"),
+    "gemma-7b-it": Released(GEMMA_7B, "google/gemma-7b-it"),
 }
 # fmt: on
 

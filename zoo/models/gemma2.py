@@ -19,7 +19,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -61,14 +61,18 @@ class Config(AbstractConfig):
 
 
 # fmt: off
-#                           vocab  hidden    mlp  layers  heads  kv  head  query
+#                    vocab  hidden    mlp  layers  heads  kv  head  query
+GEMMA2_2B  = Config(256000,   2304,  9216,     26,     8,  4,  256,   256)
+GEMMA2_9B  = Config(256000,   3584, 14336,     42,    16,  8,  256,   256)
+GEMMA2_27B = Config(256000,   4608, 36864,     46,    32, 16,  128,   144)
+
 CONFIGS = {
-    "gemma2-2b":     Config(256000,   2304,  9216,     26,     8,  4,  256,   256),
-    "gemma2-2b-it":  Config(256000,   2304,  9216,     26,     8,  4,  256,   256),
-    "gemma2-9b":     Config(256000,   3584, 14336,     42,    16,  8,  256,   256),
-    "gemma2-9b-it":  Config(256000,   3584, 14336,     42,    16,  8,  256,   256),
-    "gemma2-27b":    Config(256000,   4608, 36864,     46,    32, 16,  128,   144),
-    "gemma2-27b-it": Config(256000,   4608, 36864,     46,    32, 16,  128,   144),
+    "gemma2-2b":     Released(GEMMA2_2B,  "google/gemma-2-2b"),
+    "gemma2-2b-it":  Released(GEMMA2_2B,  "google/gemma-2-2b-it"),
+    "gemma2-9b":     Released(GEMMA2_9B,  "google/gemma-2-9b"),
+    "gemma2-9b-it":  Released(GEMMA2_9B,  "google/gemma-2-9b-it"),
+    "gemma2-27b":    Released(GEMMA2_27B, "google/gemma-2-27b"),
+    "gemma2-27b-it": Released(GEMMA2_27B, "google/gemma-2-27b-it"),
 }
 # fmt: on
 

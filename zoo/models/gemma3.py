@@ -19,15 +19,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from zoo.config import part_config, text_config, typed
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import part_config, text_config, typed
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
-from zoo.nn.model import AbstractConfig, AbstractVisionModel, Family, Images, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractVisionModel, Family, Images, Released, causal_keys
 from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision import siglip
-from zoo.vision.images import Gemma3
-from zoo.vision.prompts import AbstractVision
+from zoo.vision.model import AbstractVision
+from zoo.vision.processors.gemma3 import Gemma3
+from zoo.vision.towers import siglip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,18 +88,24 @@ class Config(AbstractConfig):
 TEXT: dict[str, Any] = dict(sliding_window=512)
 SIGLIP = siglip.Config(1152, 4304, 27, 16, image_size=896, patch_size=14)
 VISION: dict[str, Any] = dict(sliding_window=1024, rope_scaling=LinearScaling(8.0), vision=VisionConfig(SIGLIP))
-#                          hidden    mlp  layers  heads  kv  head  query   vocab  positions
+#                   hidden    mlp  layers  heads  kv  head  query   vocab  positions
+GEMMA3_270M = Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT)
+GEMMA3_1B   = Config( 1152,  6912,     26,     4,  1,  256,   256, 262144,  32768, **TEXT)
+GEMMA3_4B   = Config( 2560, 10240,     34,     8,  4,  256,   256, 262208, 131072, **VISION)
+GEMMA3_12B  = Config( 3840, 15360,     48,    16,  8,  256,   256, 262208, 131072, **VISION)
+GEMMA3_27B  = Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION)
+
 CONFIGS = {
-    "gemma3-270m":    Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT),
-    "gemma3-270m-it": Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT),
-    "gemma3-1b":      Config( 1152,  6912,     26,     4,  1,  256,   256, 262144,  32768, **TEXT),
-    "gemma3-1b-it":   Config( 1152,  6912,     26,     4,  1,  256,   256, 262144,  32768, **TEXT),
-    "gemma3-4b":      Config( 2560, 10240,     34,     8,  4,  256,   256, 262208, 131072, **VISION),
-    "gemma3-4b-it":   Config( 2560, 10240,     34,     8,  4,  256,   256, 262208, 131072, **VISION),
-    "gemma3-12b":     Config( 3840, 15360,     48,    16,  8,  256,   256, 262208, 131072, **VISION),
-    "gemma3-12b-it":  Config( 3840, 15360,     48,    16,  8,  256,   256, 262208, 131072, **VISION),
-    "gemma3-27b":     Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION),
-    "gemma3-27b-it":  Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION),
+    "gemma3-270m":    Released(GEMMA3_270M, "google/gemma-3-270m"),
+    "gemma3-270m-it": Released(GEMMA3_270M, "google/gemma-3-270m-it"),
+    "gemma3-1b":      Released(GEMMA3_1B,   "google/gemma-3-1b-pt"),
+    "gemma3-1b-it":   Released(GEMMA3_1B,   "google/gemma-3-1b-it"),
+    "gemma3-4b":      Released(GEMMA3_4B,   "google/gemma-3-4b-pt"),
+    "gemma3-4b-it":   Released(GEMMA3_4B,   "google/gemma-3-4b-it"),
+    "gemma3-12b":     Released(GEMMA3_12B,  "google/gemma-3-12b-pt"),
+    "gemma3-12b-it":  Released(GEMMA3_12B,  "google/gemma-3-12b-it"),
+    "gemma3-27b":     Released(GEMMA3_27B,  "google/gemma-3-27b-pt"),
+    "gemma3-27b-it":  Released(GEMMA3_27B,  "google/gemma-3-27b-it"),
 }
 # fmt: on
 

@@ -21,7 +21,7 @@ from kernels import Tokens
 from kernels.mesh import split_lookup
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, gelu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -74,16 +74,25 @@ class Config(AbstractConfig):
 
 
 # fmt: off
-#                         vocab  hidden  layers  heads  positions
+#                     vocab  hidden  layers  heads  positions
+GPT2        = Config( 50257,    768,     12,    12,       1024)
+GPT2_MEDIUM = Config( 50257,   1024,     24,    16,       1024)
+GPT2_LARGE  = Config( 50257,   1280,     36,    20,       1024)
+GPT2_XL     = Config( 50257,   1600,     48,    25,       1024)
+GPT3_52K    = Config(  1024,     16,      1,     2,       2048)
+GPT3_6B     = Config( 32768,   3072,     48,    12,      16384)
+GPT3_22B    = Config( 32768,   6144,     48,    24,      16384)
+GPT3_175B   = Config( 50304,  12288,     96,    96,      16384)
+
 CONFIGS = {
-    "gpt2":        Config( 50257,    768,     12,    12,       1024),
-    "gpt2-medium": Config( 50257,   1024,     24,    16,       1024),
-    "gpt2-large":  Config( 50257,   1280,     36,    20,       1024),
-    "gpt2-xl":     Config( 50257,   1600,     48,    25,       1024),
-    "gpt3-52k":    Config(  1024,     16,      1,     2,       2048),
-    "gpt3-6b":     Config( 32768,   3072,     48,    12,      16384),
-    "gpt3-22b":    Config( 32768,   6144,     48,    24,      16384),
-    "gpt3-175b":   Config( 50304,  12288,     96,    96,      16384),
+    "gpt2":        Released(GPT2,        "openai-community/gpt2"),
+    "gpt2-medium": Released(GPT2_MEDIUM, "openai-community/gpt2-medium"),
+    "gpt2-large":  Released(GPT2_LARGE,  "openai-community/gpt2-large"),
+    "gpt2-xl":     Released(GPT2_XL,     "openai-community/gpt2-xl"),
+    "gpt3-52k":    Released(GPT3_52K,    tokenizer="hf-internal-testing/tiny-random-GPT2LMHeadModel"),
+    "gpt3-6b":     Released(GPT3_6B,     tokenizer="mistralai/Mistral-7B-v0.3"),
+    "gpt3-22b":    Released(GPT3_22B,    tokenizer="mistralai/Mistral-7B-v0.3"),
+    "gpt3-175b":   Released(GPT3_175B,   tokenizer="openai-community/gpt2"),
 }
 # fmt: on
 

@@ -24,7 +24,7 @@ from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, recomputed
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Rotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -69,10 +69,13 @@ class Config(AbstractMixtureConfig):
 
 
 # fmt: off
-#                           vocab  hidden   mlp  layers  heads  kv  positions  experts
+#                      vocab  hidden   mlp  layers  heads  kv  positions  experts
+GPT_OSS_20B  = Config(201088,   2880, 2880,     24,    64,  8,    131072,      32)
+GPT_OSS_120B = Config(201088,   2880, 2880,     36,    64,  8,    131072,     128)
+
 CONFIGS = {
-    "gpt-oss-20b":  Config(201088,   2880, 2880,     24,    64,  8,    131072,      32),
-    "gpt-oss-120b": Config(201088,   2880, 2880,     36,    64,  8,    131072,     128),
+    "gpt-oss-20b":  Released(GPT_OSS_20B,  "openai/gpt-oss-20b"),
+    "gpt-oss-120b": Released(GPT_OSS_120B, "openai/gpt-oss-120b"),
 }
 # fmt: on
 

@@ -20,12 +20,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.delta import state_products
+from kernels.delta_rule.shared import state_products
 from zoo.nn import moe
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.mamba2 import Mamba2
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -104,12 +104,17 @@ MICRO: dict[str, Any] = H | dict(
     layer_types=("attention",) * 40, position_embedding_type="rope", rope_theta=1e7, attention_multiplier=1 / 64,
     logits_scaling=10.0, mamba_n_heads=128, mamba_d_head=32, mamba_d_state=256,
 )
-#                              vocab hidden expert  mlp layers heads kv positions experts chosen
+#                         vocab hidden expert  mlp layers heads kv positions experts chosen
+GRANITE4_MICRO   = Config(100352, 2560, 8192, 8192,    40,   40, 8,   131072,      0,     0, **MICRO)
+GRANITE4_H_MICRO = Config(100352, 2048, 8192, 8192,    40,   32, 8,   131072,      0,     0, **H_MICRO)
+GRANITE4_H_TINY  = Config(100352, 1536,  512, 1024,    40,   12, 4,   131072,     64,     6, **H_TINY)
+GRANITE4_H_SMALL = Config(100352, 4096,  768, 1536,    40,   32, 8,   131072,     72,    10, **H_SMALL)
+
 CONFIGS = {
-    "granite4-micro":   Config(100352, 2560, 8192, 8192,    40,   40, 8,   131072,      0,     0, **MICRO),
-    "granite4-h-micro": Config(100352, 2048, 8192, 8192,    40,   32, 8,   131072,      0,     0, **H_MICRO),
-    "granite4-h-tiny":  Config(100352, 1536,  512, 1024,    40,   12, 4,   131072,     64,     6, **H_TINY),
-    "granite4-h-small": Config(100352, 4096,  768, 1536,    40,   32, 8,   131072,     72,    10, **H_SMALL),
+    "granite4-micro":   Released(GRANITE4_MICRO,   "ibm-granite/granite-4.0-micro"),
+    "granite4-h-micro": Released(GRANITE4_H_MICRO, "ibm-granite/granite-4.0-h-micro"),
+    "granite4-h-tiny":  Released(GRANITE4_H_TINY,  "ibm-granite/granite-4.0-h-tiny"),
+    "granite4-h-small": Released(GRANITE4_H_SMALL, "ibm-granite/granite-4.0-h-small"),
 }
 # fmt: on
 

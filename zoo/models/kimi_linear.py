@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.delta import state_products
+from kernels.delta_rule.shared import state_products
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
@@ -40,7 +40,7 @@ from zoo.nn.layers import (
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
-from zoo.nn.model import AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.recurrent import RecurrentCache, State, recur
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -118,10 +118,12 @@ class Config(AbstractLatentConfig):
 # fmt: off
 FULL = (4, 8, 12, 16, 20, 24, 27)
 LAYERS = LinearAttention(FULL, tuple(n for n in range(1, 28) if n not in FULL))
-#                                      vocab  hidden   mlp  expert  layers  heads  kv  experts  positions
+#                        vocab  hidden   mlp  expert  layers  heads  kv  experts  positions
+KIMI_LINEAR_48B = Config(163840,  2304, 9216,   1024,     27,    32, 32,     256,   1048576, LAYERS)
+
 CONFIGS = {
-    "kimi-linear-48b-a3b":      Config(163840,  2304, 9216,   1024,     27,    32, 32,     256,   1048576, LAYERS),
-    "kimi-linear-48b-a3b-base": Config(163840,  2304, 9216,   1024,     27,    32, 32,     256,   1048576, LAYERS),
+    "kimi-linear-48b-a3b":      Released(KIMI_LINEAR_48B, "moonshotai/Kimi-Linear-48B-A3B-Instruct"),
+    "kimi-linear-48b-a3b-base": Released(KIMI_LINEAR_48B, "moonshotai/Kimi-Linear-48B-A3B-Base"),
 }
 # fmt: on
 

@@ -18,7 +18,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Llama3Scaling, RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -53,29 +53,40 @@ LLAMA2: dict[str, Any] = dict(rms_norm_eps=1e-5)
 LLAMA3: dict[str, Any] = LLAMA2 | dict(rope_theta=500_000.0)
 LLAMA3_1: dict[str, Any] = LLAMA3 | dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
 LLAMA3_2: dict[str, Any] = LLAMA3_1 | dict(rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_word_embeddings=True)
-#                                     vocab  hidden    mlp  layers  heads  kv  positions
+#                       vocab  hidden    mlp  layers  heads  kv  positions
+LLAMA2_7B     = Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2)
+LLAMA2_13B    = Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2)
+LLAMA2_70B    = Config( 32000,   8192, 28672,     80,    64,  8,   4096, **LLAMA2)
+LLAMA3_8B     = Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3)
+LLAMA3_70B    = Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3)
+LLAMA3_1_8B   = Config(128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1)
+LLAMA3_1_70B  = Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1)
+LLAMA3_1_405B = Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1)
+LLAMA3_2_1B   = Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2)
+LLAMA3_2_3B   = Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2)
+
 CONFIGS = {
-    "llama2-7b":               Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2),
-    "llama2-7b-chat":          Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2),
-    "llama2-13b":              Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2),
-    "llama2-13b-chat":         Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2),
-    "llama2-70b":              Config( 32000,   8192, 28672,     80,    64,  8,   4096, **LLAMA2),
-    "llama2-70b-chat":         Config( 32000,   8192, 28672,     80,    64,  8,   4096, **LLAMA2),
-    "llama3-8b":               Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
-    "llama3-8b-instruct":      Config(128256,   4096, 14336,     32,    32,  8,   8192, **LLAMA3),
-    "llama3-70b":              Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
-    "llama3-70b-instruct":     Config(128256,   8192, 28672,     80,    64,  8,   8192, **LLAMA3),
-    "llama3.1-8b":             Config(128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
-    "llama3.1-8b-instruct":    Config(128256,   4096, 14336,     32,    32,  8, 131072, **LLAMA3_1),
-    "llama3.1-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
-    "llama3.1-70b-instruct":   Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),
-    "llama3.1-405b":           Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
-    "llama3.1-405b-instruct":  Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1),
-    "llama3.2-1b":             Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
-    "llama3.2-1b-instruct":    Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2),
-    "llama3.2-3b":             Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
-    "llama3.2-3b-instruct":    Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2),
-    "llama3.3-70b":            Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA3_1),  # has no base
+    "llama2-7b":              Released(LLAMA2_7B,     "meta-llama/Llama-2-7b-hf"),
+    "llama2-7b-chat":         Released(LLAMA2_7B,     "meta-llama/Llama-2-7b-chat-hf"),
+    "llama2-13b":             Released(LLAMA2_13B,    "meta-llama/Llama-2-13b-hf"),
+    "llama2-13b-chat":        Released(LLAMA2_13B,    "meta-llama/Llama-2-13b-chat-hf"),
+    "llama2-70b":             Released(LLAMA2_70B,    "meta-llama/Llama-2-70b-hf"),
+    "llama2-70b-chat":        Released(LLAMA2_70B,    "meta-llama/Llama-2-70b-chat-hf"),
+    "llama3-8b":              Released(LLAMA3_8B,     "meta-llama/Meta-Llama-3-8B"),
+    "llama3-8b-instruct":     Released(LLAMA3_8B,     "meta-llama/Meta-Llama-3-8B-Instruct"),
+    "llama3-70b":             Released(LLAMA3_70B,    "meta-llama/Meta-Llama-3-70B"),
+    "llama3-70b-instruct":    Released(LLAMA3_70B,    "meta-llama/Meta-Llama-3-70B-Instruct"),
+    "llama3.1-8b":            Released(LLAMA3_1_8B,   "meta-llama/Llama-3.1-8B"),
+    "llama3.1-8b-instruct":   Released(LLAMA3_1_8B,   "meta-llama/Llama-3.1-8B-Instruct"),
+    "llama3.1-70b":           Released(LLAMA3_1_70B,  "meta-llama/Llama-3.1-70B"),
+    "llama3.1-70b-instruct":  Released(LLAMA3_1_70B,  "meta-llama/Llama-3.1-70B-Instruct"),
+    "llama3.1-405b":          Released(LLAMA3_1_405B, "meta-llama/Llama-3.1-405B"),
+    "llama3.1-405b-instruct": Released(LLAMA3_1_405B, "meta-llama/Llama-3.1-405B-Instruct"),
+    "llama3.2-1b":            Released(LLAMA3_2_1B,   "meta-llama/Llama-3.2-1B"),
+    "llama3.2-1b-instruct":   Released(LLAMA3_2_1B,   "meta-llama/Llama-3.2-1B-Instruct"),
+    "llama3.2-3b":            Released(LLAMA3_2_3B,   "meta-llama/Llama-3.2-3B"),
+    "llama3.2-3b-instruct":   Released(LLAMA3_2_3B,   "meta-llama/Llama-3.2-3B-Instruct"),
+    "llama3.3-70b":           Released(LLAMA3_1_70B,  "meta-llama/Llama-3.3-70B-Instruct"),  # has no base
 }
 # fmt: on
 

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.sums import pick, scaled
-from zoo.config import part_config, text_config
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -35,12 +35,12 @@ from zoo.nn.layers import (
     recomputed,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision import llama4 as tiles
-from zoo.vision.images import Llama4
-from zoo.vision.prompts import AbstractVision
+from zoo.vision.model import AbstractVision
+from zoo.vision.processors.llama4 import Llama4
+from zoo.vision.towers import llama4 as tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +115,15 @@ class Config(AbstractMixtureConfig):
 VISION = VisionConfig(tiles.Config(1408, 5632, 34, 16, image_size=336, vision_output_dim=4096))
 SCOUT: dict[str, Any] = dict(rope_scaling=Llama3Scaling(16.0, 1.0, 1.0, 8192), vision=VISION)
 MAVERICK: dict[str, Any] = dict(interleave_moe_layer_step=2, use_qk_norm=False, vision=VISION)
-#                                    vocab hidden expert    mlp layers heads kv head experts positions
+#                       vocab hidden expert    mlp layers heads kv head experts positions
+LLAMA4_SCOUT    = Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,    16, 10485760, **SCOUT)
+LLAMA4_MAVERICK = Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,   128,  1048576, **MAVERICK)
+
 CONFIGS = {
-    "llama4-scout":             Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,    16, 10485760, **SCOUT),
-    "llama4-scout-instruct":    Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,    16, 10485760, **SCOUT),
-    "llama4-maverick":          Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,   128,  1048576, **MAVERICK),
-    "llama4-maverick-instruct": Config(202048, 5120, 8192, 16384,    48,   40, 8, 128,   128,  1048576, **MAVERICK),
+    "llama4-scout":             Released(LLAMA4_SCOUT,    "meta-llama/Llama-4-Scout-17B-16E"),
+    "llama4-scout-instruct":    Released(LLAMA4_SCOUT,    "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
+    "llama4-maverick":          Released(LLAMA4_MAVERICK, "meta-llama/Llama-4-Maverick-17B-128E"),
+    "llama4-maverick-instruct": Released(LLAMA4_MAVERICK, "meta-llama/Llama-4-Maverick-17B-128E-Instruct"),
 }
 # fmt: on
 

@@ -19,15 +19,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from zoo.config import part_config, text_config
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, erf_gelu, swiglu
-from zoo.nn.model import AbstractConfig, AbstractVisionModel, Family, Images, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary, YarnScaling, coordinates
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision import pixtral
-from zoo.vision.images import Pixtral
-from zoo.vision.prompts import AbstractVision
+from zoo.vision.model import AbstractVision
+from zoo.vision.processors.pixtral import Pixtral
+from zoo.vision.towers import pixtral
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,26 +83,35 @@ TINY: dict[str, Any] = MIDDLE | dict(tie_word_embeddings=True)
 CODE: dict[str, Any] = LARGE | dict(
     rope_theta=1e8, rope_scaling=YarnScaling(48.0, 8192, mscale=1.0, mscale_all_dim=1.0)
 )
-#                                       vocab  hidden    mlp  layers  heads  kv  positions
+#                            vocab  hidden    mlp  layers  heads  kv  positions
+MISTRAL_7B_V0_1    = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V1)
+MISTRAL_7B_V0_2    = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V2)  # its base is not on the Hub
+MISTRAL_7B_V0_3    = Config( 32768,   4096, 14336,     32,    32,  8,  32768, **V2)
+MISTRAL_SMALL_24B  = Config(131072,   5120, 32768,     40,    32,  8, 131072, **SMALL)
+MINISTRAL3_3B      = Config(131072,   3072,  9216,     26,    32,  8, 262144, **TINY)
+MINISTRAL3_8B      = Config(131072,   4096, 14336,     34,    32,  8, 262144, **MIDDLE)
+MINISTRAL3_14B     = Config(131072,   5120, 16384,     40,    32,  8, 262144, **LARGE)
+DEVSTRAL_SMALL_24B = Config(131072,   5120, 32768,     40,    32,  8, 393216, **CODE)
+
 CONFIGS = {
-    "mistral-7b-v0.1":            Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V1),
-    "mistral-7b-v0.1-instruct":   Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V1),
-    "mistral-7b-v0.2-instruct":   Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V2),  # base not on the Hub
-    "mistral-7b-v0.3":            Config( 32768,   4096, 14336,     32,    32,  8,  32768, **V2),
-    "mistral-7b-v0.3-instruct":   Config( 32768,   4096, 14336,     32,    32,  8,  32768, **V2),
-    "mistral-small-3.1-24b":      Config(131072,   5120, 32768,     40,    32,  8, 131072, **SMALL),
-    "mistral-small-3.1-24b-base": Config(131072,   5120, 32768,     40,    32,  8, 131072, **SMALL),
-    "mistral-small-3.2-24b":      Config(131072,   5120, 32768,     40,    32,  8, 131072, **SMALL),
-    "ministral3-3b-base":         Config(131072,   3072,  9216,     26,    32,  8, 262144, **TINY),
-    "ministral3-3b-instruct":     Config(131072,   3072,  9216,     26,    32,  8, 262144, **TINY),
-    "ministral3-3b-reasoning":    Config(131072,   3072,  9216,     26,    32,  8, 262144, **TINY),
-    "ministral3-8b-base":         Config(131072,   4096, 14336,     34,    32,  8, 262144, **MIDDLE),
-    "ministral3-8b-instruct":     Config(131072,   4096, 14336,     34,    32,  8, 262144, **MIDDLE),
-    "ministral3-8b-reasoning":    Config(131072,   4096, 14336,     34,    32,  8, 262144, **MIDDLE),
-    "ministral3-14b-base":        Config(131072,   5120, 16384,     40,    32,  8, 262144, **LARGE),
-    "ministral3-14b-instruct":    Config(131072,   5120, 16384,     40,    32,  8, 262144, **LARGE),
-    "ministral3-14b-reasoning":   Config(131072,   5120, 16384,     40,    32,  8, 262144, **LARGE),
-    "devstral-small-2-24b":       Config(131072,   5120, 32768,     40,    32,  8, 393216, **CODE),
+    "mistral-7b-v0.1":            Released(MISTRAL_7B_V0_1,    "mistralai/Mistral-7B-v0.1"),
+    "mistral-7b-v0.1-instruct":   Released(MISTRAL_7B_V0_1,    "mistralai/Mistral-7B-Instruct-v0.1"),
+    "mistral-7b-v0.2-instruct":   Released(MISTRAL_7B_V0_2,    "mistralai/Mistral-7B-Instruct-v0.2"),
+    "mistral-7b-v0.3":            Released(MISTRAL_7B_V0_3,    "mistralai/Mistral-7B-v0.3"),
+    "mistral-7b-v0.3-instruct":   Released(MISTRAL_7B_V0_3,    "mistralai/Mistral-7B-Instruct-v0.3"),
+    "mistral-small-3.1-24b":      Released(MISTRAL_SMALL_24B,  "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
+    "mistral-small-3.1-24b-base": Released(MISTRAL_SMALL_24B,  "mistralai/Mistral-Small-3.1-24B-Base-2503"),
+    "mistral-small-3.2-24b":      Released(MISTRAL_SMALL_24B,  "mistralai/Mistral-Small-3.2-24B-Instruct-2506"),
+    "ministral3-3b-base":         Released(MINISTRAL3_3B,      "mistralai/Ministral-3-3B-Base-2512"),
+    "ministral3-3b-instruct":     Released(MINISTRAL3_3B,      "mistralai/Ministral-3-3B-Instruct-2512"),
+    "ministral3-3b-reasoning":    Released(MINISTRAL3_3B,      "mistralai/Ministral-3-3B-Reasoning-2512"),
+    "ministral3-8b-base":         Released(MINISTRAL3_8B,      "mistralai/Ministral-3-8B-Base-2512"),
+    "ministral3-8b-instruct":     Released(MINISTRAL3_8B,      "mistralai/Ministral-3-8B-Instruct-2512"),
+    "ministral3-8b-reasoning":    Released(MINISTRAL3_8B,      "mistralai/Ministral-3-8B-Reasoning-2512"),
+    "ministral3-14b-base":        Released(MINISTRAL3_14B,     "mistralai/Ministral-3-14B-Base-2512"),
+    "ministral3-14b-instruct":    Released(MINISTRAL3_14B,     "mistralai/Ministral-3-14B-Instruct-2512"),
+    "ministral3-14b-reasoning":   Released(MINISTRAL3_14B,     "mistralai/Ministral-3-14B-Reasoning-2512"),
+    "devstral-small-2-24b":       Released(DEVSTRAL_SMALL_24B, "mistralai/Devstral-Small-2-24B-Instruct-2512"),
 }
 # fmt: on
 

@@ -18,7 +18,7 @@ from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -54,12 +54,16 @@ class Config(AbstractMixtureConfig):
 
 
 # fmt: off
-#                                    vocab  hidden    mlp  layers  heads  kv  positions
+#                               vocab  hidden    mlp  layers  heads  kv  positions
+MIXTRAL_8X7B           = Config(32000,   4096, 14336,     32,    32,  8,     32768)
+MIXTRAL_8X22B          = Config(32000,   6144, 16384,     56,    48,  8,     65536)
+MIXTRAL_8X22B_INSTRUCT = Config(32768,   6144, 16384,     56,    48,  8,     65536)
+
 CONFIGS = {
-    "mixtral-8x7b":           Config(32000,   4096, 14336,     32,    32,  8,     32768),
-    "mixtral-8x7b-instruct":  Config(32000,   4096, 14336,     32,    32,  8,     32768),
-    "mixtral-8x22b":          Config(32000,   6144, 16384,     56,    48,  8,     65536),
-    "mixtral-8x22b-instruct": Config(32768,   6144, 16384,     56,    48,  8,     65536),
+    "mixtral-8x7b":           Released(MIXTRAL_8X7B,           "mistralai/Mixtral-8x7B-v0.1"),
+    "mixtral-8x7b-instruct":  Released(MIXTRAL_8X7B,           "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+    "mixtral-8x22b":          Released(MIXTRAL_8X22B,          "mistralai/Mixtral-8x22B-v0.1"),
+    "mixtral-8x22b-instruct": Released(MIXTRAL_8X22B_INSTRUCT, "mistralai/Mixtral-8x22B-Instruct-v0.1"),
 }
 # fmt: on
 

@@ -23,13 +23,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.delta import state_products
+from kernels.delta_rule.shared import state_products
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache, NoCache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear, recomputed
 from zoo.nn.mamba2 import Mamba2
-from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -124,13 +124,17 @@ V3_SUPER: dict[str, Any] = dict(
     moe_shared_expert_intermediate_size=5376, moe_latent_size=1024, routed_scaling_factor=5.0,
     num_nextn_predict_layers=1,
 )
-#                                       vocab hidden    mlp layers heads kv positions
+#                             vocab hidden    mlp layers heads kv positions
+NEMOTRON_NANO_9B     = Config(131072, 4480, 15680,    56,   40, 8,   131072, **V2)
+NEMOTRON3_NANO_30B   = Config(131072, 2688,  1856,    52,   32, 2,   262144, **V3_NANO)
+NEMOTRON3_SUPER_120B = Config(131072, 4096,  2688,    88,   32, 2,   262144, **V3_SUPER)
+
 CONFIGS = {
-    "nemotron-nano-9b-v2":         Config(131072, 4480, 15680,    56,   40, 8,   131072, **V2),
-    "nemotron-nano-9b-v2-base":    Config(131072, 4480, 15680,    56,   40, 8,   131072, **V2),
-    "nemotron3-nano-30b-a3b":      Config(131072, 2688,  1856,    52,   32, 2,   262144, **V3_NANO),
-    "nemotron3-nano-30b-a3b-base": Config(131072, 2688,  1856,    52,   32, 2,   262144, **V3_NANO),
-    "nemotron3-super-120b-a12b":   Config(131072, 4096,  2688,    88,   32, 2,   262144, **V3_SUPER),
+    "nemotron-nano-9b-v2":         Released(NEMOTRON_NANO_9B,     "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
+    "nemotron-nano-9b-v2-base":    Released(NEMOTRON_NANO_9B,     "nvidia/NVIDIA-Nemotron-Nano-9B-v2-Base"),
+    "nemotron3-nano-30b-a3b":      Released(NEMOTRON3_NANO_30B,   "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+    "nemotron3-nano-30b-a3b-base": Released(NEMOTRON3_NANO_30B,   "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16"),
+    "nemotron3-super-120b-a12b":   Released(NEMOTRON3_SUPER_120B, "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
 }
 # fmt: on
 

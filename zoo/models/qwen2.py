@@ -17,7 +17,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -64,16 +64,23 @@ class Config(AbstractConfig):
 QWEN: dict[str, Any] = dict(rope_theta=1_000_000.0)
 BASE_14B: dict[str, Any] = QWEN | dict(rms_norm_eps=1e-5)
 TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
-#                                  vocab  hidden    mlp  layers  heads  kv  positions  max_window_layers
+instruct = lambda size: dataclasses.replace(size, max_position_embeddings=32_768)
+#                              vocab  hidden    mlp  layers  heads  kv  positions  max_window_layers
+QWEN2_5_0_5B         = Config(151936,    896,  4864,     24,    14,  2,     32768,    24, **TIED)
+QWEN2_5_1_5B         = Config(151936,   1536,  8960,     28,    12,  2,    131072,    28, **TIED)
+QWEN2_5_7B           = Config(152064,   3584, 18944,     28,    28,  4,    131072,    28, **QWEN)
+QWEN2_5_14B          = Config(152064,   5120, 13824,     48,    40,  8,    131072,    48, **BASE_14B)
+QWEN2_5_14B_INSTRUCT = Config(152064,   5120, 13824,     48,    40,  8,     32768,    48, **QWEN)
+
 CONFIGS = {
-    "qwen2.5-0.5b":          Config(151936,    896,  4864,     24,    14,  2,     32768,    24, **TIED),
-    "qwen2.5-0.5b-instruct": Config(151936,    896,  4864,     24,    14,  2,     32768,    24, **TIED),
-    "qwen2.5-1.5b":          Config(151936,   1536,  8960,     28,    12,  2,    131072,    28, **TIED),
-    "qwen2.5-1.5b-instruct": Config(151936,   1536,  8960,     28,    12,  2,     32768,    28, **TIED),
-    "qwen2.5-7b":            Config(152064,   3584, 18944,     28,    28,  4,    131072,    28, **QWEN),
-    "qwen2.5-7b-instruct":   Config(152064,   3584, 18944,     28,    28,  4,     32768,    28, **QWEN),
-    "qwen2.5-14b":           Config(152064,   5120, 13824,     48,    40,  8,    131072,    48, **BASE_14B),
-    "qwen2.5-14b-instruct":  Config(152064,   5120, 13824,     48,    40,  8,     32768,    48, **QWEN),
+    "qwen2.5-0.5b":          Released(QWEN2_5_0_5B,           "Qwen/Qwen2.5-0.5B"),
+    "qwen2.5-0.5b-instruct": Released(QWEN2_5_0_5B,           "Qwen/Qwen2.5-0.5B-Instruct"),
+    "qwen2.5-1.5b":          Released(QWEN2_5_1_5B,           "Qwen/Qwen2.5-1.5B"),
+    "qwen2.5-1.5b-instruct": Released(instruct(QWEN2_5_1_5B), "Qwen/Qwen2.5-1.5B-Instruct"),
+    "qwen2.5-7b":            Released(QWEN2_5_7B,             "Qwen/Qwen2.5-7B"),
+    "qwen2.5-7b-instruct":   Released(instruct(QWEN2_5_7B),   "Qwen/Qwen2.5-7B-Instruct"),
+    "qwen2.5-14b":           Released(QWEN2_5_14B,            "Qwen/Qwen2.5-14B"),
+    "qwen2.5-14b-instruct":  Released(QWEN2_5_14B_INSTRUCT,   "Qwen/Qwen2.5-14B-Instruct"),
 }
 # fmt: on
 

@@ -18,7 +18,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -65,21 +65,30 @@ class Config(AbstractConfig):
 QWEN: dict[str, Any] = dict(rope_theta=1_000_000.0)
 TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
 LONG: dict[str, Any] = TIED | dict(rope_theta=5_000_000.0)
-#                                      vocab  hidden    mlp  layers  heads  kv  head  positions  max_window_layers
+base = lambda size: dataclasses.replace(size, max_position_embeddings=32_768)
+#                       vocab  hidden    mlp  layers  heads  kv  head  positions  max_window_layers
+QWEN3_0_6B    = Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED)
+QWEN3_1_7B    = Config(151936,   2048,  6144,     28,    16,  8,  128,     40960,    28, **TIED)
+QWEN3_4B      = Config(151936,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED)
+QWEN3_4B_2507 = Config(151936,   2560,  9728,     36,    32,  8,  128,    262144,    36, **LONG)
+QWEN3_8B      = Config(151936,   4096, 12288,     36,    32,  8,  128,     40960,    36, **QWEN)
+QWEN3_14B     = Config(151936,   5120, 17408,     40,    40,  8,  128,     40960,    40, **QWEN)
+QWEN3_32B     = Config(151936,   5120, 25600,     64,    64,  8,  128,     40960,    64, **QWEN)
+
 CONFIGS = {
-    "qwen3-0.6b":             Config(151936,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED),
-    "qwen3-0.6b-base":        Config(151936,   1024,  3072,     28,    16,  8,  128,     32768,    28, **TIED),
-    "qwen3-1.7b":             Config(151936,   2048,  6144,     28,    16,  8,  128,     40960,    28, **TIED),
-    "qwen3-1.7b-base":        Config(151936,   2048,  6144,     28,    16,  8,  128,     32768,    28, **TIED),
-    "qwen3-4b":               Config(151936,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED),
-    "qwen3-4b-base":          Config(151936,   2560,  9728,     36,    32,  8,  128,     32768,    36, **TIED),
-    "qwen3-4b-instruct-2507": Config(151936,   2560,  9728,     36,    32,  8,  128,    262144,    36, **LONG),
-    "qwen3-4b-thinking-2507": Config(151936,   2560,  9728,     36,    32,  8,  128,    262144,    36, **LONG),
-    "qwen3-8b":               Config(151936,   4096, 12288,     36,    32,  8,  128,     40960,    36, **QWEN),
-    "qwen3-8b-base":          Config(151936,   4096, 12288,     36,    32,  8,  128,     32768,    36, **QWEN),
-    "qwen3-14b":              Config(151936,   5120, 17408,     40,    40,  8,  128,     40960,    40, **QWEN),
-    "qwen3-14b-base":         Config(151936,   5120, 17408,     40,    40,  8,  128,     32768,    40, **QWEN),
-    "qwen3-32b":              Config(151936,   5120, 25600,     64,    64,  8,  128,     40960,    64, **QWEN),
+    "qwen3-0.6b":             Released(QWEN3_0_6B,       "Qwen/Qwen3-0.6B"),
+    "qwen3-0.6b-base":        Released(base(QWEN3_0_6B), "Qwen/Qwen3-0.6B-Base"),
+    "qwen3-1.7b":             Released(QWEN3_1_7B,       "Qwen/Qwen3-1.7B"),
+    "qwen3-1.7b-base":        Released(base(QWEN3_1_7B), "Qwen/Qwen3-1.7B-Base"),
+    "qwen3-4b":               Released(QWEN3_4B,         "Qwen/Qwen3-4B"),
+    "qwen3-4b-base":          Released(base(QWEN3_4B),   "Qwen/Qwen3-4B-Base"),
+    "qwen3-4b-instruct-2507": Released(QWEN3_4B_2507,    "Qwen/Qwen3-4B-Instruct-2507"),
+    "qwen3-4b-thinking-2507": Released(QWEN3_4B_2507,    "Qwen/Qwen3-4B-Thinking-2507"),
+    "qwen3-8b":               Released(QWEN3_8B,         "Qwen/Qwen3-8B"),
+    "qwen3-8b-base":          Released(base(QWEN3_8B),   "Qwen/Qwen3-8B-Base"),
+    "qwen3-14b":              Released(QWEN3_14B,        "Qwen/Qwen3-14B"),
+    "qwen3-14b-base":         Released(base(QWEN3_14B),  "Qwen/Qwen3-14B-Base"),
+    "qwen3-32b":              Released(QWEN3_32B,        "Qwen/Qwen3-32B"),
 }
 # fmt: on
 

@@ -9,7 +9,7 @@ coordinates, which the frequencies of each head share in turn. Without the tower
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.delta import state_products
+from kernels.delta_rule.shared import state_products
 from kernels.sums import scaled
-from zoo.config import part_config, text_config
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
+from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -39,12 +39,12 @@ from zoo.nn.layers import (
     l2_normalized,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.recurrent import RecurrentCache, State, recur
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision import qwen3_vl
+from zoo.vision.towers import qwen3_vl
 
 
 # config.json's model_type of a dense model and of a mixture, and what transformers calls each.
@@ -144,41 +144,52 @@ class Config(AbstractMixtureConfig):
 
 
 # fmt: off
-#                                         hidden   mlp  depth  heads
-TINY  = lambda width: qwen3_vl.Config(      768,  3072,    12,    12, width, ())
-SMALL = lambda width: qwen3_vl.Config(     1024,  4096,    24,    16, width, ())
-LARGE = lambda width: qwen3_vl.Config(     1152,  4304,    27,    16, width, ())
+#                        hidden   mlp  depth  heads
+TINY  = qwen3_vl.Config(   768,  3072,    12,    12, deepstack_visual_indexes=())
+SMALL = qwen3_vl.Config(  1024,  4096,    24,    16, deepstack_visual_indexes=())
+LARGE = qwen3_vl.Config(  1152,  4304,    27,    16, deepstack_visual_indexes=())
+vision_of = lambda tower, width: VisionConfig(dataclasses.replace(tower, out_hidden_size=width))
 QWEN: dict[str, Any] = dict(rope_theta=1e7)
-Options = Callable[..., dict[str, Any]]
-of: Options = lambda tower, tied=False: QWEN | dict(vision=VisionConfig(tower), tie_word_embeddings=tied)
-moe_of: Options = lambda tower, experts, chosen, width: of(tower) | dict(
-    num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=width, shared_expert_intermediate_size=width
+TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
+MOE_35B: dict[str, Any] = QWEN | dict(
+    num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512
 )
-#                                vocab hidden layers heads kv states positions mlp
+MOE_122B: dict[str, Any] = MOE_35B | dict(moe_intermediate_size=1024, shared_expert_intermediate_size=1024)
+MOE_397B: dict[str, Any] = MOE_122B | dict(num_experts=512, num_experts_per_tok=10)
+#                     vocab hidden layers heads kv states positions   mlp
+QWEN3_5_0_8B = Config(248320, 1024,    24,    8, 2,   16,   262144,  3584, vision=vision_of(TINY,  1024), **TIED)
+QWEN3_5_2B   = Config(248320, 2048,    24,    8, 2,   16,   262144,  6144, vision=vision_of(SMALL, 2048), **TIED)
+QWEN3_5_4B   = Config(248320, 2560,    32,   16, 4,   32,   262144,  9216, vision=vision_of(SMALL, 2560), **TIED)
+QWEN3_5_9B   = Config(248320, 4096,    32,   16, 4,   32,   262144, 12288, vision=vision_of(LARGE, 4096), **QWEN)
+QWEN3_5_27B  = Config(248320, 5120,    64,   24, 4,   48,   262144, 17408, vision=vision_of(LARGE, 5120), **QWEN)
+QWEN3_5_35B  = Config(248320, 2048,    40,   16, 2,   32,   262144,     0, vision=vision_of(LARGE, 2048), **MOE_35B)
+QWEN3_5_122B = Config(248320, 3072,    48,   32, 2,   64,   262144,     0, vision=vision_of(LARGE, 3072), **MOE_122B)
+QWEN3_5_397B = Config(248320, 4096,    60,   32, 2,   64,   262144,     0, vision=vision_of(LARGE, 4096), **MOE_397B)
+
 CONFIGS = {
-    "qwen3.5-0.8b":           Config(248320, 1024, 24,  8, 2, 16, 262144,  3584, **of(TINY(1024), True)),
-    "qwen3.5-0.8b-base":      Config(248320, 1024, 24,  8, 2, 16, 262144,  3584, **of(TINY(1024), True)),
-    "qwen3.5-2b":             Config(248320, 2048, 24,  8, 2, 16, 262144,  6144, **of(SMALL(2048), True)),
-    "qwen3.5-2b-base":        Config(248320, 2048, 24,  8, 2, 16, 262144,  6144, **of(SMALL(2048), True)),
-    "qwen3.5-4b":             Config(248320, 2560, 32, 16, 4, 32, 262144,  9216, **of(SMALL(2560), True)),
-    "qwen3.5-4b-base":        Config(248320, 2560, 32, 16, 4, 32, 262144,  9216, **of(SMALL(2560), True)),
-    "qwen3.5-9b":             Config(248320, 4096, 32, 16, 4, 32, 262144, 12288, **of(LARGE(4096))),
-    "qwen3.5-9b-base":        Config(248320, 4096, 32, 16, 4, 32, 262144, 12288, **of(LARGE(4096))),
-    "qwen3.5-27b":            Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
-    "qwen3.5-27b-fp8":        Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
-    "qwen3.5-35b-a3b":        Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
-    "qwen3.5-35b-a3b-base":   Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
-    "qwen3.5-35b-a3b-fp8":    Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
-    "qwen3.5-122b-a10b":      Config(248320, 3072, 48, 32, 2, 64, 262144, **moe_of(LARGE(3072), 256, 8, 1024)),
-    "qwen3.5-122b-a10b-fp8":  Config(248320, 3072, 48, 32, 2, 64, 262144, **moe_of(LARGE(3072), 256, 8, 1024)),
-    "qwen3.5-397b-a17b":      Config(248320, 4096, 60, 32, 2, 64, 262144, **moe_of(LARGE(4096), 512, 10, 1024)),
-    "qwen3.5-397b-a17b-fp8":  Config(248320, 4096, 60, 32, 2, 64, 262144, **moe_of(LARGE(4096), 512, 10, 1024)),
-    "qwen3.6-27b":            Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
-    "qwen3.6-27b-fp8":        Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
-    "qwen3.6-35b-a3b":        Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
-    "qwen3.6-35b-a3b-fp8":    Config(248320, 2048, 40, 16, 2, 32, 262144, **moe_of(LARGE(2048), 256, 8, 512)),
-    "qwen3.8-27b":            Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
-    "qwen3.8-27b-fp8":        Config(248320, 5120, 64, 24, 4, 48, 262144, 17408, **of(LARGE(5120))),
+    "qwen3.5-0.8b":          Released(QWEN3_5_0_8B, "Qwen/Qwen3.5-0.8B"),
+    "qwen3.5-0.8b-base":     Released(QWEN3_5_0_8B, "Qwen/Qwen3.5-0.8B-Base"),
+    "qwen3.5-2b":            Released(QWEN3_5_2B,   "Qwen/Qwen3.5-2B"),
+    "qwen3.5-2b-base":       Released(QWEN3_5_2B,   "Qwen/Qwen3.5-2B-Base"),
+    "qwen3.5-4b":            Released(QWEN3_5_4B,   "Qwen/Qwen3.5-4B"),
+    "qwen3.5-4b-base":       Released(QWEN3_5_4B,   "Qwen/Qwen3.5-4B-Base"),
+    "qwen3.5-9b":            Released(QWEN3_5_9B,   "Qwen/Qwen3.5-9B"),
+    "qwen3.5-9b-base":       Released(QWEN3_5_9B,   "Qwen/Qwen3.5-9B-Base"),
+    "qwen3.5-27b":           Released(QWEN3_5_27B,  "Qwen/Qwen3.5-27B"),
+    "qwen3.5-27b-fp8":       Released(QWEN3_5_27B,  "Qwen/Qwen3.5-27B-FP8"),
+    "qwen3.5-35b-a3b":       Released(QWEN3_5_35B,  "Qwen/Qwen3.5-35B-A3B"),
+    "qwen3.5-35b-a3b-base":  Released(QWEN3_5_35B,  "Qwen/Qwen3.5-35B-A3B-Base"),
+    "qwen3.5-35b-a3b-fp8":   Released(QWEN3_5_35B,  "Qwen/Qwen3.5-35B-A3B-FP8"),
+    "qwen3.5-122b-a10b":     Released(QWEN3_5_122B, "Qwen/Qwen3.5-122B-A10B"),
+    "qwen3.5-122b-a10b-fp8": Released(QWEN3_5_122B, "Qwen/Qwen3.5-122B-A10B-FP8"),
+    "qwen3.5-397b-a17b":     Released(QWEN3_5_397B, "Qwen/Qwen3.5-397B-A17B"),
+    "qwen3.5-397b-a17b-fp8": Released(QWEN3_5_397B, "Qwen/Qwen3.5-397B-A17B-FP8"),
+    "qwen3.6-27b":           Released(QWEN3_5_27B,  "Qwen/Qwen3.6-27B"),
+    "qwen3.6-27b-fp8":       Released(QWEN3_5_27B,  "Qwen/Qwen3.6-27B-FP8"),
+    "qwen3.6-35b-a3b":       Released(QWEN3_5_35B,  "Qwen/Qwen3.6-35B-A3B"),
+    "qwen3.6-35b-a3b-fp8":   Released(QWEN3_5_35B,  "Qwen/Qwen3.6-35B-A3B-FP8"),
+    "qwen3.8-27b":           Released(QWEN3_5_27B,  "Qwen/Qwen3.8-27B"),
+    "qwen3.8-27b-fp8":       Released(QWEN3_5_27B,  "Qwen/Qwen3.8-27B-FP8"),
 }
 # fmt: on
 

@@ -21,7 +21,7 @@ from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -70,17 +70,24 @@ class Config(AbstractMixtureConfig):
 # fmt: off
 QWEN3: dict[str, Any] = dict(head_dim=128, norm_topk_prob=True, sliding_window=None)
 CODER: dict[str, Any] = QWEN3 | dict(num_experts=160)
-#                                           vocab hidden   mlp expert layers heads kv positions  theta max_window_layers
+#                           vocab hidden   mlp expert layers heads kv positions  theta max_window_layers
+QWEN3_30B        = Config(151936,  2048,  6144,   768,    48,   32,  4,    40960,   1e6, 48, **QWEN3)
+QWEN3_30B_BASE   = Config(151936,  2048,  6144,   768,    48,   32,  4,    32768,   1e6, 48, **QWEN3)
+QWEN3_30B_2507   = Config(151936,  2048,  6144,   768,    48,   32,  4,   262144,   1e7, 48, **QWEN3)
+QWEN3_235B       = Config(151936,  4096, 12288,  1536,    94,   64,  4,    40960,   1e6, 94, **QWEN3)
+QWEN3_235B_2507  = Config(151936,  4096, 12288,  1536,    94,   64,  4,   262144,   5e6, 94, **QWEN3)
+QWEN3_CODER_480B = Config(151936,  6144,  8192,  2560,    62,   96,  8,   262144,   1e7, 62, **CODER)
+
 CONFIGS = {
-    "qwen3-30b-a3b":                 Config(151936,  2048,  6144,   768,    48,   32,  4,    40960,   1e6, 48, **QWEN3),
-    "qwen3-30b-a3b-base":            Config(151936,  2048,  6144,   768,    48,   32,  4,    32768,   1e6, 48, **QWEN3),
-    "qwen3-30b-a3b-instruct-2507":   Config(151936,  2048,  6144,   768,    48,   32,  4,   262144,   1e7, 48, **QWEN3),
-    "qwen3-30b-a3b-thinking-2507":   Config(151936,  2048,  6144,   768,    48,   32,  4,   262144,   1e7, 48, **QWEN3),
-    "qwen3-235b-a22b":               Config(151936,  4096, 12288,  1536,    94,   64,  4,    40960,   1e6, 94, **QWEN3),
-    "qwen3-235b-a22b-instruct-2507": Config(151936,  4096, 12288,  1536,    94,   64,  4,   262144,   5e6, 94, **QWEN3),
-    "qwen3-235b-a22b-thinking-2507": Config(151936,  4096, 12288,  1536,    94,   64,  4,   262144,   5e6, 94, **QWEN3),
-    "qwen3-coder-480b-a35b":         Config(151936,  6144,  8192,  2560,    62,   96,  8,   262144,   1e7, 62, **CODER),
-    "qwen3-coder-480b-a35b-fp8":     Config(151936,  6144,  8192,  2560,    62,   96,  8,   262144,   1e7, 62, **CODER),
+    "qwen3-30b-a3b":                 Released(QWEN3_30B,        "Qwen/Qwen3-30B-A3B"),
+    "qwen3-30b-a3b-base":            Released(QWEN3_30B_BASE,   "Qwen/Qwen3-30B-A3B-Base"),
+    "qwen3-30b-a3b-instruct-2507":   Released(QWEN3_30B_2507,   "Qwen/Qwen3-30B-A3B-Instruct-2507"),
+    "qwen3-30b-a3b-thinking-2507":   Released(QWEN3_30B_2507,   "Qwen/Qwen3-30B-A3B-Thinking-2507"),
+    "qwen3-235b-a22b":               Released(QWEN3_235B,       "Qwen/Qwen3-235B-A22B"),
+    "qwen3-235b-a22b-instruct-2507": Released(QWEN3_235B_2507,  "Qwen/Qwen3-235B-A22B-Instruct-2507"),
+    "qwen3-235b-a22b-thinking-2507": Released(QWEN3_235B_2507,  "Qwen/Qwen3-235B-A22B-Thinking-2507"),
+    "qwen3-coder-480b-a35b":         Released(QWEN3_CODER_480B, "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
+    "qwen3-coder-480b-a35b-fp8":     Released(QWEN3_CODER_480B, "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8"),
 }
 # fmt: on
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.delta import state_products
+from kernels.delta_rule.shared import state_products
 from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV
@@ -35,7 +35,7 @@ from zoo.nn.layers import (
     l2_normalized,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.recurrent import RecurrentCache, State, recur
 from zoo.nn.rope import RopeScaling, Rotary
@@ -97,15 +97,17 @@ class Config(AbstractMixtureConfig):
 
 
 # fmt: off
-#                                             vocab hidden   mlp expert layers heads kv positions theta
+#                       vocab hidden   mlp expert layers heads kv positions theta
+QWEN3_NEXT_80B = Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7)
+
 CONFIGS = {
-    "qwen3-next-80b-a3b":              Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
-    "qwen3-next-80b-a3b-fp8":          Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
-    "qwen3-next-80b-a3b-thinking":     Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
-    "qwen3-next-80b-a3b-thinking-fp8": Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
-    "qwen3-coder-next":                Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
-    "qwen3-coder-next-base":           Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
-    "qwen3-coder-next-fp8":            Config(151936, 2048, 5120,   512,    48,   16, 2,   262144,  1e7),
+    "qwen3-next-80b-a3b":              Released(QWEN3_NEXT_80B, "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    "qwen3-next-80b-a3b-fp8":          Released(QWEN3_NEXT_80B, "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8"),
+    "qwen3-next-80b-a3b-thinking":     Released(QWEN3_NEXT_80B, "Qwen/Qwen3-Next-80B-A3B-Thinking"),
+    "qwen3-next-80b-a3b-thinking-fp8": Released(QWEN3_NEXT_80B, "Qwen/Qwen3-Next-80B-A3B-Thinking-FP8"),
+    "qwen3-coder-next":                Released(QWEN3_NEXT_80B, "Qwen/Qwen3-Coder-Next"),
+    "qwen3-coder-next-base":           Released(QWEN3_NEXT_80B, "Qwen/Qwen3-Coder-Next-Base"),
+    "qwen3-coder-next-fp8":            Released(QWEN3_NEXT_80B, "Qwen/Qwen3-Coder-Next-FP8"),
 }
 # fmt: on
 

@@ -7,7 +7,7 @@ coordinates.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from zoo.config import part_config, text_config
 from zoo.nn import moe
 from zoo.nn.cache import KV
+from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -31,10 +31,10 @@ from zoo.nn.layers import (
     RMSNorm,
     swiglu,
 )
-from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision import qwen3_vl
+from zoo.vision.towers import qwen3_vl
 
 
 # config.json's model_type of a dense model and of a mixture, and what transformers calls each without and with a tower.
@@ -110,28 +110,35 @@ class Config(AbstractMixtureConfig):
 
 
 # fmt: off
-#                                  hidden    mlp  depth  heads
-SMALL = lambda width: qwen3_vl.Config( 1024,  4096,    24,    16, width, (5, 11, 17))
-LARGE = lambda width: qwen3_vl.Config( 1152,  4304,    27,    16, width, (8, 16, 24))
+#                        hidden   mlp  depth  heads
+SMALL = qwen3_vl.Config(  1024,  4096,    24,    16, deepstack_visual_indexes=(5, 11, 17))
+LARGE = qwen3_vl.Config(  1152,  4304,    27,    16, deepstack_visual_indexes=(8, 16, 24))
+vision_of = lambda tower, width: VisionConfig(dataclasses.replace(tower, out_hidden_size=width))
 QWEN: dict[str, Any] = dict(max_position_embeddings=262_144, rope_theta=5_000_000.0)
-QWEN_MOE: dict[str, Any] = dict(num_experts=128, num_experts_per_tok=8)
-Options = Callable[..., dict[str, Any]]
-of: Options = lambda tower, tied=False: QWEN | dict(vision=VisionConfig(tower), tie_word_embeddings=tied)
-moe_of: Options = lambda tower, width: of(tower) | QWEN_MOE | dict(moe_intermediate_size=width)
-#                                           vocab hidden    mlp  layers heads kv
+TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
+MOE_30B: dict[str, Any] = QWEN | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+MOE_235B: dict[str, Any] = MOE_30B | dict(moe_intermediate_size=1536)
+#                       vocab hidden    mlp  layers heads kv
+QWEN3_VL_2B   = Config(151936,  2048,  6144,    28,   16, 8, vision=vision_of(SMALL, 2048), **TIED)
+QWEN3_VL_4B   = Config(151936,  2560,  9728,    36,   32, 8, vision=vision_of(SMALL, 2560), **TIED)
+QWEN3_VL_8B   = Config(151936,  4096, 12288,    36,   32, 8, vision=vision_of(LARGE, 4096), **QWEN)
+QWEN3_VL_32B  = Config(151936,  5120, 25600,    64,   64, 8, vision=vision_of(LARGE, 5120), **QWEN)
+QWEN3_VL_30B  = Config(151936,  2048,  6144,    48,   32, 4, vision=vision_of(LARGE, 2048), **MOE_30B)
+QWEN3_VL_235B = Config(151936,  4096, 12288,    94,   64, 4, vision=vision_of(LARGE, 4096), **MOE_235B)
+
 CONFIGS = {
-    "qwen3-vl-2b":                   Config(151936,  2048,  6144,    28,   16, 8, **of(SMALL(2048), True)),
-    "qwen3-vl-2b-thinking":          Config(151936,  2048,  6144,    28,   16, 8, **of(SMALL(2048), True)),
-    "qwen3-vl-4b":                   Config(151936,  2560,  9728,    36,   32, 8, **of(SMALL(2560), True)),
-    "qwen3-vl-4b-thinking":          Config(151936,  2560,  9728,    36,   32, 8, **of(SMALL(2560), True)),
-    "qwen3-vl-8b":                   Config(151936,  4096, 12288,    36,   32, 8, **of(LARGE(4096))),
-    "qwen3-vl-8b-thinking":          Config(151936,  4096, 12288,    36,   32, 8, **of(LARGE(4096))),
-    "qwen3-vl-32b":                  Config(151936,  5120, 25600,    64,   64, 8, **of(LARGE(5120))),
-    "qwen3-vl-32b-thinking":         Config(151936,  5120, 25600,    64,   64, 8, **of(LARGE(5120))),
-    "qwen3-vl-30b-a3b":              Config(151936,  2048,  6144,    48,   32, 4, **moe_of(LARGE(2048), 768)),
-    "qwen3-vl-30b-a3b-thinking":     Config(151936,  2048,  6144,    48,   32, 4, **moe_of(LARGE(2048), 768)),
-    "qwen3-vl-235b-a22b":            Config(151936,  4096, 12288,    94,   64, 4, **moe_of(LARGE(4096), 1536)),
-    "qwen3-vl-235b-a22b-thinking":   Config(151936,  4096, 12288,    94,   64, 4, **moe_of(LARGE(4096), 1536)),
+    "qwen3-vl-2b":                 Released(QWEN3_VL_2B,   "Qwen/Qwen3-VL-2B-Instruct"),
+    "qwen3-vl-2b-thinking":        Released(QWEN3_VL_2B,   "Qwen/Qwen3-VL-2B-Thinking"),
+    "qwen3-vl-4b":                 Released(QWEN3_VL_4B,   "Qwen/Qwen3-VL-4B-Instruct"),
+    "qwen3-vl-4b-thinking":        Released(QWEN3_VL_4B,   "Qwen/Qwen3-VL-4B-Thinking"),
+    "qwen3-vl-8b":                 Released(QWEN3_VL_8B,   "Qwen/Qwen3-VL-8B-Instruct"),
+    "qwen3-vl-8b-thinking":        Released(QWEN3_VL_8B,   "Qwen/Qwen3-VL-8B-Thinking"),
+    "qwen3-vl-32b":                Released(QWEN3_VL_32B,  "Qwen/Qwen3-VL-32B-Instruct"),
+    "qwen3-vl-32b-thinking":       Released(QWEN3_VL_32B,  "Qwen/Qwen3-VL-32B-Thinking"),
+    "qwen3-vl-30b-a3b":            Released(QWEN3_VL_30B,  "Qwen/Qwen3-VL-30B-A3B-Instruct"),
+    "qwen3-vl-30b-a3b-thinking":   Released(QWEN3_VL_30B,  "Qwen/Qwen3-VL-30B-A3B-Thinking"),
+    "qwen3-vl-235b-a22b":          Released(QWEN3_VL_235B, "Qwen/Qwen3-VL-235B-A22B-Instruct"),
+    "qwen3-vl-235b-a22b-thinking": Released(QWEN3_VL_235B, "Qwen/Qwen3-VL-235B-A22B-Thinking"),
 }
 # fmt: on
 

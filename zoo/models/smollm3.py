@@ -18,7 +18,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, causal_keys
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
@@ -75,10 +75,12 @@ class Config(AbstractConfig):
 
 
 # fmt: off
-#                            vocab  hidden    mlp  layers  heads  kv  positions
+#                    vocab  hidden    mlp  layers  heads  kv  positions
+SMOLLM3_3B = Config(128256,   2048, 11008,     36,    16,  4,     65536, rope_theta=5_000_000.0)
+
 CONFIGS = {
-    "smollm3-3b":      Config(128256,   2048, 11008,     36,    16,  4,     65536, rope_theta=5_000_000.0),
-    "smollm3-3b-base": Config(128256,   2048, 11008,     36,    16,  4,     65536, rope_theta=5_000_000.0),
+    "smollm3-3b":      Released(SMOLLM3_3B, "HuggingFaceTB/SmolLM3-3B"),
+    "smollm3-3b-base": Released(SMOLLM3_3B, "HuggingFaceTB/SmolLM3-3B-Base"),
 }
 # fmt: on
 

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kernels import Stacked, Tokens
 from kernels.mesh import BATCH, TENSOR, fitting
-from kernels.quantize import quantize
+from kernels.quantized_matmul.quantize import quantize
 from kernels.stacked import read
 
 

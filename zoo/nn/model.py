@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -249,6 +249,18 @@ class OneOf(tuple):
     """Values of a config.json's key that a family treats alike. The first is written where the source says none."""
 
 
+class Released(NamedTuple):
+    """A released model: its config, which base, instruct and fp8 models of one size share, and its Hub repository."""
+
+    config: AbstractConfig
+
+    repository: str | None = None
+    """Of the weights and the tokenizer; None: the weights were never published."""
+
+    tokenizer: str | None = None
+    """Where there are no weights: a repository of a tokenizer whose ids fit the vocabulary."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """All that loading, saving, placing and training need to know of a family's file; its `FAMILY`."""
@@ -260,8 +272,8 @@ class Family:
     Model: Callable[..., AbstractModel]
     """`Model(config, key=key)` has random weights, in float32. Where the family has `parts`, it takes `parts=` too."""
 
-    configs: Mapping[str, AbstractConfig]
-    """Zoo name -> config."""
+    configs: Mapping[str, Released]
+    """Zoo name -> config and repository."""
 
     partition_rules: Mapping[str, P]
     """Pattern of a module's path -> spec of its matrix: (out, in) of a Linear, (experts, out, in) of an ExpertLinear.
@@ -269,7 +281,7 @@ class Family:
 
     checkpoint_names: Mapping[str, str]
     """Pattern of a parameter's path -> tensor's name, in which each `{}` is what the next `*` stands for: see
-    `zoo.checkpoint`."""
+    `zoo.weights.checkpoint`."""
 
     implied: Mapping[str, Any]
     """Key of config.json -> the one value of it that the family implements, or `OneOf` several."""
@@ -322,6 +334,8 @@ class Family:
         lacking = annotated - config.__dataclass_fields__.keys() - set(dir(config))
         if lacking := sorted(lacking | config.__abstractmethods__):
             raise TypeError(f"{where} has no {', '.join(lacking)}, which a family needs.")
+        if bare := [name for name, released in self.configs.items() if not isinstance(released, Released)]:
+            raise TypeError(f"{', '.join(bare)} in the configs of {self.name} is no Released(config, repository).")
 
     def init_model(self, config: AbstractConfig, *, key: PRNGKeyArray, parts: Sequence[str] = ()) -> AbstractModel:
         """A model with random weights, in float32, and with these of the family's `parts`.

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from kernels import mesh
-from kernels.device import device
+from kernels.backends.device import device
 from kernels.mesh import CONTEXT, EXPERT, FSDP, TENSOR
 from kernels.stacked import Stacked, read
 from kernels.sums import largest, permuted, scaled

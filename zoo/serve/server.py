@@ -20,12 +20,12 @@ from starlette.routing import Route
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import AbstractDraft
-from zoo.harmony import Parts
 from zoo.nn.model import AbstractModel, Images, sees
 from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, in_template_form, is_ids, is_text, read
 from zoo.serve.worker import Ask, Reply, Worker
-from zoo.tokenizer import Tokenizer, has_images
-from zoo.vision.prompts import encode_prompt
+from zoo.text.harmony import Parts
+from zoo.text.prompts import encode_prompt
+from zoo.text.tokenizer import Tokenizer, has_images
 
 
 STRIDE = 4  # tokens of a step: with more the device waits less for the host, with fewer clients wait less

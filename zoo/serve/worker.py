@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.chunks import Chunks
+from kernels.cross_entropy.chunks import Chunks
 from zoo.generation.engine import Completion, Engine, bucket
 from zoo.generation.generate import begun, first
 from zoo.generation.sampling import Sampler
 from zoo.nn.model import AbstractModel, Images
 from zoo.serve.fields import Refusal
-from zoo.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -179,8 +179,9 @@ class Tower(eqx.Module):
 
 
 def places(grids: Int[Array, "pictures 2"], patches: int, merge_size: int) -> Tokens:
-    """The row and column of each patch, of pictures whose patches lie in blocks, as `zoo.vision.images.patchify` cuts
-    them: the blocks row by row, and so the patches of each, `merge_size` a side.
+    """The row and column of each patch, of pictures cut by `patchify`.
+
+    Its blocks lie row by row, and so do the patches of each, `merge_size` a side.
 
     Patches beyond rows * columns are padding, which is a segment of its own, so that no patch sees it.
     """

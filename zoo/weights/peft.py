@@ -28,14 +28,14 @@ from jaxtyping import Float
 import convert.hub
 import convert.machine
 import convert.tensors
-from zoo.checkpoint import parameters, published_name, skeleton
-from zoo.gather import gathered, write_once
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.model import AbstractModel, sees
-from zoo.reading import Scan
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
+from zoo.weights.checkpoint import parameters, published_name, skeleton
+from zoo.weights.gather import gathered, write_once
+from zoo.weights.reading import Scan
 
 
 T = TypeVar("T", bound=AbstractModel)

@@ -21,16 +21,16 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens, counted
-from kernels.masks import first_of_document
 from kernels.mesh import BATCH, split_lookup
 from kernels.sums import spread
+from kernels.tokens import first_of_document
 from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, recomputed
 from zoo.nn.model import Images
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import AbstractBlock, Stack
-from zoo.vision.images import Qwen3VL, Qwen3VLVideo
-from zoo.vision.prompts import AbstractVision
+from zoo.vision.model import AbstractVision
+from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Tower(AbstractVision):
     ) -> tuple[Float[Array, "pictures tokens embed"], ...]:
         """What stands in the place of a picture's tokens, and what the text's first layers are each followed by.
 
-        Patches lie as `zoo.vision.images.Qwen3VL` cuts them: those of a feature follow one another.
+        Patches lie as `zoo.vision.processors.qwen3_vl.Qwen3VL` cuts them: those of a feature follow one another.
         """
         places, real = self.places(grids, patches.shape[1])
         x = self.patch_embed(patches)

@@ -12,13 +12,13 @@ from convert.tensors import Lazy
 from zoo.nn.model import AbstractModel
 
 
-def gathered(array: jax.Array) -> np.ndarray:
+def gathered(array: jax.Array | np.ndarray) -> np.ndarray:
     """Values of an array. If several processes hold parts of it they are gathered, and all processes must call this."""
     return np.asarray(array) if _is_here(array) else multihost_utils.process_allgather(array, tiled=True)
 
 
 def write_once(model: AbstractModel, tensors: dict[str, Lazy], write: Callable[[dict[str, Lazy]], None]) -> None:
-    """Call `write(tensors)` in one process. `tensors` are from `zoo.checkpoint.export(model)`.
+    """Call `write(tensors)` in one process. `tensors` are from `zoo.weights.checkpoint.export(model)`.
 
     If several processes hold parts of the model, all must call this. Process 0 writes; for each tensor that it needs,
     it broadcasts the tensor's number, and all gather that tensor. So no host holds more than its part and one tensor.

@@ -1,7 +1,7 @@
-"""Converts between the Hub's layout and Orbax checkpoints: `python -m convert to-hub|to-orbax --help`.
+"""Converts between the Hub's layout and Orbax checkpoints: `python -m zoo to-hub` and `to-orbax`.
 
-    python -m convert to-hub runs/sft model/ --step 400     # any checkpoint of a training run, as a Hub folder
-    python -m convert to-orbax qwen3-0.6b checkpoint/       # a Hub model, as an Orbax checkpoint
+    python -m zoo to-hub runs/sft model/ --step 400     # any checkpoint of a training run, as a Hub folder
+    python -m zoo to-orbax qwen3-0.6b checkpoint/       # a Hub model, as an Orbax checkpoint
 
 An Orbax checkpoint is a folder with the arrays (arrays/, a pytree with the model under "model"), the model's name and
 config.json (in meta.json), and the hash of every file (manifest.json). A training run's checkpoints hold more.
@@ -14,15 +14,14 @@ import shutil
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
-import tyro
 from tyro.conf import Positional
 
 import zoo
 from convert import machine, manifest
-from zoo.checkpoint import skeleton
 from zoo.config import read, write
 from zoo.registry import FAMILIES, family_of
 from zoo.surgery import cast
+from zoo.weights.checkpoint import skeleton
 
 
 def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], step: int = -1) -> None:
@@ -82,10 +81,3 @@ def find(checkpoint: pathlib.Path, step: int) -> pathlib.Path:
     if not steps or (step >= 0 and step not in steps):
         raise FileNotFoundError(f"{checkpoint} has no checkpoint{f' of step {step}, but {steps}' if steps else ''}.")
     return checkpoint / "checkpoints" / str(steps[-1] if step < 0 else step)
-
-
-if __name__ == "__main__":
-    try:
-        tyro.extras.subcommand_cli_from_dict({"to-hub": to_hub, "to-orbax": to_orbax})
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -29,13 +29,13 @@ from jax.sharding import Mesh
 
 from convert.packed import Packed, quantize_blocks
 from convert.tensors import Lazy, Tensor
-from zoo.gather import gathered
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.quantized import Format, LowPrecisionExpertLinear, LowPrecisionLinear, quantize
-from zoo.reading import Fused, Parameter, Part, Scan, Source, once, read, read_quantized
 from zoo.surgery import modules, path_name, shardings
+from zoo.weights.gather import gathered
+from zoo.weights.reading import Fused, Parameter, Part, Scan, Source, once, read, read_quantized
 
 
 M = TypeVar("M", bound=AbstractModel)
@@ -144,7 +144,7 @@ def fill(
         mesh: each device gets its part by the family's `partition_rules`, and each process reads only the parts of its
             own devices.
         format: quantize each tensor as it is read, in whole rows, as `zoo.quantized.quantize` does.
-        check_values: check all values read by `zoo.reading.Scan`.
+        check_values: check all values read by `zoo.weights.reading.Scan`.
         mmap: on a CPU and without a mesh, do not copy a tensor that needs neither cast nor stacking: the array is the
             memory-mapped file.
 

@@ -21,9 +21,9 @@ import tokenizers
 from tokenizers import decoders
 
 from convert.hub import regular
-from zoo import harmony, templates, tiktoken
-from zoo.templates import USERS
-from zoo.vision.images import AbstractImageProcessor
+from zoo.text import harmony, templates, tiktoken
+from zoo.text.templates import USERS
+from zoo.vision.processors.base import AbstractImageProcessor
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -49,7 +49,7 @@ class Tokenizer:
     - `eos`: the ids that end a generation. They are generation_config.json's, else config.json's, else the tokenizer's
       own; and the one with which the chat template ends an assistant's turn, which base models' files leave out.
     - `repetition_penalty`: generation_config.json's, which transformers applies by default; 1 without one.
-    - `channels`: whether replies have channels, as gpt-oss's do (`zoo.harmony`).
+    - `channels`: whether replies have channels, as gpt-oss's do (`zoo.text.harmony`).
     - `chat_template`: a jinja template, or None.
     - `processor`: prepares the images of chats for training, or None (`zoo.tokenizer`).
 
@@ -223,7 +223,7 @@ class Tokenizer:
         """Render a chat as text, as transformers does. `encode_prompt` gives its ids.
 
         The template comes with the model. It runs in jinja's sandbox, in a process with limits of time and memory
-        (`zoo.templates`).
+        (`zoo.text.templates`).
 
         Args:
             messages: each has a `role` and a `content`.
@@ -284,7 +284,7 @@ class Tokenizer:
         `expand` is that of `encode_chat`.
 
         Raises:
-            ValueError: as `render`, and for images, which `zoo.vision.prompts.encode_prompt` takes.
+            ValueError: as `render`, and for images, which `zoo.text.prompts.encode_prompt` takes.
         """
         if expand is None:
             _check_text(messages)

@@ -1,36 +1,21 @@
 """Prompts with images: chats whose messages hold images, or videos, become ids, and what the model's tower reads."""
 
-import abc
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
 from zoo.nn.model import AbstractModel, Images, filled, seeing
-from zoo.tokenizer import Messages, Tokenizer, image_parts, is_image
-from zoo.vision.images import AbstractImageProcessor, Processed, Qwen3VLVideo, open_image
+from zoo.text.tokenizer import Messages, Tokenizer, image_parts, is_image
+from zoo.vision.model import AbstractVision
+from zoo.vision.open import open_image
+from zoo.vision.processors.base import AbstractImageProcessor, Processed
 
 
 # Keys by which a part of a message says where its image lies: transformers' and OpenAI's.
 SOURCES = ("image", "path", "url", "base64", "image_url")
-
-
-class AbstractVision(eqx.Module):
-    """The part "vision" of a family's model: `features = vision(patches, grids)`."""
-
-    processor: ClassVar[type[AbstractImageProcessor]]
-    """Makes the patches, as the checkpoint's preprocessor_config.json says."""
-    video: ClassVar[type[Qwen3VLVideo] | None] = None
-    """Makes those of videos; None: the model takes none."""
-
-    @abc.abstractmethod
-    def __call__(
-        self, patches: Float[Array, "images patches pixels"], grids: Int[Array, "images 2"]
-    ) -> Float[Array, "images tokens embed"]:
-        """What stands in the place of each image's tokens, in their order; see `Images` for `grids`."""
 
 
 def encode_prompt(
@@ -40,7 +25,7 @@ def encode_prompt(
     of one row.
 
     The content of a message is then a list, of `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`,
-    whose image is what `zoo.vision.images.open_image` takes. As in transformers it may be called "path", "url" or
+    whose image is what `zoo.vision.open.open_image` takes. As in transformers it may be called "path", "url" or
     "base64" instead, or stand as `{"type": "image_url", "image_url": {"url": ...}}`. A video is
     `{"type": "video", "video": [...], "fps": 2}`: its frames, each as an image, and how many there are in a second; or
     "seconds", the time of each.

@@ -1,0 +1,1 @@
+"""Reads and writes weights: a model's tensors in the Hub's layout, and adapters in PEFT's."""
