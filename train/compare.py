@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from train import page
+from train.watch import page
 
 
 def compare(

@@ -20,19 +20,20 @@ import kernels
 import train.tiny
 import zoo
 from kernels.mesh import CONTEXT
-from train import finetune, folder, loop, loss
-from train.command import command
-from train.data import teacher
+from train.base.command import command
 from train.data.packing import TEXT, file_hashes, tokenizer_hash
 from train.data.pictures import refuse_vision
 from train.data.rows import Set, batches, order, reading
 from train.data.sets import TextOptions, open_data, text_settings
-from train.defaults import resolve_steps, width_lr
-from train.mesh import put_batch
-from train.step import Batch, Losses, Scalars, features
-from zoo.gather import gathered
+from train.methods import teacher
+from train.run import finetune, folder, loop, report
+from train.run.defaults import resolve_steps, width_lr
+from train.state.mesh import put_batch
+from train.step import loss
+from train.step.step import Batch, Losses, Scalars, features
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
+from zoo.weights.gather import gathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,9 @@ def objective(
     *,
     o: DistillOptions,
 ) -> Losses:
-    """The loss of a batch's targets, for `train.step.train_step`. `reference` is the teacher; None: the batch has its
-    logits, "top_values" and "top_indices".
+    """The loss of a batch's targets, for `train.step.step.train_step`.
+
+    `reference` is the teacher; None: the batch has its logits, "top_values" and "top_indices".
 
     The sums are "loss", "divergence", and "cross_entropy" and "accuracy" on the data's own tokens.
     """
@@ -127,6 +129,7 @@ def main(o: DistillOptions) -> None:
         settings = text_settings(o, config.vocab_size, completions_only=o.completions_only)
         once = dataclasses.replace(o, steps=0) if o.store else o
         learnt = open_data(once, mesh, tokenizer, TEXT, settings)
+        report.opened(learnt.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
         data, validation, prompts, steps = learnt.data, learnt.validation, learnt.prompts, learnt.steps
         source = {"data": learnt.source, "tokenizer": tokenizer_hash(tokenizer)}
     if o.teacher:

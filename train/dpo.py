@@ -16,12 +16,13 @@ from jaxtyping import Array, Bool, Float
 
 import train.tiny
 import zoo
-from train import finetune, loop, loss
-from train.command import command
+from train.base.command import command
 from train.data.preferences import PAIRS, PREFERENCES
 from train.data.sets import DataOptions, open_data
-from train.defaults import resolve_steps, width_lr
-from train.step import Batch, Losses, Scalars, features
+from train.run import finetune, loop, report
+from train.run.defaults import resolve_steps, width_lr
+from train.step import loss
+from train.step.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
@@ -43,7 +44,7 @@ class Loss:
     """A row of `LOSSES`."""
 
     of: Callable[[Any, Pairs], Float[Array, "batch pairs"]]
-    """Options and pairs -> the loss of each pair. Formulas are in `train.loss`."""
+    """Options and pairs -> the loss of each pair. Formulas are in `train.step.loss`."""
     reference: bool = True
     """Whether it needs the reference model's log-probabilities."""
     unpaired: bool = False
@@ -98,7 +99,7 @@ def objective(
     *,
     o: DPOOptions,
 ) -> Losses:
-    """The loss of a batch's pairs (see `train.data.preferences`), for `train.step.train_step`.
+    """The loss of a batch's pairs (see `train.data.preferences`), for `train.step.step.train_step`.
 
     `reference` is the model to stay near to; None means this one without its adapters.
 
@@ -157,6 +158,7 @@ def main(o: DPOOptions) -> None:
     # ----------------------------------------------------------------------------------------------------------- data
     settings = {"vocab_size": config.vocab_size, "unpaired": row.unpaired}
     learnt = open_data(o, mesh, tokenizer, PREFERENCES, settings)
+    report.opened(learnt.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, learnt.steps)

@@ -17,15 +17,17 @@ import tyro
 
 import train.tiny
 import zoo
-from train import finetune, loop, loss
-from train.command import command
+from train.base.command import command
 from train.data import rewards
 from train.data.packing import fingerprint
 from train.data.pictures import of_rows
+from train.data.prompts import encode
 from train.data.records import Record, open_records
-from train.data.rollouts import empty, encode, rollout
-from train.defaults import resolve_steps, width_lr
-from train.step import Batch, Losses, Scalars, features
+from train.methods.rollouts import empty, rollout
+from train.run import finetune, loop
+from train.run.defaults import resolve_steps, width_lr
+from train.step import loss
+from train.step.step import Batch, Losses, Scalars, features
 from zoo import lora
 from zoo.generation.generate import Encoded
 from zoo.mesh import make_mesh
@@ -98,7 +100,7 @@ def objective(
     *,
     o: GRPOOptions,
 ) -> Losses:
-    """The loss of completions, for `train.step.train_step`; see `train.loss`.
+    """The loss of completions, for `train.step.step.train_step`; see `train.step.loss`.
 
     Beside the usual, a batch has "advantages" and "old", the log-probabilities with which its targets were drawn.
     `reference` is the model to stay near to, if `o.kl`; None means this one without its adapters. The sums are "loss",

@@ -10,14 +10,15 @@ from typing import ClassVar
 import jax
 
 import zoo
-from train import folder, loop, state
-from train.command import command
+from train.base.command import command
 from train.data.packing import TEXT, Packing
 from train.data.pictures import refuse_vision
 from train.data.sets import TextOptions, open_data, text_settings
-from train.defaults import resolve, resolve_steps
-from train.mesh import abstract_model
-from train.options import LanguageModelingOptions
+from train.run import folder, loop, report
+from train.run.defaults import resolve, resolve_steps
+from train.run.options import LanguageModelingOptions
+from train.state import state
+from train.state.mesh import abstract_model
 from zoo.mesh import make_mesh
 from zoo.registry import family_of
 
@@ -49,6 +50,7 @@ def main(o: PretrainOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- data
     learnt = open_data(o, mesh, tokenizer, TEXT, text_settings(o, config.vocab_size))
+    report.opened(learnt.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
     task = loop.Task(learnt.data, o.objective(), validation=learnt.validation, prompts=learnt.prompts)
 
     # ----------------------------------------------------------------------------------------------------------- train

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import train.tiny
 import zoo
-from train import finetune, loop
-from train.command import command
+from train.base.command import command
 from train.data.packing import TEXT
 from train.data.sets import TextOptions, open_data, text_settings
-from train.defaults import resolve_steps, width_lr
-from train.options import LanguageModelingOptions
+from train.run import finetune, loop, report
+from train.run.defaults import resolve_steps, width_lr
+from train.run.options import LanguageModelingOptions
 from zoo.mesh import make_mesh
 
 
@@ -50,6 +50,7 @@ def main(o: SFTOptions) -> None:
     # ----------------------------------------------------------------------------------------------------------- data
     settings = text_settings(o, config.vocab_size, completions_only=o.completions_only)
     learnt = open_data(o, mesh, tokenizer, TEXT, settings)
+    report.opened(learnt.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, learnt.steps)

@@ -22,7 +22,7 @@ import jax
 import rich
 
 from convert import manifest
-from train import cache
+from train.base import cache
 from train.data import functions, hub
 from train.data.formats import READERS
 
@@ -166,7 +166,7 @@ def _plain(name: str) -> pathlib.Path:
     path = fetched(name)
     if path.suffix not in (".gz", ".zst"):
         return path
-    return cache.keep(cache.key_of(path), path.stem, lambda to: _unpack(path, name, to))
+    return cache.keep(cache.key_of(path), path.stem, lambda to: unpack(path, name, to))
 
 
 def fetched(name: str) -> pathlib.Path:
@@ -196,7 +196,8 @@ def fetched(name: str) -> pathlib.Path:
     return cache.keep(key, _last(path), copy)
 
 
-def _unpack(path: pathlib.Path, name: str, to: pathlib.Path) -> None:
+def unpack(path: pathlib.Path, name: str, to: pathlib.Path) -> None:
+    """Writes what a compressed file holds to `to`."""
     rich.print(f"Unpacking {name} into {to.parent}")
     try:
         with _unpacked(path, name) as plain, open(to, "wb") as out:

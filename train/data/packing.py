@@ -29,9 +29,9 @@ from convert import manifest
 from train.data import files, pictures
 from train.data.record import Record
 from train.data.rows import Row
-from zoo import tiktoken
 from zoo.generation.generate import Encoded
-from zoo.tokenizer import Messages, Tokenizer
+from zoo.text import tiktoken
+from zoo.text.tokenizer import Messages, Tokenizer
 
 
 FORMATS = (

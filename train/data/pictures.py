@@ -19,10 +19,11 @@ from jaxtyping import Array, Float32, Int, Int32, Shaped
 from train.data.records import Record
 from zoo.generation.engine import bucket
 from zoo.nn.model import Images
-from zoo.tokenizer import Messages, Tokenizer, has_images, image_parts
-from zoo.vision import prompts
-from zoo.vision.images import AbstractImageProcessor, image_size, open_image
-from zoo.vision.prompts import source_of, without_images
+from zoo.text import prompts
+from zoo.text.prompts import source_of, without_images
+from zoo.text.tokenizer import Messages, Tokenizer, has_images, image_parts
+from zoo.vision.open import image_size, open_image
+from zoo.vision.processors.base import AbstractImageProcessor
 
 
 # Part of a model -> the option that asks for it, where a script has it.
@@ -31,7 +32,7 @@ PARTS = {"vision": "vision", "mtp": "mtp_weight"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """Whether a model is trained on images, in `train.options.Options`."""
+    """Whether a model is trained on images, in `train.run.options.Options`."""
 
     vision: bool = False
     """Train on chats with images: the model's vision tower is loaded, too. It is trained like the rest, unless

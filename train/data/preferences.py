@@ -24,7 +24,7 @@ from train.data.packing import Example, Kind, Survey, encode, fill, prompt_of
 from train.data.records import Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
-from zoo.tokenizer import Tokenizer, has_images
+from zoo.text.tokenizer import Tokenizer, has_images
 
 
 FORMATS = (

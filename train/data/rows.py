@@ -244,7 +244,7 @@ def rows_here(mesh: Mesh | None, batch: int) -> Int[np.ndarray, " here"] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Batches:
+class Batches:
     """Batches by their number, a random access source of grain."""
 
     rows: Any  # random access to rows
@@ -278,7 +278,7 @@ def batches(
     With a `mesh`, and several processes, the arrays of a batch are `Share`s. `finish` is applied to each batch, such as
     to open its images; then every process has all rows, since their shapes depend on each other.
     """
-    made = grain.MapDataset.source(_Batches(rows, batch, None if finish else rows_here(mesh, batch)))
+    made = grain.MapDataset.source(Batches(rows, batch, None if finish else rows_here(mesh, batch)))
     return made.map(finish) if finish else made
 
 

@@ -9,21 +9,22 @@ import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import grain
 import numpy as np
+import tyro
 import yaml
 from jax.sharding import Mesh
 
 from kernels.mesh import BATCH, CONTEXT
-from train import report
 from train.data import pictures, store
-from train.data.packing import Example, Kind, LongTexts, Packing, fingerprint, prompt_of
+from train.data.packing import TEXT, Chat, Example, Kind, LongTexts, Packing, Survey, fingerprint, prompt_of
+from train.data.preferences import PREFERENCES
 from train.data.records import Record, open_records
 from train.data.rows import Row, Set, batches, in_memory, joined, order, reading
 from zoo.generation.generate import Encoded
-from zoo.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,15 +60,51 @@ def text_settings(o: Any, vocab_size: int, *, completions_only: bool = True) -> 
     return dict(vocab_size=vocab_size, packing=o.packing, long_texts=o.long_texts, completions_only=completions_only)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """Data, and how rows are made of it."""
+
+    data: tyro.conf.Positional[tuple[str, ...]]
+    """Files, folders of them, globs, URLs, or hf:NAME, as for train.sft and train.pretrain."""
+    model: str
+    """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder."""
+    revision: str | None = None
+    """Branch, tag or commit of the Hub repository."""
+    seq_len: int = 2048
+    """Tokens of a row."""
+    kind: Literal["text", "preferences", "kto"] = "text"
+    """Kind of records. text: texts, chats, and prompts with completions, for pretrain, sft and distill. preferences:
+    chosen and rejected, for dpo. kto: completions with a label, or pairs, for dpo with --loss kto."""
+    packing: Packing = "fit"
+    """As of the run: its default is fit for train.sft, and concat for train.pretrain."""
+    long_texts: LongTexts = "split"
+    """What becomes of a text that is longer than a row. split: it is continued in other rows. cut: its end is left
+    out."""
+    completions_only: bool = True
+    """Learn completions and what the assistant says, but not prompts."""
+    chat: Chat = dataclasses.field(default_factory=Chat)
+
+    def how(self, vocab_size: int) -> tuple[Kind, dict[str, Any]]:
+        """What makes rows of these records, and the arguments of its `pack`."""
+        if self.kind == "text":
+            settings = text_settings(self, vocab_size, completions_only=self.completions_only)
+            return TEXT, settings | {"seq_len": self.seq_len}
+        return PREFERENCES, {"vocab_size": vocab_size, "unpaired": self.kind == "kto", "seq_len": self.seq_len}
+
+
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """The rows of one --data, of one length."""
+    """The rows of one --data, of one length; and what `train.run.report` prints of it."""
 
+    path: str
+    seq_len: int
     rows: Set
     held_out: grain.MapDataset[Row] | None
     source: Mapping[str, Any]  # what must not change until the run has ended
     prompts: Sequence[Encoded]
     records: tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None] | None  # None: of a store
+    found: Survey | Mapping[str, str]  # of records, or the summary of a store
+    examples: Sequence[Example]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +120,18 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Learnt:
-    """What a run learns from, as `train.loop.Task` has it."""
+    """What a run learns from, as `train.run.loop.Task` has it."""
 
     data: grain.IterDataset
     validation: grain.IterDataset | None
     prompts: Sequence[Encoded]
     source: Mapping[str, Any]
     steps: int  # of all phases, or of all epochs
+    sets: Sequence[DataSet]
 
 
 def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Mapping[str, Any]) -> Learnt:
-    """Opens all data of a script's options `o`, prints what it is, and puts its rows in order.
+    """Opens all data of a script's options `o`, and puts its rows in order.
 
     Validation is on what the sets of the last phase hold out.
 
@@ -135,7 +173,7 @@ def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Ma
     source |= {**settings, **_telling(phases, list(sets), o)}
     data = grain.MapDataset.concatenate(parts) if len(parts) > 1 else parts[0]
     prompts = next((each.prompts for each in last if each.prompts), [])
-    return Learnt(reading(data), validation, prompts, source, sum(map(len, parts)))
+    return Learnt(reading(data), validation, prompts, source, sum(map(len, parts)), list(sets.values()))
 
 
 def open_set(
@@ -148,7 +186,7 @@ def open_set(
     seed: int,
     limit: int | None,
 ) -> DataSet:
-    """Opens one --data, and prints what it is. Of records, `limit` rows at most are made, and kept in memory.
+    """Opens one --data. Of records, `limit` rows at most are made, and kept in memory.
 
     Args:
         shape: arguments of the kind's `pack`.
@@ -157,10 +195,9 @@ def open_set(
         ValueError, OSError: it cannot be read, or not be learnt from; or it is a store of other rows.
     """
     if store.is_store(path):
-        return _open_store(o, pathlib.Path(path), tokenizer, kind, shape, seed)
+        return _open_store(o, path, tokenizer, kind, shape, seed)
     records, held = open_records(path, o.hold_out)
     found = kind.survey(records, tokenizer, **shape)
-    report.data(path, found, tokenizer, vocab_size=shape["vocab_size"], seq_len=shape["seq_len"], dry_run=o.dry_run)
     make = functools.partial(kind.pack, tokenizer=tokenizer, **shape)
     if o.dry_run and limit:  # without a limit the number of rows is the number of steps, which a dry run tells
         limit = o.batch
@@ -168,12 +205,14 @@ def open_set(
     assert rows is not None, "the survey has found some"
     held_out = None if held is None else in_memory(make(held), shape["seq_len"], limit=o.eval_batches * o.batch)
     prompts = kind.prompts_of(held or records, tokenizer, vocab_size=shape["vocab_size"])
-    return DataSet(Set(rows, seed, as_packed=True), held_out, fingerprint(path, tokenizer), prompts, (records, held))
+    return DataSet(
+        path, shape["seq_len"], Set(rows, seed, as_packed=True), held_out, fingerprint(path, tokenizer), prompts,
+        (records, held), found, found.examples,
+    )  # fmt: skip
 
 
-def _open_store(
-    o: Any, folder: pathlib.Path, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int
-) -> DataSet:
+def _open_store(o: Any, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int) -> DataSet:
+    folder = pathlib.Path(path)
     content = store.read(folder)
     store.refuse_other(folder, content, store.identity(kind.name, tokenizer, shape))
     rows, held_out = store.rows(folder, content, "train"), store.rows(folder, content, "valid")
@@ -181,12 +220,11 @@ def _open_store(
         raise ValueError(f"{folder} has no rows to train on.")
     if held_out is None and (held := min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)):
         rows, held_out = rows[:-held], rows[-held:]
-    report.rows(f"Data: {folder}", dict(store.summary(content, "train")))
     examples = [next(documents(row)) for row in rows[:3] if row]
-    if o.dry_run:
-        report.examples(examples, tokenizer, seq_len=shape["seq_len"])
     prompts = [Encoded(prompt_of(example)) for example in examples]
-    return DataSet(Set(rows, seed), held_out, {"store": store.fingerprint(folder)}, prompts, None)
+    source = {"store": store.fingerprint(folder)}
+    summary = dict(store.summary(content, "train"))
+    return DataSet(path, shape["seq_len"], Set(rows, seed), held_out, source, prompts, None, summary, examples)
 
 
 def documents(row: Row) -> Iterator[Example]:

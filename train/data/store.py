@@ -19,10 +19,10 @@ import grain
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
-from train.checkpoint import differences
+from train.base.differences import differences
 from train.data.packing import tokenizer_hash
 from train.data.rows import Row, of_bytes, to_bytes
-from zoo.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer
 
 
 ABOUT, STORE = "about.json", "store.json"

@@ -13,6 +13,7 @@ import inspect
 import json
 import random
 import re
+import subprocess
 import sys
 import sysconfig
 import warnings
@@ -24,7 +25,6 @@ import jax.numpy as jnp
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from train import pretrain
 from zoo.config import write as write_config
 from zoo.models import qwen3
 
@@ -207,18 +207,17 @@ def main(out: tyro.conf.Positional[Path]) -> None:
             file.write(json.dumps({"text": document}) + "\n")
 
     # Six epochs: five million tokens.
-    pretrain.main(
-        pretrain.PretrainOptions(
-            model=str(out / "untrained"),
-            data=(str(out / "corpus.jsonl"),),
-            out=out / "run",
-            hold_out=0.02,
-            steps=2500,
-            batch=4,
-            lr=4e-3,
-            remat="none",
-        )
-    )
+    options = {
+        "data": out / "corpus.jsonl",
+        "out": out / "run",
+        "hold-out": 0.02,
+        "steps": 2500,
+        "batch": 4,
+        "lr": 4e-3,
+    }
+    options |= {"model": out / "untrained", "remat": "none"}
+    command = [sys.executable, "-m", "train.pretrain", *(f"--{name}={value}" for name, value in options.items())]
+    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

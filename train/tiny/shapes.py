@@ -21,7 +21,7 @@ import zoo
 from zoo.models import gemma3
 from zoo.nn.layers import Linear
 from zoo.nn.model import AbstractModel
-from zoo.vision import siglip
+from zoo.vision.towers import siglip
 
 
 COLOURS = {

@@ -42,7 +42,7 @@ class _Groups:
             return table
 
 
-_GROUPS = _Groups()
+GROUPS = _Groups()
 
 
 def read_parquet(file: pathlib.Path, name: str, every: bool) -> Records:
@@ -65,7 +65,7 @@ def read_parquet(file: pathlib.Path, name: str, every: bool) -> Records:
 
     def read(index: int) -> Any:
         group = int(np.searchsorted(ends, index, side="right"))
-        table = _GROUPS.read(file, key, group, columns)
+        table = GROUPS.read(file, key, group, columns)
         return table.slice(index - int(ends[group]) + sizes[group], 1).to_pylist()[0]
 
     return Records(name, sum(sizes), read)

@@ -1,0 +1,202 @@
+"""Runs one training in several processes, on one machine or many: they find each other, agree, and end together.
+
+JAX runs the same program in every process, and each holds the parts of the arrays that are on its own devices. Process
+0 does what has to be done once: printing, writing files, deciding.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import numpy as np
+import rich
+from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
+
+
+T = TypeVar("T")
+TIMEOUT = 20  # seconds without a heartbeat after which a process counts as dead
+PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a live process until it is named, and until the run ends
+CHUNK = 2**26  # bytes that `share` sends at a time
+
+_passed = 0
+
+
+def initialize(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
+    """Joins the other processes of the run, if there are any. Call it before anything asks for devices.
+
+    Args:
+        coordinator: host:port of process 0, where it will listen.
+        processes: the number of processes.
+        process: the number of this one, from 0.
+
+    What is not given, `named` finds; or JAX does, on Cloud TPUs and under Slurm, Kubernetes (Jobs and JobSets) and Open
+    MPI. Without any of these, nothing happens: the run has one process. In all processes but process 0, rich prints
+    nothing.
+
+    Raises:
+        ValueError: there are other processes, but not enough is known to reach them.
+    """
+    if (coordinator, processes, process) == (None, None, None):
+        coordinator, processes, process = named()
+    asked = (coordinator, processes, process) != (None, None, None) or launched()
+    if not asked and "tpu" not in (jax.config.jax_platforms or ""):  # JAX sets it on Cloud TPUs
+        return
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, which train.base.stop does
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process,
+            heartbeat_timeout_seconds=TIMEOUT, shutdown_timeout_seconds=TIMEOUT,
+        )  # fmt: skip
+    except (ValueError, RuntimeError) as error:
+        if asked:
+            raise ValueError(
+                f"This process can't join the others ({error}). Give each of them the same --coordinator host:port and "
+                "--processes, and its own --process from 0."
+            ) from error
+        return
+    rich.reconfigure(quiet=jax.process_index() > 0)
+
+
+def named() -> tuple[str | None, int | None, int | None]:
+    """Coordinator, number of processes and that of this one, as variables say that JobSets of XPK and GKE's guides set.
+
+    None of each, unless there are all three.
+    """
+    number = lambda *names: next((int(os.environ[name]) for name in names if name in os.environ), None)
+    host = os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("JAX_COORDINATOR_IP")
+    processes, process = number("NNODES", "JAX_PROCESS_COUNT"), number("NODE_RANK", "JOB_COMPLETION_INDEX")
+    if "NODE_RANK" not in os.environ and process is not None:
+        process += (number("JOB_INDEX") or 0) * (number("PROCESSES_IN_JOB") or 0)  # several Jobs in one JobSet
+    if not host or processes is None or process is None:
+        return None, None, None
+    port = os.environ.get("JAX_COORDINATOR_PORT", "1234")  # XPK's
+    return host if ":" in host else f"{host}:{port}", processes, process
+
+
+def launched() -> bool:
+    """Whether the environment says that a launcher has started several processes."""
+    several = lambda name: int(os.environ.get(name, 1)) > 1
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    return (
+        (several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in os.environ)  # set by srun, not by salloc or sbatch
+        or several("OMPI_COMM_WORLD_SIZE")
+        or several("MEGASCALE_NUM_SLICES")
+        or "," in hosts
+        or ("KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ)
+    )
+
+
+def agree(value: int) -> int:
+    """Returns the largest value among the processes, which all have to call it at the same point of the run."""
+    passing()
+    return int(multihost_utils.process_allgather(np.int32(value)).max())
+
+
+def gather(values: Sequence[bool]) -> np.ndarray:
+    """Returns the values of each process, (processes, values); all have to call it with as many at the same point."""
+    passing()
+    return np.asarray(multihost_utils.process_allgather(np.array(values, np.uint8))).reshape(-1, len(values)) > 0
+
+
+def share(data: bytes, source: int) -> bytes:
+    """Returns the `data` of the process `source`, in all processes, which have to call it at the same point."""
+    mine = len(data) if jax.process_index() == source else 0
+    size, shared = agree(mine // CHUNK) * CHUNK + agree(mine % CHUNK), []
+    for start in range(0, size, CHUNK):
+        length = min(CHUNK, size - start)
+        part = np.zeros(1 << (length - 1).bit_length(), np.uint8)  # of few sizes, each of which compiles a program
+        if mine:
+            part[:length] = np.frombuffer(data, np.uint8, length, start)
+        shared.append(np.asarray(multihost_utils.broadcast_one_to_all(part, jax.process_index() == source))[:length])
+    return b"".join(part.tobytes() for part in shared)
+
+
+def passing() -> None:
+    """Counts, for `watching`, a point of the run that all processes pass in the same order."""
+    global _passed
+    _passed += 1
+
+
+@contextlib.contextmanager
+def watching(every: float = 5) -> Iterator[None]:
+    """Watches the other processes of the run: ends this one if another `end`s, and names one that keeps others waiting.
+
+    JAX notices processes that die or are suspended, but not one that lives and hangs, such as in a function of the
+    user's: the others would wait for it for ever in their next computation. So every process publishes every few
+    seconds how many points it has passed. When one has waited `PATIENCE` seconds for another that has passed fewer,
+    stderr says so. The late one may be at work, reading data or computing rewards; after `LIMIT` seconds the run ends.
+    A process that hangs within a common computation has passed as many points as the others, and is not noticed.
+    """
+    client, done = multihost.get_jax_distributed_client() if jax.process_count() > 1 else None, threading.Event()
+    thread = threading.Thread(target=_watch, args=(client, every, done), daemon=True)
+    if client:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if client:
+            thread.join()
+
+
+def _watch(client: Any, every: float, done: threading.Event) -> None:
+    me, here, since, told = jax.process_index(), -1, time.monotonic(), False
+    while not done.wait(every):
+        if here != _passed:
+            here, since, told = _passed, time.monotonic(), False
+        try:
+            client.key_value_set(f"passed/{me}", str(here), allow_overwrite=True)
+            passed = {int(key.rpartition("/")[2]): int(count) for key, count in client.key_value_dir_get("passed/")}
+            ended = client.key_value_dir_get("ended/")
+        except jax.errors.JaxRuntimeError:  # another process has died: JAX reports it
+            return
+        if ended:
+            end("Another process of this run has failed, and says why.")
+        late = sorted(process for process, count in passed.items() if count < here)
+        waited = time.monotonic() - since
+        if late and waited > LIMIT:
+            end(f"Process {late[0]} has not come to where the others are for {waited:.0f} s, so the run ends.")
+        if late and waited > PATIENCE and not told and me == min(passed.keys() - late):
+            told = True
+            print(
+                f"Process {me} has waited {waited:.0f} s for process {late[0]}, which lives and has not come this far. "
+                f"If it is not at work, end it: the run goes on from its last checkpoint. It ends after {LIMIT:,} s.",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+
+def together(action: Callable[[], T]) -> T:
+    """Returns `action()`; if it raises in one process, raises in all.
+
+    Raises:
+        OSError: the action's own; any other error of the action, with its message; or another process has failed.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    if agree(failure is not None):
+        if isinstance(failure, OSError):
+            raise failure
+        raise OSError(failure or "Another process of this run has failed, and says why.") from failure
+    return result  # pyright: ignore[reportReturnType]
+
+
+def end(reason: str) -> NoReturn:
+    """Ends this process with a message; with several processes immediately, since the others may never end."""
+    if not jax.distributed.is_initialized():
+        raise SystemExit(reason)
+    print(f"Process {jax.process_index()}: {reason}", file=sys.stderr, flush=True)
+    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):  # process 0, or the client, may be gone
+        client: Any = multihost.get_jax_distributed_client()
+        client.key_value_set(f"ended/{jax.process_index()}", reason, allow_overwrite=True)
+    if jax.process_index() == 0:
+        time.sleep(2)  # without process 0 JAX aborts the others, which should first read the reason
+    os._exit(1)

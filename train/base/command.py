@@ -1,0 +1,80 @@
+"""The command line of a training script."""
+
+import dataclasses
+import os
+import pathlib
+import traceback
+import typing
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+
+from convert import machine
+from train.base import cache, cluster, runfile
+
+
+LOST = (
+    "a computation of all processes failed, most likely because one has died ({}). "
+    "Start all of them again: the run goes on from its last checkpoint."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """What `command` needs, in `Options`: a file of options, and how the processes of a run find each other."""
+
+    name: ClassVar[str]  # of the script
+
+    config: pathlib.Path | None = None
+    """YAML file of any of these options, such as the run.yaml in the folder of another run. Those of the command line
+    win."""
+    coordinator: str | None = None
+    """host:port of process 0. Only for several processes that were started by no launcher known to JAX: see
+    docs/clusters.md."""
+    processes: int | None = None
+    """Number of processes."""
+    process: int | None = None
+    """Which of them this one is, counted from 0."""
+
+    def __post_init__(self) -> None:
+        """Takes what one writes in Python, too: strings for paths, and one value or a list of them for a tuple."""
+        for field in dataclasses.fields(self):
+            value, kinds = getattr(self, field.name), typing.get_args(field.type)
+            if typing.get_origin(field.type) is tuple:
+                values = (value,) if isinstance(value, str | os.PathLike | float | int) else value
+                value = tuple(kinds[0](each) for each in values)
+            elif value is not None and pathlib.Path in (field.type, *kinds):
+                value = machine.path(f"--{field.name.replace('_', '-')}", value)
+            elif field.type is str and isinstance(value, os.PathLike):
+                value = os.fspath(value)
+            object.__setattr__(self, field.name, value)
+
+
+def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
+    """Calls `main` with the options of the command line. Errors that the user can mend are one sentence, no traceback.
+
+    Programs that XLA compiles are kept for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
+    """
+    try:
+        o = runfile.parse(options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(cache.folder("jax")))
+    try:
+        cluster.initialize(o.coordinator, o.processes, o.process)
+        main(o)
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        if "Gloo" in str(error) and jax.process_count() > 1:  # jaxlib raises some of its errors as ValueErrors
+            cluster.end(LOST.format(str(error).splitlines()[0]))
+        cluster.end(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        cluster.end(LOST.format(str(error).splitlines()[0]))
+    except Exception as error:  # a fault of ours, whose place says more; the other processes must not wait for this one
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        cluster.end(f"{type(error).__name__}: {error}")

@@ -1,0 +1,182 @@
+"""Evaluation during runs: questions that the model answers as it learns, of the user's files or of lm-eval.
+
+A file has a JSON object a line: `prompt`, a string or a list of messages; `answer`, a string or a list of those that
+are accepted; and if need be `match`, which says how they are compared. `train.evaluate.harness` has lm-eval's tasks.
+"""
+
+import functools
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import rich
+import rich.progress
+from jax.sharding import Mesh
+
+from train.base.goodput import clock
+from train.data import rewards
+from train.data.prompts import Prompt, encode
+from train.data.records import Record, open_records
+from train.evaluate.harness import Harness
+from train.evaluate.task import WRONG, Task, TaskOptions, Wrong
+from train.state.mesh import generating
+from zoo.generation.engine import Completion, Engine, bucket
+from zoo.nn.model import AbstractConfig, AbstractModel
+from zoo.text.tokenizer import Tokenizer
+
+
+T = TypeVar("T")
+MATCHES: dict[str, rewards.Reward] = {"exact": rewards.exact, "number": rewards.number}
+
+
+class Tasks:
+    """All tasks of --eval-tasks.
+
+    Raises:
+        ValueError, OSError: there is no such task, or a record of it has no question; names file and line.
+        ImportError: a task is of lm-eval, which is not installed.
+    """
+
+    def __init__(self, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig, mesh: Mesh, dtype: Any):
+        self.mesh, self.dtype, self.rows = mesh, dtype, o.eval_rows
+        self.tasks = [find(name, o, tokenizer, config) for name in o.eval_tasks]
+        names = [task.name for task in self.tasks]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"Two of --eval-tasks are named {', '.join(sorted(twice))}: rename a file.")
+
+    def evaluate(self, model: AbstractModel, step: int, record: Callable[..., None]) -> dict[str, float]:
+        """Returns the metrics of all tasks after `step`, and has some wrong answers recorded."""
+        if not self.tasks:
+            return {}
+        numbers, console = {}, rich.get_console()
+        bar = rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal)
+        with generating(model, self.mesh, self.dtype) as model, bar:
+            for task in self.tasks:
+                shown = bar.add_task(task.name)
+
+                def told(done: int, of: int, shown: rich.progress.TaskID = shown) -> None:
+                    bar.update(shown, completed=done, total=of)
+                    clock().change("evaluation")  # it moves: see `train.run.watchdog`
+
+                found, self.rows = halved(functools.partial(task.evaluate, model, told=told), self.rows)
+                numbers |= found
+                for wrong in task.wrong():
+                    record(step, task=task.name, **wrong._asdict())
+        rich.print(f"step {step:,}: " + ", ".join(f"{name} {value:.3f}" for name, value in numbers.items()))
+        return numbers
+
+
+def halved(call: Callable[[int], T], rows: int) -> tuple[T, int]:
+    """Returns `call(rows)`, and with how many rows there was memory for it: half as many each time that there was not.
+
+    Of several processes another may have had enough, and would wait for ever: then the error is raised.
+    """
+    while True:
+        try:
+            return call(rows), rows
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or rows == 1 or jax.process_count() > 1:
+                raise
+        rows //= 2  # here, where the error no longer holds the arrays
+        rich.print(f"The device's memory does not suffice for --eval-rows {2 * rows}: trying {rows}.")
+
+
+def find(name: str, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig) -> Task:
+    """The task of a name in --eval-tasks."""
+    if pathlib.Path(name).suffix in (".jsonl", ".json"):
+        return Questions(pathlib.Path(name), o, tokenizer, config)
+    return Harness(name, o, tokenizer, config)
+
+
+# ======================================================================================================================
+# Questions of a file.
+# ======================================================================================================================
+
+
+class Question(NamedTuple):
+    prompt: Prompt
+    answers: tuple[str, ...]
+    match: rewards.Reward
+
+    def right(self, text: str) -> bool:
+        return any(self.match(text, {"answer": answer}) == 1 for answer in self.answers)
+
+
+class Questions:
+    """The questions of a file, which the model answers greedily. The metric is the share that it answers rightly."""
+
+    def __init__(self, path: pathlib.Path, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig):
+        try:
+            records, _ = open_records(path, 0.0)
+        except (ValueError, OSError) as error:
+            raise type(error)(f"--eval-tasks: {error}") from error
+        self.name, self.tokenizer, self.tokens = f"eval_{path.stem}", tokenizer, o.eval_tokens
+        self.questions = [question(record, tokenizer) for record in records[: o.eval_questions or None]]
+        room = config.max_position_embeddings - o.eval_tokens
+        for record, each in zip(records, self.questions, strict=False):
+            if len(each.prompt.ids) > room:
+                raise ValueError(
+                    f"{record.where}: the prompt has {len(each.prompt.ids):,} tokens, which with --eval-tokens "
+                    f"{o.eval_tokens} exceed the model's {config.max_position_embeddings:,} positions."
+                )
+        self.wrongs: list[Wrong] = []
+
+    def evaluate(self, model: AbstractModel, rows: int, told: Callable[[int, int], None]) -> dict[str, float]:
+        texts = [self.tokenizer.answer(completion.tokens) for completion in self._write(model, rows, told)]
+        right = [each.right(text) for each, text in zip(self.questions, texts, strict=True)]
+        self.wrongs = [
+            Wrong(self.tokenizer.decode(each.prompt.ids), text, each.prompt.record["answer"])
+            for each, text, is_right in zip(self.questions, texts, right, strict=True)
+            if not is_right
+        ]
+        return {self.name: sum(right) / len(right)}
+
+    def wrong(self) -> Sequence[Wrong]:
+        return self.wrongs[:WRONG]
+
+    def _write(self, model: AbstractModel, rows: int, told: Callable[[int, int], None]) -> list[Completion]:
+        longest = max(len(each.prompt.ids) for each in self.questions)
+        engine = Engine(
+            model,
+            batch=min(rows, len(self.questions)),
+            max_tokens=bucket(longest) + self.tokens,
+            stops=self.tokenizer.eos,
+        )
+        completions = [
+            engine.submit(each.prompt.ids, max_new_tokens=self.tokens, images=each.prompt.images)[0]
+            for each in self.questions
+        ]
+        while not engine.idle:
+            engine.step()
+            told(sum(completion.finished for completion in completions), len(completions))
+        return completions
+
+
+def question(record: Record, tokenizer: Tokenizer) -> Question:
+    """Reads a question. Without a `match`, answers are numbers if each of them is one, or marks one as GSM8K does.
+
+    Raises:
+        ValueError: with file and line, if the record has no prompt, or no answer that could be compared.
+    """
+    prompt = encode(record, tokenizer)
+    answer, match = prompt.record.get("answer"), prompt.record.get("match")
+    answers = tuple(str(each) for each in (answer if isinstance(answer, list) else [answer]))
+    if answer is None or not answers:
+        raise ValueError(
+            f"{record.where}: a question needs an `answer`, a string or a list of those that are accepted."
+        )
+    if match is None:
+        match = "number" if all(map(is_number, answers)) else "exact"
+    if match not in MATCHES:
+        raise ValueError(f"{record.where}: the `match` {match!r} is neither {' nor '.join(MATCHES)}.")
+    if match == "number" and None in map(rewards.value, answers):
+        raise ValueError(f"{record.where}: an answer has no number, to which the `match` number compares.")
+    return Question(prompt, answers, MATCHES[match])
+
+
+def is_number(answer: str) -> bool:
+    """Whether an answer is a number, or says which it is, as those of GSM8K ("#### 72") and MATH (\\boxed{72}) do."""
+    marked = re.search(r"####|\\boxed", answer) or re.fullmatch(rewards.NUMBER, answer.strip())
+    return bool(marked) and rewards.value(answer) is not None

@@ -1,0 +1,159 @@
+"""Validation: a run's numbers on data that it does not learn from, its best step by them, and its end by --patience."""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import rich
+from jax.sharding import Mesh
+
+from train.base.goodput import timed
+from train.evaluate.task import TaskOptions
+from train.evaluate.tasks import Tasks
+from train.state.checkpoint import Checkpoints
+from train.state.mesh import put_batch
+from train.state.state import TrainState
+from zoo.nn.model import AbstractConfig, AbstractModel
+from zoo.surgery import cast
+from zoo.text.tokenizer import Tokenizer
+
+
+# What is better when it is lower; any other metric is better when it is higher. The names of losses in the validation
+# data, without "validation_", and of metrics of lm-eval.
+LOWER = (
+    "*loss*", "*perplexity", "divergence*", "*kl", "*drift", "mismatched", "*_errors",
+    "bits_per_byte", "brier_score", "*mse", "*mae", "wer", "ter",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidationOptions(TaskOptions):
+    """When a run is validated, and what follows from it, in `Options`."""
+
+    eval_every: int = 0
+    """Number of steps between evaluations: losses on the validation data, and --eval-tasks. 0: a tenth of --steps."""
+    eval_batches: int = 50
+    """Largest number of batches of validation data that are used each time."""
+    best: str | None = None
+    """Metric of the evaluations, such as validation_accuracy or eval_math, by which the best model is exported: that of
+    the lowest loss, or of the highest accuracy, reward or other metric. Checkpoints are then saved at each evaluation,
+    and the best is kept. None: the last model is exported, or with --patience that of the lowest validation_loss."""
+    patience: int = 0
+    """Number of evaluations in a row, none of them a new best by --best, after which the run ends. 0: it takes all
+    --steps."""
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best checkpoint is kept and exported."""
+        return bool(self.best or self.patience)
+
+
+class Validation:
+    """The values of `metric` so far, in `looks` as [step, value]. A checkpoint keeps them.
+
+    `metric` is --best, or without it the validation loss; where the task has a rollout, the reward on held-out prompts.
+
+    Args:
+        o: `train.run.options.Options`.
+        task: a `train.run.loop.Task`.
+
+    Raises:
+        ValueError: --patience or --best needs validation data or --eval-tasks, and there are none.
+        ValueError, OSError, ImportError: --eval-tasks has none, or bad ones (`train.evaluate.tasks.Tasks`).
+    """
+
+    def __init__(self, o: Any, task: Any, config: AbstractConfig, tokenizer: Tokenizer, mesh: Mesh):
+        self.metric = o.best or ("validation_reward" if task.rollout else "validation_loss")
+        if o.patience and not o.best and task.validation is None:
+            what = "higher reward on held-out prompts" if task.rollout else "lower loss on validation data"
+            raise ValueError(
+                f"--patience {o.patience} waits for a {what}, and there is none. Give --hold-out, or another metric by "
+                "--best."
+            )
+        if o.best and task.validation is None and not o.eval_tasks:
+            raise ValueError(f"--best {o.best} needs evaluations: give --hold-out or --eval-tasks.")
+        dtype = o.compute_dtype
+        self.o, self.task, self.mesh = o, task, mesh
+        self.tasks = Tasks(o, tokenizer, config, mesh, dtype)
+        self.looks: list[list] = []
+        objective = task.objective
+        self._sums = jax.jit(lambda model, batch, reference: objective(cast(model, dtype), batch, reference)[1:3])
+
+    @timed("evaluation")
+    def evaluate(self, model: AbstractModel, n: int, record: Callable[..., None]) -> dict[str, float]:
+        """The metrics after step `n`: of the validation data, such as "validation_loss", and of --eval-tasks.
+
+        Args:
+            record: gets some wrong answers (`train.watch.watch.Watch.wrong`).
+
+        Raises:
+            ValueError: --best is none of them.
+        """
+        numbers = {f"validation_{name}": value for name, value in self._means(model).items()}
+        numbers |= self.tasks.evaluate(model, n, record)
+        if self.o.keeps_best and self.metric not in numbers:
+            raise ValueError(f"--best {self.metric} is no metric of the evaluations, which have {', '.join(numbers)}.")
+        if self.metric in numbers:
+            self.looks.append([n, numbers[self.metric]])
+        return numbers
+
+    def _means(self, model: AbstractModel) -> dict[str, float]:
+        """Of the validation data: the objective's means over targets; or a rollout's over prompts, drawn with the same
+        random numbers each time."""
+        data, reference = self.task.validation, self.task.reference
+        if data is None:
+            return {}
+        if self.task.rollout:
+            rollout = timed("evaluation")(self.task.rollout)
+            drawn = [(rollout(model, prompts, n)[1], len(prompts)) for n, prompts in enumerate(data)]
+            names = [name for name in drawn[0][0] if not name.endswith(("_errors", "_per_second"))]
+            count = sum(size for _, size in drawn)
+            return {name: sum(numbers[name] * size for numbers, size in drawn) / count for name in names}
+        found = [
+            self._sums(model, put_batch(batch, self.mesh, model, reference), reference)
+            for _, batch in zip(range(self.o.eval_batches), data, strict=False)
+        ]
+        count, sums = jax.tree.map(lambda *a: sum(map(float, a)), *jax.device_get(found))
+        return {name: value / count for name, value in sums.items()}
+
+    def best(self) -> int | None:
+        """The step that is best by the metric, whose checkpoint is kept; None without --best and --patience."""
+        return best(self.metric, self.looks)[0] if self.o.keeps_best else None
+
+    def waited(self, n: int) -> bool:
+        """Whether no new best has come in the --patience evaluations before step `n`."""
+        step = self.best() if self.o.patience else None
+        return step is not None and n - step >= self.o.patience * self.o.eval_every
+
+    def restore_best(self, checkpoints: Checkpoints, state: TrainState, n: int, updates: int) -> tuple[TrainState, int]:
+        """The state to export and its step: the best, with --best or --patience, or else those given.
+
+        Args:
+            updates: how many updates one step makes; a checkpoint's number counts updates.
+        """
+        best = self.best()
+        if best is None or best == n:
+            return state, n
+        if self.waited(n):
+            rich.print(f"{self.metric} has not improved since step {best:,}, so the run ends at step {n:,}.")
+        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+        if found := checkpoints.restore(abstract, step=best * updates):
+            rich.print(f"The model of step {best:,} is exported, where {self.metric} was best.")
+            return found[0], best
+        rich.print(f"WARNING: step {best:,} was best, but is damaged; the model of step {n:,} is exported.")
+        return state, n
+
+
+def lower(metric: str) -> bool:
+    """Whether a metric of the evaluations is better when it is lower. A task's own name says nothing about that."""
+    parts = metric.split("/")[1:] if metric.startswith("eval_") else [metric.removeprefix("validation_")]
+    return any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in LOWER)
+
+
+def best(metric: str, looks: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """The first of the best of these pairs of a step and the metric's value; one that is NaN is worse than all."""
+    sign = 1 if lower(metric) else -1
+    return min(looks, key=lambda look: (math.isnan(look[1]), sign * look[1]))

@@ -1,0 +1,154 @@
+"""Rollouts: the model's own completions of prompts, with their rewards and advantages, as training batches."""
+
+import concurrent.futures
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Shaped
+
+from train.base import cluster
+from train.data import pictures
+from train.data.prompts import Prompt
+from train.data.rewards import BadRecord, Reward
+from train.state.mesh import generating
+from train.step import loss
+from zoo.generation.engine import complete
+from zoo.generation.sampling import Sampler
+from zoo.nn.model import AbstractModel
+from zoo.text.tokenizer import Tokenizer
+
+
+def rollout(
+    model: AbstractModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    *,
+    o: Any,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    judges: Sequence[Reward],
+) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, pass@k, length.
+
+    A row has a prompt with one completion, in the arrays of `train.data.packing`, and beside them "advantages" (the
+    same all along a row) and "old", the log-probability with which each target was drawn. `o` are
+    `train.grpo.GRPOOptions`, and `judges` the rewards that they name.
+    """
+    started = time.monotonic()
+    with generating(model, mesh, o.compute_dtype) as sampling:
+        groups = complete(
+            sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
+            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, batch=o.rollout_batch,
+            cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
+            images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
+        )  # fmt: skip
+    seconds = time.monotonic() - started
+    each, errors = rewarded([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, o, judges)
+    total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
+    advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
+
+    rows = empty(advantages.size, o.seq_len)
+    if tokenizer.processor is not None:
+        rows |= pictures.of_rows([prompt.images for prompt in prompts for _ in range(o.group)], o.seq_len, tokenizer)
+    pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
+    for row, (ids, completion) in enumerate(pairs):
+        tokens, start = ids + completion.tokens, len(ids) - 1
+        end = len(tokens) - 1
+        rows["tokens"][row, :end], rows["targets"][row, :end] = tokens[:-1], tokens[1:]
+        rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
+        rows["positions"][row, :end] = np.arange(end)
+        rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
+    random = np.random.RandomState((o.seed + n) % 2**32)
+    orders = [random.permutation(advantages.size) for _ in range(o.iterations)]
+    batches = [
+        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, o.minibatches)
+    ]
+    completions = list(itertools.chain(*groups))
+    lengths = [len(c.tokens) for c in completions]
+    numbers = {
+        "reward": float(total.mean()),
+        "reward_deviation": float(total.std(axis=1).mean()),
+        "reward_errors": errors,
+        **pass_at(total >= correct_from(o) - 1e-6),
+        "length": float(np.mean(lengths)),
+        "ended": float(np.mean([c.ended for c in completions])),
+        "generation_tokens_per_second": sum(lengths) / seconds,
+    }
+    if len(o.reward) > 1:
+        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(o.reward, each.mean((0, 1)), strict=True)}
+    return batches, numbers
+
+
+def correct_from(o: Any) -> float:
+    """The reward from which on a completion counts as correct: --correct, or what rewards of at most 1 add up to."""
+    return sum(w for w in o.reward_weights or (1.0,) * len(o.reward) if w > 0) if o.correct is None else o.correct
+
+
+def pass_at(correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
+    """Estimates pass@k, the chance that one of k completions of a prompt is correct: k is 1, 2, 4, ... and the group.
+
+    Of n completions with c correct ones it is 1 - C(n - c, k) / C(n, k), unbiased (Chen et al., 2021, arXiv:2107.03374,
+    eq. 1), averaged over the prompts.
+    """
+    n = correct.shape[1]
+    sizes = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+    failed = lambda c, k: math.comb(n - c, k) / math.comb(n, k)
+    return {f"pass@{k}": 1 - float(np.mean([failed(int(c), k) for c in correct.sum(axis=1)])) for k in sizes}
+
+
+def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
+    """A batch of padding."""
+    integers = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), np.int32)
+    kinds = integers | dict.fromkeys(("advantages", "old"), np.float32)
+    return {name: np.zeros((rows, seq), kind) for name, kind in kinds.items()}
+
+
+def rewarded(
+    texts: list[list[str]], prompts: Sequence[Prompt], o: Any, judges: Sequence[Reward]
+) -> tuple[Float[np.ndarray, "prompts group names"], float]:
+    """Every reward of every completion, and how many raised an error or were not finite; those are 0.
+
+    Of several processes the first computes them for all, since a user's function may be random.
+
+    Raises:
+        BadRecord: if a record lacks what a reward needs.
+    """
+    found = np.zeros((len(prompts), o.group, len(judges)), np.float32)
+    errors = 0.0
+
+    def judge() -> None:
+        nonlocal errors
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            calls = {
+                at: pool.submit(judges[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
+                for at in np.ndindex(found.shape)
+            }
+            for at, call in calls.items():
+                try:
+                    worth = float(call.result())
+                    if not math.isfinite(worth):
+                        raise ValueError(f"it is {worth}")
+                    found[at] = worth
+                except BadRecord:
+                    raise
+                except Exception as error:  # of a function that may be the user's, about a text that is the model's
+                    errors += 1
+                    if errors == 1:
+                        what = f"{type(error).__name__}: {error}, for {texts[at[0]][at[1]][:200]!r}"
+                        warnings.warn(f"The reward {o.reward[at[2]]} raises {what}. Such count as 0.", stacklevel=2)
+
+    if jax.process_count() == 1:
+        judge()
+        return found, errors
+    cluster.together(judge if jax.process_index() == 0 else lambda: None)
+    found, errors = multihost_utils.broadcast_one_to_all((found, errors))
+    return np.asarray(found), float(errors)

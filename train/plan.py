@@ -1,0 +1,195 @@
+"""Tells on this CPU whether a model trains, or decodes, on a fleet of chips, and what it costs, before any is rented.
+
+    python -m train.plan llama3.1-8b --topology v6e:2x4 --mesh fsdp=-1 --batch 16 --seq 8192
+
+It compiles the step of a run ahead of time for the real devices. Bytes are XLA's own account, and traffic between
+devices is read from the compiled program. Times are lower bounds, from the chip's published figures, and estimates by
+kind of kernel, from rates that are reached.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import rich
+import tyro
+from jax.sharding import Mesh
+from rich.table import Column, Table
+
+import zoo
+from train import dpo, grpo, sft
+from train.base import program
+from train.base.chips import Chip, fleet
+from train.planning import planner
+from train.planning.ahead import Program, frozen, parts_of, training
+from train.planning.hlo import by_axis
+from train.planning.planner import Options, Plan, gb, suggestion
+from train.run import finetune, folder
+from train.run.defaults import resolve_steps, width_lr
+from zoo.nn.model import AbstractConfig, Family
+
+
+DURATION = "10 seconds to some minutes, the longest for large meshes and mixtures of experts"
+BOUNDS = "No time is measured: bounds follow from the chip's published figures, estimates from rates that are reached."
+
+
+class Method(NamedTuple):
+    options: type[finetune.FineTuningOptions]
+    rate: float  # the learning rate by default, as a share of fine-tuning's
+
+
+METHODS = {
+    "sft": Method(sft.SFTOptions, 1.0),
+    "dpo": Method(dpo.DPOOptions, 1 / 20),
+    "grpo": Method(grpo.GRPOOptions, 1 / 20),
+}
+
+
+def script(o: Any, config: AbstractConfig) -> Any:
+    """Converts the plan's options to those of the method's script; others keep the script's defaults.
+
+    Raises:
+        ValueError: the script refuses them.
+    """
+    method = METHODS[o.method]
+    own = {field.name for field in dataclasses.fields(method.options)}
+    shared = {field.name: getattr(o, field.name) for field in dataclasses.fields(o) if field.name in own}
+    if o.method == "grpo":
+        shared["max_new_tokens"] = o.max_new_tokens or o.seq // 2
+    run = method.options(**shared, seq_len=o.seq, compute_dtype="bfloat16")
+    return resolve_steps(finetune.resolve(run, config, width_lr=method.rate * width_lr(o.lora)), o.steps or 1000)
+
+
+def step(o: Any, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
+    """The training step of the plan's options."""
+    run, more, reference = script(o, config), (), None
+    whole = functools.partial(frozen, config, family, mesh, quantize="none", parts=parts_of(o.images))
+    match o.method:
+        case "dpo":
+            objective = functools.partial(dpo.objective, o=run)
+            reference = None if o.lora.rank else whole()
+        case "grpo":
+            objective, more = functools.partial(grpo.objective, o=run), ("advantages", "old")
+            reference = whole() if o.kl and not o.lora.rank else None
+        case _:
+            objective = run.objective()
+    return training(
+        config, family, mesh, batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images, patches=o.patches,
+        remat=o.remat, microbatches=o.microbatches, optimization=run, weights_dtype=run.weights_dtype,
+        offload=run.offload, adapters=run.lora, objective=objective, reference=reference, more=more,
+    )  # fmt: skip
+
+
+def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> Plan:
+    """Calls `train.planning.planner.plan` with the method's step."""
+    return planner.plan(o, config, chip, devices, step)
+
+
+def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> list[Options]:
+    """Calls `train.planning.planner.candidates` with the method's step."""
+    return planner.candidates(o, config, chip, devices, step)
+
+
+def report(made: Plan, config: AbstractConfig) -> None:
+    """Prints all about a plan: bytes, traffic, bounds; or what to change so that it fits."""
+    o, c = made.o, made.compiled
+    table = Table(title=f"{o.model} on {o.topology}, {o.mesh}", title_justify="left", show_header=False, box=None)
+    table.add_row("[bold]fits[/bold]" if c else "[bold red]does not fit[/bold red]", "")
+    table.add_row("a device needs", f"{gb(made.needed)} of {gb(made.available)}")
+    for kind, size in made.kinds.items():
+        table.add_row(f"  {kind}", gb(size))
+    rest = made.needed - sum(made.kinds.values())
+    if c:
+        table.add_row("  activations", gb(c.activations))
+        table.add_row("  gradients and temporaries", gb(c.needed - sum(made.kinds.values()) - c.activations))
+        if made.sampling:
+            table.add_row("in all, an update needs", gb(c.needed))
+            table.add_row("and sampling, with the state beside its cache", gb(made.sampling))
+        if c.host:
+            table.add_row("and of its host", gb(c.host))
+        even = by_axis(c.collectives, made.mesh.shape, even=True)
+        for (kind, axes), size in sorted(by_axis(c.collectives, made.mesh.shape).items()):
+            sent = f"{gb(size)} a step"
+            if kind == "ragged-all-to-all":
+                sent = f"what routers choose: {gb(even[kind, axes])} a step if evenly; left out of the bounds"
+            table.add_row(f"a device sends by {kind} over {axes}", sent)
+        table.add_row("compiled in", f"{c.seconds:.0f} s")
+    else:
+        what = "what sampling needs beside these" if made.sampling else "activations, gradients and temporaries"
+        table.add_row(f"  {what}", gb(rest))
+    table.add_row("FLOPs of a token, of which MFU is counted", f"{made.flops / 1e9:,.4g} billion")
+    for name, seconds in made.bounds.items():
+        table.add_row(f"a step takes, because of {name}", f"at least {1e3 * seconds:,.2f} ms")
+    if c:
+        table.add_row("so MFU is", f"at most {made.mfu:.1%}")
+        table.add_row("and all devices do", f"at most {made.tokens_per_second:,.0f} tokens a second")
+    rich.print(table)
+    if c:
+        rich.print(breakdown(made))
+    rich.print(BOUNDS if c else f"To fit, try {suggestion(made, config)}")
+
+
+def breakdown(made: Plan) -> Table:
+    """Makes a table of a step's kernels by kind, and of what they are estimated to take."""
+    columns = [Column(name, justify="right") for name in ("kernels", "TFLOP", "GB", "ms")]
+    table = Table("where a step goes", *columns, box=None)
+    for kind, part in made.parts.items():
+        flops = f"{part.flops / 1e12:,.2f}" if part.flops else ""
+        table.add_row(kind, f"{part.kernels:,}", flops, f"{part.bytes / 1e9:,.2f}", f"{1e3 * part.seconds:,.2f}")
+    assert made.compiled
+    sent = sum(each.sent * each.times for each in made.compiled.collectives)
+    calls = sum(each.times for each in made.compiled.collectives)
+    if calls:
+        table.add_row(
+            "collectives", f"{calls:,}", "", f"{sent / 1e9:,.2f}", f"{1e3 * made.bounds['interconnect']:,.2f}"
+        )
+    of = lambda seconds: f"MFU {made.flops * made.o.tokens / made.mesh.size / made.chip.flops / seconds:.1%}"
+    beside, between = made.seconds
+    table.add_row(f"sum, {of(between)}", "", "", "", f"{1e3 * between:,.2f}")
+    if between > beside:
+        table.add_row(f"with what is started ahead beside kernels, {of(beside)}", "", "", "", f"{1e3 * beside:,.2f}")
+    return table
+
+
+def rank(plans: list[Plan]) -> None:
+    """Prints the plans that were compiled, ranked by their bounds, the fastest first."""
+    columns = ("batch", "remat", "a device needs", "tokens a second, at most", "MFU, at most")
+    table = Table(Column("mesh", overflow="fold"), *columns, title="Ranked by their bounds", title_justify="left")
+    for p in sorted(plans, key=lambda p: (p.compiled is None, -p.tokens_per_second)):
+        speed = (f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}") if p.compiled else ("does not fit", "")
+        table.add_row(p.o.mesh, str(p.o.batch), p.o.remat, gb(p.needed), *speed)
+    rich.print(table)
+
+
+def main(o: Options) -> None:
+    config = zoo.inspect(o.model)
+    chip, devices = fleet(o.topology)
+
+    def planned(o: Options, which: str = "") -> Plan:
+        rich.print(f"Compiling the step of {o.model} for {o.topology}{which}, {o.mesh}: {DURATION}.")
+        return plan(o, config, chip, devices)
+
+    plans = [planned(o)]
+    if o.search:
+        best_of_mesh: dict[str, Options] = {}
+        for other in candidates(o, config, chip, devices):
+            best_of_mesh.setdefault(other.mesh, other)
+        best = [other for other in list(best_of_mesh.values())[:3] if other != o]
+        plans += [planned(other, f" ({n} of {len(best)} that are searched)") for n, other in enumerate(best, 1)]
+        rank(plans)
+    best = max((p for p in plans if p.compiled), key=lambda p: p.tokens_per_second, default=plans[0])
+    report(best, config)
+    if o.save and best.compiled:
+        run = script(best.o, config)
+        program.write(o.save, best.compiled.lowered, best.compiled.executable, run, folder.telling(run))
+        rich.print(f"The compiled step is {o.save}, which a run loads by --program.")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # the fleet is not here
+    jax.config.update("jax_enable_compilation_cache", False)  # XLA does not dump a program that comes from the cache
+    try:
+        main(tyro.cli(Options))
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,248 @@
+"""Compiles a training or decoding step for devices that are not here, and reads bytes and traffic from the result."""
+
+import math
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.backends.compile_options import compile_options
+from kernels.mesh import BATCH
+from train.base.places import explicit, forgotten
+from train.planning.breakdown import Kernel, kernels
+from train.planning.hlo import Collective, activations, collectives
+from train.state.mesh import abstract_model, keeps_order, token_sharding
+from train.state.offload import is_on_host
+from train.state.optim import OptimizerOptions, make_optimizer
+from train.state.remat import REMAT
+from train.state.state import Lora, abstract_state, beside
+from train.step.step import Objective, cross_entropy, jit_train_step
+from zoo import lora, quantized
+from zoo.nn.cache import partition_specs
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
+from zoo.quantized import Format
+from zoo.surgery import cast, shardings
+from zoo.weights.checkpoint import skeleton
+
+
+NONE = Lora()  # no adapters
+USUAL = OptimizerOptions(lr=1e-4, steps=1000, warmup=30, decay=200)
+
+
+class Program(NamedTuple):
+    """A function to compile, and its arguments (`jax.ShapeDtypeStruct` with shardings)."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    kinds: dict[str, Any]  # "parameters", "optimizer", "batch", "cache": the arguments by what they are
+    gradients: Any = None  # their shapes and likely places: XLA chooses these
+    seen: float = 1.0  # the share of all pairs of a row's tokens that attention computes
+
+
+class Compiled(NamedTuple):
+    """A compiled program, with bytes of one device."""
+
+    lowered: Any
+    executable: Any
+    arguments: int
+    temporaries: int  # gradients and all else that is there only while it runs, activations included
+    activations: int  # what layers keep for the backward pass
+    results: int
+    reused: int  # results that are written over donated arguments
+    host: int  # arguments and temporaries in the host's memory
+    collectives: list[Collective]
+    kernels: list[Kernel]
+    seconds: float  # that compiling took
+
+    @property
+    def needed(self) -> int:
+        return self.arguments + self.temporaries + self.results - self.reused
+
+
+class TooLarge(Exception):
+    """XLA refuses a program, since it needs more bytes of a device than are available."""
+
+    def __init__(self, needed: float, available: float):
+        super().__init__(needed, available)
+        self.needed, self.available = needed, available
+
+
+def training(
+    config: AbstractConfig,
+    family: Family,
+    mesh: Mesh,
+    *,
+    batch: int,
+    seq: int,
+    remat: str,
+    microbatches: int,
+    optimization: OptimizerOptions = USUAL,
+    weights_dtype: Literal["float32", "bfloat16"] = "float32",
+    offload: Literal["none", "optimizer"] = "none",
+    adapters: Lora = NONE,
+    quantize: Literal["none"] | Format = "none",
+    images: int = 0,
+    patches: int = 1024,
+    objective: Objective = cross_entropy,
+    reference: Any = None,
+    more: Sequence[str] = (),
+) -> Program:
+    """Makes the step of `train.run.loop`, with products in bfloat16. With a rank, only adapters are trained.
+
+    Args:
+        images: number of images of a row, each of `patches` where the tower takes any shape; the model has its tower.
+        reference: shapes of another model that the objective gets.
+        more: names of the float32 arrays that the objective wants of a batch beside the usual ones.
+    """
+    transform, schedule = make_optimizer(optimization)
+    if adapters.rank:
+        model = frozen(config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images))
+    else:
+        model = abstract_model(config, family, mesh, parts_of(images))
+    trained, kept = lora.split(model)
+    state = abstract_state(trained, transform, weights_dtype=weights_dtype, offload=offload)
+    rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
+    in_order = keeps_order(mesh, model, reference)
+    names = ("tokens", "targets", "loss_mask", "segments", *(() if in_order else ("positions",)))
+    data = dict.fromkeys(names, rows)
+    data |= dict.fromkeys(more, jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=rows.sharding))
+    if images:
+        of_rows = lambda dtype, *shape: jax.ShapeDtypeStruct((batch, images, *shape), dtype, sharding=of_batch)
+        tower, of_batch = _tower_of(model), NamedSharding(mesh, P(BATCH))
+        size = (tower.side**2 if hasattr(tower, "side") else patches), tower.pixels
+        data |= dict(patches=of_rows(jnp.float32, *size), grids=of_rows(jnp.int32, 2), image=rows, feature=rows)
+    state, data, kept, reference = explicit((state, data, kept, reference))
+    with jax.set_mesh(mesh):
+        step = jit_train_step(
+            state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, objective=objective,
+            remat=REMAT[remat], microbatches=microbatches,
+        )  # fmt: skip
+    kinds = {"parameters": lora.joined(state.model, kept), "optimizer": state.opt_state, "batch": data}
+    kinds |= {"reference": reference} if reference is not None else {}
+    one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
+    return Program(step, (state, data, kept, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
+
+
+def parts_of(images: int) -> tuple[str, ...]:
+    """The parts of a model whose rows have so many images."""
+    return ("vision",) if images else ()
+
+
+def _tower_of(model: Any) -> Any:
+    """The config of the tower of a model that sees: how many `pixels` a patch has, and where images have one size, how
+    many patches along a `side`."""
+    return model.config.vision.tower
+
+
+def seen_pairs(config: AbstractConfig, seq: int) -> float:
+    """Returns the share of all pairs of a row's tokens that its attention computes; 1 for a model without attention."""
+    products = config.attention_products
+    layers = [n for n in range(config.num_hidden_layers) if products(n, 2) > products(n, 1)]  # not recurrent ones
+    pairs = lambda seq: sum(products(n, seq) for n in layers)  # of one token, which sees half of itself
+    return pairs(seq) / (2 * seq * pairs(1)) if layers else 1.0
+
+
+def frozen(
+    config: AbstractConfig,
+    family: Family,
+    mesh: Mesh,
+    *,
+    quantize: Literal["none"] | Format,
+    adapters: Lora = NONE,
+    parts: Sequence[str] = (),
+) -> AbstractModel:
+    """Makes the shapes of a model with frozen weights, in bfloat16 or quantized, and of its adapters, if any."""
+
+    def make(model: AbstractModel) -> AbstractModel:
+        model = cast(model, jnp.bfloat16)
+        model = model if quantize == "none" else quantized.quantize(model, quantize)
+        if adapters.rank:
+            alpha = adapters.alpha or 2.0 * adapters.rank
+            model = lora.add(model, rank=adapters.rank, alpha=alpha, where=adapters.where, key=jax.random.key(0))
+        return model
+
+    model = eqx.filter_eval_shape(make, skeleton(family, config, parts))
+    places = shardings(model, family.partition_rules, mesh)
+    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
+
+
+def decoding(
+    config: AbstractConfig,
+    family: Family,
+    mesh: Mesh,
+    *,
+    batch: int,
+    seq: int,
+    quantize: Literal["none"] | Format = "none",
+    images: int = 0,
+) -> Program:
+    """Makes the step that decodes one token a row, in bfloat16, with a cache of `seq` positions, updated in place.
+
+    With `images` the model's tower is there, too, and idle.
+    """
+    model = frozen(config, family, mesh, quantize=quantize, parts=parts_of(images))
+    shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
+    place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+    cache = jax.tree.map(place, shapes, partition_specs(shapes, mesh.shape))
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, P(BATCH)))
+    decode = lambda model, cache, tokens, positions: model.decode(tokens, cache, positions=positions)
+    with jax.set_mesh(mesh):
+        step = jax.jit(decode, donate_argnums=1, compiler_options=compile_options("decode"))
+    return Program(step, (model, cache, tokens, tokens), {"parameters": model, "cache": cache})
+
+
+def device_bytes(tree: Any) -> int:
+    """Counts the bytes of a tree of arrays, or of their shapes, in the memory of each device."""
+    return _bytes_of(a for a in jax.tree.leaves(tree) if not is_on_host(a))
+
+
+def host_bytes(tree: Any) -> int:
+    """Counts those that each device has in the memory of its host."""
+    return _bytes_of(a for a in jax.tree.leaves(tree) if is_on_host(a))
+
+
+def _bytes_of(arrays: Iterable[Any]) -> int:
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+
+
+def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
+    """Compiles the program for the devices of the mesh.
+
+    Raises:
+        TooLarge: if XLA says that it does not fit their memory.
+    """
+    with tempfile.TemporaryDirectory() as dump, jax.set_mesh(mesh):
+        lowered, start = program.function.lower(*program.arguments), time.monotonic()
+        try:
+            with forgotten():
+                executable = lowered.compile({"xla_dump_to": dump})
+        except jax.errors.JaxRuntimeError as error:
+            raise _explained(error) from error
+        seconds = time.monotonic() - start
+        (file,) = pathlib.Path(dump).glob("*.jit_*after_optimizations.txt")
+        text = file.read_text()
+    m = executable.memory_analysis()
+    return Compiled(
+        lowered, executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
+        m.output_size_in_bytes, m.alias_size_in_bytes, m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
+        collectives(text, mesh.size),
+        kernels(text, program.seen), seconds,
+    )  # fmt: skip
+
+
+def _explained(error: Exception) -> Exception:
+    """Turns a compiler's error into `TooLarge` if it is about memory."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    sizes = re.findall(r"([\d.]+)([KMGT])\b", str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or len(sizes) < 2:
+        return error
+    needed, available = (float(number) * units[unit] for number, unit in sizes[:2])
+    return TooLarge(needed, available)

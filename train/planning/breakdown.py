@@ -1,0 +1,333 @@
+"""Reads from a compiled program what its kernels compute and move, by kind, and estimates how long each kind takes.
+
+So a regression in a step, such as copies in front of a kernel, is seen without a device.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from kernels.delta_rule.shared import scan_flops
+from train.base.chips import Chip
+from train.planning import hlo
+
+
+# The kinds of kernels, in the order they are printed.
+PRODUCTS, GROUPED = "matrix products", "matrix products by expert"
+FORWARD, BACKWARD = "attention, forward kernels", "attention, backward kernels"
+RECURRENCE = "recurrences, kernels over chunks"
+OPTIMIZER, ELEMENTWISE = "optimizer", "elementwise, norms, sums"
+COPIES, SCATTERS, OTHER = "copies, slices, casts, fills", "scatters", "other kernels"
+ASIDE = "copies beside other kernels"  # which XLA starts, and awaits later
+ORDER = (PRODUCTS, GROUPED, FORWARD, BACKWARD, RECURRENCE, OPTIMIZER, ELEMENTWISE, COPIES, SCATTERS, OTHER, ASIDE)
+SCOPE = "optimizer"  # the `jax.named_scope` of train.step's update
+
+# Shares of the bfloat16 peak that kernels of attention reach, forward and backward, and those of products by expert.
+# Ours are expected from their machine code for an H100: 400 TFLOP/s forward by Triton, 560 by Mosaic; backward 300 and
+# 310 of the five products that are needed, and they compute seven (the logits and their gradients twice). cuDNN's are
+# measurements on an H100, at head size 128 and 8,192 tokens: forward tokamax's (629), backward FlashAttention-3's paper
+# (arXiv:2407.08608, 540; it computes five). TPUs' are expected from schedules for a v6e.
+ATTENTION = {"triton": (0.40, 0.42), "cudnn": (0.63, 0.54), "mosaic_gpu": (0.57, 0.44), "tpu": (0.28, 0.39)}
+EXPERTS = {"triton": 0.45, "mosaic_gpu": 0.50, "tpu": 0.60}
+
+# What each kernel of attention multiplies for a pair of tokens: numbers of the width of a query, and of a value.
+WIDTHS = {"forward": (1, 1), "dkv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
+LIBRARY = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.)?(triton|mosaic_gpu|tpu|__cublas|__cudnn\$fmha)')
+
+# Instructions that start no kernel, or whose kernel counts where it is started.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "custom-call", "async-done", "async-update", "copy-done", "fusion-done", "slice-done",
+    "add-dependency",
+}  # fmt: skip
+MOVES = FREE | {
+    "bitcast-convert", "reshape", "copy", "copy-start", "slice-start", "transpose", "broadcast", "iota", "slice",
+    "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "reverse", "convert", "gather",
+}  # fmt: skip
+ELEMENT = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
+
+
+class Kernel(NamedTuple):
+    """One kernel of a program."""
+
+    kind: str
+    flops: float  # of one run; a multiplication and an addition are two
+    bytes: float  # that one run reads and writes in the device's memory
+    times: int  # how often a step runs it
+    share: float = 0.0  # of the chip's peak that it reaches; 0: the share of matrix products
+
+    def seconds(self, chip: Chip) -> float:
+        """Estimates one run: the longer of arithmetic and traffic, both at rates that are reached, not at peaks."""
+        arithmetic = self.flops / (chip.flops * (self.share or chip.products))
+        return max(arithmetic, self.bytes / (chip.bandwidth * chip.streaming))
+
+
+class Part(NamedTuple):
+    """All kernels of one kind, in a step of one device."""
+
+    flops: float
+    bytes: float
+    seconds: float
+    kernels: int  # how many are started
+
+
+def parts(kernels: Sequence[Kernel], chip: Chip) -> dict[str, Part]:
+    """Sums kernels by kind, in the order of `ORDER`."""
+    found = {kind: [each for each in kernels if each.kind == kind] for kind in ORDER}
+    total = lambda many, one: sum((each.times * one(each) for each in many), 0.0)
+    return {
+        kind: Part(
+            total(many, lambda each: each.flops),
+            total(many, lambda each: each.bytes),
+            total(many, lambda each: each.seconds(chip)),
+            sum(each.times for each in many),
+        )
+        for kind, many in found.items()
+        if many
+    }
+
+
+def kernels(text: str, seen: float = 1.0) -> list[Kernel]:
+    """Lists the kernels in the text of an optimized module, without collectives.
+
+    Those in a loop count as often as it runs. Of a conditional those count that run where its condition holds: all
+    of ours ask whether things are as usual. What a slice, a gather or an update in place leaves alone is not moved, nor
+    is what stays in a TPU's fast memory.
+
+    Args:
+        seen: the share of all pairs of a row's tokens that attention's kernels compute, such as a half.
+    """
+    computations = dict(hlo.parse(text))
+    entry = next(name for name in computations if name.startswith("ENTRY "))
+    program: dict[str, Computation] = {}
+    program |= {name: Computation(lines, program) for name, lines in computations.items()}
+
+    def visit(name: str, times: int, turns: int) -> Iterator[Kernel]:
+        for i in program[name].instructions:
+            if i.op == "while":
+                n = hlo.trips(i.line, computations)
+                yield from visit(i.called("body")[0], times * n, n)
+            elif i.op == "conditional":
+                *_, usual = i.called("false_computation", "true_computation", "branch_computations")
+                yield from visit(usual, times, turns)
+            elif i.op in ("call", "async-start"):
+                for called in i.called("to_apply", "calls"):
+                    found = visit(called, times, turns)
+                    yield from map(_aside, found) if i.op == "async-start" else found
+            elif LIBRARY.search(i.line) or (i.op not in FREE and re.sub("-(start|done)$", "", i.op) not in hlo.KINDS):
+                each = _kernel(i, program[name], seen, turns)._replace(times=times)
+                yield _aside(each) if " fusion-start(" in i.line else each
+
+    return list(visit(entry, 1, 1))
+
+
+class Instruction(NamedTuple):
+    """A line of a computation: `%name = result op(operands), ...`."""
+
+    name: str
+    result: str
+    op: str
+    operands: list[str]
+    line: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _shape(self.result)
+
+    def called(self, *words: str) -> list[str]:
+        """Returns the names of the computations that the line gives for these words, such as "body"."""
+        found = (text for word in words for text in re.findall(rf"\b{word}=(\{{[^}}]*\}}|%?[\w.-]+)", self.line))
+        return [name for text in found for name in re.findall(r"[\w.-]+", text)]
+
+
+class Computation:
+    """The instructions of a computation, and its arrays by name; "name#1" is a part of a tuple."""
+
+    def __init__(self, lines: list[str], program: Mapping[str, "Computation"]):
+        self.program = program
+        found = [match for match in map(hlo.INSTRUCTION.match, lines) if match]
+        # A fusion that is started and awaited later: so `Compiled.as_text()` writes it, and XLA's dump as async-start.
+        op = lambda m: "fusion" if m[3] == "fusion-start" else m[3]
+        self.instructions = [Instruction(m[1], m[2], op(m), hlo.names(m[4]), m[0] + m.string[m.end() :]) for m in found]
+        self.named = {each.name: each for each in self.instructions}
+
+    def text(self, name: str) -> str:
+        """Returns the type of an array, such as "bf16[8,128]{1,0}"; "" if no instruction makes it."""
+        name, _, part = name.partition("#")
+        result = self.named[name].result if name in self.named else ""
+        return ELEMENT.findall(result)[int(part)] if part else result
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[tuple[Instruction, int]]]:
+        """The instructions that read each array, and as which of their operands."""
+        found: dict[str, list[tuple[Instruction, int]]] = {each.name: [] for each in self.instructions}
+        for each in self.instructions:
+            for n, operand in enumerate(each.operands if each.op not in ("parameter", "constant") else ()):
+                found.setdefault(operand, []).append((each, n))
+        return found
+
+    @functools.cached_property
+    def given(self) -> list[str]:
+        """The names of the computation's parameters, in order."""
+        found = {int(each.operands[0]): each.name for each in self.instructions if each.op == "parameter"}
+        return [found[n] for n in sorted(found)]
+
+    @functools.cached_property
+    def root(self) -> str:
+        """The name of the result."""
+        return next(each.name for each in self.instructions if each.line.lstrip().startswith("ROOT "))
+
+    def fused(self, i: Instruction) -> "Computation":
+        return self.program[i.called("calls")[0]]
+
+    def inside(self, i: Instruction) -> Iterator[tuple[Instruction, "Computation"]]:
+        """Yields the instruction, or those of a fusion, each with the computation that it is in."""
+        if i.op != "fusion":
+            yield i, self
+            return
+        for each in self.fused(i).instructions:
+            yield from self.fused(i).inside(each)
+
+    def read(self, name: str) -> float:
+        """Returns the bytes of an array that are read: all, or what slices, gathers and updates in place touch."""
+        whole = _bytes(self.text(name))
+        through = lambda user, n: self.read(user.name) if user.op == "bitcast" else self.operand(user, n)
+        return min(whole, sum(through(*use) for use in self.users[name]))
+
+    def operand(self, i: Instruction, n: int) -> float:
+        """Returns the bytes of its operand `n` that an instruction reads."""
+        if i.op == "fusion":
+            return self.fused(i).read(self.fused(i).given[n])
+        if i.op == "slice-start":
+            return hlo.bytes_of(ELEMENT.findall(i.result)[1])
+        if n == 0 and i.op in ("slice", "dynamic-slice", "gather"):
+            return min(_bytes(i.result), _bytes(self.text(i.operands[0])))
+        if n == 0 and i.op in ("dynamic-update-slice", "scatter"):
+            return _bytes(self.text(i.operands[-1])) if i.op == "scatter" else 0.0
+        return _bytes(self.text(i.operands[n]))
+
+    def written(self, name: str) -> float:
+        """Returns the bytes of a result that are written: all, or what is new in an array that is updated in place."""
+        i = self.named.get(name)
+        if i and i.op == "tuple":
+            return sum(map(self.written, i.operands))
+        if i and i.op == "bitcast":
+            return self.written(i.operands[0])
+        if i and i.op == "fusion":
+            return self.fused(i).written(self.fused(i).root)
+        if i and i.op == "copy-start":  # (what is written, what is read, a word of context)
+            return _bytes(ELEMENT.findall(i.result)[0])
+        if i and i.op == "slice-start":  # ((what is sliced), what is written, a word of context)
+            return _bytes(ELEMENT.findall(i.result)[1])
+        if i and i.op in ("dynamic-update-slice", "scatter") and self._given(i.operands[0]):
+            return _bytes(self.text(i.operands[1 if i.op == "dynamic-update-slice" else -1]))
+        return _bytes(self.text(name))
+
+    def _given(self, name: str) -> bool:
+        i = self.named.get(name)
+        return bool(i) and (i.op == "parameter" or (i.op == "bitcast" and self._given(i.operands[0])))
+
+
+def _bytes(text: str) -> float:
+    """Returns the bytes of arrays in the device's memory: not in a TPU's fast memory, S(1), nor in a host's, S(5)."""
+    return hlo.bytes_of(" ".join(each for each in ELEMENT.findall(text) if not re.search(r"S\([15]\)", each)))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    found = re.search(r"\w+\[([\d,]*)\]", text)
+    return tuple(int(n) for n in found[1].split(",") if n) if found else ()
+
+
+def _kernel(i: Instruction, home: Computation, seen: float, turns: int) -> Kernel:
+    """Describes one kernel: of a fusion, or of an instruction by itself, in a loop of so many turns."""
+    inside = list(home.inside(i))
+    # A library's kernel that is given a part of an array by its address is in a fusion, too.
+    if call := next((each for each in inside if LIBRARY.search(each[0].line)), None):
+        return _custom(*call, seen, turns)
+    moved = sum(home.operand(i, n) for n in range(len(i.operands))) + home.written(i.name)
+    flops = sum(_flops(each, at) for each, at in inside)
+    arithmetic = {each.op for each, _ in inside if each.op not in MOVES and not _of_index(each)}
+    if f"/{SCOPE}/" in i.line:
+        kind = OPTIMIZER
+    elif flops:
+        kind = PRODUCTS
+    else:
+        kind = SCATTERS if "scatter" in arithmetic else ELEMENTWISE if arithmetic else COPIES
+    return Kernel(kind, flops, moved, 1)
+
+
+def _aside(kernel: Kernel) -> Kernel:
+    """Tells a copy that runs beside other kernels from those that run between them."""
+    return kernel._replace(kind=ASIDE) if kernel.kind == COPIES else kernel
+
+
+def _of_index(i: Instruction) -> bool:
+    """Tells whether an instruction computes one integer or boolean, as where a slice begins."""
+    return bool(re.match(r"(s32|u32|s64|pred)\[\]", i.result))
+
+
+def _flops(i: Instruction, home: Computation) -> float:
+    """Counts the operations of a product."""
+    if i.op == "dot":
+        contracted = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", i.line)
+        return _product(i.result, home.text(i.operands[0]), contracted[0].split(","))
+    if i.op == "convolution":  # TPUs' products; they write a batch as a window of which one term is not padding
+        (labels,) = re.findall(r"dim_labels=\w+_(\w+)->", i.line)
+        window = [] if "lhs_dilate" in i.line else [n for n, label in enumerate(labels) if label.isdecimal()]
+        return _product(i.result, home.text(i.operands[1]), [labels.index("i"), *window])
+    return 0.0
+
+
+def _product(result: str, side: str, contracted: Iterable[str | int]) -> float:
+    shape = _shape(side)
+    return 2.0 * math.prod(_shape(result)) * math.prod(shape[int(n)] for n in contracted if n != "")
+
+
+def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kernel:
+    """Describes a kernel of ours or of a library.
+
+    Of an array with as many parts as the loop has turns, such as all layers' weights, it reads one in each turn, and so
+    it writes one of what it changes in place, such as all layers' states.
+    """
+    target = LIBRARY.findall(i.line)[0]
+    texts = [home.text(operand) for operand in i.operands]
+    parts = lambda text: turns if _shape(text)[:1] == (turns,) else 1
+    in_place = re.findall(r"\{(\d*)\}: \(\d+,", i.line.partition("output_to_operand_aliasing=")[2].partition(")}")[0])
+    made = ELEMENT.findall(re.sub(r"s8\[\d+\]", "", i.result))  # without the room that cuBLAS may work in
+    moved = sum(_bytes(text) / parts(text) for text in texts)
+    moved += sum(_bytes(text) / (parts(text) if str(n) in in_place else 1) for n, text in enumerate(made))
+    if target == "__cublas":
+        contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.line)[0]
+        return Kernel(PRODUCTS, _product(i.result, texts[0], re.findall(r"\d+", contracted)), moved, 1)
+    arrays = [_shape(text) for text in texts if re.match(r"(b?f\d|s8)", text)]
+    stated = re.search(r'"cost_estimate":\{[^}]*"flops":"(\d+)"', i.line)  # on TPUs
+    if target == "__cudnn$fmha":
+        size = re.findall(r'"intermediate_tensor_shape":\{[^}]*"dimensions":\[([^\]]*)\]', i.line)[0]
+        backward = "Backward" in i.line
+        pairs, width = math.prod(map(int, re.findall(r"\d+", size))), arrays[0][-1]
+        flops = 2 * (5 if backward else 2) * pairs * width * seen
+        return Kernel(BACKWARD if backward else FORWARD, flops, moved, 1, ATTENTION["cudnn"][backward])
+    name = re.search(r"/(attention|ragged_dot|matmul|delta_rule)_(\w+)/", i.line)
+    match name.groups() if name else ():
+        case "attention", pass_:
+            by_width, by_values = WIDTHS[pass_]
+            (batch, seq, heads, width), (_, kv_seq, *_), (*_, values) = arrays[:3] if not stated else [(0,) * 4] * 3
+            flops = 2.0 * batch * seq * heads * kv_seq * (by_width * width + by_values * values)
+            backward = pass_ != "forward"
+            flops = seen * (float(stated[1]) if stated else flops)
+            return Kernel(BACKWARD if backward else FORWARD, flops, moved, 1, ATTENTION[target][backward])
+        case "ragged_dot", "dw" | "tn":
+            (rows, outs), (_, ins) = (each for each in arrays if len(each) == 2)
+            return Kernel(GROUPED, 2.0 * rows * outs * ins, moved, 1, EXPERTS[target])
+        case "ragged_dot", _:
+            inner = next(each[1] for each in arrays if len(each) == 2)
+            return Kernel(GROUPED, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1, EXPERTS[target])
+        case "delta_rule", _:  # they wait for memory: TF32's rate does not matter
+            matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # between them the fading of states
+            return Kernel(RECURRENCE, float(stated[1] if stated else scan_flops(matrices, v_wide)), moved, 1)
+        case "matmul", _:
+            inner = next(each[-1] for each in arrays if len(each) == 2)
+            return Kernel(PRODUCTS, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1)
+    return Kernel(FORWARD if "/decode_attention/" in i.line else OTHER, 0.0, moved, 1)

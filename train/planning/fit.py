@@ -1,0 +1,106 @@
+"""Chooses how a step fits into a device's memory, for `--remat auto`: by estimates, since compiling takes minutes."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from kernels.mesh import BATCH, CONTEXT, STAGE, TENSOR
+from train.base.flops import products_per_token
+from zoo.nn.model import AbstractConfig
+
+
+REMATS = ("none", "dots", "attention", "full", "offload")  # from most memory to least
+MARGIN = 0.92  # share of the memory that a step may be estimated to need
+HOST = 14_000.0  # FLOPs of an H200 in the time in which a byte crosses PCIe
+# What a part of a batch costs for each parameter, in FLOPs of the same time: its gradient is read and added to a sum in
+# float32, 10 bytes, while an H200 computes 167 FLOPs a byte.
+SUM = 1670.0
+
+
+class Fit(NamedTuple):
+    """A way to compute a step."""
+
+    remat: str
+    microbatches: int
+    needed: float  # bytes of a device, estimated
+    work: float  # FLOPs of a device, to compare two ways
+
+    def __str__(self) -> str:
+        return f"--remat {self.remat} --microbatches {self.microbatches}"
+
+
+def kept(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: int, remat: str) -> float:
+    """Estimates the bytes of a device for what layers keep of so many rows for the backward pass."""
+    tokens = rows * seq / math.prod(mesh.shape[axis] for axis in (*BATCH, CONTEXT))
+    inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
+    inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
+    # A product's result has for each token, on average, as many numbers as its weights divided by the model's width.
+    results = 2 * tokens * products_per_token(config, seq).layers / config.hidden_size / mesh.shape[TENSOR]
+    outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # of attention
+    by_remat = {"none": inputs + 2 * results, "dots": inputs + results, "attention": inputs + outputs, "full": inputs}
+    return by_remat.get(remat, 0.0)
+
+
+def recomputed(config: AbstractConfig, seq: int, remat: str) -> float:
+    """Counts the multiply-adds of a token that the backward pass computes again."""
+    p = products_per_token(config, seq)
+    return {"none": 0.0, "dots": 0.0, "attention": p.layers}.get(remat, p.layers + p.attention)
+
+
+def ways(
+    config: AbstractConfig,
+    mesh: Mesh,
+    trained: Any,
+    held: float | int,
+    *,
+    rows: int,
+    seq: int,
+    compute_dtype: DTypeLike,
+    frozen: bool,
+    least: int,
+    copied: bool,
+) -> list[Fit]:
+    """Lists remats with every number of parts that the mesh divides, those of the least work first.
+
+    None of them keeps everything: in compiled steps to keep products alone is as fast, and takes less.
+
+    Args:
+        trained: arrays that are trained, or their shapes, with shardings.
+        held: bytes of a device before a step: the state, and all that is not trained.
+        rows: sequences of a step, of `seq` tokens.
+        frozen: whether they are adapters of a model that is not trained.
+        least: fewest parts.
+        copied: whether a step has a copy of what is trained, in `compute_dtype`.
+    """
+    shape, p, found = mesh.shape, products_per_token(config, seq), []
+    itemsize = jax.numpy.dtype(compute_dtype).itemsize
+    shares = math.prod(shape[axis] for axis in BATCH)
+    leaves = jax.tree.leaves(trained)
+    parameters = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in leaves)
+    head = config.vocab_size * config.hidden_size / shape[TENSOR]
+    for remat, parts in itertools.product(REMATS[1:], range(least, rows // shares + 1)):
+        if rows % parts or rows // parts % shares:
+            continue
+        tokens = rows // parts * seq / shares / shape[CONTEXT]
+        # Gradients; of several parts also those of one in float32, beside their sum, which is there all along.
+        sums, first = parameters * (itemsize + 8 * (parts > 1)), 4 * parameters * (parts > 1)
+        chunk = min(tokens, max(2048, 3 * config.hidden_size))  # see `train.step.step.cross_entropy`
+        logits = chunk * config.vocab_size / shape[TENSOR] * (2 * itemsize + 4 * (itemsize > 2))
+        weights = head * itemsize if frozen else head * (2 * itemsize + 4)  # its gradient by chunk, and their sum
+        # One layer: its weights as they are gathered, what is computed again and the gradients of that.
+        layer = itemsize * p.layers / config.num_hidden_layers * (2 + 3 * tokens / config.hidden_size) / shape[TENSOR]
+        doubled = "none" if frozen and remat == "dots" else remat  # an adapter's result is kept beside its product's
+        keeps = itemsize / 2 * kept(config, mesh, rows=rows / parts, seq=seq, remat=doubled)
+        copies = float(parameters * itemsize * copied)
+        needed = held + copies + keeps + max(first + logits + weights, sums + layer)
+        weights_work = (2 if frozen else 3) * (p.layers + p.head)
+        products = weights_work + 3 * p.attention + recomputed(config, seq, remat)
+        work = 2 * parts * tokens * products / shape[TENSOR] + SUM * parameters * (parts - 1)
+        if remat == "offload":
+            work += 2 * HOST * kept(config, mesh, rows=rows, seq=seq, remat="full")
+        found.append(Fit(remat, parts, needed, work))
+    return sorted(found, key=lambda way: way.work)

@@ -1,0 +1,309 @@
+"""Plans a run: computes from its `Options` what it needs, a `Plan`, and searches for options that do better."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import tyro
+from jax.sharding import Mesh
+
+from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
+from train.base.chips import Chip, slowest_link
+from train.base.flops import flops_per_token, products_per_token
+from train.planning.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
+from train.planning.breakdown import ASIDE, Part, parts
+from train.planning.fit import REMATS, kept, recomputed
+from train.planning.sampling import sampling
+from train.state.mesh import check_mesh
+from train.state.offload import OffloadOptions, is_on_host
+from train.state.optim import OptimizerOptions
+from train.state.rounding import WeightsOptions
+from train.state.state import Lora
+from zoo.mesh import make_mesh
+from zoo.nn.layers import AbstractExpertLinear
+from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, AbstractModel, Family
+from zoo.nn.pipeline import rounds_of
+from zoo.registry import family_of
+from zoo.surgery import modules
+from zoo.weights.checkpoint import skeleton
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
+    """Plan a run: compile its step for devices that are not at hand, and print what it needs of each."""
+
+    model: tyro.conf.Positional[str]
+    """A zoo name, a folder with a config.json, or a Hub repository org/name; weights are not read."""
+    topology: str
+    """TPUs by their slice's shape in chips, v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4 or tpu7x:2x2x2, or by Google Cloud's
+    names, v6e-8, v5litepod-16 or v5p-128; GPUs by their number, t4:1, l4:8, 4090:2, a100-40gb:8, a100:8, h100:8,
+    h200:16 or b200:64."""
+    mesh: str = "fsdp=-1"
+    """Number of devices along each axis, as for training."""
+    batch: int
+    """Number of rows of a step, on all devices together; of GRPO, of an update."""
+    seq: int
+    """Number of tokens of a row; with --decode, number of positions of the cache."""
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "full"
+    """What the backward pass recomputes, as for training."""
+    microbatches: int = 1
+    """Number of parts in which a step computes its rows, one after another."""
+    method: Literal["sft", "dpo", "grpo"] = "sft"
+    """What is trained. sft: to predict tokens. dpo: preferences, beside a reference in bfloat16; with --lora.rank that
+    is the model without its adapters. grpo: by rewards; a device needs the larger of what an update and what sampling
+    needs."""
+    kl: float = 0.0
+    """For grpo, as there: weight of the divergence from the reference. 0: no reference."""
+    max_new_tokens: int = 0
+    """For grpo: largest number of tokens of a completion; prompts have the rest of --seq. 0: half of --seq."""
+    rollout_batch: int = 64
+    """For grpo, as there: number of completions that are sampled at a time, each with a cache."""
+    group: int = 8
+    """For grpo, as there: number of completions of each prompt."""
+    cache_dtype: Literal["auto", "int8"] = "auto"
+    """For grpo, as there: data type of cached keys and values while sampling. auto: bfloat16."""
+    lora: Lora = NONE
+    quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
+    """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
+    bits. nf4: four bits."""
+    images: int = 0
+    """Number of images of a row. The model has its vision tower then, which is trained like the rest. The FLOPs of
+    which MFU is counted leave the tower out; the table of kernels has it. 0: the text model."""
+    patches: int = 1024
+    """Number of patches of an image, where the tower takes any shape; others have theirs. 1,024 are 512 x 512 pixels of
+    Qwen3-VL or 448 x 448 of Mistral Small 3."""
+    decode: bool = False
+    """Plan the step that adds a token to each row, with weights in bfloat16, instead of training."""
+    search: bool = False
+    """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
+    save: pathlib.Path | None = None
+    """File to write the compiled step to, which a run with the same options loads by --program."""
+
+    @property
+    def reference(self) -> bool:
+        """Whether a step has one more forward pass, of a reference."""
+        return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a training step learns from, or that a decoding step adds."""
+        return self.batch * (1 if self.decode else self.seq)
+
+
+Step = Callable[[Options, AbstractConfig, Family, Mesh], Program]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run with these options needs: bytes of one device, seconds of one step."""
+
+    o: Options
+    mesh: Mesh
+    kinds: dict[str, int]  # bytes held before a step, by kind
+    gradients: int  # bytes
+    compiled: Compiled | None  # None if the step does not fit
+    needed: float  # by the update, or by sampling if that is more
+    sampling: float  # bytes that GRPO's sampling needs; 0 without it
+    available: float
+    bounds: dict[str, float]  # "compute", "HBM" and "interconnect": a step takes at least the longest of these
+    flops: float  # of one token, as MFU counts them
+    mfu: float  # an upper bound, from 0 to 1
+    chip: Chip
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What the kernels of a step do, by kind."""
+        return parts(self.compiled.kernels, self.chip) if self.compiled else {}
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Estimates a step, not a bound: if collectives, and copies that are started ahead, run beside kernels, and if
+        they run between them."""
+        found, sent = self.parts, self.bounds["interconnect"]
+        kernels = sum(part.seconds for part in found.values())
+        aside = found[ASIDE].seconds if ASIDE in found else 0.0
+        return max(kernels - aside, sent), kernels + sent
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Upper bound, for all devices together."""
+        return self.o.tokens / max(self.bounds.values())
+
+
+def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> Plan:
+    """Compiles the step that the options describe, unless its arguments alone do not fit.
+
+    `step` makes the training step of the options' method.
+
+    Raises:
+        ValueError: the mesh does not divide model and batch, or the model is larger than all devices together.
+    """
+    mesh = make_mesh(o.mesh, devices)
+    program = _program(o, config, mesh, step)
+    kinds, gradients = _bytes(program)
+    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments) if not is_on_host(a))
+    if whole > chip.memory * len(devices):
+        raise ValueError(
+            f"{o.model} is larger than the fleet: its state takes {gb(whole)}, and {o.topology} has "
+            f"{gb(chip.memory * len(devices))}; take at least {math.ceil(whole / chip.memory):,} such devices."
+        )
+    compiled, needed, sampled, available = None, float(sum(kinds.values())), 0.0, float(chip.memory)
+    if needed <= available:
+        try:
+            compiled = compile_ahead(program, mesh)
+            needed = float(compiled.needed)
+        except TooLarge as error:
+            needed, available = error.needed, error.available
+    if o.method == "grpo" and needed <= available:
+        s = sampling(o, config, mesh, program)
+        try:
+            sampled = float(s.needed(compile_ahead(s.prefill, mesh), compile_ahead(s.advance, mesh)))
+        except TooLarge as error:
+            sampled = s.beside + error.needed
+        needed = max(needed, sampled)
+    flops = flops_per_token(config, o.seq, frozen=bool(o.lora.rank)) / (3 if o.decode else 1)
+    bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
+    mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
+    compiled = compiled if needed <= available else None
+    return Plan(o, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
+
+
+def _bytes(program: Program) -> tuple[dict[str, int], int]:
+    """Bytes that one device holds before a step, by kind, and bytes of its gradients."""
+    return {kind: device_bytes(tree) for kind, tree in program.kinds.items()}, device_bytes(program.gradients)
+
+
+def _program(o: Options, config: AbstractConfig, mesh: Mesh, step: Step) -> Program:
+    family = family_of(config)
+    if o.decode and o.save:
+        raise ValueError("--save writes the step of a training script: leave out --decode.")
+    if o.decode and o.method != "sft":
+        raise ValueError(f"--decode plans no training: leave out --method {o.method}.")
+    if o.images and o.method == "grpo":
+        raise ValueError("Sampling after prompts with images is not planned: leave out --images or --method grpo.")
+    if o.decode and o.lora.rank:
+        raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
+    if o.quantize != "none" and not (o.decode or o.lora.rank):
+        raise ValueError(
+            f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank or --decode."
+        )
+    check_mesh(
+        mesh, skeleton(family, config, parts_of(o.images)), family, batch=o.batch // o.microbatches, seq_len=o.seq
+    )
+    if o.decode:
+        return decoding(config, family, mesh, batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images)
+    return step(o, config, family, mesh)
+
+
+def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
+    """Lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known."""
+    p = products_per_token(model.config, o.seq)
+    weights = p.layers + p.head  # frozen ones have no gradient
+    products = (
+        sum(p)
+        if o.decode
+        else 3 * p.attention
+        + (2 if o.lora.rank else 3) * weights
+        + recomputed(model.config, o.seq, o.remat)
+        + o.reference * sum(p)
+    )
+    bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
+    if compiled:
+        # A step reads its arguments, writes its results, and writes and reads its temporaries.
+        written = compiled.results - (compiled.reused if o.decode else 0)  # only one position of a cache is written
+        bounds["HBM"] = (compiled.arguments + written + 2 * compiled.temporaries) / chip.bandwidth
+        link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
+        bounds["interconnect"] = sum(each.sent * each.times / link(each) for each in compiled.collectives)
+    return bounds
+
+
+def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
+    """Factor by which a step is longer because stages idle while the pipeline fills and drains."""
+    if (stages := mesh.shape[STAGE]) == 1:
+        return 1.0
+    microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
+    repeats = max(repeats for _, repeats in model.layers.runs if repeats % stages == 0)
+    busy = microbatches * rounds_of(repeats // stages)
+    return (busy + stages - 1) / busy
+
+
+def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, o: Options) -> float:
+    """Estimates the bytes of a device during a step: what is there before it, gradients, activations."""
+    rows = o.batch / o.microbatches
+    activations = 0.0 if o.decode else kept(config, mesh, rows=rows, seq=o.seq, remat=o.remat)
+    return sum(kinds.values()) + gradients + activations
+
+
+def suggestion(made: Plan, config: AbstractConfig) -> str:
+    """Proposes the first change that saves the missing bytes: remat, fsdp, the batch, or more devices."""
+    o, mesh = made.o, made.mesh
+    if made.sampling > made.available:
+        return (
+            f"--rollout-batch {max(1, o.rollout_batch // 2)}, or --cache-dtype int8: it is sampling that does not fit."
+        )
+    missing, state = made.needed - made.available, sum(made.kinds.values())
+    # Scales the compiler's figure by the ratio of our estimates, which leave out many short-lived arrays.
+    ours = lambda o: held(made.kinds, made.gradients, config, mesh, o)
+    needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
+    fixed = state - made.kinds.get("cache", 0)
+    fits = fixed < made.available  # then it is the batch that does not
+    for remat in REMATS[REMATS.index(o.remat) + 1 :] if fits and not o.decode else ():
+        if needs(remat) <= made.available:
+            return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
+    replicas = mesh.shape[REPLICA]
+    if (less := made.kinds["parameters"] * (1 - 1 / replicas)) >= missing:
+        fsdp = mesh.shape[FSDP] * replicas
+        return f"fsdp={fsdp} instead of replica={replicas}, which takes {gb(less)} off each device."
+    shards = math.prod(mesh.shape[axis] for axis in BATCH) * o.microbatches
+    rows = int((made.available - fixed) / (made.needed - fixed) * o.batch) // shards * shards if fits else 0
+    if 0 < rows < o.batch:
+        return f"--batch {rows}, since what grows with the batch takes {gb(made.needed - fixed)} now."
+    more = math.ceil(made.needed / made.available * mesh.size)
+    return f"a larger fsdp over at least {more:,} devices, if all that is held is split over them."
+
+
+def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> list[Options]:
+    """Lists other meshes, batches and remats that should fit, fastest first, by rough estimates of bytes and times."""
+    found, sizes = [], (1, 2, 4, 8, 16)
+    pairs = [{REPLICA: n, TENSOR: m} for n, m in itertools.product(sizes, sizes)]
+    axes = (EXPERT, CONTEXT) if o.decode else (EXPERT, CONTEXT, STAGE)
+    single = [{axis: n} for axis in axes for n in sizes[1:]]
+    meshes = [",".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) for mesh in pairs + single]
+    for text, batch in itertools.product(meshes, (o.batch // 2, o.batch, 2 * o.batch)):
+        changed = dataclasses.replace(o, mesh=f"{text},fsdp=-1".lstrip(","), batch=batch)
+        try:
+            mesh = make_mesh(changed.mesh, devices)
+            program = _program(changed, config, mesh, step)
+        except ValueError:  # the mesh does not divide model or batch
+            continue
+        kinds, gradients = _bytes(program)
+        for remat in (o.remat,) if o.decode else REMATS:
+            other = dataclasses.replace(changed, remat=remat)
+            if batch and held(kinds, gradients, config, mesh, other) < 0.9 * chip.memory:
+                seconds = _seconds(other, program.kinds["parameters"], chip, mesh)
+                found.append((seconds / batch, REMATS.index(remat), other))
+    return [other for *_, other in sorted(found, key=lambda each: each[:2])]
+
+
+def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
+    """Estimates the seconds of a step: the longer of computing, and of sending weights and activations."""
+    size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
+    experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
+    weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size[EXPERT]
+    split = size[FSDP] * size[EXPERT] * size[CONTEXT]
+    tokens = o.tokens / (size[REPLICA] * split * size[STAGE])
+    # Sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys, values.
+    numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
+    chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
+    numbers += 2 * chosen * c.hidden_size * (size[EXPERT] > 1)
+    numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
+    sent = weights / size[TENSOR] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
+    return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
+
+
+def gb(size: float | int) -> str:
+    return f"{size / 1e9:,.2f} GB"

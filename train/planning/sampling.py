@@ -1,0 +1,84 @@
+"""The two programs with which GRPO samples between its steps, and what a device needs for them."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.backends.compile_options import compile_options
+from kernels.mesh import BATCH
+from train.base.places import here
+from train.planning.ahead import Compiled, Program, device_bytes
+from zoo import lora
+from zoo.generation import decoding
+from zoo.generation.engine import AT_ONCE, bucket
+from zoo.generation.sampling import Sampler, settings
+from zoo.nn.cache import partition_specs, split_over
+from zoo.nn.model import AbstractConfig
+from zoo.surgery import cast
+
+
+STRIDE = 16  # tokens that `zoo.generation.engine.Engine` decodes at a time
+
+
+class Sampling(NamedTuple):
+    """What a device does between GRPO's updates, with the state of the training beside it."""
+
+    prefill: Program  # reads the prompts of some groups
+    advance: Program  # decodes all rows
+    beside: int  # bytes of what lies there meanwhile: all that is trained or refers to it, but what sampling reads
+
+    def needed(self, prefill: Compiled, advance: Compiled) -> int:
+        """The larger of the bytes that a device needs for both. Prompts that were read stay until all of their group's
+        samples have a row."""
+        rows = device_bytes(self.advance.kinds["cache"])
+        return self.beside + max(prefill.needed + rows, advance.needed + prefill.results)
+
+
+def sampling(o: Any, config: AbstractConfig, mesh: Mesh, update: Program) -> Sampling:
+    """The two programs of `zoo.generation.engine` that `train.methods.rollouts` runs, for the state of this update."""
+    state, _, kept, reference = update.arguments
+    held = lora.joined(here(state.model), kept)  # what a host keeps is copied to its devices for sampling
+    model = eqx.filter_eval_shape(functools.partial(cast, dtype=jnp.bfloat16), held)
+    at = lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+    everywhere, rows_of = NamedSharding(mesh, P()), lambda spec: NamedSharding(mesh, spec)
+    model = jax.tree.map(lambda a, before: at(a, before.sharding), model, held)
+    same = [b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(held), strict=True) if a.dtype == b.dtype]
+    beside = device_bytes((held, state.opt_state, state.step, reference)) - device_bytes(same)
+
+    new, rows = o.max_new_tokens or o.seq // 2, o.rollout_batch
+    prompt, cache = o.seq + 1 - new, None if o.cache_dtype == "auto" else o.cache_dtype
+    most = bucket(prompt) + new
+    groups = bucket(min(AT_ONCE, math.ceil(rows / o.group)), 1)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
+
+    empty = eqx.filter_eval_shape(lambda m: decoding.init_caches(m, None, rows, most, cache), model)
+    caches = jax.tree.map(lambda a, spec: at(a, rows_of(spec)), empty, partition_specs(empty, mesh.shape))
+    split = NamedSharding(mesh, P(split_over(rows, BATCH, mesh.shape)))
+    logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32, sharding=split)
+
+    def table() -> decoding.Rows:
+        numbers, keys = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 2), jnp.uint32)
+        return decoding.Rows(numbers, numbers, numbers, keys, settings([Sampler()] * rows))
+
+    described = jax.tree.map(lambda a: at(a, everywhere), jax.eval_shape(table))
+    read = lambda m, prompts, lengths: decoding.prefill.__wrapped__(m, None, prompts, lengths, most, cache)
+
+    def advance(inputs: Any, drawn: Any, enough: Any) -> Any:
+        tokens, caches, logits = drawn
+        return decoding.advance.__wrapped__(inputs, decoding.State(tokens, caches, logits, None), STRIDE, enough)
+
+    drawn = (at(ints(rows, most), split), caches, logits)
+    with jax.set_mesh(mesh):
+        decode = jax.jit(advance, donate_argnums=1, compiler_options=compile_options("decode"))
+    prompts = (model, ints(groups, bucket(prompt)), ints(groups))
+    return Sampling(
+        Program(jax.jit(read), prompts, {}),
+        Program(decode, ((model, ints(1), described), drawn, ints()), {"cache": drawn}),
+        beside,
+    )

@@ -1,0 +1,167 @@
+"""The folder of a run: chooses it where --out does not, says what run it has, and exports the result into it."""
+
+import dataclasses
+import fnmatch
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich
+
+import zoo
+from train.base import runfile
+from train.base.cluster import agree
+from train.base.differences import differences
+from train.run.options import Options
+from train.state.checkpoint import DATA
+from train.state.state import Trained
+from train.watch.page import RUN
+from zoo.config import write as write_config
+from zoo.nn.model import AbstractConfig, AbstractModel
+from zoo.registry import family_of
+from zoo.surgery import cast
+from zoo.text.tokenizer import Tokenizer
+from zoo.weights import peft
+
+
+ROOT = pathlib.Path("runs")
+
+# Options that may change when a run goes on: the model learns the same, or what they name is compared by its contents.
+INCIDENTAL = {
+    "--accept-data", "--bin", "--check-nans", "--config", "--coordinator", "--data", "--dry-run", "--dump-hlo",
+    "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh", "--microbatches", "--model",
+    "--norms-every", "--offload", "--on-nonfinite", "--out", "--process", "--processes", "--profile", "--program",
+    "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
+    "--save-local-every", "--step-timeout", "--tracker",
+}  # fmt: skip
+RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
+NEW = {"--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # and those that runs before 2026-11-23 did not
+
+
+def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all that says whether a run is the same: what must not change, and the options its numbers depend on."""
+    # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with it.
+    fixed = dict(identity) | {"patience": o.keeps_best} | ({"best": o.best} if o.best else {})
+    fixed |= {"freeze": list(o.freeze)} if o.freeze else {}
+    return {"identity": fixed, "options": telling(o)}
+
+
+def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
+    """Returns the folder of the run that `about` describes: runs/NAME, or runs/NAME-2 and so on. Else a new one.
+
+    So the same command goes on where it was interrupted, and another command overwrites nothing.
+    """
+    folder = lambda number: ROOT / (name if number == 1 else f"{name}-{number}")
+    number, why = _choose(name, about, accept_data) if jax.process_index() == 0 else (0, "")
+    if why:
+        rich.print(f"{why} So this run goes to {folder(number)}; --out names a folder.")
+    return folder(agree(number))
+
+
+def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int, str]:
+    """Returns the folder's number, and why the newest of the others was not taken, for a message."""
+    taken, why = [], ""
+    for path in ROOT.glob(f"{name}*"):
+        if (match := re.fullmatch(rf"{name}(?:-(\d+))?", path.name)) and (path.is_file() or any(path.iterdir())):
+            taken.append(int(match[1] or 1))
+    for number in sorted(taken, reverse=True):
+        path = ROOT / (name if number == 1 else f"{name}-{number}")
+        try:
+            changed = differences(_completed(json.loads((path / RUN).read_text())), _completed(about))
+        except (OSError, ValueError, KeyError):
+            why = why or f"{path} has other files."
+            continue
+        others = [key for key in changed if not fnmatch.fnmatch(key, DATA)]
+        if not others and (accept_data or not changed):
+            return number, ""
+        if not others:
+            why = f"The data of {path} has changed since, with which --accept-data would go on."
+            continue
+        key = min(others, key=lambda key: not key.startswith("options."))
+        old, new = changed[key]
+        why = why or f"{path} has another run: {key.removeprefix('options.')} was {old} and is {new}."
+    return next(number for number in range(1, len(taken) + 2) if number not in taken), why
+
+
+def _completed(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {"identity": about["identity"], "options": with_new(about["options"])}
+
+
+def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None:
+    """Writes run.json, which says what run the folder has, and run.yaml, from which it can be run again.
+
+    What else run.json says, such as when the run was started, stays.
+    """
+    if jax.process_index():
+        return
+    try:
+        before = json.loads((folder / RUN).read_text())
+    except (OSError, ValueError):
+        before = {}
+    new = folder / f"{RUN}.tmp"
+    new.write_text(json.dumps({**before, **about}, indent=1) + "\n")
+    new.replace(folder / RUN)
+    runfile.write(folder, o)
+
+
+def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
+    """Returns option -> value, as JSON has it, for the options on which a run's numbers depend."""
+    found = {}
+    for field in dataclasses.fields(o):
+        name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
+        found |= telling(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return {name: json.loads(json.dumps(found[name], default=str)) for name in found.keys() - INCIDENTAL}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Names the options that differ, in one line; empty if none does."""
+    before, now = with_new(before), with_new(now)
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
+
+
+def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Says what an older version recorded of a run in today's options: renamed, and new ones with their defaults."""
+    return NEW | telling(Options()) | {RENAMED.get(name, name): value for name, value in before.items()}
+
+
+def identity(name: str, config: AbstractConfig, data: Mapping[str, Any], parts: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns what must not change of a run between checkpoints, with all that its export needs."""
+    model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
+    hub = write_config(config, family_of(config), export_dtype(config))
+    # The model's optional parts. Earlier runs, which still go on, always say whether they have "mtp".
+    return {"model": model, "config": hub, "data": dict(data), "mtp": False} | dict.fromkeys(parts, True)
+
+
+def weights_hash(source: str, revision: str | None = None) -> str:
+    """`zoo.fingerprint`, in process 0, which alone compares it with a checkpoint's."""
+    if jax.process_index():
+        return ""
+    with rich.get_console().status(f"Hashing the weights of {source}"):
+        return zoo.fingerprint(source, revision=revision)
+
+
+def export(
+    out: pathlib.Path, model: AbstractModel, trained: Trained, tokenizer: Tokenizer, identity: Mapping[str, Any]
+) -> pathlib.Path:
+    """Writes the model, or its adapter, into the run's folder `out`. Returns the path of the one or the other."""
+    if trained.adapters:
+        over = {name: identity[name] for name in peft.OVER}
+        peft.save(model, out / "adapter", base=trained.name, over=over)
+        return out / "adapter"
+    zoo.save(cast(model, export_dtype(trained.config)), out / "model")
+    if jax.process_index() == 0:
+        tokenizer.save_eos(out / "model")
+    return out / "model"
+
+
+def export_dtype(config: AbstractConfig) -> np.dtype:
+    """Returns the dtype of the checkpoint that a run began with."""
+    assert config.source is not None  # it was read from there
+    hub = json.loads((config.source / "config.json").read_text())
+    return jnp.dtype(hub.get("dtype") or hub.get("torch_dtype") or "float32")

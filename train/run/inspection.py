@@ -1,0 +1,377 @@
+"""Inspects data, or a prepared store, as a model would learn from it: counts, histograms, and marked samples.
+
+Of each record that is looked at it keeps a few numbers. `train.inspect` is the command.
+"""
+
+import array
+import dataclasses
+import hashlib
+import html
+import itertools
+import pathlib
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+import rich
+import rich.bar
+import rich.progress
+import tyro
+from jaxtyping import Int
+from rich.table import Table
+from rich.text import Text
+
+import zoo
+from train.data import store
+from train.data.packing import TEXT, Example, Packing, encode, fill, kept, tokenizer_hash
+from train.data.preferences import PAIRS, encode_pairs, is_learnt, shorten
+from train.data.records import Record, open_records
+from train.data.sets import RowOptions, documents
+from train.run import report
+from zoo.text.tokenizer import Tokenizer
+
+
+SHOWN = 2000  # tokens of a sample's document
+UNLEARNT, LEARNT, CUT = range(3)  # marks of tokens
+STYLES = {UNLEARNT: "dim", LEARNT: "", CUT: "red strike"}
+CLASSES = {UNLEARNT: "unlearnt", LEARNT: "learnt", CUT: "cut"}  # in the page
+TEMPLATE = pathlib.Path(__file__).with_name("inspect.html")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectOptions(RowOptions):
+    """Look at data before a model learns from it. Of a prepared store, its options are used, and these are not."""
+
+    data: tyro.conf.Positional[tuple[str, ...]]
+    """Prepared stores; or files, folders of them, globs, URLs, or hf:NAME, as for train.sft and train.pretrain."""
+    model: str = ""
+    """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder. By default the
+    one that a store was prepared for, and tiny for other data."""
+    records: int = 4000
+    """Most records, or rows of a store, to look at, evenly spread. 0: all."""
+    samples: int = 5
+    """Number of records, or rows of a store, to show."""
+    verify: bool = False
+    """Read all of a store, and compare the SHA-256 of its files."""
+    html: pathlib.Path | None = None
+    """File for the same as a page, which needs no network. None: no page."""
+
+
+# ======================================================================================================================
+# Entries: records as they are put into rows, or rows of a store.
+# ======================================================================================================================
+
+
+class Document(NamedTuple):
+    name: str
+    example: Example
+    end: int  # how many of its ids are in rows; the last one is a target alone
+
+    @property
+    def tokens(self) -> int:
+        return max(0, self.end - 1)
+
+    @property
+    def learnt(self) -> int:
+        return sum(self.example.mask[1 : self.end])
+
+
+Unit = list[Document]  # what stays together in a row: a document, or a pair of them
+
+
+class Entry(NamedTuple):
+    where: str
+    units: list[Unit]
+    own: list[Unit]  # each is compared with those of other entries
+    learnt: bool
+
+
+class Sample(NamedTuple):
+    where: str
+    documents: list[tuple[str, list[tuple[str, int]]]]  # what it is, and its text in parts with their marks
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What there is to say of one data set, or of one split of a store."""
+
+    title: str
+    table: dict[str, str]
+    unit: str  # what the histogram counts
+    bars: list[tuple[int, int, int]]  # see `bars`
+    longest: int  # ids of a unit that is not longer than a row
+    samples: list[Sample]
+
+
+def of_text(record: Record, before: Record, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> Entry:
+    """A record as `train.data.packing.pack` puts it into rows."""
+    options = {name: shape[name] for name in ("vocab_size", "completions_only")}
+    how = {name: shape[name] for name in ("seq_len", "packing", "long_texts")}
+    examples = encode(record, tokenizer, **options)
+    units = [[Document("", each, min(len(each.ids), kept(each.whole, **how)))] for each in examples]
+    return Entry(record.where, units, [list(itertools.chain(*units))], any(unit[0].learnt for unit in units))
+
+
+def of_pairs(record: Record, before: Record, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> Entry:
+    """A record as `train.data.preferences.pack` puts it into rows."""
+    unpaired, units = shape["unpaired"], []
+    for pair in encode_pairs(record, before, tokenizer, vocab_size=shape["vocab_size"], unpaired=unpaired):
+        short = shorten(pair, shape["seq_len"] + 2)
+        names = ("desirable" if pair.desirable else "undesirable", "another's") if unpaired else ("chosen", "rejected")
+        ends = [len(each.ids) if is_learnt(short) else 0 for each in short[:2]]
+        units.append([Document(*each) for each in zip(names, pair[:2], ends, strict=True)])
+    own = [document for unit in units for document in (unit[:1] if unpaired else unit)]
+    return Entry(record.where, units, [own], all(unit[0].end for unit in units))
+
+
+def of_row(number: int, row: Mapping[str, Any], together: int) -> Entry:
+    """A row of a store, of which so many documents are one unit."""
+    found = [Document(f"document {n}", each, len(each.ids)) for n, each in enumerate(documents(dict(row)), 1)]
+    units = [found[n : n + together] for n in range(0, len(found), together)]
+    return Entry(f"row {number + 1:,}", units, units, any(document.learnt for document in found))
+
+
+# ======================================================================================================================
+# What there is to say of them.
+# ======================================================================================================================
+
+
+def of_records(o: InspectOptions, path: str) -> Found:
+    """Looks at the records of files."""
+    if o.verify:
+        raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
+    tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **vars(o.chat))
+    kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
+    records, valid = open_records(path, 0.0)
+    numbers, is_text = spread(len(records), o.records).tolist(), kind is TEXT
+
+    def entries(chosen: Iterable[int]) -> Iterator[Entry]:
+        for n in chosen:  # KTO's other record is the one before
+            record, before = (records[numbers[i]] for i in (n, n - 1))
+            yield (of_text if is_text else of_pairs)(record, before, tokenizer, shape)
+
+    tally, unit = count(entries(range(len(numbers))), len(numbers), path), "document" if is_text else "pair"
+    longest, part = o.seq_len + (1 if is_text else 2), fills(tally, is_text, shape)
+    table = {
+        "records": f"{len(records):,}, of which {len(numbers):,} are looked at",
+        **({"validation": f"{len(valid):,} records, which are not looked at"} if valid else {}),
+        "documents": f"{tally.documents:,}",
+        "tokens": f"{tally.tokens:,} in rows, of which {tally.learnt:,} are learnt",
+        f"tokens of a {unit}": lengths(tally.sizes),
+        **notes(tally, lambda n: records[numbers[n]].where, "records", "records"),
+        "filled": ", ".join(f"{name} {100 * full:.1f} %" for name, full in part.items()) + " of the rows' tokens",
+    }
+    samples = [sample(entry, tokenizer) for entry in entries(some(len(numbers), o.samples))]
+    return Found(path, table, unit, bars(tally.sizes, longest), longest, samples)
+
+
+def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
+    """Looks at the rows of each split of a prepared store."""
+    content, found = store.read(folder), []
+    if o.verify:
+        store.verify(folder)
+    tokenizer = zoo.tokenizer(o.model or content["model"], revision=o.revision, **vars(o.chat))
+    store.refuse_other(folder, content, {"tokenizer": tokenizer_hash(tokenizer)})
+    unit, together = ("document", 1) if content["kind"] == TEXT.name else ("pair", 2)
+    for split in content["splits"]:
+        if (rows := store.rows(folder, content, split)) is None:
+            continue
+        numbers, longest = spread(len(rows), o.records).tolist(), content["settings"]["seq_len"] + together
+        entries = lambda chosen, rows=rows, numbers=numbers: (
+            of_row(numbers[n], rows[numbers[n]], together) for n in chosen
+        )
+        tally = count(entries(range(len(numbers))), len(numbers), f"{folder}, {split}")
+        noted = notes(tally, lambda n, numbers=numbers: f"row {numbers[n] + 1:,}", "rows", f"{unit}s")
+        table = {
+            **dict(store.summary(content, split)),
+            "looked at": f"{len(numbers):,} rows",
+            f"tokens of a {unit}": lengths(tally.sizes),
+            **{name: noted[name] for name in ("nothing to learn in", "the same again")},
+            **({"SHA-256": "as written"} if o.verify else {}),
+        }
+        samples = [sample(entry, tokenizer) for entry in entries(some(len(numbers), o.samples))]
+        found.append(Found(f"{folder}, {split}", table, unit, bars(tally.sizes, longest), longest, samples))
+    if not found:
+        raise ValueError(f"{folder} has no rows: prepare data in which there is something to learn.")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """What entries have, counted."""
+
+    entries: int
+    documents: int
+    tokens: int  # in rows, targets aside
+    learnt: int
+    cut: list[int]  # of so many entries an end is left out, and the number of the first one
+    unlearnt: list[int]  # the same of entries with nothing to learn
+    sizes: Int[np.ndarray, " units"]  # ids, before anything is cut
+    whole: Int[np.ndarray, " units"]  # 1: must not be cut into pieces
+    columns: Int[np.ndarray, " units"]  # tokens in rows
+    copies: int  # what has the ids of one before
+    most: tuple[int, int]  # how often the most frequent one is there, and the number of its first entry
+    compared: int
+
+
+def count(entries: Iterable[Entry], number: int, title: str) -> Tally:
+    """Goes through so many entries, and keeps but a few numbers of each."""
+    sizes, columns, whole, digests, places = (array.array(kind) for kind in "QQQQQ")
+    found, learnt, cut, unlearnt = 0, 0, [0, 0], [0, 0]
+    for n, entry in enumerate(rich.progress.track(entries, f"Looking at {title}", number, transient=True)):
+        for unit in entry.units:
+            sizes.append(sum(len(document.example.ids) for document in unit))
+            columns.append(sum(document.tokens for document in unit))
+            whole.append(unit[0].example.whole)
+        inside = list(itertools.chain(*entry.units))
+        found += len(inside)
+        learnt += sum(document.learnt for document in inside)
+        for what, it_is in (
+            (cut, any(0 < document.end < len(document.example.ids) for document in inside)),
+            (unlearnt, not entry.learnt),
+        ):
+            what[:] = [what[0] + it_is, what[1] if what[0] or not it_is else n]
+        for unit in entry.own:
+            digest = hashlib.blake2b(digest_size=8)
+            for document in unit:
+                digest.update(np.array([len(document.example.ids), *document.example.ids], np.int64).tobytes())
+            digests.append(int.from_bytes(digest.digest(), "little"))
+            places.append(n)
+    _, first, times = np.unique(np.array(digests), return_index=True, return_counts=True)
+    top = int(np.argmax(times)) if len(times) else 0
+    most = (int(times[top]), places[int(first[top])]) if len(times) else (0, 0)
+    as_array = lambda values: np.array(values, np.int64)
+    return Tally(
+        number, found, sum(columns), learnt, cut, unlearnt, as_array(sizes), as_array(whole), as_array(columns),
+        len(digests) - len(times), most, len(digests),
+    )  # fmt: skip
+
+
+def spread(length: int, number: int) -> Int[np.ndarray, " chosen"]:
+    """So many numbers below `length`, evenly spread; all for 0."""
+    return np.linspace(0, length - 1, min(number or length, length)).astype(int)
+
+
+def some(length: int, number: int) -> list[int]:
+    """So many numbers below `length`, evenly spread; none for 0."""
+    return spread(length, number).tolist() if number else []
+
+
+def share(number: int, of: int) -> str:
+    return f"{number:,} ({100 * number / max(1, of):.1f} %)"
+
+
+def lengths(sizes: Int[np.ndarray, " units"]) -> str:
+    """The shortest, median, 95th percentile and longest, in words."""
+    found = np.quantile(sizes, [0, 0.5, 0.95, 1], method="nearest").tolist() if len(sizes) else [0] * 4
+    return ", ".join(f"{name} {size:,}" for name, size in zip(("min", "median", "95%", "max"), found, strict=True))
+
+
+def notes(tally: Tally, where: Callable[[int], str], entries: str, compared: str) -> dict[str, str]:
+    """What may be wrong with entries, and the place of the first of which it is so."""
+    of = lambda found: (
+        share(found[0], tally.entries) + f" {entries}" + (f", such as {where(found[1])}" if found[0] else "")
+    )
+    times, first = tally.most
+    often = f"; {where(first)} is there {times:,} times" if times > 1 else ""
+    return {
+        "cut at the row's end": of(tally.cut),
+        "nothing to learn in": of(tally.unlearnt),
+        "the same again": f"{share(tally.copies, tally.compared)} {compared} have the tokens of one before{often}",
+    }
+
+
+def fills(tally: Tally, is_text: bool, shape: Mapping[str, Any]) -> dict[str, float]:
+    """Which part of the rows is not padding, by each way to pack the entries in order. Pairs have one way."""
+    seq_len, found = shape["seq_len"], {}
+    for packing in typing.get_args(Packing) if is_text else ("fit",):
+        columns = tally.columns
+        if is_text:
+            how = dict(seq_len=seq_len, packing=packing, long_texts=shape["long_texts"])
+            most = np.where(tally.whole > 0, kept(True, **how), kept(False, **how))
+            columns = np.minimum(tally.sizes, most) - 1
+        source: Any = columns[columns > 0]
+        empty = grain.MapDataset.source(source).map(lambda length: [{"columns": np.zeros(length, np.int8)}])
+        rows = sum(1 for _ in fill(empty, seq_len=seq_len, packing=packing, most=None if is_text else PAIRS))
+        found[packing] = float(source.sum()) / max(1, rows * seq_len)
+    return found
+
+
+def bars(sizes: Int[np.ndarray, " units"], longest: int) -> list[tuple[int, int, int]]:
+    """A histogram, two bars for each doubling of the size: least size, largest size, number. One ends at `longest`."""
+    edges = {0, 1, *(size for n in range(1, 60) for size in (2**n, 3 * 2 ** (n - 1)))}
+    edges = sorted({edge for edge in edges if not 0.8 * longest < edge < 1.25 * longest} | {longest + 1})
+    numbers = np.histogram(sizes, edges)[0].tolist()
+    filled = np.flatnonzero(numbers)
+    return [(edges[n], edges[n + 1] - 1, numbers[n]) for n in range(filled[0], filled[-1] + 1)] if len(filled) else []
+
+
+# ======================================================================================================================
+# What is shown.
+# ======================================================================================================================
+
+
+def sample(entry: Entry, tokenizer: Tokenizer) -> Sample:
+    """The first `SHOWN` tokens of each document."""
+    found = []
+    for document in itertools.chain(*entry.units):
+        ids, mask, _, _ = document.example
+        marks = [*mask[: document.end], *[CUT] * (len(ids) - document.end)]
+        more = f", of which the first {SHOWN:,} are shown" if len(ids) > SHOWN else ""
+        title = f"{document.name + ', ' if document.name else ''}{len(ids):,} tokens, {document.learnt:,} learnt{more}"
+        found.append((title, list(report.decoded(ids[:SHOWN], marks, tokenizer))))
+    return Sample(entry.where, found)
+
+
+def show(found: Found) -> None:
+    """Prints it."""
+    report.rows(found.title, found.table)
+    table = Table(
+        title=f"\nTokens of a {found.unit}", title_justify="left", box=None, show_header=False, padding=(0, 2)
+    )
+    highest = max((number for *_, number in found.bars), default=0)
+    for low, high, number in found.bars:
+        color = "red" if low > found.longest else "blue"
+        table.add_row(
+            Text(f"{low:,} to {high:,}"), rich.bar.Bar(highest, 0, number, width=40, color=color), f"{number:,}"
+        )
+    rich.print(table)
+    for where, parts in found.samples:
+        rich.print(Text(f"\n{where}", style="bold"))
+        for title, text in parts:
+            rich.print(Text(title, style="italic blue"))
+            rich.print(Text.assemble(*((part, STYLES[mark]) for part, mark in text)))
+
+
+def page(found: Sequence[Found]) -> str:
+    """The same as HTML."""
+    escape, written = html.escape, []
+    for each in found:
+        rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in each.table.items())
+        written.append(f"<h2>{escape(each.title)}</h2>\n<table>{rows}</table>\n")
+        written.append(f"<h3>Tokens of a {each.unit}</h3>\n{picture(each)}\n")
+        for where, parts in each.samples:
+            written.append(f"<h3>{escape(where)}</h3>\n")
+            for title, text in parts:
+                spans = "".join(f'<span class="{CLASSES[mark]}">{escape(part)}</span>' for part, mark in text)
+                written.append(f'<div class="document"><p>{escape(title)}</p><pre>{spans}</pre></div>\n')
+    title = escape(", ".join(each.title for each in found))
+    return TEMPLATE.read_text(encoding="utf-8").replace("{{title}}", title).replace("{{content}}", "".join(written))
+
+
+def picture(found: Found) -> str:
+    """The histogram as SVG."""
+    width, height, highest = 36, 160, max((number for *_, number in found.bars), default=1)
+    drawn = []
+    for n, (low, high, number) in enumerate(found.bars):
+        tall, kind, middle = height * number / highest, "long" if low > found.longest else "bar", width * (n + 0.5)
+        drawn.append(
+            f'<rect class="{kind}" x="{width * n + 2}" y="{height + 16 - tall:.1f}" width="{width - 4}" '
+            f'height="{tall:.1f}"><title>{low:,} to {high:,} tokens: {number:,}</title></rect>'
+            f'<text x="{middle}" y="{height + 12 - tall:.1f}">{number:,}</text>'
+            f'<text x="{middle}" y="{height + 30}">{low:,}</text>'
+        )
+    size = (max(1, width * len(found.bars)), height + 36)
+    return f'<svg width="{size[0]}" height="{size[1]}" viewBox="0 0 {size[0]} {size[1]}">{"".join(drawn)}</svg>'

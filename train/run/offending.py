@@ -1,0 +1,212 @@
+"""Steps that have changed nothing, because they were not finite or a spike: kept to be looked at, and told.
+
+    offending-17/batch-17.npz   what step 17 was computed from (of several updates: batch-17.1.npz, and so on)
+    offending-17/about.json     what was found, bit by bit, and of which script the run is
+    offending-17/run.yaml       its options
+    offending-17/state          the model and the optimizer before the step, as a checkpoint
+
+The compiled step decides which (`train.step.update`), by limits that this module computes.
+"""
+
+import dataclasses
+import inspect
+import json
+import math
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich
+
+from train.base import runfile
+from train.base.cluster import agree
+from train.data.rows import whole
+from train.state.checkpoint import CheckpointOptions, Checkpoints
+from train.state.mesh import put_batch
+from train.state.offload import to_device
+from train.state.state import TrainState
+from train.step import nans
+from train.step.update import EveryGradient, Limits
+from zoo.surgery import path_name
+
+
+ROW = 10  # steps that are not finite, one after another, after which a run ends
+STATES = 3  # folders with the state; later ones have the batch alone, for the disk's sake
+BATCHES = 20  # folders in all; what comes later is only counted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffendingOptions(CheckpointOptions):
+    """Which steps change nothing, in `Options`."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do after a step whose loss or gradients are not finite, which has changed nothing. stop: save and end;
+    the same command goes on with the next batch. skip: go on, but end after 10 such steps in a row. The batch is kept
+    in the run's folder, see docs/faults.md."""
+    skip_spikes: float = 0.0
+    """Deviations by which the loss, or the gradients' norm, may exceed its running mean, such as 6; a step above that
+    changes nothing. Both are of about the last 128 steps. 0: such steps are like all others."""
+    check_nans: bool = False
+    """After a step that is not finite, compute it once more to name the first gradient that is not, and the operation
+    and its line of code. Costs nothing before."""
+    replay: pathlib.Path | None = None
+    """Folder offending-... of a run, whose step is computed once more. Nothing is trained. See train.replay."""
+
+
+class Running:
+    """The mean and the variance of a number over the last steps: exponential, but plain over the first `WINDOW`."""
+
+    WINDOW: ClassVar[int] = 128
+
+    def __init__(self, count: int = 0, mean: float = 0.0, variance: float = 0.0):
+        self.count, self.mean, self.variance = count, mean, variance
+
+    def limit(self, deviations: float) -> float:
+        """The mean and so many deviations; infinite until half of the window is full.
+
+        A deviation counts as at least 1 % of the mean, or a steady number could not change at all.
+        """
+        if self.count < self.WINDOW // 2:
+            return math.inf
+        return self.mean + deviations * max(math.sqrt(self.variance), 0.01 * abs(self.mean))
+
+    def add(self, number: float) -> None:
+        weight, off = max(1 / (self.count + 1), 1 / self.WINDOW), number - self.mean
+        self.count, self.mean = self.count + 1, self.mean + weight * off
+        self.variance = (1 - weight) * (self.variance + weight * off**2)
+
+
+class Guard:
+    """Looks at what every step found. A checkpoint keeps `numbers`, so that a resumed run has the same limits.
+
+    Args:
+        identity: of the run's checkpoints.
+    """
+
+    def __init__(self, o: Any, out: pathlib.Path, identity: Mapping[str, Any], numbers: Sequence[Any] | None = None):
+        self.o, self.out, self.identity = o, out, identity
+        self.seen = [Running(*each) for each in numbers or ((), ())]
+        self.row = 0
+
+    def numbers(self) -> list[list[Any]]:
+        return [[each.count, each.mean, each.variance] for each in self.seen]
+
+    def limits(self) -> Limits | None:
+        """What the next step is compared with; None without --skip-spikes: then it only has to be finite."""
+        if not self.o.skip_spikes:
+            return None
+        loss, norm = (np.float32(each.limit(self.o.skip_spikes)) for each in self.seen)
+        return Limits(loss, norm)
+
+    def look(
+        self, run: Any, numbers: dict[str, Any], updates: Sequence[Mapping[str, Any]], batches: Sequence[Any], mesh: Any
+    ) -> str:
+        """Notes what the updates of a step found. Returns why the run has to end; empty if it goes on.
+
+        Of `numbers`, the step's metrics, it takes out "finite" and "spike". If something was wrong it adds "skipped",
+        the number of updates that changed nothing, says so, and keeps the batches.
+        """
+        finite, spike = bool(numbers.pop("finite")), bool(numbers.pop("spike", False))
+        limits = self.limits()
+        for update in updates:
+            if update["finite"]:
+                for n, (each, name) in enumerate(zip(self.seen, ("loss", "grad_norm"), strict=True)):
+                    # What is above the limit counts as the limit. So if numbers stay higher, the limit follows: after
+                    # some twenty steps it has reached a hundred deviations.
+                    each.add(min(float(update[name]), float(limits[n]) if limits else math.inf))
+        if finite and not spike:
+            self.row = 0
+            return ""
+        wrong = [n for n, update in enumerate(updates) if not update["finite"] or update.get("spike", False)]
+        numbers["skipped"] = len(wrong)
+        told = f"its loss is {numbers['loss']:.4g}, and its gradients' norm {numbers['grad_norm']:.4g}"
+        kind = "is a spike" if finite else "is not finite"
+        why = f"Step {run.n} {kind}: {told}. It has changed nothing, and its batch is left out."
+        self.row = 0 if finite else self.row + 1
+        if folder := self._keep(run, updates, batches):
+            why += f" {'It' if wrong == [0] else 'All of it'} is in {folder}: python -m train.replay {folder}"
+        if self.o.check_nans and not finite:
+            n = next(n for n in wrong if not updates[n]["finite"])
+            placed = put_batch(batches[n], mesh, run.state.model, run.task.reference)
+            state = at_step(run.state, int(run.state.step) - len(updates) + n)
+            why += "".join(f"\n{line}" for line in explained(run.step, state, placed, run.trained, run.task))
+        if finite or (self.o.on_nonfinite == "skip" and self.row < ROW):
+            rich.get_console().print(f"WARNING: {why}", markup=False, soft_wrap=True)
+            return ""
+        many = f" It is the {ROW}th in a row: the model has most likely diverged." if self.row == ROW else ""
+        return f"{why}{many} The same command goes on after it. Lower --lr, or look at the data."
+
+    def _keep(self, run: Any, updates: Sequence[Mapping[str, Any]], batches: Sequence[Any]) -> pathlib.Path | None:
+        """Writes the folder of a step, unless there are many."""
+        folder, first = self.out / f"offending-{run.n}", jax.process_index() == 0
+        others = agree(len([path for path in self.out.glob("offending-*") if path != folder]))
+        if others >= BATCHES:
+            return None
+        begun, batches = int(run.state.step) - len(updates), [whole(batch) for batch in batches]
+        if first:
+            folder.mkdir(exist_ok=True)
+            shutil.copy(self.out / runfile.RUN, folder / runfile.RUN)
+            steps = []
+            for n, (update, batch) in enumerate(zip(updates, batches, strict=True)):
+                name = f"batch-{run.n}.npz" if len(batches) == 1 else f"batch-{run.n}.{n + 1}.npz"
+                write_batch(folder / name, batch)
+                bits = {key: bits_of(update[key]) for key in ("loss", "grad_norm")}
+                steps.append({"batch": name, "update": begun + n, "dtypes": dtypes(batch)} | bits)
+            about = {"script": f"train.{self.o.name}", "step": run.n, "steps": steps, "identity": self.identity}
+            (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        if others < STATES:
+            with Checkpoints(folder / "state", identity=self.identity, keep=1) as kept:
+                kept.save(run.state, {})
+        return folder
+
+
+def explained(step: Any, state: TrainState, batch: Any, trained: Any, task: Any) -> list[str]:
+    """Sentences on the first gradients, and on the first operation, of a step that are not finite.
+
+    Args:
+        step: as `train.step.step.jit_train_step` makes it.
+    """
+    arguments = {"state": to_device(state), "batch": batch, "frozen": trained.frozen, "reference": task.reference}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    plain = inspect.unwrap(step)  # not compiled
+    function = lambda given: plain(*(given.get(name) for name in arguments), EveryGradient())[1]
+    found, said = nans.first(function, given)
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(state.model, eqx.is_inexact_array))
+    fine = np.asarray(found["finite_gradients"])
+    bad = [path_name(path) for (path, _), good in zip(leaves, fine, strict=True) if not good]
+    if bad:
+        said.append(f"Of {len(leaves)} gradients {len(bad)} are not finite; the first is that of {bad[0]}.")
+    return said or ["Computed once more, it is finite."]
+
+
+def at_step(state: TrainState, step: int) -> TrainState:
+    """The state with another number of its step, on which the noise of NEFTune depends."""
+    number = jax.device_put(np.int32(step), state.step.sharding)
+    return dataclasses.replace(state, step=number)
+
+
+def bits_of(number: Any) -> str:
+    """The bits of a float32, in hexadecimal: NaNs have them, too."""
+    return np.float32(number).tobytes().hex()
+
+
+def dtypes(batch: Mapping[str, Any]) -> dict[str, str]:
+    return {name: np.asarray(array).dtype.name for name, array in batch.items()}
+
+
+def write_batch(path: pathlib.Path, batch: Mapping[str, Any]) -> None:
+    """Writes a batch's arrays as bytes with an axis for each number's: NumPy's files have no bfloat16."""
+    raw = lambda a: np.ascontiguousarray(a)[..., None].view(np.uint8)
+    arrays: dict[str, Any] = {name: raw(np.asarray(array)) for name, array in batch.items()}
+    np.savez(path, **arrays)
+
+
+def read_batch(path: pathlib.Path, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Reads what `write_batch` wrote."""
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name].view(jnp.dtype(dtype))[..., 0] for name, dtype in dtypes.items()}

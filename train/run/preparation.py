@@ -1,0 +1,99 @@
+"""Prepares data for training: tokenizes and packs records into the files of a store, in several processes.
+
+`train.prepare` is the command, and `train.data.store` the format.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import os
+import pathlib
+from typing import Any
+
+import grain
+import jax
+
+import zoo
+from train.data import store
+from train.data.records import Record, open_records
+from train.data.sets import RowOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareOptions(RowOptions):
+    """Prepare data for training. Run again with the same options, it goes on where it was interrupted."""
+
+    out: pathlib.Path
+    """Folder of the store. It is made, or is that of an interrupted preparation."""
+    hold_out: float = 0.0
+    """Fraction of the records to validate on, from the end of each --data without files for it. 0: the run holds out
+    rows instead."""
+    seed: int = 0
+    """Seed of the order in which the records of a file of the store are packed; a run shuffles the rows of all."""
+    workers: int = 0
+    """Number of processes. 0: as many as the machine has cores."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The records from `start` to `stop` of one split of one --data, which become one file of rows."""
+
+    name: str
+    path: str
+    split: int  # 0: to train on, 1: to validate on
+    start: int
+    stop: int
+
+
+def shards_of(o: PrepareOptions, opened: Any) -> list[Shard]:
+    """Cuts all data into shards of `train.data.store.RECORDS` records, in order."""
+    found = []
+    for split, name in enumerate(("train", "valid")):
+        cuts = [
+            (path, start, min(start + store.RECORDS, len(both[split])))
+            for path, both in zip(o.data, opened, strict=True)
+            for start in range(0, len(both[split] or ()), store.RECORDS)
+        ]
+        for number, (path, start, stop) in enumerate(cuts):
+            found.append(Shard(store.shard_name(name, number, len(cuts)), path, split, start, stop))
+    return found
+
+
+def made(o: PrepareOptions, shards: list[Shard], workers: int) -> Any:
+    """Yields shards with what `make` returns of them, as they are done."""
+    if workers <= 1:
+        yield from ((shard, make(o, shard)) for shard in shards)
+        return
+    # Processes that are started anew: a fork would copy JAX's and the tokenizer's threads in the middle of their work.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_alone) as pool:
+        futures = {pool.submit(make, o, shard): shard for shard in shards}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _alone() -> None:
+    """Leaves the other cores, and accelerators, to other processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    jax.config.update("jax_platforms", "cpu")
+
+
+def make(o: PrepareOptions, shard: Shard) -> dict[str, Any]:
+    """Writes one file of the store. Returns what is in it (`train.data.store.write_shard`)."""
+    tokenizer, kind, shape, opened = _opened(o)
+    records: grain.MapDataset[Record] = opened[shard.path][shard.split]
+    rows = kind.pack(records[shard.start : shard.stop], tokenizer, seed=o.seed, **shape)
+    return store.write_shard(o.out, shard.name, rows, shard.stop - shard.start)
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(o: PrepareOptions) -> Any:
+    """Opens tokenizer and data once in a process."""
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
+    kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
+    return tokenizer, kind, shape, {path: open_records(path, o.hold_out) for path in o.data}

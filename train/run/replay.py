@@ -1,0 +1,43 @@
+"""Computes an offending step of a run once more, and compares its numbers with the run's, bit by bit."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import rich
+from jax.sharding import Mesh
+
+from train.run.offending import at_step, bits_of, explained, read_batch
+from train.state.checkpoint import Checkpoints
+from train.state.mesh import put_batch
+from train.step.update import Limits
+
+
+def replay(o: Any, step: Any, abstract: Any, trained: Any, task: Any, mesh: Mesh) -> None:
+    """Prints what the step of the folder --replay finds now: `step` is compiled, `abstract` the shapes of its state.
+
+    Raises:
+        ValueError: the folder has no state, or is of another run.
+        OSError: it has no offending step.
+    """
+    folder = o.replay
+    about = json.loads((folder / "about.json").read_text())
+    kept = Checkpoints(folder / "state", identity=about["identity"])
+    if (found := kept.restore(abstract)) is None:
+        raise ValueError(f"{folder} has the batch alone, without the state: a run keeps those of its first three.")
+    kept.close()
+    state, wrong = found[0], []
+    limits = Limits(np.float32(np.inf), np.float32(np.inf)) if o.skip_spikes else None  # the run's program had some
+    for each in about["steps"]:
+        batch = put_batch(read_batch(folder / each["batch"], each["dtypes"]), mesh, state.model, task.reference)
+        state = at_step(state, each["update"])
+        again = jax.tree.map(lambda a: a.copy(), state)  # which the step uses up
+        _, update = step(again, batch, trained.frozen, task.reference, limits)
+        update = jax.device_get(update)
+        same = all(bits_of(update[key]) == each[key] for key in ("loss", "grad_norm"))
+        told = f"its loss is {update['loss']:.4g}, and its gradients' norm {update['grad_norm']:.4g}"
+        rich.print(f"{each['batch']}: {told}, {'bit by bit as' if same else 'NOT as'} in the run.")
+        if not update["finite"] and not wrong:
+            wrong = explained(step, state, batch, trained, task)
+            rich.get_console().print("\n".join(wrong), markup=False, soft_wrap=True)

@@ -1,0 +1,148 @@
+"""Prints what a run is going to do (data, lengths, examples, memory, mesh and disk), and what has come of it."""
+
+import pathlib
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import rich
+from jax.sharding import Mesh
+from rich.table import Table
+from rich.text import Text
+
+from train.data.packing import Example, Survey
+from train.data.records import find_files
+from train.data.sets import DataSet
+from train.evaluate.validation import Validation, best
+from train.run.options import Options
+from train.watch import page
+from train.watch.plot import plot_losses
+from zoo.text.tokenizer import Tokenizer
+
+
+def rows(title: str, content: dict[str, Any]) -> None:
+    """Prints a table of two columns."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in content.items():
+        table.add_row(name, str(value))
+    rich.print(table)
+
+
+def opened(sets: Sequence[DataSet], tokenizer: Tokenizer, *, vocab_size: int, dry_run: bool) -> None:
+    """Prints what each --data of a run has; in a dry run, three examples of each, too."""
+    for each in sets:
+        if isinstance(each.found, Survey):
+            data(each.path, each.found, tokenizer, vocab_size=vocab_size, seq_len=each.seq_len, dry_run=dry_run)
+            continue
+        rows(f"Data: {each.path}", dict(each.found))
+        if dry_run:
+            examples(each.examples, tokenizer, seq_len=each.seq_len)
+
+
+def data(path: str, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, seq_len: int, dry_run: bool) -> None:
+    """Prints files, keys, lengths and packing, and records with nothing to learn; in a dry run, three examples, too."""
+    percent = lambda n: f"{n:,} of {survey.sampled:,} looked at ({100 * n / survey.sampled:.1f} %)"
+    names = lambda files: (
+        ", ".join(str(file) for file in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
+    )
+    train, valid = find_files(path)
+    why = "the template writes an answer differently once the chat goes on, so each is learnt where the chat ends there"
+    several = {"several examples": f"{percent(survey.several)}: {why}"} if survey.several else {}
+    rows(
+        "Data",
+        {
+            "files": names(train),
+            "validation": names(valid) or "the last of the records",
+            "records": f"{survey.records:,}",
+            "keys": ", ".join(f"{key} ({percent(n)})" for key, n in survey.keys.items()),
+            "tokens a record": ", ".join(f"{name} {n:,}" for name, n in survey.lengths.items()),
+            "cut at the row's end": f"{percent(survey.shortened)} are longer than the {seq_len:,} tokens of a row",
+            "nothing to learn in": percent(survey.unlearnt),
+            **several,
+            "filled": f"{100 * survey.fill:.1f} % of the rows is not padding",
+            "vocabulary": f"{tokenizer.vocab_size:,} of the tokenizer, {vocab_size:,} of the model",
+        },
+    )
+    if dry_run:
+        examples(survey.examples, tokenizer, seq_len=seq_len)
+
+
+def examples(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_len: int) -> None:
+    """Prints examples as the model sees them; text that it does not learn to write is dimmed."""
+    for number, example in enumerate(examples, 1):
+        parts = decoded(example.ids[: seq_len + 1], example.mask, tokenizer)
+        text = Text.assemble(*((part, "" if learnt else "dim") for part, learnt in parts))
+        rich.print(f"\n[bold]Example {number}[/bold], {len(example.ids):,} tokens, {sum(example.mask):,} to be learnt")
+        rich.print(text)
+
+
+def decoded(ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+    """Yields the text of the ids in parts, each of tokens with the same mark, with that mark."""
+    whole, shown = tokenizer.decode(ids, special=True), 0  # by themselves, pieces lose spaces and parts of characters
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or marks[at] != marks[at - 1]:
+            part = tokenizer.decode(ids[:at], special=True)  # it may end within a character
+            end = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(part))
+            yield whole[shown:end], marks[at - 1]
+            shown = end
+
+
+def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
+    """Prints what a step, of the state and these arguments, needs of a device's memory, and the run of the disk."""
+    rows("Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr})
+    rows("Memory of a device", memory(step, state, *arguments))
+    rows("Disk", disk(out, state, o.keep + o.keeps_best))
+    rows("Mesh", devices(mesh))
+
+
+def result(exported: pathlib.Path, step: int, validation: Validation, metrics: pathlib.Path) -> None:
+    """Prints how the validation went and how to load what was exported, at `step`; draws the losses' curve.
+
+    Of several processes only process 0 does so.
+    """
+    if jax.process_index():
+        return
+    kind, curve = exported.name, metrics.with_name("loss.png")
+    if len(looks := validation.looks) > 1:
+        at = {step: value for step, value in looks}
+        own = f", {at[step]:.3f} of the {kind} that is exported" if step in at else ""
+        name = {"validation_loss": "Validation loss"}.get(validation.metric, validation.metric)
+        rich.print(f"{name}: {looks[0][1]:.3f} at first, {best(validation.metric, looks)[1]:.3f} at best{own}.")
+    plot_losses(metrics, curve)
+    how = f'zoo.peft.load(model, "{exported}")' if kind == "adapter" else f'zoo.load("{exported}")'
+    rich.print(f"The loss curve is {curve}, the report {curve.with_name(page.REPORT)}. The {kind} loads with {how}.")
+
+
+def memory(step: Any, *arguments: Any) -> dict[str, str]:
+    """Returns the memory that a device needs for a compiled training step, by XLA's own account."""
+    used = step.lower(*arguments).compile().memory_analysis()
+    size = lambda n: f"{n / 2**20:,.0f} MiB"
+    return {
+        "state and batch": size(used.argument_size_in_bytes),
+        "while a step runs": size(used.temp_size_in_bytes),
+        "in all": size(used.argument_size_in_bytes + used.temp_size_in_bytes),
+        "the device has": size(limit) if (limit := device_bytes()) else "an unknown amount",
+    }
+
+
+def disk(out: pathlib.Path, state: Any, keep: int) -> dict[str, str]:
+    """Returns the size of a checkpoint, and of `keep` + 1 of them, and the free space of the disk."""
+    checkpoint = sum(
+        leaf.nbytes if hasattr(leaf, "nbytes") else leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+    )
+    existing = next(path for path in (out, *out.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    size = lambda n: f"{n / 2**20:,.0f} MiB"
+    return {"a checkpoint": size(checkpoint), f"{keep + 1} of them": size((keep + 1) * checkpoint), "free": size(free)}
+
+
+def devices(mesh: Mesh) -> dict[str, str]:
+    device = mesh.devices.flat[0]
+    return {"devices": f"{mesh.size} x {device.device_kind}"} | {axis: str(size) for axis, size in mesh.shape.items()}
+
+
+def device_bytes() -> int | None:
+    """Returns the bytes that JAX may take of a device; None where it does not say, as on CPUs."""
+    statistics = jax.local_devices()[0].memory_stats()
+    return statistics and statistics.get("bytes_limit")

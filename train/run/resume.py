@@ -1,0 +1,126 @@
+"""Where a run begins: at its own last checkpoint, at the full state of another run, or at its model's weights."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orbax.checkpoint.experimental.v1 as ocp
+import rich
+
+from convert import manifest
+from train.base.cluster import agree, together
+from train.base.differences import differences
+from train.run import folder
+from train.run.options import Options
+from train.state.checkpoint import Checkpoints, describe
+from train.state.state import TrainState
+
+
+def checkpoints(o: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> Checkpoints:
+    """The checkpoints of the run in the folder `out`."""
+    if o.save_local_every < 1:
+        raise ValueError(f"--save-local-every {o.save_local_every} is not a number of steps: give 1 or more.")
+    return Checkpoints(
+        out / "checkpoints", identity=identity, keep=o.keep, bin=o.bin, accept_data=o.accept_data,
+        local=o.local_checkpoints,
+    )  # fmt: skip
+
+
+def begin(
+    o: Options,
+    out: pathlib.Path,
+    checkpoints: Checkpoints,
+    abstract: TrainState,
+    about: Mapping[str, Any],
+    updates: int,
+    weights: Callable[[], TrainState],
+) -> tuple[TrainState, Mapping[str, Any] | None, bool]:
+    """The state with which a run begins or goes on: its own last checkpoint; or --load-state; or else `weights()`.
+
+    Returns the state, what was saved with it (see `train.run.loop.save`; None for `weights()`), and whether the run
+    is new.
+
+    Args:
+        updates: how many updates a step makes.
+
+    Raises:
+        ValueError: the checkpoint is of another run, or the state of another model or optimizer; or no step is left.
+        OSError: there is no whole and undamaged checkpoint.
+    """
+    if found := checkpoints.restore(abstract):
+        state, saved = found
+        rich.print(f"Going on from step {int(state.step) // updates:,} of {out}.")
+        if changed := folder.changes(saved["options"], about["options"]):
+            rich.print(f"Not as before: {changed}.")
+        return state, saved, False
+    if o.load_state is None:
+        return weights(), None, True
+    state, saved = load_state(o.load_state, abstract, about["identity"], updates)
+    if (n := int(state.step) // updates) >= o.steps:
+        raise ValueError(
+            f"The state of --load-state {o.load_state} is of step {n:,}, and --steps {o.steps:,} counts from the same "
+            "beginning: give more."
+        )
+    place = "at its place in the data" if saved["data"] is not None else "at the beginning of the data, which is other"
+    rich.print(f"Beginning with the full state of {o.load_state}, at step {n:,} and {place}.")
+    return state, saved, True
+
+
+def load_state(
+    source: str, abstract: TrainState, identity: Mapping[str, Any], updates: int = 1
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads the full state of another run, which may still be writing its checkpoints; nothing there is changed.
+
+    Returns the state, and what was saved with it. Its "data" is None if `identity` says that the data differs; its
+    "looks" are empty, since they are of the other run's validation.
+
+    Args:
+        source: RUN, the folder of a run, whose newest undamaged checkpoint is read; or RUN@STEP for that step's.
+        identity: of the new run.
+
+    Raises:
+        ValueError: the arrays have other names, shapes or dtypes, or adapters other weights under them.
+        OSError: there is no such checkpoint, or it is damaged.
+    """
+    step = agree(together(functools.partial(_find, source, updates)))
+    path = _split(source)[0] / "checkpoints" / str(step)
+    meta = json.loads((path / "meta.json").read_text())
+    present = describe(abstract)
+    if changed := differences({key: meta[key] for key in present}, present):
+        name, (old, new) = next(iter(changed.items()))
+        raise ValueError(
+            f"{path} can't be the state of this run: its {name} is {old}, and here it is {new}. --load-state needs the "
+            "same model, adapters, --optimizer, --moments and --weights-dtype."
+        )
+    theirs, ours = meta["identity"], json.loads(json.dumps(identity))
+    if "lora" in ours and ours["lora"] == theirs.get("lora") and theirs.get("weights") != ours.get("weights"):
+        raise ValueError(f"The adapters in {path} are of other weights than those of {ours['model']}.")
+    saved = meta["data"] | {"looks": []}
+    if theirs["data"] != ours["data"]:
+        saved["data"] = None
+    return ocp.load(str(path / "arrays"), abstract), saved
+
+
+def _split(source: str) -> tuple[pathlib.Path, int | None]:
+    run, _, step = source.rpartition("@")
+    return (
+        (pathlib.Path(run).resolve(), int(step)) if run and step.isdigit() else (pathlib.Path(source).resolve(), None)
+    )
+
+
+def _find(source: str, updates: int) -> int:
+    """The number of the checkpoint that `source` names; every process verifies it, so that all are refused alike."""
+    run, wanted = _split(source)
+    there = sorted((int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit()), reverse=True)
+    chosen, problem = there if wanted is None else [step for step in there if step == wanted * updates], ""
+    for step in chosen:
+        try:
+            manifest.verify(run / "checkpoints" / str(step))
+            return step
+        except (OSError, ValueError) as error:
+            problem = problem or f" ({error})"
+    what = "has no undamaged checkpoint" if wanted is None else f"has no undamaged checkpoint of step {wanted:,}"
+    steps = ", ".join(str(step // updates) for step in reversed(there))
+    raise OSError(f"--load-state: {run} {what}{problem}; " + (f"it has those of steps {steps}." if steps else "none."))

@@ -1,0 +1,126 @@
+"""Watches a run from within: where its time goes, whether it still moves, and in which step an error was.
+
+SIGUSR1 writes the stacks of all threads to stacks-0.txt (of process 0) in the run's folder, with the last step that was
+done. So does a step that takes ten times as long as others; a run without any progress ends.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from train.base import cluster
+from train.base.goodput import Goodput
+from train.base.profiling import Profile, ProfileOptions
+from train.base.stop import AGAIN
+from train.run import offending
+
+
+EVERY = 1.0  # seconds between looks
+HANGS = 10  # times the median of the steps
+LEAST = 60.0  # seconds that a step may always take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchdogOptions(ProfileOptions, offending.OffendingOptions):
+    """When a run that does not move is ended, in `Options`."""
+
+    step_timeout: float = 1800.0
+    """Seconds without any progress (a batch, a step, a validation, a checkpoint, a sample; compiling is none), after
+    which the process writes its stacks and ends with exit code 75. 0: never."""
+
+
+class Watchdog:
+    """Use it as `with Watchdog(o, out, step) as dog:` around the loop, with `begin` and `done` around each step."""
+
+    def __init__(self, o: Any, out: pathlib.Path, step: int):
+        self.o, self.out, self.last = o, out, step
+        self.goodput, self.profile = Goodput(out, step), Profile(o, out)
+        self.batches: Sequence[Any] = ()
+        self._done, self._saved = threading.Event(), 0.0
+
+    def __enter__(self) -> "Watchdog":
+        self.stacks = (self.out / f"stacks-{jax.process_index()}.txt").open("a")
+        self._told, self._size = self.last - 1, os.fstat(self.stacks.fileno()).st_size
+        faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.goodput.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._done.set()
+        self._thread.join()
+        faulthandler.unregister(signal.SIGUSR1)
+        self.stacks.close()
+        if not pathlib.Path(self.stacks.name).stat().st_size:
+            os.remove(self.stacks.name)
+        with contextlib.suppress(Exception) if error else contextlib.nullcontext():
+            self.profile.end(self.last)
+        if error and not isinstance(error, FloatingPointError | KeyboardInterrupt | SystemExit):
+            error.add_note(self._place())
+        self.goodput.__exit__(kind, error, trace)
+
+    def begin(self, n: int, batches: Sequence[Any]) -> None:
+        """Before step `n`, with its batches."""
+        cluster.passing()
+        self.batches = batches
+        saved = self.goodput.clock.seconds["checkpoint"]
+        if saved != self._saved:
+            self._saved = saved
+            self.goodput.saving(n - 1)
+        self.profile.begin(n)
+
+    def done(self, n: int, **numbers: Any) -> dict[str, float]:
+        """After step `n`, with its metrics. Returns those of `Goodput.step`."""
+        self.last, self.batches = n, ()
+        self.profile.done(n)
+        return self.goodput.step(n, **numbers)
+
+    def _place(self) -> str:
+        """Where an error was, for its message. The batch is kept."""
+        clock = self.goodput.clock
+        if not self.batches:
+            return f"This was after step {self.last} ({clock.phase})."
+        text = f"This was in step {self.last + 1}; step {self.last} was the last good one."
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            if jax.process_index() == 0:
+                for number, batch in enumerate(self.batches, 1):
+                    offending.write_batch(self.out / f"failed-{self.last + 1}.{number}.npz", batch)
+                text += f" Its batch is in {self.out}/failed-{self.last + 1}.1.npz."
+        return text
+
+    def _watch(self) -> None:
+        while not self._done.wait(EVERY):
+            self.look()
+
+    def look(self) -> None:
+        """Write the stacks if the run does not move, with the last good step below them; end it if that lasts."""
+        clock, median = self.goodput.clock, self.goodput.median()
+        waited = time.monotonic() - clock.moved
+        hangs = clock.phase in ("step", "input") and median and waited > max(LEAST, HANGS * median)
+        stuck = bool(self.o.step_timeout) and waited > self.o.step_timeout
+        if (hangs and self._told != self.last) or stuck:
+            self._told = self.last
+            faulthandler.dump_traceback(self.stacks, all_threads=True)
+            how = f"{waited:,.0f} s ({clock.phase})" + (f"; the median is {median:.3g} s" if median else "")
+            print(f"No step for {how}. Stacks: {self.stacks.name}", file=sys.stderr, flush=True)
+        if os.fstat(self.stacks.fileno()).st_size > self._size:  # by a signal, or from here
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            print(f"{now}, process {os.getpid()}: the last good step was {self.last}", file=self.stacks, flush=True)
+            self._size = os.fstat(self.stacks.fileno()).st_size
+        if stuck:
+            reason = f"no progress for {waited:,.0f} s (--step-timeout) after step {self.last}, in {clock.phase}"
+            print(f"{reason}. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
+            with contextlib.suppress(BaseException):
+                cluster.end(f"{reason}.")
+            os._exit(AGAIN)

@@ -1,0 +1,302 @@
+"""Fast checkpoints on each host's own disk, beside those of `train.state.checkpoint` in a folder of all processes.
+
+    FOLDER/RUN/PROCESS/STEP-ATTEMPT/meta.json      what that of the shared checkpoint says
+    FOLDER/RUN/PROCESS/STEP-ATTEMPT/3.0-64.32-64   rows 0 to 64, columns 32 to 64 of the state's array 3, as raw bytes
+    FOLDER/RUN/PROCESS/STEP-ATTEMPT/manifest.json  the SHA-256 of every other file
+
+RUN is in the file "id" beside the shared checkpoints, so a new run in the same place has another. ATTEMPT is the second
+in which the processes were started that saved it: pieces of different attempts are never put together.
+
+Each process writes what its own devices hold, one piece for each part, and waits for no other. The optimizer's arrays
+are split over the replicas, so each replica first gets the parts of the others: then every replica has the whole state
+on its disks. A step is complete if every piece is undamaged on some disk. A process that lacks a piece, since its disk
+was lost or its devices are others now, gets it from one that has it, through JAX. Pieces are not cut: after a restart
+with another mesh they fit only if the sizes of all axes but "replica" are the same.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import rich
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from convert import manifest
+from kernels.mesh import REPLICA
+from train.base.cluster import agree, gather, share, together
+from train.state.state import TrainState
+
+
+META = "meta.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """When checkpoints are saved on the hosts' own disks, in `Options`."""
+
+    local_checkpoints: pathlib.Path | None = None
+    """Folder on each host's own disk, or in its memory (/dev/shm/zoo), for fast checkpoints of its part of the state
+    between those of --save-every. The newest complete one is used, wherever it is. None: none."""
+    save_local_every: int = 20
+    """Number of steps between checkpoints in --local-checkpoints."""
+
+    def local_due(self, n: int) -> bool:
+        return self.local_checkpoints is not None and n % self.save_local_every == 0
+
+
+class LocalCheckpoints:
+    """The checkpoints of one run on the hosts' own disks. All processes call the same methods in the same order.
+
+    Args:
+        folder: on this host's disk; made if it is missing.
+        shared: the folder of the run's `train.state.checkpoint.Checkpoints`, which keep other runs away.
+        say: gets a line of text when something of this host, or in process 0 of the run, went wrong and it can go on.
+    """
+
+    def __init__(self, folder: pathlib.Path, shared: pathlib.Path, say: Callable[[str], None] | None = None):
+        together(lambda: jax.process_index() or (shared / "id").exists() or _identify(shared / "id"))
+        self.folder, self.say = folder.resolve() / (shared / "id").read_text(), say or _say
+        self._mine = self.folder / str(jax.process_index())
+        together(self._open)
+        later = max((attempt + 1 for _, attempt in map(_parsed, self._all())), default=0)  # whatever the clocks say
+        self._attempt = agree(later if jax.process_index() else max(later, int(time.time())))
+        self._whole = (-1, 0)  # step and attempt of the newest that is known to be complete
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._saving: tuple[int, concurrent.futures.Future] | None = None
+
+    def steps(self) -> set[int]:
+        """The steps of which this host has a part."""
+        return {step for step, _ in map(_parsed, self._all())}
+
+    def save(self, state: TrainState, meta: str) -> None:
+        """Saves this process's part of the state in the background, with the `meta` of process 0.
+
+        It first waits for an earlier save that is still in progress. The state may be donated as soon as this returns.
+        What is older than the last complete step is removed first, so there are never more than two. When the save
+        fails in any process, as on a full disk, that process says so and the run goes on.
+        """
+        self.settle()
+        step, text = int(state.step), share(meta.encode(), 0)
+        pieces: dict[str, np.ndarray] = {}
+        for n, leaf in enumerate(jax.tree.leaves(state)):
+            for shard in jax.device_put(leaf, _replicated(leaf.sharding)).addressable_shards:
+                if (name := _name(n, shard.index, leaf.shape)) not in pieces:
+                    pieces[name] = np.array(shard.data)  # a copy
+        self._saving = step, self._thread.submit(self._write, self._mine / f"{step}-{self._attempt}", pieces, text)
+
+    def restore(
+        self, step: int, abstract: TrainState, check: Callable[[pathlib.Path, dict[str, Any]], None]
+    ) -> tuple[TrainState, dict[str, Any]] | None:
+        """Restores a step with the shardings of `abstract`: returns the state and its meta, or None and says why.
+
+        A damaged part is renamed, and `say` is told. `check` gets the step's folder and its meta, and raises an error
+        if that is of another run.
+        """
+        attempt = agree(max((attempt for s, attempt in map(_parsed, self._all()) if s == step), default=-1))
+        if attempt < 0:
+            return None
+        parts = _Parts(self._all(), f"{step}-{attempt}")
+        try:
+            if (found := self._collect(parts, [META], [META], step)) is None:
+                return None
+            check(self._mine / f"{step}-{attempt}", meta := json.loads(found[META]))
+            leaves, tree = jax.tree.flatten(abstract)
+            places = [_replicated(leaf.sharding) for leaf in leaves]
+            every: dict[str, bool] = {}  # piece -> whether a device of this process needs it
+            for n, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
+                for device, index in place.devices_indices_map(leaf.shape).items():
+                    name = _name(n, index, leaf.shape)
+                    every[name] = every.get(name, False) or device.process_index == jax.process_index()
+            needed = [name for name in every if every[name]]
+            if (found := self._collect(parts, list(every), needed, step)) is None:
+                return None
+            arrays = []
+            for n, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
+                read = functools.partial(_array, found, n, leaf)
+                arrays.append(jax.device_put(jax.make_array_from_callback(leaf.shape, place, read), leaf.sharding))
+        finally:
+            for part, error in parts.damaged.items():
+                self._set_aside(part, error)
+        self._whole = step, attempt
+        return jax.tree.unflatten(tree, arrays), meta
+
+    def begin(self) -> None:
+        """Removes all but what was restored: the run goes on from there, or from a shared checkpoint, or anew."""
+        agree(0)  # all have read
+        self._tidy()
+
+    def wait(self) -> None:
+        """Waits until this process has written its part, whatever has become of the others."""
+        self._thread.shutdown()
+
+    def close(self, saved: int) -> None:
+        """Waits for the end of a save. Removes everything if the shared checkpoint of the step `saved` is as new."""
+        self.settle()
+        self.wait()
+        if saved >= self._whole[0]:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of other processes on this host too, which have settled
+
+    def _open(self) -> None:
+        self._mine.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("*/*.unfinished"):
+            shutil.rmtree(path, ignore_errors=True)  # another process on this host may have removed it
+
+    def _all(self) -> list[pathlib.Path]:
+        """The parts of steps that this host has, of this process first: it may have been another's before a restart."""
+        found = [path for path in self.folder.glob("*/*") if re.fullmatch(r"\d+-\d+", path.name)]
+        return sorted(found, key=lambda path: (path.parent != self._mine, path))
+
+    def _write(self, path: pathlib.Path, pieces: Mapping[str, np.ndarray], meta: bytes) -> None:
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        try:
+            unfinished.mkdir()
+            (unfinished / META).write_bytes(meta)
+            for name, piece in pieces.items():
+                (unfinished / name).write_bytes(piece.reshape(-1).view(np.uint8).data)
+            manifest.write(unfinished)
+            unfinished.rename(path)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def settle(self) -> None:
+        """Waits for the end of a save in all processes. If it failed in any, the step is given up."""
+        if self._saving is None:
+            return
+        (step, saving), self._saving = self._saving, None
+        error = saving.exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if error is not None:
+            free = shutil.disk_usage(self._mine).free / 1e9
+            self.say(
+                f"WARNING: step {step} could not be saved in {self._mine}, where {free:.1f} GB are free: {error} "
+                "The run goes on; the next save is tried as planned."
+            )
+        if agree(error is not None):
+            shutil.rmtree(self._mine / f"{step}-{self._attempt}", ignore_errors=True)
+        else:
+            self._whole = step, self._attempt
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes all steps but the last complete one, and what another process on this host has saved since."""
+        for path in self._all():
+            step, attempt = _parsed(path)
+            if (step, attempt) != self._whole and (attempt != self._attempt or step < self._whole[0]):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _collect(
+        self, parts: "_Parts", every: Sequence[str], needed: Iterable[str], step: int
+    ) -> dict[str, bytes] | None:
+        """The files that this process needs, out of `every` one that some process needs; None if one is on no disk."""
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            found = dict(zip(needed, pool.map(parts.read, needed), strict=True))
+        lacked = gather([name in found and found[name] is None for name in every]).any(0)
+        if wanted := [name for name, lacking in zip(every, lacked, strict=True) if lacking]:
+            offered = {name: found.get(name) or parts.read(name) for name in wanted}
+            offers = gather([offered[name] is not None for name in wanted])
+            if gone := int((~offers.any(0)).sum()):
+                self._say_once(
+                    f"Step {step} on the hosts' own disks is not complete: {gone} of {len(every)} pieces are on none "
+                    "of them, or are of another mesh. An older one, or a shared one, is used."
+                )
+                return None
+            self._say_once(
+                f"{len(wanted)} of {len(every)} pieces of step {step} come from the disks of other processes."
+            )
+            for name, source in zip(wanted, offers.argmax(0), strict=True):
+                data = share(offered[name] or b"", int(source))
+                if name in found:
+                    found[name] = data
+        return found  # pyright: ignore[reportReturnType]
+
+    def _set_aside(self, path: pathlib.Path, error: Exception) -> None:
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process on this host was faster
+            path.rename(aside)
+        self.say(f"WARNING: a checkpoint on this host is damaged ({error}). It is now {aside}.")
+
+    def _say_once(self, text: str) -> None:
+        if jax.process_index() == 0:
+            self.say(text)
+
+
+class _Parts:
+    """The parts of one step on this host: reads their files, and remembers which of them are damaged."""
+
+    def __init__(self, paths: Iterable[pathlib.Path], name: str):
+        self.damaged: dict[pathlib.Path, Exception] = {}
+        self._hashes: dict[pathlib.Path, dict[str, str]] = {}
+        for path in paths:
+            if path.name == name:
+                try:
+                    self._hashes[path] = json.loads((path / manifest.NAME).read_text())
+                except (OSError, ValueError) as error:
+                    self.damaged[path] = error
+
+    def read(self, name: str) -> bytes | None:
+        """The contents of a file, from the first part that has it undamaged."""
+        for path, hashes in self._hashes.items():
+            if name in hashes and path not in self.damaged:
+                try:
+                    data = (path / name).read_bytes()
+                    if hashlib.sha256(data).hexdigest() == hashes[name]:
+                        return data
+                    raise ValueError(f"{path / name} is not what was written")
+                except (OSError, ValueError) as error:
+                    self.damaged[path] = error
+        return None
+
+
+def _identify(path: pathlib.Path) -> None:
+    new = path.with_name("id.tmp")
+    new.write_text(secrets.token_hex(6))
+    new.replace(path)
+
+
+def _parsed(path: pathlib.Path) -> tuple[int, int]:
+    step, _, attempt = path.name.partition("-")
+    return int(step), int(attempt)
+
+
+def _replicated(place: Sharding) -> Sharding:
+    """The same place, but that every replica has all."""
+    if not isinstance(place, NamedSharding):
+        return place
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in place.spec]
+    spec = P(*(tuple(name for name in entry if name != REPLICA) or None for entry in names))
+    return place if REPLICA not in sum(names, ()) else NamedSharding(place.mesh, spec)
+
+
+def _name(n: int, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    ranges = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    return ".".join([str(n), *(f"{start}-{stop}" for start, stop in ranges)])
+
+
+def _array(found: Mapping[str, bytes], n: int, leaf: Any, index: Any) -> np.ndarray:
+    shape = [len(range(*part.indices(size))) for part, size in zip(index, leaf.shape, strict=True)]
+    return np.frombuffer(found[_name(n, index, leaf.shape)], leaf.dtype).reshape(shape)
+
+
+def _say(text: str) -> None:
+    """Says what concerns this host, in all processes: rich prints only in process 0."""
+    if jax.process_index():
+        print(f"Process {jax.process_index()}: {text}", file=sys.stderr, flush=True)
+    else:
+        rich.print(text)

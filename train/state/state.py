@@ -1,0 +1,224 @@
+"""The state of a training run: parameters, the optimizer's arrays, the number of steps; what is trained of a model
+(all, all but what is frozen, or adapters); and where each array lies."""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from kernels.mesh import REPLICA
+from train.state.mesh import abstract_model, check_mesh
+from train.state.offload import host
+from train.state.remat import StepOptions
+from zoo import lora
+from zoo.nn.model import AbstractConfig, AbstractModel
+from zoo.quantized import quantize_training
+from zoo.registry import family_of
+from zoo.surgery import cast, path_name, shardings
+from zoo.weights.checkpoint import skeleton
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters: small matrices beside those of the model, which are not trained."""
+
+    rank: int = 0
+    """Rank of the adapters; 8 to 64 is usual. 0: no adapters, and every weight is trained."""
+    alpha: float = 0.0
+    """Scale of the adapters: what they add is multiplied by alpha / rank. 0: twice the rank."""
+    where: str = lora.LAYERS
+    """Pattern of the paths of the linear maps that get adapters, such as *.[qv]_proj for queries and values. The
+    default is all of the layers, experts' too."""
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change while a run lasts."""
+        return {"rank": self.rank, "scale (alpha / rank)": self.alpha / max(self.rank, 1), "where": self.where}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What is trained: a model, or adapters of one."""
+
+    name: str  # of the model that the run begins with, as in the options
+    config: AbstractConfig
+    abstract: Any  # shapes, dtypes and shardings of `make()`
+    make: Callable[[], Any]
+    frozen: Any = None  # all else of the model (`zoo.lora.split`, `split_frozen`); None: there is nothing else
+    adapters: bool = False  # whether adapters are what is trained
+
+
+def to_train(
+    load: Callable[[], Any],
+    o: StepOptions,
+    name: str,
+    config: AbstractConfig,
+    mesh: Mesh,
+    *,
+    adapters: bool = False,
+    parts: Sequence[str] = (),
+) -> Trained:
+    """What `load()` loads, as what is trained: its adapters, or all of its weights but those of --freeze.
+
+    Raises:
+        ValueError: the mesh does not divide the model, or --freeze or --weights-dtype does not fit it.
+    """
+    family, shape = family_of(config), dict(batch=o.batch // o.microbatches, seq_len=o.seq_len)
+    check_mesh(mesh, skeleton(family, config, parts), family, **shape)
+    prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
+    if adapters:
+        if o.freeze:
+            raise ValueError("--freeze is of no use to adapters, which are all that is trained: see --lora.where.")
+        if o.weights_dtype != "float32":
+            raise ValueError(
+                f"--weights-dtype {o.weights_dtype} is of no use to adapters, which are small: leave it out. The "
+                "weights under them are in --compute-dtype, or as --quantize says."
+            )
+        model, frozen = lora.split(prepared(load()))
+        return Trained(name, config, model, lambda: model, frozen, adapters=True)
+    abstract = prepared(abstract_model(config, family, mesh, parts))
+    if not o.freeze:
+        return Trained(name, config, abstract, lambda: prepared(load()))
+    # What is to be trained is loaded again when it is needed: the run would hold its first weights all along.
+    part = lambda which: split_frozen(prepared(load()), o.freeze)[which]
+    return Trained(name, config, split_frozen(abstract, o.freeze)[0], lambda: part(0), part(1))
+
+
+class TrainState(eqx.Module):
+    """A pytree of arrays. A checkpoint holds it and the position in the data, and a run resumes from these alone."""
+
+    step: Int[Array, ""]  # updates made so far
+    model: Any  # its floating point arrays as --weights-dtype says, whatever they are computed in
+    opt_state: Any
+
+
+def init_state(
+    model: Any, optimizer: optax.GradientTransformation, *, weights_dtype: str = "float32", offload: str = "none"
+) -> TrainState:
+    """Makes the state before the first step. It copies `model`, whose buffers may be a memory-mapped file's."""
+    abstract = abstract_state(model, optimizer, weights_dtype=weights_dtype, offload=offload)
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(lambda model: _new(model, optimizer, weights_dtype), out_shardings=places)(model)
+
+
+def abstract_state(
+    model: Any, optimizer: optax.GradientTransformation, *, weights_dtype: str = "float32", offload: str = "none"
+) -> TrainState:
+    """Returns the shapes, dtypes and shardings of `init_state(model, optimizer)`, into which a checkpoint is restored.
+
+    Parameters stay where `model` has them. The optimizer's arrays for a parameter lie beside it, and are also split
+    over the replicas, each of which updates its part (ZeRO-1, arXiv:1910.02054). optax says which arrays these are. All
+    others, such as numbers of steps, are copied to every device.
+
+    Args:
+        model: arrays, or `jax.ShapeDtypeStruct` with shardings.
+        weights_dtype, offload: see `WeightsOptions` and `OffloadOptions`. What stays in float32 in any model, such as
+            biases of routers, stays on the devices too.
+
+    Raises:
+        ValueError: the devices can't use the memory of their host.
+    """
+    shapes = jax.eval_shape(lambda model: _new(model, optimizer, weights_dtype), model)
+    away = host if offload == "optimizer" else lambda place: place
+    first = jax.tree.leaves(model)[0].sharding
+    everywhere = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
+    at = lambda array, place: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # stands for a parameter of another optimizer
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda array, parameter: array if is_masked(array) else at(array, away(beside(parameter, array.shape))),
+        shapes.opt_state,
+        eqx.filter(model, _is_trained),
+        transform_non_params=lambda array: at(array, everywhere),
+        is_leaf=is_masked,
+    )
+    low = jax.eval_shape(lambda model: cast(model, jnp.bfloat16), shapes.model)
+    parameters = jax.tree.map(
+        lambda array, low, given: at(array, given.sharding if array.dtype == low.dtype else away(given.sharding)),
+        shapes.model,
+        low,
+        model,
+    )
+    parts = lambda state: (state.step, state.model, state.opt_state)
+    return eqx.tree_at(parts, shapes, (at(shapes.step, everywhere), parameters, opt_state))
+
+
+def beside(parameter: Any, shape: tuple[int, ...]) -> Sharding:
+    """Where an optimizer keeps an array of this shape for a parameter: moments, or Adafactor's sums over one axis.
+
+    It is split as the parameter is. Mesh axes that are left, which are "replica" and those that split the axis summed
+    over, split the first of its own axes that they divide.
+    """
+    place, size = parameter.sharding, parameter.shape
+    if not isinstance(place, NamedSharding):
+        return place
+    # The axis that is summed over; all axes are there if it is one past the last. Where two fit, either will do.
+    missing = next((i for i in range(len(size) + 1) if shape == size[:i] + size[i + 1 :]), None)
+    if missing is None:  # optax's stand-in for an array that it does not need
+        return NamedSharding(place.mesh, P())
+    split = [*place.spec, *[None] * (len(size) - len(place.spec))]
+    over = _axes(split.pop(missing)) if missing < len(size) else ()
+    for axis in (*over, REPLICA):
+        devices = place.mesh.shape.get(axis, 1)
+        for i, length in enumerate(shape):
+            parts = math.prod(place.mesh.shape[a] for a in _axes(split[i]))
+            if devices > 1 and length % (parts * devices) == 0:
+                split[i] = (*_axes(split[i]), axis)
+                break
+    return NamedSharding(place.mesh, P(*split))
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _is_trained(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _new(model: Any, optimizer: optax.GradientTransformation, weights_dtype: str) -> TrainState:
+    own = lambda a: jnp.array(a, jnp.float32 if _is_trained(a) else a.dtype, copy=True)
+    model = jax.tree.map(own, model)
+    opt_state = optimizer.init(eqx.filter(model, _is_trained))  # of float32, whatever the weights are
+    return TrainState(jnp.zeros((), jnp.int32), cast(model, weights_dtype), opt_state)
+
+
+def split_frozen(model: T, patterns: Sequence[str]) -> tuple[T, T]:
+    """Splits a model into what is trained and what is frozen; each has None in place of the other's arrays.
+
+    Frozen weights get no gradients, and the optimizer keeps nothing for them. They stay in the data type of their
+    checkpoint, so that they are exported with the bits that were loaded.
+
+    Args:
+        patterns: of the paths of arrays, as `fnmatch` reads them.
+
+    Raises:
+        ValueError: a pattern matches nothing, or together they match everything.
+    """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
+            raise ValueError(f"--freeze {pattern} matches none of the model's weights, which are {', '.join(paths)}.")
+    is_trained = lambda path, _: not any(fnmatch.fnmatch(path_name(path), pattern) for pattern in patterns)
+    chosen = jax.tree_util.tree_map_with_path(is_trained, model)
+    if not any(jax.tree.leaves(chosen)):
+        raise ValueError(f"--freeze {' '.join(patterns)} leaves nothing to train.")
+    return eqx.partition(model, chosen)
+
+
+def add_adapters(model: AbstractModel, o: Lora, mesh: Mesh, *, seed: int) -> AbstractModel:
+    """The model with new adapters, placed on the mesh."""
+    model = lora.add(model, rank=o.rank, alpha=o.alpha, where=o.where, key=jax.random.key(seed))
+    return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))

@@ -1,0 +1,270 @@
+"""The losses of post-training, as pure functions of arrays: preferences, policy gradients, distillation.
+
+Each docstring names the source of its formula. `log` is natural, pi is the model that learns, and ref the one that it
+starts from. The log-probability of a completion is the sum of those of its tokens.
+"""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.cross_entropy.chunks import Chunks
+
+
+T = TypeVar("T")
+Unembed = Callable[[Float[Array, "batch seq embed"]], Float[Array, "batch seq vocab"]]
+Mask = Int[Array, "batch seq"] | Bool[Array, "batch seq"]
+
+
+# ======================================================================================================================
+# From features to numbers of tokens and documents, without the logits of all tokens.
+# ======================================================================================================================
+
+
+def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> T:
+    """Computes `function(*arrays)` in chunks of about `chunk` tokens on each device, so that logits need less memory.
+
+    All arrays are [batch, seq, ...], and a chunk has the same positions of every sequence. `function` maps arrays
+    [batch, size, ...] to such arrays, token by token. The backward pass computes each chunk again, so only one chunk of
+    logits exists at a time. The gradient of what `function` closes over, such as the output head, is summed over the
+    chunks in float32.
+    """
+    batch, seq = arrays[0].shape[:2]
+    chunks = Chunks.of(batch, seq, chunk)
+    pieces = tuple(map(chunks.cut, arrays))
+    converted, closed = jax.closure_convert(function, *(a[0] for a in pieces))
+    wide = [a.astype(jnp.float32) if a.dtype.itemsize < 4 else a for a in closed]
+
+    def step(_: None, pieces: tuple[Array, ...]) -> tuple[None, T]:
+        # Rounded within the scan, so that the scan adds up the gradients of what is wide.
+        return None, converted(*pieces, *(w.astype(a.dtype) for w, a in zip(wide, closed, strict=True)))
+
+    return jax.tree.map(chunks.joined, jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)[1])
+
+
+def logprobs(
+    unembed: Unembed, x: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"], *, chunk: int = 2048
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
+    """Computes each target's log-probability, and the entropy of the distribution at its position, in nats and float32.
+
+    Gradients flow to `x` and to what `unembed` closes over. See `by_chunks`.
+    """
+
+    def numbers(x: Array, targets: Array) -> tuple[Array, Array]:
+        logits = unembed(x).astype(jnp.float32)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        # A comparison, not an index: it works on a vocabulary split over devices.
+        is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+        p = jnp.exp(logits - log_z[..., None])
+        expected = jnp.sum(p * jnp.where(p > 0, logits, 0), axis=-1)  # a logit can be -inf
+        return jnp.sum(jnp.where(is_target, logits, 0), axis=-1) - log_z, log_z - expected
+
+    return by_chunks(numbers, x, targets, chunk=chunk)
+
+
+def per_document(
+    values: Float[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
+) -> Float[Array, "batch documents"]:
+    """Sums each document's values where `mask` is not 0. Other values do not count, even if they are NaN.
+
+    Document d of a row has the tokens whose segment is d + 1; segment 0 is padding. `documents` is the largest number
+    of documents in a row.
+    """
+    here = (segments[:, None, :] == jnp.arange(1, documents + 1)[None, :, None]) & (mask != 0)[:, None, :]
+    return jnp.sum(jnp.where(here, values[:, None, :], 0), axis=-1)
+
+
+# ======================================================================================================================
+# Preferences. `chosen` and `rejected` are log-ratios of completions, log pi(y|x) - log ref(y|x), unless it says else.
+# ======================================================================================================================
+
+
+def dpo(
+    chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float, label_smoothing: float = 0.0
+) -> Float[Array, "*pairs"]:
+    """Direct preference optimisation, arXiv:2305.18290, eq. 7: -log sigmoid(beta (chosen - rejected)).
+
+    With `label_smoothing` e, the probability that a label is wrong, conservative DPO (Mitchell, "A note on DPO with
+    noisy preferences", 2023): (1 - e) of that, plus e of the same with the two exchanged.
+    """
+    logit = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * jax.nn.log_sigmoid(logit) - label_smoothing * jax.nn.log_sigmoid(-logit)
+
+
+def ipo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float) -> Float[Array, "*pairs"]:
+    """Identity preference optimisation, arXiv:2310.12036, eq. 17: (chosen - rejected - 1 / (2 beta))^2.
+
+    The paper's tau is `beta`. Give log-ratios divided by the lengths of the completions. The paper has their sums, but
+    TRL takes the mean over tokens after asking the authors, and so does this function.
+    """
+    return jnp.square(chosen - rejected - 1 / (2 * beta))
+
+
+def orpo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float) -> Float[Array, "*pairs"]:
+    """Odds ratio preference optimisation, arXiv:2403.07691, eq. 6 and 7, which needs no reference:
+
+        -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)),   odds = p / (1 - p)
+
+    where `chosen` and `rejected` are log p, the mean log-probability of a completion's tokens (eq. 1), and the paper's
+    lambda is `beta`. The first term is the negative log-likelihood of the completion, in TRL of its prompt, too.
+    """
+    chosen, rejected = (jnp.minimum(a, -1e-7) for a in (chosen, rejected))  # the odds of certainty are infinite
+    log_odds = lambda log_p: log_p - jnp.log(-jnp.expm1(log_p))
+    return -chosen - beta * jax.nn.log_sigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def kto(
+    ratios: Float[Array, "*completions"],
+    desirable: Bool[Array, "*completions"],
+    baseline: Float[Array, ""],
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Float[Array, "*completions"]:
+    """Kahneman-Tversky optimisation, arXiv:2402.01306, eq. 7, from completions' log-ratios and whether they are good:
+
+    desirable_weight (1 - sigmoid(beta (ratio - baseline))), undesirable_weight (1 - sigmoid(beta (baseline - ratio))).
+    """
+    sign = jnp.where(desirable, 1.0, -1.0)
+    weight = jnp.where(desirable, desirable_weight, undesirable_weight)
+    return weight * jax.nn.sigmoid(-beta * sign * (ratios - baseline))
+
+
+def kto_baseline(mismatched: Float[Array, "*completions"], present: Bool[Array, "*completions"]) -> Float[Array, ""]:
+    """KTO's estimate of KL(pi || ref), arXiv:2402.01306, section 4.1: the mean log-ratio of `mismatched` completions,
+    each put after the prompt of another, or 0 if that is negative. It has no gradient.
+
+    The mean is over those `present`; the others may be anything.
+    """
+    total = jnp.sum(jnp.where(present, mismatched, 0))
+    return jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(jnp.sum(present.astype(total.dtype)), 1), 0))
+
+
+# ======================================================================================================================
+# Policy gradients. A row is one sampled sequence, `mask` is 1 at the tokens that were sampled.
+# ======================================================================================================================
+
+
+def group_advantages(rewards: Float[Array, "prompts group"], *, scale: bool = True) -> Float[Array, "prompts group"]:
+    """Computes how far a completion's reward is above the mean of its prompt's group, in standard deviations.
+
+    GRPO, arXiv:2402.03300, section 4.1.2; without `scale`, Dr. GRPO, arXiv:2503.20783, section 3.2. As in TRL, the
+    deviation is that of a sample (divided by group - 1), and 1e-4 is added to it.
+    """
+    advantages = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    return advantages / (jnp.std(rewards, axis=1, ddof=1, keepdims=True) + 1e-4) if scale else advantages
+
+
+def clipped_policy(
+    logps: Float[Array, "batch seq"],
+    old: Float[Array, "batch seq"],
+    advantages: Float[Array, " batch"],
+    mask: Mask,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    level: Literal["token", "sequence"] = "token",
+) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    """Computes each token's -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), and whether it is clipped.
+
+    The ratio is pi / old: the probability under the model that learns, divided by that under the model that sampled.
+    With `level` "token" it is the token's own (GRPO, arXiv:2402.03300, eq. 3; two epsilons: DAPO, arXiv:2503.14476,
+    section 3.1). With "sequence" it is the geometric mean over the sequence's tokens (GSPO, arXiv:2507.18071,
+    eq. 5 and 7).
+    """
+    log_ratio = jnp.where(mask != 0, logps - old, 0)
+    if level == "sequence":
+        lengths = jnp.maximum(jnp.sum(mask != 0, axis=1, keepdims=True), 1).astype(log_ratio.dtype)
+        log_ratio = jnp.broadcast_to(jnp.sum(log_ratio, axis=1, keepdims=True) / lengths, log_ratio.shape)
+    ratio, a = jnp.exp(log_ratio), advantages[:, None]
+    clipped = (ratio < 1 - epsilon_low) & (a < 0) | (ratio > 1 + epsilon_high) & (a > 0)
+    return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a), clipped
+
+
+def kl_k3(logps: Float[Array, "*batch"], reference: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """Estimates KL(pi || ref) from each token, without bias and never below 0: ref / pi - log(ref / pi) - 1.
+
+    Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300, eq. 4. GRPO adds beta times it to the loss.
+    """
+    return jnp.expm1(reference - logps) - (reference - logps)
+
+
+def aggregate(
+    values: Float[Array, "batch seq"],
+    mask: Mask,
+    how: Literal["grpo", "dapo", "dr_grpo"],
+    *,
+    max_length: int = 0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sums tokens' losses, and counts what the sum is divided by. Both add up over the parts of a batch.
+
+    - "grpo": the mean of a sequence's tokens, then of sequences (arXiv:2402.03300, eq. 3).
+    - "dapo": the mean of all tokens (arXiv:2503.14476, section 3.3).
+    - "dr_grpo": the sum over tokens, divided by the number of sequences times `max_length`, the largest number of
+      tokens of a completion (arXiv:2503.20783, section 3.2).
+    """
+    on = mask != 0
+    lengths = jnp.sum(on, axis=1).astype(values.dtype)
+    sums, sequences = jnp.sum(jnp.where(on, values, 0), axis=1), jnp.asarray(len(values), values.dtype)
+    match how:
+        case "grpo":
+            return jnp.sum(sums / jnp.maximum(lengths, 1)), sequences
+        case "dapo":
+            return jnp.sum(sums), jnp.sum(lengths)
+        case "dr_grpo":
+            return jnp.sum(sums), sequences * max_length
+
+
+# ======================================================================================================================
+# Distillation, for each token. Over all tokens: by_chunks(lambda x, y: divergence(student.unembed(x),
+# teacher.unembed(y), beta=0.0), x, y).
+# ======================================================================================================================
+
+
+def divergence(
+    student: Float[Array, "*batch vocab"],
+    teacher: Float[Array, "*batch vocab"],
+    *,
+    beta: float,
+    temperature: float = 1.0,
+) -> Float[Array, "*batch"]:
+    """Computes the divergence of two distributions in nats, from their logits divided by `temperature`.
+
+    `beta` 0 gives the forward KL(teacher || student), and 1 the reverse KL(student || teacher). Between them it is the
+    generalised Jensen-Shannon divergence of GKD, arXiv:2306.13649, eq. 1, with m = beta teacher + (1 - beta) student:
+    beta KL(teacher || m) + (1 - beta) KL(student || m).
+    """
+    log_q, log_p = (jax.nn.log_softmax(a.astype(jnp.float32) / temperature, axis=-1) for a in (student, teacher))
+    if beta == 0:
+        return _kl(log_p, log_q)
+    if beta == 1:
+        return _kl(log_q, log_p)
+    m = beta * jnp.exp(log_p) + (1 - beta) * jnp.exp(log_q)
+    log_m = jnp.log(jnp.where(m > 0, m, 1))
+    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+
+
+def divergence_top_k(
+    student: Float[Array, "*batch vocab"],
+    values: Float[Array, "*batch k"],
+    indices: Int[Array, "*batch k"],
+    *,
+    temperature: float = 1.0,
+) -> Float[Array, "*batch"]:
+    """Computes the forward KL(teacher || student) from the teacher's k largest logits, `values`, and their `indices`.
+
+    The teacher's distribution is the softmax of these alone, which gives all other tokens a probability of 0. The
+    student's is over the whole vocabulary, so it also learns to give the other tokens nothing.
+    """
+    log_p = jax.nn.log_softmax(values.astype(jnp.float32) / temperature, axis=-1)
+    log_q = jax.nn.log_softmax(student.astype(jnp.float32) / temperature, axis=-1)
+    return _kl(log_p, jnp.take_along_axis(log_q, indices, axis=-1))
+
+
+def _kl(log_p: Float[Array, "*batch words"], log_q: Float[Array, "*batch words"]) -> Float[Array, "*batch"]:
+    p = jnp.exp(log_p)
+    return jnp.sum(p * jnp.where(p > 0, log_p - log_q, 0), axis=-1)  # p can be 0, and log p -inf

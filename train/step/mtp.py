@@ -1,0 +1,49 @@
+"""Multi-token prediction while training: the loss of the token after the next (see `zoo.nn.mtp`)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+import kernels
+from train.state.mesh import next_token, positions_of
+from zoo.nn.model import AbstractModel
+from zoo.nn.mtp import module_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPOptions:
+    """Whether the module is trained, in `train.run.options.LanguageModelingOptions`."""
+
+    mtp_weight: float = 0.0
+    """Weight of the loss of the token after the next, for which models such as Qwen3.5 and DeepSeek V3 have a module;
+    0.3, then 0.1 in DeepSeek V3's paper. 0: without that module."""
+
+
+def mtp_loss(
+    model: AbstractModel,
+    x: Float[Array, "batch seq embed"],
+    batch: Mapping[str, Shaped[Array, "batch ..."]],
+    losses: Callable[..., tuple[Float[Array, ""], dict[str, Array]]],
+) -> tuple[Float[Array, ""], Float[Array, ""], Any]:
+    """The module's loss on every target whose next token is a target of the same document.
+
+    Args:
+        x: features of the batch's tokens.
+        losses: `kernels.cross_entropy` of the model's head, from features, targets and their weights.
+
+    Returns the loss to learn from, the cross-entropy to report (both sums), and what the module's layer reports.
+
+    Raises:
+        ValueError: for a batch with images, since the module counts positions as of text.
+    """
+    if "patches" in batch:
+        raise ValueError("--mtp-weight is not for chats with images (--vision): leave one of the two out.")
+    targets, mask, segments = batch["targets"], batch["loss_mask"] != 0, batch["segments"]
+    mtp, embed_tokens = module_of(model)
+    y, _, report = mtp(x, embed_tokens(targets), None, kernels.Tokens(positions_of(batch), segments))
+    both = mask & next_token(mask, batch) & (segments == next_token(segments, batch))
+    total, found = losses(y, next_token(targets, batch), both.astype(jnp.int32))
+    return total, found["loss"], report

@@ -1,0 +1,187 @@
+"""One training step: the gradients of an objective over a batch, and the optimizer's update."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, Num, Shaped
+
+import kernels
+from kernels.backends.compile_options import compile_options
+from train.data.pictures import images_of
+from train.state.mesh import positions_of
+from train.state.offload import to_device
+from train.state.state import TrainState
+from train.step.microbatches import per, split, summed
+from train.step.mtp import mtp_loss
+from train.step.neftune import noisy
+from train.step.router import mean_of_layers, router_loss, routings_of
+from train.step.update import Asked, judged, updated
+from zoo.lora import joined
+from zoo.nn.model import AbstractModel
+from zoo.nn.stack import Reports
+from zoo.surgery import cast, with_remat
+
+
+Batch = Mapping[str, Shaped[Array, "batch ..."]]
+Remat = Callable[..., Callable] | None
+Scalars = dict[str, Float[Array, ""]]
+Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Reports]  # total, count, sums, reports
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What training minimises: total / count. Both are sums over rows, so those of a batch's parts add up."""
+
+    def __call__(
+        self, model: AbstractModel, batch: Batch, reference: Any = None, means: Scalars | None = None
+    ) -> Losses:
+        """Returns the total, the count, sums to report ("loss" among them; divided by the count too), and what the
+        model's layers reported.
+
+        Args:
+            reference: another model, which is not trained.
+            means: if `batch` is only a part of the step's batch, the sums of all of it divided by its count.
+        """
+        ...
+
+
+def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
+    """The features of a batch's tokens, and what the layers reported."""
+    at: Any = {"positions": positions_of(batch), "segments": batch["segments"]} | images_of(batch)
+    x, _, reports = model.hidden(batch["tokens"], **at)
+    return x, reports
+
+
+def cross_entropy(
+    model: AbstractModel,
+    batch: Batch,
+    reference: None = None,
+    means: Scalars | None = None,
+    *,
+    chunk: int = 0,
+    z_loss: float = 0.0,
+    mtp_weight: float = 0.0,
+) -> Losses:
+    """The objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
+
+    `chunk` 0 is 2,048, or three times a wider model's width: each chunk reads and writes the head's gradients, which
+    take 2/3 of the bytes of its logits then. The sums are "loss", in nats, and "accuracy", the number of targets whose
+    logit is largest. With `mtp_weight`, so much of `mtp_loss` is added to the total; its sum is "mtp_loss".
+    """
+    x, reports = features(model, batch)
+    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or max(2048, 3 * x.shape[-1]))
+    total, found = losses(x, batch["targets"], batch["loss_mask"], z_loss=z_loss)
+    sums = {"loss": found["loss"], "accuracy": found["correct"]}
+    if mtp_weight:
+        more, sums["mtp_loss"], report = mtp_loss(model, x, batch, losses)
+        total, reports = total + mtp_weight * more, (*reports, (report,))
+    return total, jnp.sum(batch["loss_mask"] != 0), sums, reports
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    frozen: Any = None,
+    reference: Any = None,
+    limits: Asked = None,
+    *,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    compute_dtype: DTypeLike,
+    objective: Objective = cross_entropy,
+    remat: Remat = None,
+    microbatches: int = 1,
+    router_balance: float = 0.0,
+    router_z: float = 0.0,
+    rebalance: Callable[[Any, Any], Any] | None = None,
+    neftune: float = 0.0,
+) -> tuple[TrainState, dict[str, Array]]:
+    """One update of the model by the gradients of its objective over a batch.
+
+    Args:
+        batch: see `train.data.packing`; and what else `objective` wants.
+        frozen: weights that are not trained, beside those in `state.model`, such as the base of adapters. Quantised
+            ones keep their dtypes. None: every floating point array is trained.
+        reference, limits: see `Objective` and `Limits`.
+        schedule: the optimizer's learning rate, to report it.
+        compute_dtype: of the forward and backward pass. Sums of gradients and the update are float32.
+        remat: one of `train.state.remat.REMAT`.
+        microbatches: parts the batch is worked through in, one after another, to save memory. The update is the same.
+        router_balance, router_z: weights, for a mixture of experts, of the load-balancing loss and of the router z-loss
+            (see `zoo.nn.moe.Routing`), each a mean over the layers.
+        rebalance: makes a new model of the updated one and of its routers' reports, such as `zoo.deepseek3.rebalance`.
+        neftune: the alpha of `train.step.neftune`, whose noise depends on the number of the step and on the row alone.
+
+    Returns the new state, and the metrics: the objective's sums over its count, "grad_norm" (before clipping),
+    "learning_rate", "tokens" (not padding), "targets", those of `judged`; for a mixture "balance" (the mean of its
+    layers' `Routing.imbalance`, 1 where all are used alike). A bad step changes nothing but its number.
+    """
+    parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
+    parameters = cast(to_device(parameters), compute_dtype)
+    tokens = jnp.sum(batch["segments"] != 0)
+
+    def losses(low: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
+        model = joined(eqx.combine(low, fixed), cast(frozen, compute_dtype))
+        model = noisy(model, part["segments"], alpha=neftune, keys=keys) if neftune else model
+        return objective(with_remat(model, remat), part, reference, means)
+
+    def look(part: tuple[Batch, Any]) -> tuple[Scalars, list[Array]]:
+        _, _, sums, reports = losses(parameters, *part)
+        return sums, [routing.load for routing in routings_of(reports) if router_balance]
+
+    def loss(
+        low: Any, part: Batch, keys: Any, count: Any = None, means: Any = None, loads: Sequence[Array] = ()
+    ) -> tuple[Array, tuple[Scalars, Any]]:
+        """A part's share of the loss, given the `count`, `means` and experts' `loads` of the whole batch; or of it."""
+        total, own, sums, reports = losses(low, part, keys, means)
+        count = own if count is None else count
+        if (router_balance or router_z) and routings_of(reports):
+            routers = router_loss(reports, tokens, loads, balance=router_balance, z=router_z)
+            total += routers * count.astype(jnp.float32)
+        return per(count, total), (per(count, sums), reports)
+
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), len(batch["tokens"]))
+    parts, whole = split((batch, keys), microbatches), ()
+    if microbatches > 1:
+        # XLA runs only what is used of these passes: of the first what counts, and nothing of the second unless the
+        # objective asks for means (as kto does), or the router's balance for loads.
+        count = losses(parameters, batch, keys)[1]
+        sums, loads = jax.lax.map(look, parts)
+        whole = count, *jax.tree.map(lambda a: jnp.sum(a, axis=0), (per(count, sums), loads))
+
+    def gradients_of(part: tuple[Batch, Any]) -> tuple[Any, tuple[Scalars, Any]]:
+        gradients, others = jax.grad(loss, has_aux=True)(parameters, *part, *whole)
+        # Sums of parts are in float32. Of a single part they stay as they are until they are used, in half the bytes.
+        return gradients if microbatches == 1 else cast(gradients, jnp.float32), cast(others, jnp.float32)
+
+    gradients, (means, reports) = summed(gradients_of, parts)
+    norm = optax.tree.norm(cast(gradients, jnp.float32))
+
+    fine, told = judged(means["loss"], norm, gradients, limits)
+    metrics = means | {
+        "grad_norm": norm,
+        "learning_rate": schedule(state.step),
+        "tokens": tokens,
+        "targets": jnp.sum(batch["loss_mask"] != 0),
+        **told,
+    }
+    if routings := routings_of(reports):
+        metrics["balance"] = mean_of_layers([routing.imbalance() for routing in routings])
+    balanced = lambda model: rebalance(model, reports) if rebalance else model
+    return updated(state, gradients, norm, fine, optimizer=optimizer, rebalance=balanced), metrics
+
+
+def jit_train_step(state: TrainState, **options: Any) -> Callable[..., tuple[TrainState, dict]]:
+    """`train_step(state, batch, frozen, reference, limits)` with these options, compiled.
+
+    The state that goes in is used up: the new one is written over it, and lies on the devices where `state` does.
+    """
+    places = jax.tree.map(lambda array: array.sharding, state)
+    compiled: Any = dict(out_shardings=(places, None), compiler_options=compile_options("train"))
+    return jax.jit(functools.partial(train_step, **options), donate_argnums=0, **compiled)

@@ -1,0 +1,1 @@
+"""Records a run for people: metrics, samples, memory, plots, the page report.html, trackers."""

@@ -1,0 +1,63 @@
+"""Measures what a run has in memory: by kind, beside the estimate of `train.planning.fit`; of a device and its host."""
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from train.planning import ahead, fit
+from train.state import offload
+
+
+def used() -> dict[str, int]:
+    """Bytes in use: of the first device and at their peak, where JAX says so, which on a CPU it does not; and of this
+    process in the host's memory, on Linux."""
+    found = {}
+    if statistics := jax.local_devices()[0].memory_stats():
+        found["memory/device_bytes"] = statistics["bytes_in_use"]
+        found["memory/device_peak_bytes"] = statistics["peak_bytes_in_use"]
+    pages = pathlib.Path("/proc/self/statm")
+    if pages.exists():
+        found["memory/host_bytes"] = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def kinds(run: Any, batch: Any) -> dict[str, int]:
+    """Bytes of a device by what they are: of the arrays of a `train.run.loop.Run` and of a batch.
+
+    "offloaded" are those that it has in the memory of its host; they are left out of the others. "activations", with
+    the gradients and all else that is there only while a step runs, is the peak without these arrays; so call it after
+    a step. "estimated" is what --remat auto takes them to be.
+    """
+    arrays = {
+        "parameters": run.state.model, "frozen": run.trained.frozen, "reference": run.task.reference,
+        "optimizer": run.state.opt_state, "batch": batch,
+    }  # fmt: skip
+    placed = lambda tree: [a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)]
+    found = {kind: size for kind, tree in arrays.items() if (size := ahead.device_bytes(placed(tree)))}
+    held = sum(found.values())
+    if size := ahead.host_bytes(placed(arrays)):
+        found["offloaded"] = size
+    if peak := used().get("memory/device_peak_bytes"):
+        found["activations"] = peak - held
+    mesh = jax.tree.leaves(batch)[0].sharding.mesh
+    ways = fit.ways(
+        run.trained.config, mesh, run.trained.abstract, held, rows=run.o.batch, seq=run.o.seq_len,
+        compute_dtype=run.o.compute_dtype, frozen=run.trained.adapters, least=run.o.microbatches,
+        copied=offload.is_copied(run.o),
+    )  # fmt: skip
+    as_here = (way.needed for way in ways if (way.remat, way.microbatches) == (run.o.remat, run.o.microbatches))
+    if estimate := next(as_here, 0):
+        found["estimated"] = round(estimate) - held
+    return found
+
+
+def sentence(kinds: dict[str, int]) -> str:
+    """Says what `kinds` found."""
+    size = lambda n: f"{n / 2**20:,.1f} MiB" if n < 2**30 else f"{n / 2**30:,.1f} GiB"
+    held = [f"{kind} {size(n)}" for kind, n in kinds.items() if kind not in ("activations", "estimated", "offloaded")]
+    away = f" In its host's: {size(kinds['offloaded'])}." if "offloaded" in kinds else ""
+    steps = size(kinds["activations"]) if "activations" in kinds else "an unknown amount"
+    estimate = f", estimated as {size(kinds['estimated'])}" if "estimated" in kinds else ""
+    return f"Memory of a device: {', '.join(held)}; activations and gradients {steps}{estimate}.{away}"

@@ -1,0 +1,149 @@
+"""Counts the FLOPs of a run, writes its metrics to a file, and shows its progress."""
+
+import collections
+import datetime
+import json
+import math
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsFloat, SupportsInt
+
+import jax
+import numpy as np
+import rich
+import rich.console
+import rich.progress
+
+from train.base.flops import peak_flops
+
+
+def mean_of_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics of a step: means over its updates, but of tokens and targets sums; finite, if all were."""
+    together = {"tokens": np.sum, "targets": np.sum, "finite": np.all}
+    return {name: together.get(name, np.mean)([update[name] for update in updates]) for name in updates[0]}
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, with its "step"; each line can be read as soon as it is written.
+
+    A run that goes on from `step` drops the lines after it, so the file has every step once. Lines of any other kind
+    are left out: `say` is told, and a copy of the file keeps them. Of several processes only process 0 writes.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, step: int = 0, say: Callable[[str], None] = rich.print):
+        self.path, self._writes = pathlib.Path(path), jax.process_index() == 0
+        if not self._writes:
+            return
+        lines = _lines(self.path) if self.path.exists() else {}
+        if broken := ", ".join(str(number) for number, line in lines.items() if line is None):
+            copy = shutil.copy(self.path, self.path.with_suffix(".broken"))
+            say(f"WARNING: {path} has lines that are no step's ({broken}). They are left out; {copy} has them.")
+        kept = [line for line in lines.values() if line and line["step"] <= step]
+        new = self.path.with_suffix(".tmp")
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new.replace(self.path)
+
+    def write(self, step: int, **values: Any) -> None:
+        """Appends a line. Arrays of one number become numbers; NaN and infinities become "nan", "inf" and "-inf"."""
+        if not self._writes:
+            return
+        line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads the lines of a metrics.jsonl, without those that are not JSON objects with a step."""
+    return [line for line in _lines(pathlib.Path(path)).values() if line]
+
+
+def _lines(path: pathlib.Path) -> dict[int, dict[str, Any] | None]:
+    """Reads number of a line -> its object, or None if it has no step; ignores a last line that was cut off."""
+    found = {}
+    for number, text in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        found[number] = line if isinstance(line, dict) and type(line.get("step")) is int else None
+    return found
+
+
+class Progress:
+    """Shows step, loss, speed, MFU and time left: a bar on a terminal, elsewhere a line every `interval` seconds.
+
+    Use it as `with Progress(...) as progress:`, and call `update` after every step. Speed is that of the last 50 steps,
+    pauses included, but without the first step, which compiles.
+
+    `steps` is the number of the last step, `start` that of the step to go on from. The MFU (model FLOPs utilisation) is
+    speed times `flops_per_token`, divided by `peak_flops`, which is shown beside it. Where the peak is not known, as on
+    a CPU, the operations a second are shown instead.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        flops_per_token: float,
+        interval: float = 10.0,
+        console: rich.console.Console | None = None,
+    ):
+        self.steps, self.interval, self.flops_per_token, self.peak = steps, interval, flops_per_token, peak_flops()
+        self.console = console or rich.console.Console()
+        columns = ("{task.completed:,}/{task.total:,}", rich.progress.BarColumn(), "{task.description}")
+        self._bar = rich.progress.Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._task = self._bar.add_task("compiling", total=steps, completed=start)
+        self._marks = collections.deque(maxlen=51)
+        self._tokens, self._printed = 0, -interval
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def print(self, text: str) -> None:
+        """Prints a line of text above the bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(
+        self, step: int, *, loss: SupportsFloat, tokens: SupportsInt, reward: SupportsFloat | None = None, **_: Any
+    ) -> dict[str, float]:
+        """Shows that `step` is done, with its loss and reward, and the speed that its number of tokens makes.
+
+        Returns the numbers that depend on the clock: "tokens_per_second", and "mfu" if the peak is known.
+        """
+        now = time.monotonic()
+        self._tokens += int(tokens)
+        self._marks.append((now, step, self._tokens))
+        started, first, before = self._marks[0]
+        text, rates = f"loss {float(loss):.4f}", {}
+        if reward is not None:
+            text = f"reward {float(reward):.3f}  {text}"
+        if step > first:
+            seconds = now - started
+            rates["tokens_per_second"] = (self._tokens - before) / seconds
+            text += f"  {rates['tokens_per_second']:,.0f} tokens/s"
+            done = rates["tokens_per_second"] * self.flops_per_token
+            if self.peak:
+                rates["mfu"] = done / self.peak
+                text += f"  MFU {rates['mfu']:.1%} of {self.peak / 1e12:,.0f} TFLOP/s"
+            else:
+                text += f"  {done / 1e9:,.1f} GFLOP/s"
+            left = datetime.timedelta(seconds=round((self.steps - step) * seconds / (step - first)))
+            text += f"  {left} left"
+        self._bar.update(self._task, completed=step, description=text)
+        if not self.console.is_terminal and (now - self._printed >= self.interval or step == self.steps):
+            self.print(f"step {step:,}/{self.steps:,}  {text}")
+            self._printed = now
+        return rates
+
+
+def _json_number(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

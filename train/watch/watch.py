@@ -1,0 +1,225 @@
+"""What is seen of a run while it goes on: its metrics and samples, in files, in a page, and in trackers."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsFloat
+
+import jax
+import rich
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from rich.markup import escape
+
+import zoo
+from train.base.goodput import timed
+from train.state.mesh import generating
+from train.state.offload import to_device
+from train.state.remat import REMAT
+from train.step import norms
+from train.watch import memory, page
+from train.watch.metrics import MetricsFile, read_metrics
+from train.watch.trackers import Tracker, named, tracker
+from zoo.generation.generate import Encoded
+from zoo.nn.model import AbstractModel
+from zoo.text.tokenizer import Tokenizer
+
+
+PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+EVERY = 10.0  # seconds between two writings of the page, which take a hundredth of the run's time at most
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What is seen of a run while it goes on, in `Options`."""
+
+    sample_every: int = 0
+    """Number of steps between samples: texts that the model writes. 0: a quarter of --steps."""
+    sample_tokens: int = 64
+    """Number of tokens of a sample."""
+    tracker: tuple[str, ...] = ()
+    """Where metrics and samples go, too: tensorboard, wandb, trackio, mlflow, or several of these."""
+    norms_every: int = 0
+    """Number of steps between norms of each layer's activations and gradients, which cost a forward and a backward pass
+    of one microbatch. 0: never."""
+
+
+class Watch:
+    """Writes what a run says of itself: metrics.jsonl, samples.jsonl, report.html, run.json, and trackers.
+
+    Use it as `with Watch(run) as watch:`, of a `train.run.loop.Run`, around the steps; what is written before belongs
+    to it, too. Of several processes only process 0 writes.
+    """
+
+    def __init__(self, run: Any):
+        self._out, self.path = run.out, run.out / "metrics.jsonl"
+        before = read_metrics(self.path) if self.path.exists() else []
+        after, logged = -1 if run.new else run.n, before[-1]["step"] if before else -1
+        self._metrics = MetricsFile(self.path, step=after)
+        self._samples, self._after = MetricsFile(run.out / "samples.jsonl", step=after), after
+        self._writes, self._step, self._drawn, self._took = jax.process_index() == 0, run.n, -math.inf, 0.0
+        self.trackers: list[Tracker] = []
+        self._looked = False
+        if self._writes:
+            about = _noted(run.out, lambda about: _started(about, run.n))
+            self.trackers = [tracker(name, run.out, about, run.n, logged) for name in run.o.tracker]
+        o = run.o
+        self._norms = norms.jit_norms(
+            run.task.objective, compute_dtype=o.compute_dtype, remat=REMAT[o.remat], microbatches=o.microbatches
+        )
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not self._writes:
+            return
+        ended = {"time": time.time(), "step": self._step}
+        if error is not None:
+            ended["error"] = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError, ValueError):  # which would hide the error, such as that of a full disk
+            _noted(self._out, lambda about: about["starts"][-1].update(ended=ended))
+        self._draw()
+        self._tell("finish", error is None)
+
+    def write(self, step: int, **values: Any) -> None:
+        """Writes the metrics of a step, and the page if it is time."""
+        values |= memory.used()
+        self._metrics.write(step, **values)
+        self._step = step
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, SupportsFloat)}
+        self._tell("log", step, {named(name): value for name, value in numbers.items()})
+        if self._writes and time.monotonic() - self._drawn >= max(EVERY, 100 * self._took):
+            self._draw()
+
+    def sample(self, step: int, *, prompt: str, text: str) -> None:
+        """Writes how the model continues a prompt."""
+        self._samples.write(step, prompt=prompt, text=text)
+        self._tell("text", step, prompt, text)
+
+    def wrong(self, step: int, **answer: Any) -> None:
+        """Writes a wrong answer to a question of --eval-tasks (`train.evaluate.task.Wrong`) into wrong.jsonl."""
+        self._wrong.write(step, **answer)
+
+    @functools.cached_property
+    def _wrong(self) -> MetricsFile:
+        return MetricsFile(self._out / "wrong.jsonl", step=self._after)
+
+    def look(self, run: Any, batch: Mapping[str, Any]) -> dict[str, float]:
+        """Says after the first step, on this batch, what is in memory. Returns norms of layers, if it is time."""
+        if not self._looked:
+            self._looked = True
+            kinds = memory.kinds(run, batch)
+            rich.print(memory.sentence(kinds))
+            if self._writes:
+                _noted(self._out, lambda about: about["starts"][-1].update(memory=kinds))
+        if not run.o.norms_every or run.n % run.o.norms_every:
+            return {}
+        found = self._norms(to_device(run.state.model), run.trained.frozen, batch, run.task.reference)
+        return {name: float(value) for name, value in jax.device_get(found).items()}
+
+    def _draw(self) -> None:
+        """Writes the page. If that fails, it is left alone from then on: no run ends for its sake."""
+        began = time.monotonic()
+        try:
+            page.write([self._out], self._out / page.REPORT)
+            self._took = time.monotonic() - began
+        except Exception as error:
+            self._took = math.inf
+            rich.print(f"WARNING: {self._out / page.REPORT} can't be written ({type(error).__name__}: {error}).")
+        self._drawn = time.monotonic()
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Calls a method of each tracker. One that fails is left out from then on: no run ends for its sake."""
+        for each in list(self.trackers):
+            try:
+                getattr(each, method)(*arguments)
+            except Exception as error:
+                self.trackers.remove(each)
+                what = f"{type(error).__name__}: {error}"
+                rich.print(f"WARNING: {each.name} failed ({what}) and gets no more of this run; {self.path} has all.")
+
+
+def _noted(folder: pathlib.Path, change: Any) -> dict[str, Any]:
+    """Changes run.json, in one move. Returns what it says now."""
+    path = folder / page.RUN
+    about = json.loads(path.read_text())
+    change(about)
+    new = path.with_suffix(".tmp")
+    new.write_text(json.dumps(about, indent=1) + "\n")
+    new.replace(path)
+    return about
+
+
+def _started(about: dict[str, Any], step: int) -> None:
+    """Adds a start of the run to what run.json says; the first one gives the run a name for trackers, too."""
+    about.setdefault("id", uuid.uuid4().hex[:12])
+    about.setdefault("starts", []).append({"time": time.time(), "step": step, **origin()})
+
+
+def origin() -> dict[str, Any]:
+    """Where a run comes from: the command, versions, the commit of this package's checkout, the machine and devices."""
+    versions = {"python": platform.python_version(), "equinox-zoo": zoo.__version__}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "versions": versions,
+        "commit": commit(),
+        "host": socket.gethostname(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+    }
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of the checkout that this package is imported from, with "-dirty" if files have changed since; "" if
+    it is no checkout."""
+    root = pathlib.Path(zoo.__file__).parents[1]
+    git = lambda *words: subprocess.run(
+        ["git", "-C", os.fspath(root), *words], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.strip()
+    try:
+        if not git("ls-files", "zoo/__init__.py"):  # another project's, into which the package is installed
+            return ""
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Texts that a model writes while it is trained, to look at."""
+
+    tokenizer: Tokenizer
+    prompts: Sequence[Encoded]
+    tokens: int  # of a sample
+    mesh: Mesh
+    dtype: DTypeLike
+    record: Callable[..., None]  # such as `Watch.sample`
+
+    @timed("generation")
+    def write(self, step: int, model: AbstractModel) -> None:
+        """Prints how the model continues each prompt, and has it recorded."""
+        room = model.config.max_position_embeddings - self.tokens
+        prompts = [prompt if prompt.images else Encoded(prompt.ids[-room:]) for prompt in self.prompts]
+        with generating(model, self.mesh, self.dtype) as model:
+            texts = zoo.generate(model, self.tokenizer, prompts, max_new_tokens=self.tokens)
+        for prompt, text in zip([self.tokenizer.decode(prompt.ids) for prompt in prompts], texts, strict=True):
+            rich.print(f"[dim]step {step:,}: {escape(prompt)}[/dim][bold]{escape(text)}[/bold]\n")
+            self.record(step, prompt=prompt, text=text)
