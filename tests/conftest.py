@@ -1,16 +1,14 @@
 """Set before jax starts: eight fake CPU devices, every way in which JAX can be strict about types and shapes, and
 compilers that hurry (hurry.py). `JAX_PLATFORMS=cuda,cpu pytest tests/kernels -k triton` tests kernels on a GPU instead.
 
-What was compiled is kept in one cache, which all workers share and the next run finds; `pytest --cache-clear` empties
-it.
+What was compiled is kept in the user's cache folder (compiled.py), which all workers and all checkouts share;
+`pytest --cache-clear` empties it. The types of arguments and results are checked in the default tier (typed.py).
 """
 
-import collections
 import gc
 import importlib.util
 import os
 import pathlib
-import shutil
 
 import pytest
 
@@ -29,8 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads spin othe
 import jax
 import jaxtyping
 
-from tests.seconds import README, Seconds, read, tier
-from tests.zoo import tiny
+from tests import compiled, typed
+from tests.seconds import Seconds
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -40,10 +38,13 @@ if hurry.HURRY:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-OF_NO_FAMILY = ("tests/zoo/test_engine.py", "tests/zoo/test_speculative.py")  # whatever checkpoint they take
+pytest_plugins = ("tests.groups", "tests.affected", "tests.flaky")  # in which each imports those before
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser, pluginmanager):
+    # The first hook that is called, and so before other conftest.py files import our packages.
+    if typed.wanted(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr):
+        typed.install()
     parser.addoption("--seconds", metavar="FILE", help="write the CPU seconds of each file and family to this file")
 
 
@@ -54,51 +55,20 @@ def pytest_configure(config):
     if hurry.HURRY:
         config.pluginmanager.register(Seconds())
     if config.pluginmanager.has_plugin("cacheprovider"):
-        cache = config.cache.mkdir("xla")
-        if not hasattr(config, "workerinput") and sum(path.stat().st_size for path in cache.iterdir()) > 2**30:
-            shutil.rmtree(cache)  # of which most are programs that the code no longer has
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+        if not hasattr(config, "workerinput"):
+            compiled.clear() if config.getoption("cacheclear") else compiled.tidy()
+        jax.config.update("jax_compilation_cache_dir", str(compiled.folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-@pytest.hookimpl(optionalhook=True)  # where xdist is not installed
-def pytest_xdist_make_scheduler(config, log):
-    """What shares programs and fixtures goes to one worker.
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("libtpu") and jax.__version_info__ < (0, 11):
+        from tests.kernels.tpu import needs_libtpu
 
-    xdist 3.8's own `loadgroup` sends each test alone: since pytest 9.2 it writes groups where nothing reads them.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid)
-
-    if config.getvalue("dist") == "load":
-        config.option.loadscopereorder = False  # but in the order below
-        return Groups(config, log)
-
-
-def group(nodeid: str) -> str:
-    """The family of the tiny checkpoint that a test is about, or else its file."""
-    file, _, case = nodeid.rstrip("]").partition("[")
-    words = case.split("-") if not file.startswith(OF_NO_FAMILY) else []
-    names = ("-".join(words[i:j]) for i in range(len(words)) for j in range(len(words), i, -1))
-    return next((tiny.FAMILIES[name] for name in names if name in tiny.FAMILIES), file.split("::")[0])
-
-
-@pytest.hookimpl(trylast=True)  # when those of other tiers are gone
-def pytest_collection_modifyitems(config, items):
-    """What takes longest comes first, so that no worker is left with it when the others have ended."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item.nodeid)))
-    if hasattr(config, "workerinput"):
-        groups = collections.defaultdict(list)
+        cannot = pytest.mark.skip(reason="jax 0.10's libtpu takes no topology of one chip, for which these compile")
         for item in items:
-            groups[group(item.nodeid)].append(item)
-        counted = read(README.read_text())
-        seconds = lambda name: max(counted.get((name, tier(item)), 0) for item in groups[name])
-        order = sorted(groups, key=lambda name: (-seconds(name), -len(groups[name])))
-        items[:] = [item for name in order for item in groups[name]]
+            if needs_libtpu.mark in item.iter_markers("skipif"):
+                item.add_marker(cannot)
 
 
 def pytest_collection_finish():

@@ -138,7 +138,7 @@ def do(command: str) -> str:
     """
     import tyro
 
-    from train.launch import LaunchOptions
+    from train.run.launcher import LaunchOptions
 
     for start, why in ELSEWHERE.items():
         if command.startswith(start):
@@ -172,6 +172,7 @@ def main() -> int:
     import jax
 
     import zoo
+    from tests import compiled
     from zoo import registry
 
     jax.config.update("jax_disable_most_optimizations", hurry.HURRY)
@@ -181,7 +182,7 @@ def main() -> int:
     work, before, failed = tempfile.mkdtemp(), os.getcwd(), 0
     os.chdir(work)
     try:
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(work, "compiled")))
+        jax.config.update("jax_compilation_cache_dir", str(compiled.folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         write_data()
         # The README begins with it, behind what sets up an environment.

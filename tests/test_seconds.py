@@ -1,6 +1,8 @@
 """The budget of CPU seconds is counted, and held: by each run, and by the table in tests/README.md."""
 
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.zoo import tiny
 
 pytest_plugins = ["pytester"]
 ROOT = pathlib.Path(__file__).parents[1]
+NOW = [0]  # the CPU seconds of the clock
 
 
 def test_overruns_are_named():
@@ -17,48 +20,61 @@ def test_overruns_are_named():
     assert seconds.overruns(within) == []
     (file,) = seconds.overruns(within | {"tests/b.py": 3 * seconds.FILE + 1})
     (family,) = seconds.overruns(within | {"gemma": 3 * seconds.FAMILY + 1})
-    assert "tests/b.py took 166 CPU seconds, where 55" in file and "gemma took 61 CPU seconds, where 20" in family
+    assert f"tests/b.py took {3 * seconds.FILE + 1} CPU seconds, where {seconds.FILE} are" in file
+    assert f"gemma took {3 * seconds.FAMILY + 1} CPU seconds, where {seconds.FAMILY} are" in family
 
 
 def test_a_run_counts_each_test_and_fails_beyond_the_budget(pytester, monkeypatch):
-    """By its file and its family, with what a child process takes."""
+    """By its file and its family, on a clock that the tests set."""
     pytester.makepyfile(
         test_x="""
-        import subprocess, sys, time
         import pytest
+        from tests import test_seconds
 
-        BURN = "import time\\nwhile time.process_time() < 0.5: pass"
-
-        def test_in_a_child():
-            subprocess.run([sys.executable, "-c", BURN])
+        def test_of_a_file():
+            test_seconds.NOW[0] += 3
 
         @pytest.mark.xdist_group("llama")
         def test_of_a_family():
-            end = time.process_time() + 0.5
-            while time.process_time() < end:
-                pass
+            test_seconds.NOW[0] += 4
 
         @pytest.mark.slow
         def test_slow():
-            pass
+            test_seconds.NOW[0] += 5
         """
     )
     pytester.makeini("[pytest]\nmarkers =\n    slow\n    xdist_group(name)")
+    monkeypatch.setattr(seconds, "_cpu", lambda: NOW[0])
     plugin = seconds.Seconds()
     assert pytester.inline_run(plugins=[plugin]).ret == pytest.ExitCode.OK
-    assert plugin.counted["test_x.py", "default"] > 0.9 > plugin.counted["llama", "default"] > 0.4
-    assert plugin.counted["test_x.py", "slow"] < 0.3
-    monkeypatch.setattr(seconds, "FAMILY", 0.1)
+    assert plugin.counted == {("test_x.py", "default"): 7, ("llama", "default"): 4, ("test_x.py", "slow"): 5}
+    monkeypatch.setattr(seconds, "FAMILY", 1)
     assert pytester.inline_run(plugins=[seconds.Seconds()]).ret == pytest.ExitCode.TESTS_FAILED
 
 
+def test_child_processes_count():
+    before = seconds._cpu()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert seconds._cpu() - before > 0.25
+
+
+def test_rows_and_sums_of_the_tables_have_budgets():
+    within = {(f"tests/{n}.py", "default"): seconds.FILE for n in range(3)} | {("llama", "default"): seconds.FAMILY}
+    assert seconds.faults(within) == []
+    (file,) = seconds.faults(within | {("tests/b.py", "default"): seconds.FILE + 0.2})
+    (family,) = seconds.faults(within | {("gemma", "default"): seconds.FAMILY + 0.2})
+    many = {(f"tests/{n}.py", "default"): 1.0 for n in range(seconds.TIERS["default"] + 1)}
+    (tier,) = seconds.faults(many | {("tests/0.py", "slow"): seconds.TIERS["slow"]})
+    assert "tests/b.py" in file and "gemma" in family and "the default tier" in tier
+    assert "the slow tier" in seconds.faults({("tests/a.py", "slow"): seconds.TIERS["slow"] + 1.0})[0]
+
+
 def test_the_tables_are_whole_and_within_the_budget():
-    """Where this fails for a new file, `python -m tests.seconds FILE` adds its row."""
+    """`python -m tests.seconds FILE` adds the row of a new file, and removes that of one that is gone."""
     counted = seconds.read((ROOT / "tests" / "README.md").read_text())
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     assert {what for what, _ in counted} == files | set(tiny.MODULES)
-    budgets = dict.fromkeys(files, seconds.FILE) | dict.fromkeys(tiny.MODULES, seconds.FAMILY)
-    assert [what for (what, tier), s in counted.items() if tier == "default" and s > budgets[what]] == []
+    assert seconds.faults(counted) == []
 
 
 def test_tables_are_read_as_written():

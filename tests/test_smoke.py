@@ -4,6 +4,7 @@ It needs nothing of this checkout: `.ci/run` runs a copy of this file, elsewhere
 """
 
 import importlib.metadata
+import os
 import pathlib
 import subprocess
 import sys
@@ -26,13 +27,14 @@ def test_data_is_installed():
 
     assert zoo.config("tiny").vocab_size == zoo.load("tiny").embed_tokens.weight.shape[0]
     assert train.tiny.INSTRUCTIONS.is_file()
-    assert list(pathlib.Path(kernels.__file__).parent.glob("block_sizes/*.json"))
+    assert list(pathlib.Path(kernels.__file__).parent.glob("*/*.json"))
 
 
 @pytest.mark.slow
 def test_training_ends_with_a_model_that_generates(tmp_path):
     command = [sys.executable, "-m", "train.sft", "--steps", "2", "--batch", "8", "--seq-len", "64", "--out", "run"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    as_users = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=as_users)
     assert run.returncode == 0, run.stdout + run.stderr
     folder = tmp_path / "run" / "model"
     (text,) = zoo.generate(zoo.load(folder), zoo.tokenizer(folder), ["The module"], max_new_tokens=4)

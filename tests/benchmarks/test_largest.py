@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import largest
-from train.plan.chips import CHIPS
+from train.base.chips import CHIPS
 
 
 def test_the_table_is_of_the_recorded_programs():

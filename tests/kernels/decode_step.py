@@ -28,10 +28,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from kernels.compile_options import compile_options
+from kernels.backends.compile_options import compile_options
 from tests.kernels.gpu import mesh_of
 from tests.kernels.tpu import CHIPS, ENVIRONMENT
-from train.plan import breakdown, hlo
+from train.planning import breakdown, hlo
 from zoo import registry
 from zoo.nn.cache import init_cache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear

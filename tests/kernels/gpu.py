@@ -34,7 +34,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.plan.chips import CHIPS, LIMITS, target
+from train.base.chips import CHIPS, LIMITS, target
 
 
 # By compute capability: the instructions that multiply matrices at full speed.
@@ -71,7 +71,7 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
     hgmma: tuple[str, ...]  # the kernels that have to multiply by HGMMA, QGMMA or IGMMA, or what the card has of these
     temporary: int  # bytes that the program may take beside arguments and results
-    card: str = "h200"  # its name in train.plan.chips
+    card: str = "h200"  # its name in train.base.chips
 
 
 def measure(module: str, part: str = "") -> dict[str, dict]:
@@ -146,7 +146,7 @@ def compile_one(case: Case, dump: Path) -> dict:
     seconds = time.monotonic() - start
     kernels: dict[str, dict] = {}
     for file in sorted(dump.glob("*.ptx")):
-        kernels |= _kernels(file, CHIPS[case.card].capability)
+        kernels |= kernels_of(file, CHIPS[case.card].capability)
     for file in dump.glob("*.thunk_sequence.txt"):
         for name, shared in re.findall(r"(\S+) grid: .*shared_memory: (\d+) bytes", file.read_text()):
             kernels[name]["shared"] = int(shared)
@@ -157,7 +157,7 @@ def compile_one(case: Case, dump: Path) -> dict:
     return {"seconds": round(seconds, 1), "temporary": memory.temp_size_in_bytes, "kernels": kernels}
 
 
-def _kernels(ptx: Path, capability: str) -> dict[str, dict]:
+def kernels_of(ptx: Path, capability: str) -> dict[str, dict]:
     """What the kernels of a file become: `ptxas` says what it gives them, `nvdisasm` which instructions they are."""
     assert PTXAS is not None and NVDISASM is not None, MISSING
     cubin = ptx.with_suffix(".cubin")

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kernels
-from kernels.masks import And, Causal, Chunk, Full, Mask, Or, Segments, Spans, Tokens, Window
+from kernels.masks import And, Causal, Chunk, Full, Mask, Or, Segments, Spans, Window
+from kernels.tokens import Tokens
 
 
 SCALE = 0.3
@@ -36,7 +37,9 @@ def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None
     seen = sees(mask, jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
     seen = np.broadcast_to(seen, (batch, seq, kv_seq))[:, None]
 
-    x = SCALE * np.einsum("bshd,bthd->bhst", q, k)
+    # By head, so that products are `@`, which is many times faster than einsum.
+    q, k, v, d_out = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, d_out))
+    x = SCALE * (q @ k.swapaxes(2, 3))
     logits = x if softcap is None else softcap * np.tanh(x / softcap)
     sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     sink = np.broadcast_to(sink[None, :, None, None], (batch, heads, seq, 1))
@@ -46,17 +49,16 @@ def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None
     weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
     sink_weight, weights = weights[..., -1], weights[..., :-1]
 
-    out = np.einsum("bhst,bthd->bshd", weights, v)
-    d_weights = np.einsum("bshd,bthd->bhst", d_out, v)
+    out = weights @ v
+    d_weights = d_out @ v.swapaxes(2, 3)
     delta = (weights * d_weights).sum(axis=-1)
     d_x = weights * (d_weights - delta[..., None])
     if softcap is not None:
         d_x *= 1 - np.tanh(x / softcap) ** 2
-    share = lambda x: x.reshape(batch, kv_seq, kv_heads, -1, x.shape[-1]).sum(axis=3)
-    dq = SCALE * np.einsum("bhst,bthd->bshd", d_x, k)
-    dk = share(SCALE * np.einsum("bhst,bshd->bthd", d_x, q))
-    dv = share(np.einsum("bhst,bshd->bthd", weights, d_out))
-    gradients = [dq, dk, dv]
+    shared = lambda x: x.reshape(batch, kv_heads, -1, kv_seq, x.shape[-1]).sum(axis=2)
+    dq, dk = SCALE * (d_x @ k), shared(SCALE * (d_x.swapaxes(2, 3) @ q))
+    dv = shared(weights.swapaxes(2, 3) @ d_out)
+    out, *gradients = (x.swapaxes(1, 2) for x in (out, dq, dk, dv))
     if sinks is not None:
         gradients.append(-(sink_weight * delta).sum(axis=(0, 2)))
     return out, gradients

@@ -31,19 +31,18 @@ DOCUMENTS |= {name: DOCUMENTS[name][:, :SEQ] for name in ("q_positions", "q_segm
 # Each with and without: softcap and sinks in all four ways; documents, a window, keys longer than queries; and
 # heads that share keys by two, all and none; values as wide as keys, narrower and wider.
 CASES = {
-    "causal": (dict(seq=300), dict(sinks=SINKS)),
     "full, with logits whose exponential overflows": (
         dict(seq=130, kv_seq=270, heads=5, kv_heads=1, dim=48, v_dim=16, size=10),
         dict(mask=Full()),
     ),
     "chunks and images": (
         dict(seq=260, kv_heads=4),
-        dict(mask=(Causal() & Chunk(48)) | Spans(), softcap=4.0, q_spans=IMAGES, kv_spans=IMAGES),
+        dict(mask=(Causal() & Chunk(48)) | Spans(), sinks=SINKS, q_spans=IMAGES, kv_spans=IMAGES),
     ),
-    "packed": (dict(seq=300, v_dim=32), dict(softcap=4.0, sinks=SINKS, **packed([128, 1, 130, 41], [10, 250, 40]))),
+    "packed": (dict(seq=200), dict(softcap=4.0, **packed([128, 1, 64, 7], [10, 150, 40]))),
     "everything": (EVERYTHING[0], dict(**EVERYTHING[1], sinks=SINKS, **DOCUMENTS)),
 }
-# "packed" is for bfloat16: in float32 "everything" stands for it. test_attention_tpu.py has a TPU's chunks and images.
+# "packed" is for bfloat16. test_attention_tpu.py has a TPU's chunks and images.
 IN_FLOAT32 = [
     (case, implementation)
     for case in CASES
@@ -91,14 +90,20 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation):
 
 def test_tokens_in_order_need_no_positions():
     """Those of each document count from 0, which chunks can tell from indices."""
-    x, options = arrays(seq=20), packed([7, 1, 9, 3], [0, 4, 12, 4])
-    segments = options["q_segments"]
-    assert np.array_equal(kernels.counted(jnp.asarray(segments)), options["q_positions"])
-    for mask in (Causal(), sliding(5), Causal() & Chunk(4)):
-        expected = run("reference", *x, mask=mask, **options)
-        assert (
-            np.max(errors(run("reference", *x, mask=mask, q_segments=segments, kv_segments=segments), expected)) < 1e-6
-        )
+    (q, k, v, _), options = arrays(seq=20), packed([7, 1, 9, 3], [0, 4, 12, 4])
+    segments = jnp.asarray(options["q_segments"])
+    assert np.array_equal(kernels.counted(segments), options["q_positions"])
+
+    @jax.jit
+    def with_and_without(q, k, v, positions):
+        pairs = []
+        for mask in (Causal(), sliding(5), Causal() & Chunk(4)):
+            attend = functools.partial(kernels.attention, q, k, v, scale=SCALE, mask=mask, implementation="reference")
+            pairs.append((attend(Tokens(positions, segments)), attend(Tokens(segments=segments))))
+        return pairs
+
+    for expected, actual in with_and_without(q, k, v, options["q_positions"]):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_tokens_in_order_over_the_context():

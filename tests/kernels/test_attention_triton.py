@@ -9,9 +9,10 @@ import pytest
 
 import kernels
 from kernels import Causal, Full, Mask, sliding
-from kernels.attention_triton import Schedule
-from kernels.masks import Tokens, block_classes
-from kernels.triton import pieces
+from kernels.attention.triton import Schedule
+from kernels.backends.triton import pieces
+from kernels.masks import block_classes
+from kernels.tokens import Tokens
 from tests.kernels.oracle import QUICK, SCALE, arrays, errors, oracle, packed, run
 
 
@@ -30,9 +31,9 @@ def test_widths_are_cut_into_powers_of_two():
 
 def test_heads_in_pieces():
     """196 features are 128, 64 and 16, the last with zeros. Heads so wide have kernels for dk and for dv apart."""
-    x = arrays(batch=2, seq=140, heads=6, kv_heads=2, dim=196, v_dim=80, size=1)
-    sinks = np.linspace(-3, 3, 6, dtype=np.float32)
-    options = dict(mask=sliding(50), softcap=4.0, sinks=sinks, **packed([60, 1, 79], [10, 70, 60]))
+    x = arrays(batch=2, seq=70, heads=4, kv_heads=2, dim=196, v_dim=80, size=1)
+    sinks = np.linspace(-3, 3, 4, dtype=np.float32)
+    options = dict(mask=sliding(30), softcap=4.0, sinks=sinks, **packed([30, 1, 39], [10, 50, 10]))
     assert np.max(errors(run("triton", *x, **options), oracle(*x, **options))) < 1e-5
 
 
@@ -61,8 +62,8 @@ def decode(q, k, v, *, q_positions=None, implementation="triton", **options):
 
 def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):
     """A query in each of three rows, and room for 300 keys, of which the rows have 6, 251 and all."""
-    q, k, v, d_out = arrays(batch=3, seq=300, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=dtype, size=2)
-    return q[:, :1], k, v, d_out[:, :1]
+    shapes = dict(batch=3, seq=1, kv_seq=300, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim)
+    return arrays(**shapes, dtype=dtype, size=2)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +72,8 @@ def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):
         # 6 + 251 + 300 keys in blocks of 32, and more programs than some of these rows have blocks.
         (dict(heads=8, kv_heads=2, dim=64, v_dim=64), dict(mask=Causal())),
         (dict(heads=6, kv_heads=6, dim=80, v_dim=96), dict(mask=sliding(40), softcap=4.0, sinks=np.float32(range(6)))),
-        # DeepSeek's latent cache: one key for all heads, which are too many for one program.
-        (dict(heads=20, kv_heads=1, dim=576, v_dim=512), dict(mask=Causal(), sinks=np.full(20, -np.inf, np.float32))),
+        # A latent cache such as DeepSeek's: one key for all heads, which are too many for one program.
+        (dict(heads=20, kv_heads=1, dim=144, v_dim=128), dict(mask=Causal(), sinks=np.full(20, -np.inf, np.float32))),
     ],
 )
 def test_decode_merges_what_its_programs_have_found(shapes, options):

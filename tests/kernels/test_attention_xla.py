@@ -10,8 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernels
-from kernels import Causal, Chunk, Full, attention_xla, sliding
-from kernels.masks import Segments, Tokens
+from kernels import Causal, Chunk, Full, sliding
+from kernels.attention import xla
+from kernels.masks import Segments
+from kernels.tokens import Tokens
 from tests.kernels.oracle import QUICK, SCALE, arrays, packed
 
 
@@ -75,9 +77,9 @@ def test_inside_a_sharded_scanned_rematerialised_model():
     ],
 )
 def test_blocks_that_nobody_sees_are_skipped(options, blocks):
-    sequence = attention_xla.Blocks.of(4 * attention_xla.BLOCK)
+    sequence = xla.Blocks.of(4 * xla.BLOCK)
     indices = np.arange(sequence.length)[None]
     q, kv = (Tokens(options.get(f"{side}_positions", indices), options.get(f"{side}_segments")) for side in ("q", "kv"))
-    visible_blocks = jax.jit(attention_xla.visible_blocks, static_argnums=(0, 1, 3))
+    visible_blocks = jax.jit(xla.visible_blocks, static_argnums=(0, 1, 3))
     first, end = visible_blocks(options.get("mask", Causal()), sequence, q, sequence, kv)
     assert (end - first).sum() == blocks

@@ -6,7 +6,7 @@ The modules of the H200 have all shapes. These are one for each row of sizes tha
 import jax
 import jax.numpy as jnp
 
-from kernels import ragged_dot_triton
+from kernels.ragged_dot import triton
 from tests.kernels import test_compile_gpu, test_compile_matmul_gpu
 from tests.kernels.experts import Product, training
 from tests.kernels.gpu import Case, complaints, needs_compiler
@@ -22,7 +22,7 @@ def attention(card: str, dim: int, backward=BACKWARD, dtype=jnp.bfloat16, **opti
 
 def ragged_dot(card: str, product: Product) -> Case:
     names = ("ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw")
-    return Case(training(ragged_dot_triton.ragged_dot), product.arguments(), names, temporary=64 << 10, card=card)
+    return Case(training(triton.ragged_dot), product.arguments(), names, temporary=64 << 10, card=card)
 
 
 def in_dtype(dtype, case: Case, card: str) -> Case:

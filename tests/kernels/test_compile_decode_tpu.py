@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import Causal, Stacked, Tokens, decode_attention, decode_attention_tpu, sliding
+from kernels import Causal, Stacked, Tokens, decode_attention, sliding
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
@@ -40,14 +40,6 @@ CASES = {
     "decode, Llama 8B, int8": case(16, 32, 8, 8192, 128, Causal(), int8=True),
     "decode, Llama 8B, 5 queries": case(16, 32, 8, 8192, 128, Causal(), queries=5),
 }
-
-
-def test_a_cache_that_would_be_copied_is_refused():
-    """Which these would be, as the compiler says: all of it in temporary memory, in place of 200 kB."""
-    flat = decode_attention_tpu._lies_flat
-    assert flat(8, 128, 128, 2) and flat(4, 128, 128, 1) and flat(16, 256, 256, 2) and flat(1, 576, 512, 2)
-    assert not flat(8, 64, 64, 2) and not flat(12, 128, 128, 2) and not flat(4, 256, 256, 2)
-    assert not flat(2, 128, 128, 1) and not flat(1, 576, 512, 1) and not flat(8, 256, 256, 1)
 
 
 @needs_libtpu

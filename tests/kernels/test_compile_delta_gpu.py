@@ -3,12 +3,16 @@
 Most cases are the two kernels alone, since XLA makes some eighty more of all that is around them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 import kernels
-from kernels import Slots, Tokens, delta_rule_triton, delta_step_triton
-from kernels.delta import CHUNK, Formula, Parts
+from kernels import Slots, Tokens
+from kernels.delta_rule import triton as delta_rule_triton
+from kernels.delta_rule.shared import CHUNK, Formula, Parts
+from kernels.delta_step import triton as delta_step_triton
 from tests.kernels.gpu import Case, complaints, needs_compiler
 
 
@@ -19,7 +23,8 @@ def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def scans(dim, v_dim, *, of=delta_rule_triton, card="h200", erase=True, precision=jax.lax.Precision.HIGH):
+def scans(of, dim, v_dim, *, card="h200", erase=True, precision=jax.lax.Precision.HIGH):
+    """The two kernels of an implementation."""
     chunks = 4, 1, 2, CHUNK
     parts = Parts(
         query=array(*chunks, dim), pairs=array(*chunks, CHUNK), alone=array(*chunks, v_dim),
@@ -68,17 +73,18 @@ def step(dim, v_dim, *, decays=1, erase=True, card="h200"):
     return Case(one, (cache, array(dtype=jnp.int32), rows, rows, *given), (), 1 << 16, card)
 
 
+triton = functools.partial(scans, delta_rule_triton)
 CASES = {
     "Qwen3-Next, one token": step(128, 128),
     "Kimi Linear, one token": step(128, 128, decays=128),
     "Nemotron-H, one token": step(128, 64, erase=False),
     "RTX 4090, one token": step(128, 128, card="4090"),
     "Qwen3-Next, packed": whole(4096, 2, 128),
-    "Qwen3-Next, Kimi Linear": scans(128, 128),
-    "Nemotron-H": scans(128, 64, erase=False),
-    "RTX 4090": scans(128, 128, card="4090"),
-    "RTX 4090, D256": scans(256, 128, card="4090"),
-    "RTX 4090, float32, D256": scans(256, 128, card="4090", precision=jax.lax.Precision.HIGHEST),
+    "Qwen3-Next, Kimi Linear": triton(128, 128),
+    "Nemotron-H": triton(128, 64, erase=False),
+    "RTX 4090": triton(128, 128, card="4090"),
+    "RTX 4090, D256": triton(256, 128, card="4090"),
+    "RTX 4090, float32, D256": triton(256, 128, card="4090", precision=jax.lax.Precision.HIGHEST),
 }
 
 

@@ -5,14 +5,14 @@ Those of float32, whose products take six passes each, do spill some registers, 
 
 import pytest
 
-from kernels import delta_rule_tpu
+from kernels.delta_rule import tpu
 from tests.kernels.test_compile_delta_gpu import scans
 from tests.kernels.tpu import Case, complaints, needs_libtpu
 
 
 def case(dim, v_dim, **options):
     """The arrays of a chunk are all that there is: nothing is as large as two of all states."""
-    function, arguments, *_ = scans(dim, v_dim, of=delta_rule_tpu, **options)
+    function, arguments, *_ = scans(tpu, dim, v_dim, **options)
     return Case(function, arguments, 1 + 2 * 4 * 2 * max(dim, 128) * max(v_dim, 128), ("v6e",))
 
 

@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernels
-from kernels import matmul_triton, matmul_xla
-from kernels.matmul import Formula
+from kernels.quantized_matmul import triton, xla
+from kernels.quantized_matmul.shared import Formula
 from tests.kernels.gpu import Case, complaints, mesh_of, needs_compiler
-from train.plan import breakdown
-from train.remat import REMAT
+from train.planning import breakdown
+from train.state.remat import REMAT
 
 
 MB = 1 << 20
@@ -24,7 +24,7 @@ def case(dtype, granularity, rows, ins, outs, *, activations=False, hgmma=("matm
     formula = Formula(dtype, granularity, activations, "float")
     shapes = {"channel": (outs,), "block": (-(-outs // 128), -(-ins // 128))}
     arrays = [((rows, ins), jnp.bfloat16), ((outs, ins), dtype), (shapes[granularity], jnp.float32)]
-    function = lambda x, w, scale: matmul_triton.quantized_matmul(x, w, scale, formula=formula)
+    function = lambda x, w, scale: triton.quantized_matmul(x, w, scale, formula=formula)
     return Case(function, tuple(jax.ShapeDtypeStruct(*a) for a in arrays), hgmma, temporary)
 
 
@@ -33,7 +33,7 @@ def step(dtype, rows, ins, outs, temporary):
     formula = Formula(dtype, "block", True, "quantized")
 
     def function(x, w, d_out):
-        out, gradient = jax.vjp(lambda x, w: matmul_triton.quantized_matmul(x, w, None, formula=formula), x, w)
+        out, gradient = jax.vjp(lambda x, w: triton.quantized_matmul(x, w, None, formula=formula), x, w)
         return out, gradient(d_out)
 
     shapes = (rows, ins), (outs, ins), (rows, outs)
@@ -76,7 +76,7 @@ def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
     arguments = [((4096, 4096), jnp.bfloat16), ((8192, 4096), dtype), (shape, jnp.float32)]
     arguments = [jax.ShapeDtypeStruct(*a, sharding=NamedSharding(mesh, P())) for a in arguments]
     with jax.set_mesh(mesh):
-        product = jax.jit(lambda x, w, scale: matmul_xla.quantized_matmul(x, w, scale, formula=formula))
+        product = jax.jit(lambda x, w, scale: xla.quantized_matmul(x, w, scale, formula=formula))
         compiled = product.lower(*arguments).compile({"xla_gpu_enable_triton_gemm": False})
     assert f'custom_call_target="{call}"' in compiled.as_text()
     assert "s8[4096,4096]" in compiled.as_text() or dtype == FP8

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import matmul_tpu
-from kernels.matmul import Formula
+from kernels.quantized_matmul import tpu
+from kernels.quantized_matmul.shared import Formula
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
@@ -14,7 +14,7 @@ def case(dtype, granularity, rows, ins, outs, *, activations):
     formula = Formula(dtype, granularity, activations, "float")
     shapes = {"tensor": (), "channel": (outs,), "block": (-(-outs // 128), -(-ins // 128))}
     arrays = [((rows, ins), jnp.bfloat16), ((outs, ins), dtype), (shapes[granularity], jnp.float32)]
-    function = lambda x, w, scale: matmul_tpu.quantized_matmul(x, w, scale, formula=formula)
+    function = lambda x, w, scale: tpu.quantized_matmul(x, w, scale, formula=formula)
     return Case(function, tuple(jax.ShapeDtypeStruct(*a) for a in arrays), limit(rows, ins, outs))
 
 

@@ -12,8 +12,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import attention_mosaic, ragged_dot_mosaic, sliding
-from kernels.masks import Segments, Tokens
+from kernels import sliding
+from kernels.attention import mosaic as attention_mosaic
+from kernels.masks import Segments
+from kernels.ragged_dot import mosaic as ragged_dot_mosaic
+from kernels.tokens import Tokens
 from tests.kernels import gpu
 
 
@@ -79,7 +82,7 @@ def test_no_register_is_spilled_and_all_products_are_hoppers(case, tmp_path, mon
         jax.jit(function).lower(*jax.tree.map(on_mesh, arguments)).compile()
 
     name = lambda file: re.match(r"(\w+)_\d+\.", file.name)[1]  # numbered by whoever writes it: not the same
-    kernels = {name(file): next(iter(gpu._kernels(file, "9.0").values())) for file in tmp_path.glob("*.ptx")}
+    kernels = {name(file): next(iter(gpu.kernels_of(file, "9.0").values())) for file in tmp_path.glob("*.ptx")}
     for file in tmp_path.glob("*.resources.txt"):
         kernels[name(file)]["shared"] = int(re.search(r"smem_scratch_bytes=(\d+)", file.read_text())[1])
     print(case, kernels)

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from kernels import ragged_dot_triton
+from kernels.ragged_dot import triton
 from tests.kernels.experts import DECODE, EXPERTS, fixed_matrices, training
 from tests.kernels.gpu import Case, complaints, needs_compiler
 
@@ -12,13 +12,13 @@ OUT, DX, DW = "ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw"
 
 def case(product, *hgmma, step=training, w_dtype=jnp.bfloat16):
     """Beside arguments and results there may be the schedule of tiles, and nothing that has features."""
-    return Case(step(ragged_dot_triton.ragged_dot), product.arguments(w_dtype), hgmma, temporary=64 << 10)
+    return Case(step(triton.ragged_dot), product.arguments(w_dtype), hgmma, temporary=64 << 10)
 
 
 def rounded(product, dtype):
     """The output of two sides in 8 bits."""
     x, w, sizes, _ = product.arguments(dtype)
-    return Case(ragged_dot_triton.ragged_dot, (x.update(dtype=dtype), w, sizes), (OUT,), temporary=64 << 10)
+    return Case(triton.ragged_dot, (x.update(dtype=dtype), w, sizes), (OUT,), temporary=64 << 10)
 
 
 CASES = {f"ragged_dot {name}": case(product, OUT, DX, DW) for name, product in EXPERTS.items()} | {

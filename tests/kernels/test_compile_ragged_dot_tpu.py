@@ -3,14 +3,14 @@
 import jax.numpy as jnp
 import pytest
 
-from kernels import ragged_dot_tpu
+from kernels.ragged_dot import tpu
 from tests.kernels.experts import DECODE, EXPERTS, fixed_matrices, training
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
 def case(product, step=training, w_dtype=jnp.bfloat16, chips=()):
     """No array may be larger than the arguments, as one with a row for each token and group would be by far."""
-    return Case(step(ragged_dot_tpu.ragged_dot), product.arguments(w_dtype), product.largest + 1, chips or tuple(CHIPS))
+    return Case(step(tpu.ragged_dot), product.arguments(w_dtype), product.largest + 1, chips or tuple(CHIPS))
 
 
 # Each product on two of the chips, in turn, so that each chip has half of each model's.

@@ -8,8 +8,8 @@ import jax
 import kernels
 import zoo
 from tests.kernels.gpu import needs_compiler
-from train.plan import ahead, breakdown, hlo
-from train.plan.chips import fleet
+from train.base.chips import fleet
+from train.planning import ahead, breakdown, hlo
 from zoo import registry
 from zoo.mesh import make_mesh
 

@@ -37,6 +37,14 @@ class Model(eqx.Module):
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
 
+KINDS = "linear", "tied", "softcap", "int8", "lora"
+
+
+@functools.cache
+def models() -> dict[str, Model]:
+    return eqx.filter_jit(lambda: {kind: make(kind) for kind in KINDS})()
+
+
 def make(kind: str) -> Model:
     embed, head, lora = jax.random.split(jax.random.key(0), 3)
     linear = Linear(EMBED, VOCAB, bias=True, std=1.0, key=head)
@@ -82,9 +90,9 @@ def assert_close(got, want, tolerance=2e-5):
     jax.tree.map(same, *jax.device_get((got, want)))
 
 
-@pytest.mark.parametrize("kind", ["linear", "tied", "softcap", "int8", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_plain_loss(kind, batch):
-    model = make(kind)
+    model = models()[kind]
     (want, want_sums), want_gradients = value_and_grad(plain)(model, *batch)
     (got, got_sums), gradients = value_and_grad(chunked)(model, *batch)
     assert_close((got, got_sums, gradients), (want, want_sums, want_gradients))
@@ -94,7 +102,7 @@ def test_equals_the_plain_loss(kind, batch):
 
 
 def test_any_chunk(batch):
-    model = make("linear")
+    model = models()["linear"]
     want = value_and_grad(plain)(model, *batch)
     for chunk in (1, BATCH * SEQ, 10_000):
         assert_close(value_and_grad(functools.partial(chunked, chunk=chunk))(model, *batch), want)
@@ -102,7 +110,7 @@ def test_any_chunk(batch):
 
 def test_correct_counts_the_targets_with_the_largest_logit(batch):
     tokens, _, mask = batch
-    model = make("linear")
+    model = models()["linear"]
     best = eqx.filter_jit(lambda model: model.unembed(model.hidden(tokens)).argmax(axis=-1))(model)
     (_, sums), _ = value_and_grad(chunked)(model, tokens, best, mask)
     assert int(sums["correct"]) == mask.sum()
@@ -110,7 +118,7 @@ def test_correct_counts_the_targets_with_the_largest_logit(batch):
 
 def test_masked_tokens_count_for_nothing(batch):
     tokens, targets, mask = batch
-    model = make("linear")
+    model = models()["linear"]
 
     def loss(head_and_x, targets, mask):
         return cross_entropy(*head_and_x, targets, mask, chunk=20, z_loss=Z_LOSS)
@@ -128,7 +136,7 @@ def test_masked_tokens_count_for_nothing(batch):
 
 def test_no_product_is_computed_twice_or_for_nothing(batch):
     _, targets, mask = batch
-    head, x = make("linear").head.weight, jnp.ones((BATCH, SEQ, EMBED))
+    head, x = models()["linear"].head.weight, jnp.ones((BATCH, SEQ, EMBED))
 
     def loss(x, head):
         return cross_entropy(lambda x: x @ head.T, x, targets, mask, chunk=20)[0]
@@ -179,24 +187,29 @@ def test_gradients_are_scaled_without_rounding_the_scale():
     np.testing.assert_array_equal(gradient(x, head, 7.0), want.astype(jnp.bfloat16))
 
 
+@functools.partial(jax.value_and_grad, argnums=(0, 1))
+def of_a_head(x, head, targets, mask):
+    return cross_entropy(lambda x: jnp.einsum("bse,ve->bsv", x, head), x, targets, mask, chunk=6, z_loss=Z_LOSS)[0]
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    """x, a head, targets and mask, and the loss and gradients of these."""
+    random = np.random.RandomState(0)
+    x, head = random.randn(16, 12, EMBED).astype(np.float32), random.randn(96, EMBED).astype(np.float32)
+    given = x, head, random.randint(0, 96, (16, 12)), random.randint(0, 2, (16, 12))
+    return given, jax.jit(of_a_head)(*given)
+
+
 @pytest.mark.parametrize("shape", [(8, 1, 1), (4, 1, 2), (2, 2, 2)])
-def test_split_over_devices(shape):
+def test_split_over_devices(shape, on_one_device):
     mesh = jax.make_mesh(shape, ("fsdp", "context", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
-    random = np.random.RandomState(0)
-    x = random.randn(16, 12, EMBED).astype(np.float32)
-    head = random.randn(96, EMBED).astype(np.float32)
-    targets, mask = random.randint(0, 96, (16, 12)), random.randint(0, 2, (16, 12))
-
-    def loss(x, head, targets, mask):
-        return cross_entropy(lambda x: jnp.einsum("bse,ve->bsv", x, head), x, targets, mask, chunk=6, z_loss=Z_LOSS)[0]
-
-    grad = jax.value_and_grad(loss, argnums=(0, 1))
-    want = jax.jit(grad)(x, head, targets, mask)
+    (x, head, targets, mask), want = on_one_device
     tokens = ("fsdp", "context")
     args = [place(x, *tokens), place(head, "tensor", "fsdp"), place(targets, *tokens), place(mask, *tokens)]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(grad, out_shardings=(None, (args[0].sharding, args[1].sharding))).lower(*args).compile()
+        compiled = jax.jit(of_a_head, out_shardings=(None, (args[0].sharding, args[1].sharding))).lower(*args).compile()
         assert_close(compiled(*args), want)
     computations = re.split(r"\n\n", compiled.as_text())
     bodies = set(re.findall(r"body=%([\w.]+)", compiled.as_text()))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import kernels
 from kernels import Causal, Chunk, Stacked, Tokens, sliding
@@ -67,9 +68,7 @@ def test_decode_of_a_ragged_cache(case, implementation):
     np.testing.assert_array_equal(spoilt[1, :-1], out[1, :-1])
 
 
-@pytest.mark.parametrize(
-    "case", ["all, of a few queries", "chunks, of which one is empty yet", "latents, wider than a register"]
-)
+@pytest.mark.parametrize("case", ["all, of a few queries", "latents, wider than a register"])
 @pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
 def test_decode_of_a_cache_in_8_bits(case, implementation):
     """As of its integers times their scales, in float64. Later slots and other layers hold scales of NaN, and so does,
@@ -138,6 +137,33 @@ def test_gradients_are_the_references():
     for implementation in ("xla", "triton", "tpu"):
         for actual, of_reference in zip(gradients(implementation, *given), expected, strict=True):
             np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
+
+
+def on_a_tpu(kv_heads, dim, v_dim, dtype):
+    """Why "tpu" would not decode on one over a cache of this dtype; with `v_dim` other than `dim` it has latents."""
+    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
+    parts = (v_dim, dim - v_dim) if v_dim < dim else (dim,)
+    of_scales = (shape(3, 1, 64, kv_heads * len(parts), dtype=jnp.float32), parts, np.dtype(jnp.bfloat16))
+    cache = Stacked(
+        shape(3, 1, 64, kv_heads, dim, dtype=dtype), shape(dtype=jnp.int32), *of_scales[: 3 * (dtype == jnp.int8)]
+    )
+    device = AbstractDevice("TPU v6 lite", None, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device)):
+        decode = functools.partial(kernels.decode_attention, scale=SCALE, implementation="xla")
+        (choice,) = kernels.explain(decode, shape(1, 1, kv_heads, dim), cache, v_dim if v_dim < dim else cache)
+    return choice.others["tpu"]
+
+
+def test_a_cache_that_a_tpu_would_copy_is_refused():
+    """Which these would be, as the compiler says: all of it in temporary memory, in place of 200 kB."""
+    wide, narrow = jnp.bfloat16, jnp.int8
+    for flat in [(8, 128, 128, wide), (4, 128, 128, narrow), (16, 256, 256, wide), (1, 576, 512, wide)]:
+        assert on_a_tpu(*flat) is None
+    for copied in [(8, 64, 64, wide), (12, 128, 128, wide), (4, 256, 256, wide), (2, 128, 128, narrow)]:
+        assert on_a_tpu(*copied) == "XLA would copy a cache of {} heads with {} and {} features to flatten it".format(
+            *copied
+        )
+    assert "XLA would copy" in on_a_tpu(1, 576, 512, narrow) and "XLA would copy" in on_a_tpu(8, 256, 256, narrow)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

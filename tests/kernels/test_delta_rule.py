@@ -1,5 +1,6 @@
 """The gated delta rule and the short convolution, against float64: packed, padded, continued, split over a mesh."""
 
+import functools
 import itertools
 import math
 
@@ -11,10 +12,14 @@ import pytest
 from jax.sharding import Mesh
 
 import kernels
-from kernels import Slots, Tokens, delta, delta_rule_tpu, delta_rule_triton, delta_rule_xla, delta_step_tpu
+from kernels import Slots, Tokens
+from kernels.delta_rule import shared, triton, xla
+from kernels.delta_rule import tpu as delta_rule_tpu
+from kernels.delta_step import tpu as delta_step_tpu
+from tests.kernels.oracle import QUICK
 
 
-BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 150, 2, 8, 4, 6  # SEQ: chunks of 64 do not divide it
+BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 152, 2, 8, 4, 6  # SEQ: chunks of 64 do not divide it, and four devices do
 SCALE = 0.3
 # What `arrays` makes, and options of the operation.
 KINDS = {
@@ -49,93 +54,109 @@ def oracle(q, k, v, decay, beta, segments=None, state=None, *, erase=True):
 
 
 def arrays(seed=0, *, channels=False, strength=1.0, seq=SEQ, dtype=np.float32):
+    """q, k, v, decay and beta, in numpy."""
     random = np.random.default_rng(seed)
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     q, k = (unit(random.normal(size=(BATCH, seq, HEADS, DIM))) for _ in range(2))
     v = random.normal(size=(BATCH, seq, V_HEADS, V_DIM))
     decay = -strength * random.random((BATCH, seq, V_HEADS, *((DIM,) if channels else ()))) ** 4
     beta = random.random((BATCH, seq, V_HEADS))
-    return tuple(jnp.asarray(x, dtype) for x in (q, k, v, decay, beta))
+    return tuple(x.astype(dtype) for x in (q, k, v, decay, beta))
 
 
 def error(ours, true):
     return np.linalg.norm(np.asarray(ours, np.float64) - true) / np.linalg.norm(true)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return KINDS[request.param]
+# Documents that begin within a chunk, at its edge, and after one token, and padding. Over four devices of 38 tokens one
+# begins with the second device and has one token; the next goes on through the third; one begins within the second.
+SEGMENTS = np.stack([np.repeat([1, 2, 3, 0], [38, 1, 100, 13]), np.repeat([5, 4], [64, 88])])
+START = np.random.default_rng(1).normal(size=(BATCH, V_HEADS, DIM, V_DIM)).astype(np.float32)
+D_OUT = np.random.default_rng(2).normal(size=(BATCH, SEQ, V_HEADS, V_DIM)).astype(np.float32), START[::-1]
+NAMES = "out", "last", "q", "k", "v", "decay", "beta", "state"
 
 
-SEGMENTS = np.concatenate([np.repeat([[1, 2, 3, 0]], [40, 1, 100, 9], axis=1), np.repeat([[5, 4]], [64, 86], axis=1)])
-
-
-def test_packed_documents_and_padding(kind):
-    """Documents that begin within a chunk, at its edge, and after one token; padding that holds NaN."""
-    of_arrays, options = kind
-    given = arrays(**of_arrays)
-    out, state = oracle(*given, SEGMENTS, **options)
-    given = tuple(x.at[0, -9:].set(jnp.nan) for x in given)
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def run(implementation, options, given):
+    """What `NAMES` says: the results, and all gradients. Kinds of the same shapes share a program."""
     at = Tokens(segments=jnp.asarray(SEGMENTS))
+    more = dict(scale=SCALE, implementation=implementation, **dict(options))
+    out, pull = jax.vjp(lambda *x: kernels.delta_rule(*x[:-1], at, state=x[-1], **more), *given, jnp.asarray(START))
+    return *out, *pull(jax.tree.map(jnp.asarray, D_OUT))
+
+
+def of_kind(kind):
+    """Its arrays, with padding that holds NaN, and its options."""
+    of_arrays, options = KINDS[kind]
+    given = arrays(**of_arrays)
+    for x in given:
+        x[0, -13:] = np.nan
+    return given, tuple(options.items())
+
+
+@functools.cache
+def found(implementation, kind):
+    given, options = of_kind(kind)
+    return jax.device_get(run(implementation, options, given))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_and_padding(kind):
+    """The outputs and the last state are the oracle's, and the gradients of chunks are those of single tokens."""
+    of_arrays, options = KINDS[kind]
+    true, state = oracle(*arrays(**of_arrays), SEGMENTS, START, **options)
     for implementation in ("reference", "xla"):
-        ours, last = kernels.delta_rule(*given, at, scale=SCALE, implementation=implementation, **options)
-        assert error(ours[0, :-9], out[0, :-9]) < 1e-5 and error(ours[1], out[1]) < 1e-5, implementation
+        out, last, *_ = found(implementation, kind)
+        assert error(out[0, :-13], true[0, :-13]) < 1e-5 and error(out[1], true[1]) < 1e-5, implementation
         assert error(last, state) < 1e-5, implementation
+    for name, ours, theirs in list(zip(NAMES, found("xla", kind), found("reference", kind), strict=True))[2:]:
+        assert np.all(np.isfinite(ours)) and (name == "state" or not np.any(ours[0, -13:])), name
+        assert error(ours, theirs.astype(np.float64)) < 2e-5, name
 
 
-def test_gradients(kind):
-    of_arrays, options = kind
-    given, at = arrays(**of_arrays), Tokens(segments=jnp.asarray(SEGMENTS))
-    random = np.random.default_rng(1)
-    start = jnp.asarray(random.normal(size=(BATCH, V_HEADS, DIM, V_DIM)), jnp.float32)
-    d_out = jnp.asarray(random.normal(size=given[2].shape), jnp.float32), start[::-1]
-
-    @jax.jit
-    def gradients(given, start, d_out):
-        def each(implementation):
-            run = lambda *x: kernels.delta_rule(
-                *x[:-1], at, scale=SCALE, state=x[-1], implementation=implementation, **options
-            )
-            return jax.vjp(run, *given, start)[1](d_out)
-
-        return each("xla"), each("reference")
-
-    ours, theirs = gradients(given, start, d_out)
-    for name, a, b in zip(("q", "k", "v", "decay", "beta", "state"), ours, theirs, strict=True):
-        assert np.all(np.isfinite(a)), name
-        assert error(a, np.asarray(b, np.float64)) < 2e-5, name
+@functools.partial(jax.jit, compiler_options=QUICK)
+def in_parts(part, positions, state):
+    return kernels.delta_rule(*part, Tokens(positions), scale=SCALE, state=state)
 
 
 def test_a_sequence_in_parts_is_the_whole():
     """Prefill of right-padded rows, then single tokens; a row that has ended is padding."""
-    given = arrays()
+    cuts, state, outs = [0, 70, 71, 72, 142], np.zeros_like(START), []
+    given = [x[:, : cuts[-1]] for x in arrays()]
     whole, _ = oracle(*given)
-    cuts, state, outs = [0, 70, 71, 72, SEQ], None, []
     for start, end in itertools.pairwise(cuts):
-        padded = lambda x, one: jnp.pad(x, one + ((0, 0),) * (x.ndim - 2), constant_values=9)
-        part = [padded(x[:, start:end], ((0, 0), (0, 1))) for x in given]
-        positions = jnp.where(jnp.arange(end - start + 1) < end - start, jnp.arange(start, end + 1), -1)[None]
-        out, state = kernels.delta_rule(*part, Tokens(jnp.tile(positions, (BATCH, 1))), scale=SCALE, state=state)
+        padded = lambda x: np.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2), constant_values=9)
+        positions = np.append(np.arange(start, end), -1).astype(np.int32)
+        part = [padded(x[:, start:end]) for x in given]
+        out, state = in_parts(part, np.tile(positions, (BATCH, 1)), state)
         outs.append(out[:, :-1])
-    assert error(jnp.concatenate(outs, axis=1), whole) < 1e-5
+    assert error(np.concatenate(outs, axis=1), whole) < 1e-5
+
+
+def step(options, token, at, state):
+    return kernels.delta_rule(*token, at, state=state, scale=SCALE, **dict(options))
+
+
+compiled_step = jax.jit(step, static_argnums=0, compiler_options=QUICK)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "tpu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_changes_its_slots_alone(kind, implementation, monkeypatch):
     """One row goes on from a slot and writes another, one begins anew whatever lies there, one rests."""
-    of_arrays, options = kind
+    of_arrays, options = KINDS[kind]
     if "channels" in of_arrays:  # the layout of states whose values fill a TPU's registers
         monkeypatch.setattr(delta_step_tpu, "LANES", V_DIM)
-    token = tuple(jnp.concatenate([x, jnp.full_like(x[:1], jnp.nan)]) for x in arrays(**of_arrays, seq=1))
+    token = tuple(np.concatenate([x, np.full_like(x[:1], np.nan)]) for x in arrays(**of_arrays, seq=1))
     random = np.random.default_rng(2)
     stack = random.normal(size=(2, BATCH + 1, 3, V_HEADS, DIM, V_DIM)).astype(np.float32)
     stack[1, 1] = np.nan
-    state = Slots(jnp.asarray(stack), jnp.array(1), jnp.array([2, -1, 0]), jnp.array([0, 1, 0]))
-    at = Tokens(jnp.array([[5], [0], [-1]]))
+    state = Slots(stack, *map(np.int32, (1, [2, -1, 0], [0, 1, 0])))
+    at = Tokens(np.int32([[5], [0], [-1]]))
     with kernels.prefer(implementation):
-        step = lambda *x: kernels.delta_rule(*x[:-1], at, state=x[-1], scale=SCALE, **options)
-        assert kernels.explain(step, *token, state)[0][:2] == ("delta_step", implementation)
-        out, after = step(*token, state)
+        given = tuple(options.items()), token, at, state
+        assert kernels.explain(step, *given)[0][:2] == ("delta_step", implementation)
+        out, after = jax.device_get(compiled_step(*given))
     start = np.stack([stack[1, 0, 2], np.zeros_like(stack[1, 0, 0])])
     true, last = oracle(*(x[:BATCH] for x in token), state=start, **options)
     assert error(out[:BATCH], true) < 1e-6
@@ -145,49 +166,46 @@ def test_a_step_changes_its_slots_alone(kind, implementation, monkeypatch):
     np.testing.assert_array_equal(found, stack)
 
 
+def compiled(run):
+    return jax.jit(lambda *x: run(*x), compiler_options=QUICK)
+
+
 def on_a_mesh(run, *arguments, **axes):
-    """The results on one device, and on a mesh with these axes."""
-    alone = jax.jit(run)(*arguments)
+    """The results on a mesh with these axes."""
     devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values())
     with jax.set_mesh(Mesh(devices, tuple(axes))):
-        return jax.tree.leaves(jax.jit(lambda *x: run(*x))(*arguments)), jax.tree.leaves(alone)
+        return jax.device_get(jax.tree.leaves(compiled(run)(*arguments)))
 
 
 def test_split_over_a_mesh():
+    """By rows and by heads: a sequence, and the step of a decode."""
     given, at = arrays(channels=True), Tokens(segments=jnp.asarray(SEGMENTS))
-    split, alone = on_a_mesh(lambda *x: kernels.delta_rule(*x, at, scale=SCALE), *given, fsdp=2, tensor=2)
-    for ours, one in zip(split, alone, strict=True):
-        assert error(ours, np.asarray(one, np.float64)) < 1e-6
+    rule = lambda *x: kernels.delta_rule(*x, at, scale=SCALE, state=jnp.asarray(START))
+    out, last = on_a_mesh(rule, *given, fsdp=2, tensor=2)
+    of_one = found("xla", "a channel's decay")
+    assert error(out[:, :-13], of_one[0][:, :-13].astype(np.float64)) < 1e-6
+    assert error(last, of_one[1].astype(np.float64)) < 1e-6
     stack = jnp.asarray(np.random.default_rng(1).normal(size=(2, BATCH, 2, V_HEADS, DIM, V_DIM)), jnp.float32)
     state = Slots(stack, jnp.array(1), jnp.array([0, -1]), jnp.array([1, 0]))
     token = tuple(x[:, :1] for x in given)
     with kernels.prefer("triton"):
-        split, alone = on_a_mesh(lambda *x: kernels.delta_rule(*x, scale=SCALE, state=state), *token, fsdp=2, tensor=2)
+        step = lambda *x: kernels.delta_rule(*x, scale=SCALE, state=state)
+        alone = jax.tree.leaves(compiled(step)(*token))
+        split = on_a_mesh(step, *token, fsdp=2, tensor=2)
     for ours, one in zip(split, alone, strict=True):
         assert error(ours, np.asarray(one, np.float64)) < 1e-6
 
 
-# Over four devices of 38 tokens: a document begins with the second device and has one token; the next goes on through
-# the third; in the other row one begins within the second.
-ACROSS = np.concatenate([np.repeat([[1, 2, 3, 0]], [38, 1, 100, 13], axis=1), np.repeat([[5, 4]], [60, 92], axis=1)])
-
-
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_split_over_the_context(kind):
     """The outputs, the last state, and all gradients are one device's."""
-    of_arrays, options = kind
-    given, at = arrays(**of_arrays, seq=ACROSS.shape[1]), Tokens(segments=jnp.asarray(ACROSS))
-    random = np.random.default_rng(1)
-    start = jnp.asarray(random.normal(size=(BATCH, V_HEADS, DIM, V_DIM)), jnp.float32)
-    d_out = jnp.asarray(random.normal(size=given[2].shape), jnp.float32), start[::-1]
-
-    def both(given, start, d_out):
-        run = lambda *x: kernels.delta_rule(*x[:-1], at, scale=SCALE, state=x[-1], **options)
-        out, pull = jax.vjp(run, *given, start)
-        return out, pull(d_out)
-
-    split, alone = on_a_mesh(both, given, start, d_out, context=4)
-    for name, ours, one in zip(("out", "last", "q", "k", "v", "decay", "beta", "state"), split, alone, strict=True):
-        assert error(ours, np.asarray(one, np.float64)) < 1e-5, name
+    given, options = of_kind(kind)
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:4]), ("context",))):
+        split = jax.device_get(run(None, options, given))
+    for name, ours, one in zip(NAMES, split, found("xla", kind), strict=True):
+        padding = name == "out"
+        ours, one = (x[:, :-13] if padding else x for x in (ours, one))
+        assert error(ours, one.astype(np.float64)) < 1e-5, name
 
 
 def test_half_precision_is_rounded_once():
@@ -195,26 +213,27 @@ def test_half_precision_is_rounded_once():
     given = arrays(dtype=jnp.bfloat16)
     out, last = oracle(*given)
     for implementation in ("xla", "triton", "tpu"):
-        ours, state = kernels.delta_rule(*given, scale=SCALE, implementation=implementation)
+        rule = functools.partial(kernels.delta_rule, scale=SCALE, implementation=implementation)
+        ours, state = compiled(rule)(*given)
         assert ours.dtype == jnp.bfloat16 and state.dtype == jnp.float32
         assert error(ours, out) < 2e-3 and error(state, last) < 1e-3, implementation
 
 
-@pytest.mark.parametrize("of", [delta_rule_triton, delta_rule_tpu])
+@pytest.mark.parametrize("of", [triton, delta_rule_tpu])
 def test_kernels_scan_as_plain_jax_does(of):
     """The rest of an implementation is the same for all: chunks, features that fill no block, erasing and not."""
     random = np.random.default_rng(6)
-    array = lambda *shape: jnp.asarray(random.normal(size=shape) / 8, jnp.float32)
+    array = lambda *shape: (random.normal(size=shape) / 8).astype(np.float32)
     of_chunks = lambda *shape: array(3, 2, 3, 64, *shape)
-    parts = delta.Parts(
+    parts = shared.Parts(
         query=of_chunks(DIM), pairs=of_chunks(64), alone=of_chunks(20), less=of_chunks(DIM), key=of_chunks(DIM),
-        fade=jnp.abs(array(3, 2, 3, DIM, 1)),
+        fade=np.abs(array(3, 2, 3, DIM, 1)),
     )  # fmt: skip
-    state, d_state, d_out = array(2, 3, DIM, 20), array(2, 3, DIM, 20), of_chunks(20)
-    formula = delta.Formula(1.0, True, jax.lax.Precision.HIGHEST)
+    state, d_state, d_out = map(jnp.asarray, (array(2, 3, DIM, 20), array(2, 3, DIM, 20), of_chunks(20)))
+    formula = shared.Formula(1.0, True, jax.lax.Precision.HIGHEST)
     plain = parts._replace(less=None, fade=parts.fade[..., :1, :])
 
-    @jax.jit
+    @compiled
     def found(parts, plain):
         def both(of):
             yield of.forward(formula, parts, state, keep=True)
@@ -222,7 +241,7 @@ def test_kernels_scan_as_plain_jax_does(of):
             yield of.forward(formula, plain, state, keep=False)
             yield of.backward(formula, plain, d_out, d_state)
 
-        return list(both(of)), list(both(delta_rule_xla))
+        return list(both(of)), list(both(xla))
 
     ours, theirs = found(parts, plain)
     for each, one in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -248,18 +267,18 @@ def additions(jaxpr):
 @pytest.mark.parametrize("erase", [True, False])
 def test_operations_are_those_that_are_counted(erase):
     """The reference's; those that chunks add; and a scan's, by its four matrices."""
-    seq, tokens = 2 * delta.CHUNK, BATCH * V_HEADS * 2 * delta.CHUNK
+    seq, tokens = 2 * shared.CHUNK, BATCH * V_HEADS * 2 * shared.CHUNK
     given, of = arrays(seq=seq), dict(scale=SCALE, erase=erase)
     count = lambda name: additions(
         jax.make_jaxpr(lambda *x: kernels.delta_rule(*x, implementation=name, **of))(*given).jaxpr
     )
-    once = tokens * delta.state_products(DIM, V_DIM, erase=erase)
+    once = tokens * shared.state_products(DIM, V_DIM, erase=erase)
     assert count("reference") == once
-    within = delta.CHUNK * (DIM + V_DIM) + erase * (delta.CHUNK * (2 * DIM + V_DIM) + (delta.CHUNK**2 - 1) // 3)
+    within = shared.CHUNK * (DIM + V_DIM) + erase * (shared.CHUNK * (2 * DIM + V_DIM) + (shared.CHUNK**2 - 1) // 3)
     to_states = 2 * BATCH * V_HEADS * DIM * V_DIM  # each of two chunks adds to the state that fades
     assert count("xla") == once + tokens * within + to_states
-    matrices = [(tokens, DIM)] * (2 + erase) + [(tokens, delta.CHUNK)]  # query, key, less; pairs
-    assert delta.scan_flops(matrices, V_DIM) == 2 * (once + tokens * delta.CHUNK * V_DIM)
+    matrices = [(tokens, DIM)] * (2 + erase) + [(tokens, shared.CHUNK)]  # query, key, less; pairs
+    assert shared.scan_flops(matrices, V_DIM) == 2 * (once + tokens * shared.CHUNK * V_DIM)
 
 
 def test_inverse():
@@ -279,15 +298,14 @@ def test_inverse():
     decayed = lambda k, total: k @ k.T * np.exp(np.minimum(total[:, None] - total, 0))
     lower = np.stack([np.tril(decayed(*case), -1) for case in cases]).astype(np.float32)
     true = np.linalg.inv(np.eye(64) + lower.astype(np.float64))
-    solved = jax.lax.linalg.triangular_solve(
-        jnp.asarray(lower), jnp.tile(jnp.eye(64), (len(lower), 1, 1)), left_side=True, lower=True, unit_diagonal=True
-    )
-    for ours, theirs, one in zip(delta.inverse(jnp.asarray(lower)), solved, true, strict=True):
+    eye = np.tile(np.eye(64, dtype=np.float32), (len(lower), 1, 1))
+    solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=True, lower=True, unit_diagonal=True)
+    for ours, theirs, one in zip(compiled(shared.inverse)(lower), compiled(solve)(lower, eye), true, strict=True):
         assert error(ours, one) < max(2e-7, error(theirs, one))
 
 
 def test_bad_arguments():
-    q, k, v, decay, beta = arrays(seq=4)
+    q, k, v, decay, beta = map(jnp.asarray, arrays(seq=4))
     with pytest.raises(ValueError, match=r"value heads \(3\) must be a multiple of the query/key heads \(2\)"):
         kernels.delta_rule(q, k, v[:, :, :3], decay[:, :, :3], beta[:, :, :3], scale=1.0)
 
@@ -308,10 +326,10 @@ def convolved(x, weight, segments=None, tail=None):
 def test_convolution_of_packed_documents():
     random = np.random.default_rng(2)
     x, weight = random.normal(size=(BATCH, SEQ, 5)).astype(np.float32), random.normal(size=(5, 4)).astype(np.float32)
-    ours, tail = kernels.causal_conv(jnp.asarray(x), jnp.asarray(weight), Tokens(segments=jnp.asarray(SEGMENTS)))
+    ours, tail = compiled(kernels.causal_conv)(x, weight, Tokens(segments=SEGMENTS))
     true = convolved(x, weight, SEGMENTS)
-    assert error(ours[0, :-9], true[0, :-9]) < 1e-6 and error(ours[1], true[1]) < 1e-6
-    np.testing.assert_array_equal(tail, [x[0, -12:-9], x[1, -3:]])
+    assert error(ours[0, :-13], true[0, :-13]) < 1e-6 and error(ours[1], true[1]) < 1e-6
+    np.testing.assert_array_equal(tail, [x[0, -16:-13], x[1, -3:]])
 
 
 def test_convolution_split_over_the_context():
@@ -330,7 +348,7 @@ def test_convolution_split_over_the_context():
         out, pull = jax.vjp(run, x, weight, before)
         return out, pull(jax.tree.map(jnp.cos, out))
 
-    split, alone = on_a_mesh(both, x, weight, before, context=4)
+    split, alone = on_a_mesh(both, x, weight, before, context=4), jax.tree.leaves(compiled(both)(x, weight, before))
     assert error(alone[0][0, :13], convolved(x, weight, np.asarray(segments))[0, :13]) < 1e-6
     for ours, one in zip(split, alone, strict=True):
         assert error(ours, np.asarray(one, np.float64)) < 1e-6
@@ -338,22 +356,18 @@ def test_convolution_split_over_the_context():
 
 def test_convolution_in_parts_is_the_whole():
     random = np.random.default_rng(3)
-    x, weight = (
-        random.normal(size=(BATCH, 9, 5)).astype(np.float32),
-        jnp.asarray(random.normal(size=(5, 4)), jnp.float32),
-    )
-    whole, weight = convolved(x, weight), jnp.asarray(weight)
-    out, tail = kernels.causal_conv(
-        jnp.asarray(x[:, :6]).at[1, 2:].set(7.0), weight,
-        Tokens(jnp.array([[0, 1, 2, 3, 4, 5], [0, 1, -1, -1, -1, -1]])),
-    )  # fmt: skip
+    x, weight = (random.normal(size=shape).astype(np.float32) for shape in ((BATCH, 9, 5), (5, 4)))
+    whole, conv = convolved(x, weight), compiled(lambda x, at, tail: kernels.causal_conv(x, weight, at, tail=tail))
+    begun = x[:, :6].copy()
+    begun[1, 2:] = 7.0
+    out, tail = conv(begun, Tokens(np.int32([[0, 1, 2, 3, 4, 5], [0, 1, -1, -1, -1, -1]])), None)
     np.testing.assert_array_equal(tail[1], [np.zeros(5), x[1, 0], x[1, 1]])
-    first, tail = kernels.causal_conv(jnp.asarray(np.stack([x[0, 6], x[1, 2]])[:, None]), weight, tail=tail)
+    first, tail = conv(np.stack([x[0, 6], x[1, 2]])[:, None], Tokens(), tail)
     assert error(out[0], whole[0, :6]) < 1e-6 and error(first[:, 0], np.stack([whole[0, 6], whole[1, 2]])) < 1e-6
-    same, kept = kernels.causal_conv(first, weight, Tokens(jnp.full((BATCH, 1), -1)), tail=tail)
+    same, kept = conv(first, Tokens(np.full((BATCH, 1), -1, np.int32)), tail)
     np.testing.assert_array_equal(kept, tail)
     with pytest.raises(ValueError, match="leave segments out"):
-        kernels.causal_conv(same, weight, Tokens(segments=jnp.ones((BATCH, 1), int)), tail=tail)
+        conv(same, Tokens(segments=np.ones((BATCH, 1), np.int32)), tail)
 
 
 @pytest.mark.live
@@ -363,7 +377,7 @@ def test_transformers_computes_the_same(channels):
     from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    given = arrays(channels=channels)
+    given = tuple(map(jnp.asarray, arrays(channels=channels)))
     given = tuple(jnp.repeat(x, V_HEADS // HEADS, axis=2) for x in given[:2]) + given[2:]  # Kimi's are as many
     start = np.random.default_rng(4).normal(size=(BATCH, V_HEADS, DIM, V_DIM)).astype(np.float32)
     ours, last = kernels.delta_rule(*given, scale=DIM**-0.5, state=jnp.asarray(start))

@@ -1,7 +1,8 @@
-"""Who serves a call: chosen by the tables, preferred, asked for; and what `explain` says of it."""
+"""Who serves a call: chosen by rank, preferred, asked for; and what `explain` says of it."""
 
 import functools
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -12,8 +13,10 @@ from jax.experimental import pallas
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import kernels
-from kernels import Tokens, attention_cudnn, blocks, dispatch
-from kernels.device import Device, elsewhere
+from kernels import Tokens, dispatch
+from kernels.attention import cudnn
+from kernels.backends import blocks
+from kernels.backends.device import Device, elsewhere
 from tests.kernels.oracle import SCALE
 
 
@@ -24,14 +27,42 @@ def shape(*dims, dtype=jnp.float32):
 QKV = [shape(2, 300, 4, 16), shape(2, 300, 2, 16), shape(2, 300, 2, 16)]
 
 
+# By operation: who is asked on a CPU, on a GPU and on a TPU, in order, and who serves only where asked for by name.
+ASKED = {
+    "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "mosaic"),
+    "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
+    "decode_attention": ("xla reference", "triton xla reference", "tpu xla reference", ""),
+    "delta_rule": ("xla reference", "triton xla reference", "tpu xla reference", ""),
+    "delta_step": ("reference", "triton reference", "tpu reference", ""),
+    "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
+    "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "mosaic"),
+}
+
+
+def test_what_the_files_say_of_platforms_and_ranks():
+    assert dispatch.operations() == tuple(ASKED)
+    for operation, (*by_platform, by_name) in ASKED.items():
+        asked = [names.split() for names in by_platform]
+        assert [dispatch.preference(operation, platform) for platform in ("cpu", "gpu", "tpu")] == asked
+        known = dispatch.implementations(operation)
+        assert set(known) == set(sum(asked, by_name.split()))
+        assert {name for name, said in known.items() if said.split_by_xla} == {"reference", "xla"} & set(known)
+        for platform in ("cpu", "gpu", "tpu"):
+            ranks = [said.rank for said in known.values() if platform in said.platforms]
+            assert len(ranks) == len(set(ranks)), "which of two is asked first must not depend on their names"
+
+
 def test_every_implementation_has_its_function_and_its_refusal():
-    for operation, modules in dispatch.MODULES.items():
-        assert set(dispatch.PREFERENCES[operation]) == {"cpu", "gpu", "tpu"}
-        for preference in dispatch.PREFERENCES[operation].values():
-            assert preference[-1] == "reference" and set(preference) <= set(modules)
-        for name in modules:
-            module = dispatch._module(operation, name)
+    for operation in dispatch.operations():
+        for name, said in dispatch.implementations(operation).items():
+            module = dispatch.first(operation, (name,))
             assert callable(getattr(module, operation)) and (name == "reference" or callable(module.refusal))
+            assert said == (module.PLATFORMS, module.RANK), "what is read from the file is what it says when imported"
+
+
+def test_implementations_are_not_imported_before_they_are_asked():
+    code = "import sys, kernels; kernels.prefer('xla'); print(*[name for name in sys.modules if 'pallas' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 
 def test_explain_names_the_choice_and_why_not_the_others():
@@ -137,7 +168,7 @@ def test_sizes_are_found_by_card_by_capability_and_by_shared_memory(monkeypatch)
 
     def found(kind, dtype=jnp.bfloat16):
         with on(kind):
-            return blocks.sizes("a_module", "forward", dtype, "d64")["q"]
+            return blocks.sizes("kernels.module", "forward", dtype, "d64")["q"]
 
     assert [found(f"NVIDIA {kind}") for kind in ("A100-SXM4-80GB", "B200", "H100 NVL", "H20")] == [16, 1, 2, 3]
     assert found("NVIDIA H100 NVL", jnp.float16) == 2 and found("NVIDIA H100 NVL", jnp.float32) == 16
@@ -153,6 +184,13 @@ CARDS = {
     "T4": "Tesla T4",
     "AMD": "AMD Instinct MI300X",
 }
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Only who serves is asked, and most of a trace is that of kernels."""
+    zeros = lambda shapes: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    monkeypatch.setattr(pallas, "pallas_call", lambda *_, out_shape, **__: lambda *_: zeros(out_shape))
 
 
 def bf16(*dims):
@@ -187,8 +225,8 @@ CALLS = {
 }
 
 
-def test_the_table_of_cards_in_the_docs(monkeypatch):
-    monkeypatch.setattr(attention_cudnn, "refusal", lambda *_, **__: "left out: it depends on what is installed")
+def test_the_table_of_cards_in_the_docs(monkeypatch, untraced):
+    monkeypatch.setattr(cudnn, "refusal", lambda *_, **__: "left out: it depends on what is installed")
     lines = [f"| | {' | '.join(CARDS)} |", "|---" * (len(CARDS) + 1) + "|"]
     for name, (call, arguments) in CALLS.items():
         served = []
@@ -228,11 +266,10 @@ def test_without_pallas_triton(monkeypatch):
     """JAX has deprecated it: what it served is then served by others, and `explain` says why."""
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr(pallas, "triton", raising=False)
-    for name in ("triton", *(module for modules in dispatch.MODULES.values() for module in modules.values())):
-        if name.endswith("triton"):
-            monkeypatch.delitem(sys.modules, f"kernels.{name}", raising=False)
-            monkeypatch.delattr(kernels, name, raising=False)
-    monkeypatch.setattr(attention_cudnn, "refusal", lambda *_, **__: "left out")
+    for folder in ("backends", *dispatch.operations()):
+        monkeypatch.delitem(sys.modules, f"kernels.{folder}.triton", raising=False)
+        monkeypatch.delattr(sys.modules.get(f"kernels.{folder}"), "triton", raising=False)
+    monkeypatch.setattr(cudnn, "refusal", lambda *_, **__: "left out")
     with on("NVIDIA H200"):
         for call, arguments in CALLS.values():
             (choice,) = kernels.explain(call, *arguments)

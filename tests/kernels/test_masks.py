@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import Causal, Chunk, Full, Spans, Window, sliding
-from kernels.masks import FULL, PARTIAL, SKIP, Segments, Tokens, block_classes
+from kernels.masks import FULL, PARTIAL, SKIP, Segments, block_classes
+from kernels.tokens import Tokens
 from tests.kernels.oracle import sees
 
 

@@ -18,23 +18,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels import (
-    Causal,
-    Chunk,
-    Full,
-    Spans,
-    Window,
-    attention_mosaic,
-    attention_xla,
-    blocks,
-    dispatch,
-    mosaic,
-    ragged_dot_mosaic,
-    reference,
-)
-from kernels.device import Device
-from kernels.flash import Formula
-from kernels.masks import Segments, Tokens
+from kernels import Causal, Chunk, Full, Spans, Window, dispatch
+from kernels.attention import mosaic as attention_mosaic
+from kernels.attention import xla
+from kernels.attention.shared import Formula
+from kernels.backends import blocks, mosaic
+from kernels.backends.device import Device
+from kernels.masks import Segments
+from kernels.ragged_dot import mosaic as ragged_dot_mosaic
+from kernels.ragged_dot import reference
+from kernels.tokens import Tokens
 from tests.kernels import oracle
 
 
@@ -69,7 +62,7 @@ def interpreter(monkeypatch):
 
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
     # Triton's kernels, which are in the same program for documents in pieces, cannot be interpreted beside these.
-    monkeypatch.setattr(dispatch, "first", lambda *_, **__: attention_xla)
+    monkeypatch.setattr(dispatch, "first", lambda *_, **__: xla)
     kind_of_sum = type(plgpu.ACC((64, 64)).get_ref_aval())
     monkeypatch.setattr(kind_of_sum, "_setitem", lambda self, total, index, value: store(total, value))
 
@@ -110,7 +103,7 @@ def test_attention_has_no_races(kernel, interpreter):
 @pytest.mark.parametrize("kernel", ["matrices", "sums"])
 def test_ragged_dot_has_no_races(kernel, interpreter, monkeypatch):
     """Of one program only, as above."""
-    monkeypatch.setitem(blocks.table("ragged_dot_mosaic")[kernel]["cpu"]["*"]["*"], "programs", 1)
+    monkeypatch.setitem(blocks.table("kernels.ragged_dot.mosaic")[kernel]["cpu"]["*"]["*"], "programs", 1)
     x, d_out, sizes = jnp.ones((400, 128), jnp.bfloat16), jnp.ones((400, 128), jnp.bfloat16), jnp.asarray([70, 320])
     with interpreter(detect_races=True):
         if kernel == "matrices":

@@ -17,10 +17,10 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental.pallas import tpu as pltpu
 
 import kernels
-from kernels import grouped
-from kernels.grouped import Tiles
-from kernels.quantize import dequantize, quantize
-from kernels.ragged_dot_xla import tile_size
+from kernels.quantized_matmul.quantize import dequantize, quantize
+from kernels.ragged_dot import shared
+from kernels.ragged_dot.shared import Tiles
+from kernels.ragged_dot.xla import tile_size
 from kernels.stacked import Stacked
 
 
@@ -71,16 +71,19 @@ CASES = {
     "no row has a group": (150, [0, 0, 0, 0, 0]),
     "all rows in one of the groups": (150, [0, 0, 150, 0, 0]),
     "sizes beyond the rows": (150, [60, 60, 60, 60, 0]),
-    "whole tiles": (384, [128, 256]),
+    "whole tiles": (150, [32, 0, 64, 0, 32]),
+    "whole tiles of the largest size": (384, [128, 256]),
     "tiles of the largest size and parts of them": (384, [130, 169]),
-    "one group": (100, [100]),
-    "one row": (1, [0, 1, 0]),
-    "a decode": (8, np.bincount([3, 3, 7, 19, 20, 64, 64, 127], minlength=128)),
+    "one row and one group": (1, [1]),
+    "a decode": (8, np.bincount([3, 3, 7, 19, 20, 28, 28, 31], minlength=32)),
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, implementation",
+    # Only the tiles of "xla" grow with the groups.
+    [(case, name) for case in CASES for name in IMPLEMENTATIONS if "of the largest size" not in case or name == "xla"],
+)
 def test_float32_equals_the_oracle(case, implementation):
     tokens, group_sizes = CASES[case]
     x, w, d_out = arrays(tokens, len(group_sizes))
@@ -90,20 +93,23 @@ def test_float32_equals_the_oracle(case, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_int8_matrices(implementation):
-    """Without a float copy of all of them, and with a gradient of x alone."""
+def test_int8_matrices_of_a_layer_of_a_stack(implementation):
+    """Without a float copy of all of them, and with a gradient of x alone. The other layers may hold anything."""
     x, w, d_out = arrays()
-    w, sizes = jnp.asarray(np.round(20 * w), jnp.int8), jnp.array([33, 0, 1, 96, 20], jnp.int32)
+    w, sizes = np.round(20 * w).astype(np.int8), jnp.array([33, 0, 1, 96, 20], jnp.int32)
+    stack = np.stack([np.full_like(w, 100), w, np.full_like(w, 100)])
 
     @functools.partial(jax.jit, compiler_options=QUICK)
-    def out_and_dx(x, d_out):
-        out, gradient = jax.vjp(lambda x: kernels.ragged_dot(x, w, sizes, implementation=implementation), x)
+    def out_and_dx(x, stack, layer, d_out):
+        product = lambda x: kernels.ragged_dot(x, Stacked(stack, layer), sizes, implementation=implementation)
+        out, gradient = jax.vjp(product, x)
         return out, *gradient(d_out)
 
-    assert errors(out_and_dx(x, d_out), oracle(x, w, [33, 0, 1, 96, 20], d_out)[:2]).max() < 1e-5
+    actual = out_and_dx(x, stack, np.int32(1), d_out)
+    assert errors(actual, oracle(x, w, [33, 0, 1, 96, 20], d_out)[:2]).max() < 1e-5
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_a_layer_of_a_stack(implementation):
     """Gives what its matrices give by themselves, gradients too; the other layers may hold anything."""
     x, w, d_out = arrays()
@@ -117,7 +123,7 @@ def test_a_layer_of_a_stack(implementation):
         out, gradient = jax.vjp(lambda x, stack: product(x, Stacked(stack, layer)), x, stack)
         return out, *gradient(d_out)
 
-    out, dx, d_stack = of_stack(x, stack, jnp.int32(1), d_out)
+    out, dx, d_stack = jax.device_get(of_stack(x, stack, np.int32(1), d_out))
     for ours, theirs in zip((out, dx, d_stack[1]), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     assert not np.any(d_stack[::2])
@@ -126,22 +132,26 @@ def test_a_layer_of_a_stack(implementation):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_both_sides_rounded(implementation, dtype):
-    """The output is that of the rounded sides, and the gradients are those of the others. Rows of no group may hold
-    anything. The TPU rounds sums to bfloat16."""
+    """The output is that of the rounded sides, and the gradients are those of the others, whatever they are rounded
+    to. Rows of no group may hold anything. The TPU rounds sums to bfloat16."""
     x, w, d_out = arrays()
     sizes = np.array([33, 0, 1, 96, 10], np.int32)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(x, w, d_out):
         product = lambda x, w: kernels.rounded_ragged_dot(x, w, jnp.asarray(sizes), dtype, implementation)
+        rounded = [dequantize(quantize(side, dtype, "channel")) for side in (x, w)]
+        if dtype != jnp.int8:
+            return [product(x, w)], rounded
         out, gradient = jax.vjp(product, x, w)
-        return out, *gradient(d_out), *(dequantize(quantize(side, dtype, "channel")) for side in (x, w))
+        return [out, *gradient(d_out)], rounded
 
     x[-1] = np.nan
-    *actual, rounded_x, rounded_w = run(x, w, d_out)
+    actual, (rounded_x, rounded_w) = run(x, w, d_out)
     x[-1] = 0
     (out, *_), (_, *gradients) = oracle(np.nan_to_num(rounded_x), rounded_w, sizes, d_out), oracle(x, w, sizes, d_out)
-    assert (errors(actual, (out, *gradients)) < [4e-3 if implementation == "tpu" else 1e-5, 1e-5, 1e-5]).all()
+    expected = [out, *gradients][: len(actual)]
+    assert (errors(actual, expected) < [4e-3 if implementation == "tpu" else 1e-5, 1e-5, 1e-5][: len(actual)]).all()
     assert np.linalg.norm(out - oracle(x, w, sizes, d_out)[0]) > 3e-3 * np.linalg.norm(out)
 
 
@@ -166,7 +176,7 @@ def test_any_group_sizes(group_sizes):
 
 @functools.cache
 def errors_in_bfloat16(implementation, in_features, out_features):
-    tokens, group_sizes = CASES["sizes of all kinds"]
+    tokens, group_sizes = 70, [33, 0, 1, 30]
     x, w, d_out = arrays(tokens, len(group_sizes), in_features, out_features, jnp.bfloat16)
     actual = run(implementation, x, w, group_sizes, d_out)
     assert {a.dtype for a in actual} == {x.dtype}
@@ -175,8 +185,8 @@ def errors_in_bfloat16(implementation, in_features, out_features):
 
 @pytest.mark.parametrize(
     "implementation, in_features, out_features",
-    # Only a TPU's blocks differ by what is summed over.
-    [("xla", 136, 384), ("triton", 136, 384), ("tpu", 136, 384), ("tpu", 384, 136)],
+    # Only a TPU's blocks differ by what is summed over, and are so large.
+    [("xla", 40, 72), ("triton", 40, 72), ("tpu", 136, 384), ("tpu", 384, 136)],
 )
 def test_bfloat16_is_as_exact_as_the_reference(implementation, in_features, out_features):
     """In several blocks of rows and of features, the last of which are not full."""
@@ -186,12 +196,13 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation, in_features, out_
     assert all(a < 1.5 * b for a, b in zip([out, *gradients], theirs, strict=True))
 
 
-@pytest.mark.parametrize(
-    "tokens, group_sizes, in_features, out_features", [(50, [20, 0, 25], 512, 24), (64, [20, 44, 0], 24, 256)]
-)
-def test_tpu_without_races(tokens, group_sizes, in_features, out_features):
-    """In an interpreter that moves blocks as a TPU does, fills memory with NaN, and reports races."""
-    x, w, d_out = arrays(tokens, 3, in_features, out_features)
+def test_tpu_without_races():
+    """In an interpreter that moves blocks as a TPU does, fills memory with NaN, and reports races.
+
+    Groups end within blocks of rows, and there are several blocks of what is summed over and of features on each side.
+    """
+    group_sizes = [20, 0, 25]
+    x, w, d_out = arrays(50, 3, 512, 256)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         actual = run("tpu", x, w, group_sizes, d_out)
         assert errors(actual, oracle(x, w, group_sizes, d_out)).max() < 1e-5
@@ -270,7 +281,7 @@ def test_the_work_is_that_of_the_rows(training, decode):
 
 
 def test_rows_beyond_the_groups_are_a_group():
-    starts, ends = grouped.spans(grouped.with_rest(jnp.array([3, 0, 4], jnp.int32), 10), 10)
+    starts, ends = jax.jit(lambda sizes: shared.spans(shared.with_rest(sizes, 10), 10))(np.int32([3, 0, 4]))
     assert list(starts) == [0, 3, 3, 7] and list(ends) == [3, 3, 7, 10]
 
 
@@ -299,10 +310,9 @@ def test_memory_and_flops_do_not_grow_with_the_groups(dtype):
     one_matrix = in_features * out_features
     memory, flops = cost(256, "xla")
     assert memory < 4 * (4 * tokens * (in_features + out_features) + 2 * one_matrix)
-    assert cost(256, "reference")[0] > 256 * tokens * out_features  # so this test can fail
-    if (
-        dtype == jnp.float32
-    ):  # XLA counts the rounds of a loop once, and takes conversions for floating-point operations
+    if dtype == jnp.float32:
+        assert cost(256, "reference")[0] > 256 * tokens * out_features  # so this test can fail
+        # XLA counts the rounds of a loop once, and takes conversions for floating-point operations.
         assert flops < 1.5 * 2 * (2 * 8 * one_matrix)
 
 
@@ -342,10 +352,10 @@ def test_the_choice_of_implementation():
     def loops(*args, **kwargs):
         return "while" in str(jax.make_jaxpr(functools.partial(kernels.ragged_dot, **kwargs))(*args))
 
-    x, w, sizes = map(jnp.asarray, [*arrays()[:2], GROUP_SIZES])
+    (x, w, _), sizes = arrays(), np.int32(GROUP_SIZES)
     assert loops(x, w, sizes) and not loops(x, w, sizes, implementation="reference")
-    assert kernels.ragged_dot(x[:0], w, sizes).shape == (0, 40)
-    assert not kernels.ragged_dot(x, w[:0], sizes[:0]).any()
+    assert jax.jit(kernels.ragged_dot)(x[:0], w, sizes).shape == (0, 40)
+    assert not jax.jit(kernels.ragged_dot)(x, w[:0], sizes[:0]).any()
 
 
 def test_float64_stays_float64():

@@ -7,7 +7,7 @@ import grain
 from train.data import pictures, rows
 from train.data.packing import TEXT, Kind
 from train.data.records import Record
-from zoo.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer
 
 
 def batches(

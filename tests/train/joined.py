@@ -19,14 +19,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import train.options
+import train.run.options
 import zoo
-from train import cluster, offending, replay
-from train.checkpoint import Checkpoints
-from train.command import command
-from train.state import TrainState
-from train.step import cross_entropy
-from train.stop import AGAIN
+from train import replay
+from train.base import cluster
+from train.base.command import command
+from train.base.stop import AGAIN
+from train.run import offending
+from train.state.checkpoint import Checkpoints
+from train.state.state import TrainState
+from train.step.step import cross_entropy
 from zoo.mesh import make_mesh
 
 
@@ -86,13 +88,13 @@ def bad_steps(data, out, *arguments):
         seen.append((run.n, bool(numbers["finite"]), bool(numbers["spike"])))
         return look(self, run, numbers, *more)
 
-    offending.Running.WINDOW, offending.Guard.look, train.options.cross_entropy = 4, recorded, poisoned(data)
+    offending.Running.WINDOW, offending.Guard.look, train.run.options.cross_entropy = 4, recorded, poisoned(data)
     script("train.sft", "--data", data, "--out", out, *arguments)
     nan = next(n for n, finite, _ in seen if not finite)
     sys.argv = ["train.replay", f"{out}/offending-{nan}"]
     replay.main()
     print(json.dumps(seen))
-    train.options.cross_entropy = cross_entropy
+    train.run.options.cross_entropy = cross_entropy
 
 
 def known_state(devices=None):

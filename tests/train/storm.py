@@ -13,8 +13,8 @@ from typing import Any
 
 import train.tiny
 from tests import hurry
-from train import launch
-from train.metrics import read_metrics
+from train.run import launcher as launch
+from train.watch.metrics import read_metrics
 
 
 FAULTS = ("kill", "hang", "terminate", "damage")

@@ -19,11 +19,12 @@ import zoo.__main__
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
 from tests.zoo.programs import error, same
-from train import finetune, folder, loop
-from train.adapters import Lora
-from train.optim import make_schedule
-from zoo import lora, peft
+from train.run import finetune, folder, loop
+from train.state.optim import make_schedule
+from train.state.state import Lora
+from zoo import lora
 from zoo.surgery import modules
+from zoo.weights import peft
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -133,6 +134,7 @@ def test_over_weights_of_four_bits(base, tmp_path):
     assert_over_rounded_weights(tmp_path / "nf4", *adapted(base, tmp_path / "nf4", quantize="nf4", **slower), tuned)
 
 
+@pytest.mark.slow
 def test_adapters_on_a_mesh(base, rounded, tmp_path, monkeypatch, stop_after):
     """The losses of one device, over rounded weights too."""
     devices(monkeypatch, 4)

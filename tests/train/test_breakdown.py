@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from train.plan import breakdown
-from train.plan.ahead import Program, compile_ahead
-from train.plan.breakdown import Kernel, kernels
-from train.plan.chips import CHIPS
+from train.base.chips import CHIPS
+from train.planning import breakdown
+from train.planning.ahead import Program, compile_ahead
+from train.planning.breakdown import Kernel, kernels
 from zoo.mesh import make_mesh
 
 

@@ -14,7 +14,7 @@ from tests.train.batching import batches
 from tests.zoo import test_tiktoken
 from train.data.packing import encode, fingerprint, survey
 from train.data.records import Record, open_records
-from zoo.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer
 
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import kernels
-from train.step import cross_entropy
+from train.step.step import cross_entropy
 from zoo import registry, surgery
-from zoo.checkpoint import skeleton
+from zoo.weights.checkpoint import skeleton
 
 
 H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", None, "cuda"))

@@ -14,15 +14,15 @@ import train.tiny
 import zoo
 from tests.train import make_golden_trl as trl
 from tests.train.batching import batches
-from tests.train.conftest import command, devices
+from tests.train.conftest import Bigram, command, devices
 from tests.train.test_loss import GIVEN, GOLDEN
 from train import dpo
 from train.data import preferences
 from train.data.records import open_records
-from train.metrics import read_metrics
-from train.optim import adamw
-from train.state import init_state
-from train.step import jit_train_step, train_step
+from train.state.optim import adamw
+from train.state.state import init_state
+from train.step.step import jit_train_step, train_step
+from train.watch.metrics import read_metrics
 from zoo.nn.model import AbstractModel
 
 
@@ -94,24 +94,6 @@ def test_what_is_not_there_counts_for_nothing(rows, loss):
     learnt = batch["loss_mask"] != 0
     learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # of its second documents there is no gradient
     assert jnp.isfinite(value) and jnp.array_equal(jnp.any(gradient != 0, axis=2), learnt)
-
-
-class Bigram(AbstractModel):
-    """A model whose logits are a row of a table each."""
-
-    table: jax.Array
-    config: Any = None
-    embed_tokens: Any = None
-    layers: Any = None
-
-    def init_cache(self, batch, length, dtype):
-        raise NotImplementedError
-
-    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
-        return self.table[tokens], None, ()
-
-    def unembed(self, x):
-        return x
 
 
 def test_kto_in_microbatches(rows):
@@ -220,19 +202,20 @@ def assert_learnt_from_the_start(out):
     assert (out / "adapter/adapter_model.safetensors").exists()
 
 
-def test_the_script_trains_adapters(base, pairs, tmp_path, monkeypatch):
-    devices(monkeypatch, 8)
+def test_the_script_trains_adapters(base, pairs, tmp_path):
     command(
         "train.dpo", "--model", base / "model", "--data", pairs, "--out", tmp_path, "--lora.rank", 4, "--steps", 4,
-        "--batch", 8, "--seq-len", 32, "--lr", 1e-2, "--mesh", "fsdp=4,tensor=2", "--eval-every", 4,
+        "--batch", 8, "--seq-len", 32, "--lr", 1e-2, "--eval-every", 4,
     )  # fmt: skip
     assert_learnt_from_the_start(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_embedded_model_learns_the_embedded_preferences(tmp_path):
+def test_the_embedded_model_learns_the_embedded_preferences(tmp_path, monkeypatch):
+    """On a mesh."""
+    devices(monkeypatch, 8)
     command(
         "train.dpo", "--out", tmp_path, "--lora.rank", 4, "--steps", 4, "--batch", 8, "--seq-len", 176, "--lr", 1e-3,
-        "--eval-every", 4,
+        "--eval-every", 4, "--mesh", "fsdp=4,tensor=2",
     )  # fmt: skip
     assert_learnt_from_the_start(tmp_path)

@@ -5,19 +5,20 @@ import math
 import os
 import re
 import signal
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import train.options
+import train.run.options
 import zoo
 from tests.train.conftest import command, write_words
-from train import goodput, nans, offending, profiling, watchdog
-from train.metrics import read_metrics
-from train.step import cross_entropy
+from train.base import goodput, profiling
+from train.run import offending, watchdog
+from train.step import nans
+from train.step.step import cross_entropy
+from train.watch.metrics import read_metrics
 
 
 def poisoned(model, batch, reference=None, means=None, **options):
@@ -35,9 +36,9 @@ LETTERS = {}
 @pytest.fixture(scope="module")
 def bad(base):
     """Words of which one makes a NaN, and one a spike."""
-    write_words(base / "bad.jsonl", 0, count=200)
+    write_words(base / "bad.jsonl", 0, count=100)
     lines = [line for line in (base / "bad.jsonl").read_text().splitlines() if not {"q", "x"} & {*line}]
-    for at, letter in ((20, "q"), (70, "x")):
+    for at, letter in ((20, "q"), (50, "x")):
         lines[at] = json.dumps({"prompt": letter * 9, "completion": "A"})
     (base / "bad.jsonl").write_text("\n".join(lines) + "\n")
     tokenizer = zoo.tokenizer(base / "model")
@@ -57,7 +58,7 @@ def options(base, out, *more):
 def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     """One batch makes a NaN, one a spike. A run that skips both, and one that stops at the first and is started again,
     compute the same, bit for bit; of profiles and dumps there is one each."""
-    monkeypatch.setattr(train.options, "cross_entropy", poisoned)
+    monkeypatch.setattr(train.run.options, "cross_entropy", poisoned)
     monkeypatch.setattr(offending.Running, "WINDOW", 4)
     skips, stops = bad / "skips", bad / "stops"
     command("train.sft", *options(bad, skips, "--on-nonfinite", "skip", "--profile", "2:3", "--dump-hlo"))
@@ -166,8 +167,10 @@ def moved(monkeypatch):
     now = Time()
     monkeypatch.setattr(goodput.time, "monotonic", now)
     monkeypatch.setattr(goodput.time, "time", now)
-    monkeypatch.setattr(goodput, "_clock", goodput.Clock())
-    return now
+    goodput.begin()
+    yield now
+    monkeypatch.undo()
+    goodput.begin()
 
 
 def test_goodput(moved, tmp_path, capsys):
@@ -202,7 +205,7 @@ def test_goodput(moved, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (moved.now, moved.now))
     moved.now += 60
-    goodput._clock = goodput.Clock()
+    goodput.begin()
     moved.now += 5
     with goodput.Goodput(tmp_path, 10) as found:
         pass
@@ -210,32 +213,33 @@ def test_goodput(moved, tmp_path, capsys):
     assert table["step"] == 10 * 2 - 1.5 and table["lost"] == 30 + 38 and table["away"] == 60 and table["start"] == 12
 
 
-def test_a_run_that_hangs(tmp_path, monkeypatch, capfd):
+def test_a_run_that_hangs(moved, tmp_path, monkeypatch, capfd):
     """SIGUSR1 and a step that takes too long write stacks; without any progress the process ends."""
-    for name, value in (("EVERY", 0.02), ("LEAST", 0.1)):
-        monkeypatch.setattr(watchdog, name, value)
     ended = []
-    monkeypatch.setattr(watchdog.os, "_exit", lambda code: (ended.append(code), watch._done.set()))
-    o = watchdog.WatchdogOptions(step_timeout=0.5)
+    monkeypatch.setattr(watchdog, "EVERY", 1e6)  # it looks when it is told to
+    monkeypatch.setattr(watchdog.os, "_exit", ended.append)
     text = lambda: (tmp_path / "stacks-0.txt").read_text()
-
-    def wait_for(condition):
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    with watchdog.Watchdog(o, tmp_path, 0) as watch:
+    with watchdog.Watchdog(watchdog.WatchdogOptions(step_timeout=500.0), tmp_path, 0) as watch:
         for n in (1, 2, 3):
             watch.begin(n, [{"tokens": np.ones((1, 2))}])
+            moved.now += 1
             watch.done(n, tokens=1)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        wait_for(lambda: "the last good step was 3" in text())
+        watch.look()
+        assert not text()
+        signal.raise_signal(signal.SIGUSR1)
+        watch.look()
         assert "test_a_run_that_hangs" in text() and "(most recent call first)" in text()
-        wait_for(lambda: text().count("the last good step was 3") == 2)  # it has not moved since
-        wait_for(lambda: ended)
-    assert ended[0] == watchdog.AGAIN
-    assert "No step for" in (said := capfd.readouterr().err) and "(--step-timeout) after step 3, in step." in said
+        assert text().count("the last good step was 3") == 1
+        moved.now += watchdog.LEAST + 1
+        for _ in range(2):  # it says so once
+            watch.look()
+        assert text().count("the last good step was 3") == 2 and not ended
+        moved.now += 500
+        watch.look()
+    assert ended == [watchdog.AGAIN]
+    said = capfd.readouterr().err
+    assert "No step for 61 s (step); the median is 1 s" in said
+    assert "no progress for 561 s (--step-timeout) after step 3, in step." in said
 
 
 def test_errors_name_the_step_and_the_batch(tmp_path):

@@ -15,13 +15,13 @@ import zoo
 from tests.train.batching import batches
 from tests.train.conftest import losses, run, write_words
 from tests.zoo import tiny
-from train import finetune
-from train.checkpoint import Checkpoints
 from train.data.records import Record
-from train.neftune import NoisyEmbedding, noisy
-from train.optim import adamw
-from train.state import abstract_state, init_state
-from train.step import cross_entropy, train_step
+from train.run import finetune
+from train.state.checkpoint import Checkpoints
+from train.state.optim import adamw
+from train.state.state import abstract_state, init_state
+from train.step.neftune import NoisyEmbedding, noisy
+from train.step.step import cross_entropy, train_step
 from zoo.nn.layers import Embedding
 from zoo.nn.model import AbstractModel
 from zoo.surgery import modules

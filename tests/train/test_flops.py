@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 import zoo
-from train import freeze
-from train.metrics import flops_per_token, products_per_token
-from train.plan.ahead import seen_pairs
-from zoo.checkpoint import skeleton
+from train.base.flops import flops_per_token, products_per_token
+from train.planning.ahead import seen_pairs
+from train.state import state
 from zoo.registry import family_of
+from zoo.weights.checkpoint import skeleton
 
 
 TOLERANCE = 0.005
@@ -129,7 +129,7 @@ def test_flops_of_what_is_frozen():
     """No gradients of frozen weights, and nothing is sent back to where nothing is trained; in multiply-adds."""
     config = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2, layer_types=())
     model, p = skeleton(family_of(config), config), products_per_token(config, 100)
-    counted = lambda *patterns: flops_per_token(config, 100, trained=freeze.split(model, patterns)[0]) / 2
+    counted = lambda *patterns: flops_per_token(config, 100, trained=state.split_frozen(model, patterns)[0]) / 2
     all_of_it = 3 * sum(p)
     assert flops_per_token(config, 100) / 2 == counted("layers.*norm*") == all_of_it
     assert counted("embed_tokens.*", "*norm*") == all_of_it
@@ -145,7 +145,7 @@ def test_flops_of_a_frozen_embedding_that_is_the_head():
     config = zoo.config("qwen3-0.6b")
     model, p = skeleton(family_of(config), config), products_per_token(config, 100)
     assert config.tie_word_embeddings
-    trained, _ = freeze.split(model, ["embed_tokens.*"])
+    trained, _ = state.split_frozen(model, ["embed_tokens.*"])
     assert flops_per_token(config, 100, trained=trained) / 2 == 3 * sum(p) - p.head
-    trained, _ = freeze.split(model, ["layers.*", "norm.*"])
+    trained, _ = state.split_frozen(model, ["layers.*", "norm.*"])
     assert flops_per_token(config, 100, trained=trained) / 2 == 3 * sum(p) - p.layers

@@ -11,7 +11,8 @@ from tests.train.conftest import command
 from train import inspect, prepare
 from train.data.packing import survey
 from train.data.records import open_records
-from train.inspect import CUT, LEARNT, UNLEARNT, InspectOptions
+from train.run import preparation
+from train.run.inspection import CUT, LEARNT, UNLEARNT, InspectOptions
 
 
 SCRIPT = "<script>alert('&')</script>"
@@ -102,7 +103,7 @@ def test_how_full_rows_are(texts, long_texts):
 def test_a_store(texts, tmp_path):
     (found,) = inspect.main(InspectOptions(data=(texts,), seq_len=32, samples=0))
     options = dict(data=(texts,), model="tiny", seq_len=32, packing="off", workers=1)
-    counts = prepare.main(prepare.PrepareOptions(**options, out=tmp_path / "store"))["splits"]["train"]
+    counts = prepare.main(preparation.PrepareOptions(**options, out=tmp_path / "store"))["splits"]["train"]
     assert found.table["tokens"] == f"{counts['tokens']:,} in rows, of which {counts['learnt']:,} are learnt"
     assert "off 75.5 %" in found.table["filled"] and counts["tokens"] == 314 and counts["rows"] == 13
 
@@ -158,6 +159,6 @@ def test_bad_input(data, tmp_path):
 
 def test_a_store_of_another_tokenizer(base, tmp_path):
     path = write(tmp_path / "texts.jsonl", {"text": "word"})
-    prepare.main(prepare.PrepareOptions(data=(path,), model="tiny", seq_len=8, workers=1, out=tmp_path / "store"))
+    prepare.main(preparation.PrepareOptions(data=(path,), model="tiny", seq_len=8, workers=1, out=tmp_path / "store"))
     with pytest.raises(ValueError, match=r"was prepared for tiny with tokenizer .*, and this run has"):
         inspect.main(InspectOptions(data=(str(tmp_path / "store"),), model=str(base / "model")))

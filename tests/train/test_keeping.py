@@ -14,18 +14,19 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests.train.conftest import losses, run
-from train import memory, offload
-from train.adapters import Lora
-from train.optim import OPTIMIZERS, rounded
-from train.plan import ahead, places
-from train.rounding import rounded_like, stochastic
-from train.state import abstract_state, init_state
-from train.update import updated
-from zoo.checkpoint import skeleton
+from train.base import places
+from train.planning import ahead
+from train.state import offload
+from train.state.optim import OPTIMIZERS, rounded
+from train.state.rounding import rounded_like, stochastic
+from train.state.state import Lora, abstract_state, init_state
+from train.step.update import updated
+from train.watch import memory
 from zoo.mesh import make_mesh
 from zoo.nn.layers import Float32, Linear
 from zoo.nn.stack import AbstractBlock
 from zoo.registry import family_of
+from zoo.weights.checkpoint import skeleton
 
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -1,58 +1,69 @@
-"""The launcher's decisions, with commands that only say how they were called; and what asks a run to stop.
+"""The launcher's decisions, of processes that are not really there; and what asks a run to stop.
 
 Real processes that are killed and come back: the slow tests at the end.
 """
 
 import http.server
 import signal
-import sys
+import subprocess
 import threading
-import time
+import types
 
 import pytest
 
 from tests.reliability import nightly, release, trials
 from tests.train import storm
 from tests.train.conftest import command
-from train import cluster, launch, preemption
-from train.microbatches import elastic
-from train.stop import REASONS, StopRequest, stopped
-
-
-CHILD = """
-import os, pathlib, sys, time
-o = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-out, process = pathlib.Path(o["out"]), o["process"]
-attempt = int(o["coordinator"].split(":")[1]) - 9900
-with (out / "calls").open("a") as file:
-    file.write(f"{attempt} {o['coordinator'][0]} {process}/{o['processes']} {o.get('full-processes')} {o['at']}\\n")
-if o["plan"].split(",")[attempt - 1] == "fail":
-    sys.exit(1)
-while not (out / "stop").exists() and not (out / "calls").read_text().count(f"{attempt} a ") == int(o["processes"]):
-    time.sleep(0.02)
-if o["plan"].split(",")[attempt - 1] == f"kill{process}":
-    os.kill(os.getpid(), 9)
-if o["plan"].split(",")[attempt - 1].startswith("kill"):
-    time.sleep(60)
-while o["plan"].split(",")[attempt - 1] == "wait" and not (out / "stop").exists():
-    time.sleep(0.02)
-"""
+from train import launch
+from train.base import cluster, preemption
+from train.base.stop import REASONS, StopRequest, stopped
+from train.run import launcher
+from train.step.microbatches import elastic
 
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """Runs a plan: what happens in each attempt. Returns the exit code, the calls, and what was said."""
-    monkeypatch.setattr(launch, "GRACE", 0.3)
-    (tmp_path / "child.py").write_text(CHILD)
+    """Runs a plan: what happens in each attempt to processes that are not really there, by a clock that sleeping moves.
+    Returns the exit code, the calls, and what was said."""
+    now, started = [0.0], []
+
+    class Child:
+        returncode = None
+
+        def __init__(self, call, *, start_new_session):
+            assert start_new_session
+            o = dict(word[2:].split("=", 1) for word in call[1:])
+            attempt = int(o["coordinator"].split(":")[1]) - 9900
+            self.pid, self.fate, self.process = self, o["plan"].split(",")[attempt - 1], o["process"]
+            places = f"{o['process']}/{o['processes']} {o.get('full-processes')} {o['at']}"
+            started.append(f"{attempt} {o['coordinator'][0]} {places}")
+
+        def poll(self):
+            if self.returncode is None:
+                ends = {f"kill{self.process}": -signal.SIGKILL, "end": 0, "fail": 1}
+                ends["wait"] = 0 if (tmp_path / "stop").exists() else None
+                self.returncode = ends.get(self.fate)
+            return self.returncode
+
+        def wait(self):
+            assert self.returncode is not None
+
+    def killpg(child, number):
+        if child.returncode is not None:
+            raise ProcessLookupError
+        child.returncode = -number
+
+    monkeypatch.setattr(launcher, "subprocess", types.SimpleNamespace(Popen=Child, run=subprocess.run))
+    monkeypatch.setattr(launcher.os, "killpg", killpg)
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(launcher, "time", clock)
 
     def launched(plan, **options):
-        o = launch.LaunchOptions(
-            **dict(processes=4, hosts="echo a b c d", start="{command} --at={host}{slot}", rest=1.0, poll=0.1) | options
-        )
-        command = [sys.executable, str(tmp_path / "child.py"), f"--out={tmp_path}", f"--plan={plan}"]
+        usual = dict(processes=4, hosts="echo a b c d", start="{command} --at={host}{slot}")
+        o = launcher.LaunchOptions(**usual | options)
         said = []
-        code = launch.Launcher(o, command, said.append).run()
-        return code, sorted((tmp_path / "calls").read_text().splitlines()), said
+        code = launcher.Launcher(o, ["train", f"--out={tmp_path}", f"--plan={plan}"], said.append).run()
+        return code, sorted(started), said
 
     return launched
 
@@ -77,7 +88,7 @@ def test_it_goes_on_with_what_is_left_and_returns_to_full_size(launched):
 
 
 def test_without_elastic_it_starts_as_many_again(launched):
-    code, called, _ = launched("kill0,end", processes=2, rest=60.0)
+    code, called, _ = launched("kill0,end", processes=2)
     assert code == 0 and called == [*calls(1, ["a0", "b1"], None), *calls(2, ["a0", "b1"], None)]
 
 
@@ -88,10 +99,10 @@ def test_a_command_that_fails_is_not_tried_for_ever(launched):
 
 
 def test_a_command_needs_a_folder():
-    assert str(launch.out_of(["python", "-m", "train.sft", "--out", "a"])) == "a"
+    assert str(launcher.out_of(["python", "-m", "train.sft", "--out", "a"])) == "a"
     for words in (["python", "-m", "train.sft"], []):
         with pytest.raises(ValueError, match="Give the command an --out"):
-            launch.out_of(words)
+            launcher.out_of(words)
     with pytest.raises(ValueError, match="Write the command after --"):
         launch.main(["--processes", "2"])
 
@@ -177,15 +188,15 @@ def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name, code):
     """By a signal, as Slurm's --signal=USR2@120, or by a file, which it removes. The exit code says whether to start it
     again."""
     monkeypatch.setattr(preemption, "EVERY", 0.01)
+    before = {*threading.enumerate()}
     with StopRequest(tmp_path) as stop:
         assert stop.agreed() == ""
         if name.startswith("SIG"):
             signal.raise_signal(signal.Signals[name])
         else:
             (tmp_path / "stop").touch()
-            end = time.monotonic() + 10
-            while not stop.requested and time.monotonic() < end:
-                time.sleep(0.01)
+            (looking,) = {*threading.enumerate()} - before
+            looking.join()  # it ends when it has found something
         assert stop.agreed() == name and name in REASONS
     assert not (tmp_path / "stop").exists()
     with pytest.raises(SystemExit) as end:

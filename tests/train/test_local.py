@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.train.test_checkpoint import IDENTITY, OPTIMIZER, assert_same, at, model
-from train import resume
-from train.checkpoint import Checkpoints
-from train.options import Options
-from train.state import abstract_state, init_state
+from train.run import resume
+from train.run.options import Options
+from train.state.checkpoint import Checkpoints
+from train.state.state import abstract_state, init_state
 from zoo.nn.layers import Linear
 
 
@@ -162,13 +162,13 @@ def test_a_full_disk_does_not_end_the_run(kept, first, abstract, tmp_path):
     before, said = kept()
     save_one = lambda step: before.save(at(step, first), {"next": step}, only_local=True)
     save_one(1)
-    before.local._settle()
+    before.local.settle()
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         for step in range(2, 7):
             save_one(step)
-        before.local._settle()
+        before.local.settle()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert len(said) == 5 and all("could not be saved" in text and "File too large" in text for text in said)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.train import make_golden_trl as trl
-from train import loss
+from train.step import loss
 from zoo.mesh import make_mesh
 
 

@@ -6,12 +6,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.zoo import tiny
-from train.mesh import balanced, check_mesh, keeps_order, next_token, put_batch, without_stages
+from train.state.mesh import balanced, check_mesh, keeps_order, next_token, put_batch, without_stages
 from zoo import surgery
-from zoo.checkpoint import skeleton
 from zoo.config import read
 from zoo.mesh import AXES, make_mesh
 from zoo.models import mixtral, nemotron_h, qwen3
+from zoo.weights.checkpoint import skeleton
 
 
 @pytest.mark.parametrize(

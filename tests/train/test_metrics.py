@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import rich.console
 
-from train import metrics
-from train.metrics import MetricsFile, Progress, read_metrics
-from train.plot import plot_losses
+from train.base import flops
+from train.watch import metrics
+from train.watch.metrics import MetricsFile, Progress, read_metrics
+from train.watch.plot import plot_losses
 
 
 def test_metrics_file(tmp_path):
@@ -113,4 +114,4 @@ def test_peak_flops(kind, peak, monkeypatch):
     device = collections.namedtuple("Device", "device_kind")(kind)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert metrics.peak_flops() == peak
+    assert flops.peak_flops() == peak

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.optim import (
+from train.state.optim import (
     OPTIMIZERS,
     OptimizerOptions,
     adamw,
@@ -20,7 +20,7 @@ from train.optim import (
     rewarmed,
     rounded,
 )
-from train.state import abstract_state
+from train.state.state import abstract_state
 from zoo.mesh import make_mesh
 from zoo.models import deepseek3, gpt_oss, qwen3
 from zoo.nn.layers import Embedding, ExpertLinear, Linear
@@ -104,14 +104,14 @@ def test_muon_is_for_matrices_of_layers():
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
     assert not told["lm_head.weight"] and not told["embed_tokens.weight"]
-    mlp = eqx.filter_eval_shape(lambda: gpt_oss.Model(next(iter(gpt_oss.CONFIGS.values())), key=jax.random.key(0)))
+    mlp = eqx.filter_eval_shape(lambda: gpt_oss.Model(gpt_oss.GPT_OSS_20B, key=jax.random.key(0)))
     told = {path_name(path): is_matrix for path, is_matrix in jax.tree_util.tree_leaves_with_path(matrices(mlp))}
     assert {path.split(".", 3)[3] for path, is_matrix in told.items() if is_matrix} == {
         *(f"self_attn.{name}_proj.weight" for name in "qkvo"), "mlp.experts.gate_up_proj.weight",
         "mlp.experts.down_proj.weight",
     }  # fmt: skip
     further = eqx.filter_eval_shape(
-        lambda: deepseek3.Model(deepseek3.CONFIGS["deepseek-v3"], key=jax.random.key(0), parts=("mtp",))
+        lambda: deepseek3.Model(deepseek3.DEEPSEEK_V3, key=jax.random.key(0), parts=("mtp",))
     )
     told = {path_name(path): is_matrix for path, is_matrix in jax.tree_util.tree_leaves_with_path(matrices(further))}
     of = lambda start: {path.removeprefix(start) for path in told if path.startswith(start) and told[path]}

@@ -6,12 +6,12 @@ import re
 import pytest
 
 import convert.tensors
-import train.options
+import train.run.options
 import zoo
 from tests.train import joined
 from tests.train.conftest import command
-from train import offending
-from train.metrics import read_metrics
+from train.run import offending
+from train.watch.metrics import read_metrics
 
 
 OPTIONS = """
@@ -51,7 +51,7 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     """A NaN and a spike are left out; what is written of the run is there; another begins with its state; the page of
     both is drawn, and the NaN is computed again."""
     data = joined.write_marked(tmp_path / "data.jsonl")
-    monkeypatch.setattr(train.options, "cross_entropy", joined.poisoned(data))
+    monkeypatch.setattr(train.run.options, "cross_entropy", joined.poisoned(data))
     monkeypatch.setattr(offending.Running, "WINDOW", 4)
     (tmp_path / "options.yaml").write_text(OPTIONS)
     one, two = tmp_path / "one", tmp_path / "two"

@@ -9,8 +9,8 @@ import urllib.parse
 import pytest
 
 from tests.train.conftest import command
-from train import page
-from train.metrics import MetricsFile
+from train.watch import page
+from train.watch.metrics import MetricsFile
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -1,6 +1,11 @@
-"""Every family along every axis of a mesh, on eight devices that are not really there: numbers, places, collectives."""
+"""Meshes of eight devices that are not really there: what each axis does to numbers, places and collectives.
+
+Each thing that an axis does runs once, in the family that has most of it, and every two axes meet in some mesh. That
+all families can be split so is seen from their shapes.
+"""
 
 import functools
+import itertools
 import math
 import re
 
@@ -14,15 +19,16 @@ import safetensors.numpy
 
 import kernels
 import zoo
-from kernels.mesh import BATCH
+from kernels.mesh import BATCH, REPLICA
 from tests.zoo import tiny
-from train.mesh import balanced, check_mesh, keeps_order, put_batch
-from train.remat import REMAT
-from train.router import routings_of
-from train.state import init_state
-from train.step import cross_entropy, features, jit_train_step
+from train.state.mesh import abstract_model, balanced, check_mesh, keeps_order, put_batch
+from train.state.remat import REMAT
+from train.state.state import init_state
+from train.step.router import routings_of
+from train.step.step import cross_entropy, features, jit_train_step
 from zoo import surgery
-from zoo.mesh import make_mesh
+from zoo.config import read
+from zoo.mesh import AXES, make_mesh
 from zoo.models import FAMILIES
 from zoo.nn.model import AbstractMixtureConfig
 from zoo.registry import family_of
@@ -31,28 +37,46 @@ from zoo.registry import family_of
 ROWS, SEQ = 24, 32
 WIDTH = 72  # of the widest activations: keys of all heads in DeepSeek's
 
-SPLIT, EXPERTS = "fsdp=2,context=2,tensor=2", "expert=2,context=2,tensor=2"
-STAGES = {2: "stage=2,replica=2,fsdp=2", 3: "stage=3,replica=2"}  # by how often the layers repeat
-WEIGHTS, COPIES = "fsdp=2,tensor=4", "replica=2,fsdp=4"
+SPLIT, EXPERTS, STAGES = "fsdp=2,context=2,tensor=2", "expert=2,context=2,tensor=2", "stage=3,replica=2"
+WEIGHTS = "fsdp=2,tensor=4"
+FAST = [
+    ("llama", SPLIT),  # dense layers
+    ("llama", STAGES),
+    ("qwen3_moe", EXPERTS),
+]
+SLOW = [
+    ("gpt3", SPLIT),  # learnt positions
+    ("qwen3-window-tail", "replica=2,context=2,tensor=2"),  # windows over the edges of parts; layers behind the scan
+    ("deepseek2", WEIGHTS),  # latents, which all devices have whole; more devices along tensor than key/value heads
+    ("gpt_oss", EXPERTS),  # sinks, and the biases of experts
+    ("mixtral", "replica=2,fsdp=2,expert=2"),
+    ("llama4-alternating", "stage=2,expert=2,tensor=2"),  # layers of two kinds in a pipeline, chunks of attention
+    ("nemotron_h", "stage=2,fsdp=2,tensor=2"),  # groups of states
+    ("nemotron_h-mlp-new", "stage=3,context=2"),  # three scans, of which one is a pipeline; states between devices
+    ("kimi_linear", EXPERTS),  # tokens in order: convolutions, delta rules and attention
+]
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+SMALLER = {  # a layer of each kind, or two of each for a pipeline
+    "gpt_oss": dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]),
+    "llama4-alternating": dict(num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
+    "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="MEME"),
+    "kimi_linear": dict(
+        num_hidden_layers=2,
+        linear_attn_config=tiny.kimi_linear.LINEAR | dict(kda_layers=[1], full_attn_layers=[2]),
+    ),
+    "qwen3_5": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+}
 
 
-def axes(family):
-    """Two meshes that have every axis for a family: weights and tokens are split, or experts, and then layers."""
-    return EXPERTS if issubclass(FAMILIES[family].Config, AbstractMixtureConfig) else SPLIT, "stage"
-
-
-FIRST = {family: next(iter(module.CONFIGS)) for family, module in tiny.MODULES.items()}
-MESHES = [(name, text) for family, name in FIRST.items() for text in axes(family)]
-MESHES += [("nemotron_h-mlp-new", "stage")]
-# What is split in yet another way: a mixture's weights along fsdp, layers of two kinds, and what replicas do.
-MESHES += [
-    *((name, WEIGHTS) for name in ("deepseek2", "gpt_oss", "llama4-alternating", "qwen3_moe")),
-    ("mixtral", COPIES), ("qwen3-window-tail", SPLIT), ("qwen3-window-tail", "stage"),
-]  # fmt: skip
-# By default every axis, and every kind of layer that is split in a way of its own: dense ones, learnt positions,
-# latents, experts. The others are slow.
-FAST = [("llama", SPLIT), ("llama", "stage"), ("gpt3", SPLIT), ("deepseek2", WEIGHTS), ("qwen3_moe", EXPERTS)]
-CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in MESHES]
+def write(folder, name):
+    """The tiny checkpoint, with fewer layers perhaps, and with what predicts one more token if there is such a part."""
+    module, changes = tiny.MODULES[tiny.FAMILIES[name]], SMALLER.get(name, {})
+    tiny.write(folder, name, **changes)
+    hub, random, values = tiny.CONFIGS[name] | changes, np.random.RandomState(0), getattr(module, "values", tiny.values)
+    shapes = module.shapes(hub) | (module.further_shapes(hub) if name == "qwen3_5" else {})
+    tensors = {n: values(n, random.standard_normal(shape)).astype(np.float32) for n, shape in shapes.items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def make_batch():
@@ -70,7 +94,7 @@ def make_batch():
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: tiny.write(root / name, name) for name in dict(MESHES)}
+    return {name: write(root / name, name) for name, _ in FAST + SLOW}
 
 
 def load(folder, **options):
@@ -109,13 +133,40 @@ def distance(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+def mesh_of(text):
+    return make_mesh(text, jax.devices()[: math.prod(int(n) for n in re.findall("[0-9]+", text))])
+
+
+def test_every_two_axes_meet():
+    meshes = [{axis for axis, size in mesh_of(text).shape.items() if size > 1} for _, text in FAST + SLOW]
+    assert all(any({*pair} <= mesh for mesh in meshes) for pair in itertools.combinations(AXES, 2))
+
+
+@pytest.mark.parametrize("name", [next(iter(module.CONFIGS)) for module in tiny.MODULES.values()])
+def test_every_family_can_be_split(name):
+    """No device has much more than its share of the parameters, of as many devices as a replica has."""
+    family = FAMILIES[tiny.FAMILIES[name]]
+    config = read(family, tiny.CONFIGS[name])
+    texts = ["replica=2,fsdp=4", SPLIT, "stage=2,context=2", "stage=3,tensor=2"]
+    texts += ["replica=2,expert=2,fsdp=2", EXPERTS] * issubclass(family.Config, AbstractMixtureConfig)
+    found = {}
+    for mesh in map(mesh_of, texts):
+        model = abstract_model(config, family, mesh)
+        if any(repeats % mesh.shape["stage"] == 0 for _, repeats in model.layers.runs):
+            check_mesh(mesh, model, family, batch=ROWS, seq_len=SEQ)
+            arrays = jax.tree.leaves(model)
+            parts = [math.prod(a.sharding.shard_shape(a.shape)) for a in arrays]
+            found[mesh] = sum(parts) * mesh.size // mesh.shape[REPLICA] / sum(a.size for a in arrays)
+    assert len(found) == len(texts) - 1, "either two or three stages"
+    few = lambda mesh: 2.5 if mesh.shape["stage"] == 3 else 1.4  # three stages divide neither embeddings nor a tail
+    assert all(1 <= share < few(mesh) for mesh, share in found.items()), found
+
+
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_split_equals_whole(folders, name, text):
     (loss, (logits, reports)), gradients = alone(folders[name])
     model, batch = load(folders[name]), make_batch()
-    if text == "stage":
-        text = next(text for n, text in STAGES.items() if any(repeats % n == 0 for _, repeats in model.layers.runs))
-    mesh = make_mesh(text, jax.devices()[: math.prod(int(n) for n in re.findall("[0-9]+", text))])
+    mesh = mesh_of(text)
     family = family_of(model.config)
     check_mesh(mesh, model, family, batch=ROWS, seq_len=SEQ)
     with jax.set_mesh(mesh):
@@ -150,14 +201,11 @@ def test_split_equals_whole(folders, name, text):
 @pytest.mark.slow
 def test_a_step_with_tokens_in_order(tmp_path):
     """A whole training step of a hybrid, with its module for one more token and chunks of logits."""
-    files, random = tiny.MODULES["qwen3_5"], np.random.RandomState(0)
-    two = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    hub = tiny.CONFIGS["qwen3_5"] | two
-    shapes = files.shapes(hub) | files.further_shapes(hub)
-    value = lambda name: files.values(name, random.standard_normal(shapes[name])).astype(np.float32)
-    tiny.write(tmp_path, "qwen3_5", **two)
-    safetensors.numpy.save_file({name: value(name) for name in shapes}, tmp_path / "model.safetensors")
-    model, batch, mesh = load(tmp_path, parts=("mtp",)), make_batch(), make_mesh("fsdp=2,context=2,tensor=2")
+    model, batch, mesh = (
+        load(write(tmp_path, "qwen3_5"), parts=("mtp",)),
+        make_batch(),
+        make_mesh("fsdp=2,context=2,tensor=2"),
+    )
     rate = optax.constant_schedule(1e4)  # so that a step is the gradients, with no digits lost to the weights
     sgd = optax.sgd(rate)
 

@@ -18,19 +18,21 @@ import pytest
 import zoo
 from tests.train.batching import batches
 from tests.train.conftest import command, devices
-from tests.zoo import seeing
 from tests.zoo.programs import error, same
-from train.data import pictures, preferences, rollouts
+from tests.zoo.seeing import CHECKPOINTS
+from train.data import pictures, preferences
 from train.data.packing import encode, pack, prompts_of
+from train.data.prompts import encode as encode_record
 from train.data.records import Record, open_records
-from train.mesh import put_batch
-from train.microbatches import split
-from train.mtp import mtp_loss
-from train.plan import ahead
-from train.step import features
+from train.methods import rollouts
+from train.planning import ahead
+from train.state.mesh import put_batch
+from train.step.microbatches import split
+from train.step.mtp import mtp_loss
+from train.step.step import features
 from zoo.generation.generate import Encoded
-from zoo.vision.images import image_size, open_image
-from zoo.vision.prompts import encode_prompt
+from zoo.text.prompts import encode_prompt
+from zoo.vision.open import image_size, open_image
 
 
 COLOURS = ("red", "blue", "white", "green")
@@ -52,7 +54,7 @@ def chat(answer, *images):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return seeing.chatty(seeing.write(tmp_path_factory.mktemp("seeing")))
+    return CHECKPOINTS["gemma3-pattern"].write(tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +267,7 @@ def test_rollouts(checkpoint, tokenizer, data):
     model = zoo.load(checkpoint, parts=("vision",), mesh=mesh)
     asked = {"messages": chat("red", {"path": "images/red.png"})}
     plain = {"prompt": [{"role": "user", "content": "what"}], "answer": "b"}
-    prompts = [rollouts.encode(Record("here", fields, data), tokenizer) for fields in (asked, plain)]
+    prompts = [encode_record(Record("here", fields, data), tokenizer) for fields in (asked, plain)]
     assert prompts[0].record["answer"] == "red" and prompts[1].images is None
     ids, images = encode_prompt(model, tokenizer, asks({"image": png("red")}))
     options = dict(group=2, max_new_tokens=3, temperature=0.0, seed=0, rollout_batch=4, cache_dtype="auto", seq_len=60)

@@ -19,22 +19,21 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
-from train import defaults
-from train.adapters import Lora
-from train.mesh import abstract_model
-from train.plan import __main__ as plan
-from train.plan import ahead, breakdown, fit, hlo, methods, planner
-from train.plan.ahead import Compiled, Program, TooLarge, compile_ahead, training
-from train.plan.breakdown import Part
-from train.plan.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
-from train.plan.planner import Options, candidates, suggestion
+from train import plan as script
+from train.base.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
+from train.planning import ahead, breakdown, fit, hlo, planner, sampling
+from train.planning.ahead import Compiled, Program, TooLarge, compile_ahead, training
+from train.planning.breakdown import Part
+from train.planning.planner import Options, suggestion
 from train.pretrain import PretrainOptions
-from train.state import Trained
-from zoo.checkpoint import skeleton
+from train.run import defaults
+from train.state.mesh import abstract_model
+from train.state.state import Lora, Trained
 from zoo.generation import engine
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
 from zoo.surgery import cast, with_remat
+from zoo.weights.checkpoint import skeleton
 
 
 TINY = Options(model="tiny", topology="v6e:2x4", batch=8, seq=64)
@@ -51,7 +50,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def made(config):
-    return planner.plan(TINY, config, CHIPS["v6e"], jax.devices())
+    return script.plan(TINY, config, CHIPS["v6e"], jax.devices())
 
 
 def small(memory):
@@ -221,51 +220,55 @@ def test_bytes_by_kind(config, made):
 
 
 def wide(text, devices):
-    """The step of a model whose parts weigh more than what is gathered of them, and its arguments by kind.
-
-    Compiled as users do: what hurries (hurry.py) also changes what one loop leaves to another.
-    """
+    """The mesh, and the step of a model whose parts weigh more than what is gathered of them."""
     config = qwen3.Config(
         vocab_size=2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, head_dim=32, max_position_embeddings=256, max_window_layers=8,
     )  # fmt: skip
     mesh = make_mesh(text, devices)
-    program = training(config, qwen3.FAMILY, mesh, batch=16, seq=256, remat="full", microbatches=1)
+    return mesh, training(config, qwen3.FAMILY, mesh, batch=16, seq=256, remat="full", microbatches=1)
+
+
+def compiled(mesh, program):
+    """As users compile it: what hurries (hurry.py) also changes what one loop leaves to another."""
     with pytest.MonkeyPatch.context() as patch:
         as_users = {name: True for name in ["xla_cpu_use_fusion_emitters"] if name in hurry.FLAGS}
         compile = jax.stages.Lowered.compile
         patch.setattr(jax.stages.Lowered, "compile", lambda self, options: compile(self, options | as_users))
-        compiled = compile_ahead(program, mesh)
-    return compiled, {kind: ahead.device_bytes(tree) for kind, tree in program.kinds.items()}
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return wide("fsdp=1", jax.devices()[:1])
+        return compile_ahead(program, mesh)
 
 
 @pytest.mark.parametrize(
-    ("text", "replicas", "of_tokens", "of_activations"),
+    ("text", "replicas", "of_tokens"),
     [
-        ("replica=2,fsdp=2,tensor=2", 2, 2, 1),
-        pytest.param("fsdp=8", 1, 1, 1, marks=pytest.mark.slow),
-        pytest.param("context=4,tensor=2", 1, 2 * 5 / 4, 2, marks=pytest.mark.slow),  # whose tokens have positions
+        ("replica=2,fsdp=2,tensor=2", 2, 2),
+        ("fsdp=8", 1, 1),
+        ("context=4,tensor=2", 1, 2 * 5 / 4),  # whose tokens have positions
     ],
 )
-def test_nothing_is_replicated_in_silence(alone, text, replicas, of_tokens, of_activations):
-    """Each of eight devices has an eighth of everything but what its mesh says: parameters by replicas, and tokens (not
-    the activations that are kept of them, but where both heads and sequences are split) by tensor."""
-    (whole, kinds), (split, parts) = alone, wide(text, jax.devices())
-    assert parts["parameters"] == pytest.approx(kinds["parameters"] * replicas / 8, rel=0.01)  # norms are not split
-    assert parts["optimizer"] == pytest.approx(kinds["optimizer"] / 8, rel=0.01)
-    assert parts["batch"] == kinds["batch"] * of_tokens / 8
-    assert split.activations == pytest.approx(whole.activations * of_activations / 8, rel=0.01)
-    assert split.temporaries < 1.6 * whole.temporaries / 8  # with what is gathered for one product at a time
+def test_no_argument_is_replicated_in_silence(text, replicas, of_tokens):
+    """Each of eight devices has an eighth of everything but what its mesh says: parameters by replicas, and tokens by
+    tensor."""
+    sizes = lambda mesh, program: {kind: ahead.device_bytes(tree) for kind, tree in program.kinds.items()}
+    whole, parts = sizes(*wide("fsdp=1", jax.devices()[:1])), sizes(*wide(text, jax.devices()))
+    assert parts["parameters"] == pytest.approx(whole["parameters"] * replicas / 8, rel=0.01)  # norms are not split
+    assert parts["optimizer"] == pytest.approx(whole["optimizer"] / 8, rel=0.01)
+    assert parts["batch"] == whole["batch"] * of_tokens / 8
+
+
+@pytest.mark.slow
+def test_no_activation_is_replicated_in_silence():
+    """An eighth of them is on each of eight devices, but where both heads and sequences are split."""
+    whole = compiled(*wide("fsdp=1", jax.devices()[:1]))
+    for text, times in ("replica=2,fsdp=2,tensor=2", 1), ("context=4,tensor=2", 2):
+        split = compiled(*wide(text, jax.devices()))
+        assert split.activations == pytest.approx(whole.activations * times / 8, rel=0.01)
+        assert split.temporaries < 1.6 * whole.temporaries / 8  # with what is gathered for one product at a time
 
 
 def test_bounds(config, made, monkeypatch):
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
-    none = planner.plan(dataclasses.replace(TINY, remat="none"), config, CHIPS["v6e"], jax.devices())
+    none = script.plan(dataclasses.replace(TINY, remat="none"), config, CHIPS["v6e"], jax.devices())
     assert set(made.bounds) == {"compute", "HBM", "interconnect"} and min(made.bounds.values()) > 0
     assert none.bounds["compute"] == pytest.approx(none.flops * 8 * 64 / 8 / 918e12)
     assert (
@@ -277,7 +280,7 @@ def test_bounds(config, made, monkeypatch):
     assert made.parts["matrix products"].flops == pytest.approx(made.bounds["compute"] * 918e12, rel=0.1)
     kernels, sent = sum(part.seconds for part in made.parts.values()), made.bounds["interconnect"]
     assert made.seconds == (max(kernels, sent), kernels + sent) and made.seconds[0] > slowest
-    rows = list(plan.breakdown(made).columns[0].cells)
+    rows = list(script.breakdown(made).columns[0].cells)
     assert rows[: len(made.parts)] == list(made.parts)
     assert rows[-1].startswith("with what is started ahead beside kernels, MFU ")
     copies = {breakdown.ASIDE: Part(0.0, 8.0, 2.0, 1), breakdown.PRODUCTS: Part(8.0, 8.0, sent + 1, 1)}
@@ -286,7 +289,7 @@ def test_bounds(config, made, monkeypatch):
 
 
 def test_decoding(config, made):
-    trained, made = made, planner.plan(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
+    trained, made = made, script.plan(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
     model = skeleton(planner.family_of(config), config)
     weights = sum(2 * a.size for a in jax.tree.leaves(model))
     assert made.kinds["parameters"] == pytest.approx(weights / 8, rel=0.1)  # norms are not split
@@ -302,7 +305,7 @@ def test_adapters(config, monkeypatch):
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
 
     def planned(**changes):
-        return planner.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
+        return script.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
 
     whole, adapted = planned(), planned(lora=Lora(rank=4))
     rounded = planned(lora=Lora(rank=4), quantize="nf4")
@@ -329,7 +332,7 @@ def test_adapters(config, monkeypatch):
 def test_preferences(config, monkeypatch):
     """The reference takes two bytes a parameter, or nothing beside adapters; and one more forward pass."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
-    planned = lambda **changes: planner.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
+    planned = lambda **changes: script.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
     whole, pairs, rewarded = planned(), planned(method="dpo"), planned(method="grpo", kl=0.1)
     assert pairs.kinds["reference"] == rewarded.kinds["reference"] == whole.kinds["parameters"] / 2
     assert "reference" not in planned(method="dpo", lora=Lora(rank=4)).kinds | planned(method="grpo").kinds
@@ -354,8 +357,8 @@ def test_rollouts(config, monkeypatch, cache):
         TINY, method="grpo", seq=63, max_new_tokens=24, rollout_batch=20, group=4, mesh="fsdp=1", cache_dtype=cache
     )
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
-    update = methods.step(o, config, planner.family_of(config), mesh)
-    planned = methods.sampling(o, config, mesh, update)
+    update = script.step(o, config, planner.family_of(config), mesh)
+    planned = sampling.sampling(o, config, mesh, update)
     shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
     _, state, _ = planned.advance.arguments
     model, prompts, lengths = planned.prefill.arguments
@@ -367,8 +370,7 @@ def test_rollouts(config, monkeypatch, cache):
         raise Read(shapes((prompts, lengths)))
 
     monkeypatch.setattr(engine, "prefill", prefill)
-    started = engine.Engine.__init__
-    monkeypatch.setattr(engine.Engine, "__init__", lambda self, *a, **k: (started(self, *a, **k), seen.append(self))[0])
+    monkeypatch.setattr(engine, "init_state", lambda *a, begin=engine.init_state: seen.append(begin(*a)) or seen[-1])
     seen, real = [], cast(planner.family_of(config).Model(config, key=jax.random.key(0)), jnp.bfloat16)
     with pytest.raises(Read) as found:
         engine.complete(
@@ -376,7 +378,7 @@ def test_rollouts(config, monkeypatch, cache):
             cache_dtype=None if cache == "auto" else cache,
         )  # fmt: skip
     assert found.value.args[0] == shapes((prompts, lengths))
-    held = seen[0]._state
+    (held,) = seen
     assert shapes((held.tokens, held.caches, held.logits)) == shapes(state)
     assert shapes(model) == shapes(real) and planned.beside == sum(
         ahead.device_bytes(part) for part in (update.arguments[0], update.arguments[2])
@@ -392,7 +394,7 @@ def test_sampling_beside_adapters(config):
     """Frozen weights are read by both; and who needs more memory, the update or sampling, is what a device needs."""
     o = dataclasses.replace(TINY, method="grpo", lora=Lora(rank=4), rollout_batch=8)
     few, many = (
-        planner.plan(dataclasses.replace(o, rollout_batch=n), config, CHIPS["v6e"], jax.devices()) for n in (8, 4096)
+        script.plan(dataclasses.replace(o, rollout_batch=n), config, CHIPS["v6e"], jax.devices()) for n in (8, 4096)
     )
     assert few.sampling < few.needed == few.compiled.needed < many.sampling == many.needed
     too_many = dataclasses.replace(many, available=many.needed - 1, compiled=None)
@@ -418,7 +420,7 @@ def test_the_compiler_refuses(config, monkeypatch, message, needed):
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
-    made = planner.plan(TINY, config, CHIPS["v6e"], jax.devices())
+    made = script.plan(TINY, config, CHIPS["v6e"], jax.devices())
     assert made.compiled is None and (made.needed, made.available) == (needed * 2**30, 31.24 * 2**30)
 
 
@@ -428,14 +430,14 @@ def test_other_errors_are_not_about_memory(config, monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="different numbers"):
-        planner.plan(TINY, config, CHIPS["v6e"], jax.devices())
+        script.plan(TINY, config, CHIPS["v6e"], jax.devices())
 
 
 def test_larger_than_the_fleet(config):
     with pytest.raises(
         ValueError, match=r"tiny is larger than the fleet: its state takes .* at least [\d,]+ such devices"
     ):
-        planner.plan(TINY, config, small(1000), jax.devices())
+        script.plan(TINY, config, small(1000), jax.devices())
 
 
 def refuse(needed, available):
@@ -450,7 +452,7 @@ def refuse(needed, available):
 def test_suggestions_take_away_what_is_missing(config, monkeypatch):
     def refused(o, needed, available):
         monkeypatch.setattr(planner, "compile_ahead", refuse(needed, available))
-        return planner.plan(o, config, CHIPS["v6e"], jax.devices())
+        return script.plan(o, config, CHIPS["v6e"], jax.devices())
 
     o = dataclasses.replace(TINY, remat="none", batch=32)
     made = refused(o, 2.0, 1.0)
@@ -467,7 +469,7 @@ def test_suggestions_take_away_what_is_missing(config, monkeypatch):
     alone = dataclasses.replace(most, batch=8)
     assert re.match("a larger fsdp over at least 16 devices", suggestion(refused(alone, 2e9, 1e9), config))
     state = sum(refused(alone, 2.0, 1.0).kinds.values())
-    too_small = planner.plan(alone, config, small(state - 1), jax.devices())
+    too_small = script.plan(alone, config, small(state - 1), jax.devices())
     assert too_small.compiled is None and too_small.needed == state
     assert suggestion(too_small, config).startswith("a larger fsdp over at least 9 devices")
     replicas = dataclasses.replace(alone, mesh="replica=2,fsdp=4")
@@ -479,7 +481,7 @@ def test_remat_before_more_devices(monkeypatch):
     With full remat it needs 28.8 GB, and fits."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(180.3e9, 33.54e9))
     o = Options(model="llama3.1-8b", topology="v6e-8", batch=16, seq=8192, remat="none")
-    made = planner.plan(o, zoo.config("llama3.1-8b"), CHIPS["v6e"], jax.devices())
+    made = script.plan(o, zoo.config("llama3.1-8b"), CHIPS["v6e"], jax.devices())
     assert suggestion(made, zoo.config("llama3.1-8b")).startswith("--remat full, with which a device needs about 27.")
 
 
@@ -526,7 +528,7 @@ def test_what_to_install(text, package, monkeypatch):
 
 def test_a_mesh_that_does_not_divide(config):
     with pytest.raises(ValueError, match="3 sequences of a step can't be split"):
-        planner.plan(dataclasses.replace(TINY, batch=3), config, CHIPS["v6e"], jax.devices())
+        script.plan(dataclasses.replace(TINY, batch=3), config, CHIPS["v6e"], jax.devices())
 
 
 def test_chips():
@@ -552,7 +554,7 @@ def test_cards_without_a_network():
 
 
 def test_candidates(config, made):
-    found = candidates(TINY, config, CHIPS["v6e"], jax.devices())
+    found = script.candidates(TINY, config, CHIPS["v6e"], jax.devices())
     assert {o.batch for o in found} == {4, 8, 16} and {o.remat for o in found} == set(planner.REMATS)
     assert {o.mesh for o in found} >= {
         "fsdp=-1",
@@ -564,9 +566,9 @@ def test_candidates(config, made):
     assert not any("expert" in o.mesh or "tensor=4" in o.mesh for o in found)  # it has no experts, and six heads
     # With room for the split state only, nothing is replicated.
     state = sum(made.kinds.values())
-    tight = candidates(dataclasses.replace(TINY, seq=1), config, small(1.8 * state), jax.devices())
+    tight = script.candidates(dataclasses.replace(TINY, seq=1), config, small(1.8 * state), jax.devices())
     assert {o.mesh for o in tight} == {"fsdp=-1", "tensor=2,fsdp=-1", "stage=2,fsdp=-1", "stage=4,fsdp=-1"}
-    decoded = candidates(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
+    decoded = script.candidates(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
     assert decoded and not any("stage" in o.mesh for o in decoded)
 
 
@@ -574,16 +576,16 @@ def test_stages_wait_for_each_other(config, monkeypatch):
     """Four layers on two stages come round twice: with 4 microbatches that is 8 turns, and one of waiting."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
     together, staged = (
-        planner.plan(dataclasses.replace(TINY, mesh=mesh, batch=16), config, CHIPS["v6e"], jax.devices())
+        script.plan(dataclasses.replace(TINY, mesh=mesh, batch=16), config, CHIPS["v6e"], jax.devices())
         for mesh in ("fsdp=8", "stage=2,fsdp=4")
     )
     assert staged.bounds["compute"] / together.bounds["compute"] == pytest.approx(9 / 8)
 
 
 def test_the_command(made, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(plan, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
-    monkeypatch.setattr(plan, "plan", lambda o, *_: dataclasses.replace(made, o=o))
-    plan.main(dataclasses.replace(TINY, search=True, save=tmp_path / "step"))
+    monkeypatch.setattr(script, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
+    monkeypatch.setattr(script, "plan", lambda o, *_: dataclasses.replace(made, o=o))
+    script.main(dataclasses.replace(TINY, search=True, save=tmp_path / "step"))
     out = capsys.readouterr().out
     assert "Compiling the step of tiny for v6e:2x4, fsdp=-1: 10 seconds to" in " ".join(out.split("tiny on")[0].split())
     assert "3 of 3 that are searched" in out
@@ -605,9 +607,9 @@ def test_the_command(made, monkeypatch, capsys, tmp_path):
 
 
 def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
+    monkeypatch.setattr(script, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
     monkeypatch.setattr(planner, "compile_ahead", refuse(40e9, 30e9))
-    plan.main(TINY)
+    script.main(TINY)
     out = capsys.readouterr().out
     assert "does not fit" in out and "40.00 GB of 30.00 GB" in out and "To fit, try" in out and "so MFU is" not in out
 
@@ -617,7 +619,7 @@ def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):
 
 def run(*options):
     """What the command prints, in a process of its own: libtpu can't leave one."""
-    root = pathlib.Path(plan.__file__).parents[2]
+    root = pathlib.Path(script.__file__).parents[1]
     command = [sys.executable, "-m", "train.plan", *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "120"}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)

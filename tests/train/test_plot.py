@@ -6,9 +6,9 @@ import math
 import pytest
 from PIL import Image
 
-from train import plot
-from train.metrics import MetricsFile
-from train.plot import CURVES, plot_losses, ticks
+from train.watch import plot
+from train.watch.metrics import MetricsFile
+from train.watch.plot import CURVES, plot_losses, ticks
 
 
 def colours(path):

@@ -24,7 +24,7 @@ import train.tiny
 from tests import hurry
 from tests.train import joined
 from tests.train.conftest import command
-from train import cluster
+from train.base import cluster
 
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,8 +10,10 @@ import pytest
 from tests.train import test_data
 from tests.train.test_data import CHAT, HEAD
 from train import grpo
-from train.data import confine, rewards, rollouts
+from train.data import confine, rewards
+from train.data import prompts as prompts_
 from train.data.records import Record
+from train.methods import rollouts
 
 
 tokenizer = test_data.tokenizer  # a fixture
@@ -249,7 +251,7 @@ def test_rewards_that_raise_score_0(recwarn):
         return 1 / len(completion)
 
     o = grpo.GRPOOptions(reward=("ratio", "number"), group=3)
-    prompts = [rollouts.Prompt([1], {"answer": 2})]
+    prompts = [prompts_.Prompt([1], {"answer": 2})]
     found, errors = rollouts.rewarded([["ab", "", "9" * 5000]], prompts, o, [ratio, rewards.number])
     np.testing.assert_allclose(found, [[[0.5, 0], [0, 0], [1 / 5000, 0]]], rtol=1e-6)
     assert errors == 1
@@ -258,7 +260,7 @@ def test_rewards_that_raise_score_0(recwarn):
     found, errors = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_: float("nan"), rewards.exact])
     assert errors == 3 and not found.any()
     with pytest.raises(rewards.BadRecord, match="needs a field `answer`"):
-        rollouts.rewarded([["a", "b", "c"]], [rollouts.Prompt([1], {})], o, [ratio, rewards.exact])
+        rollouts.rewarded([["a", "b", "c"]], [prompts_.Prompt([1], {})], o, [ratio, rewards.exact])
 
 
 # ======================================================================================================================
@@ -282,7 +284,7 @@ TOOLS = [{"name": "add"}]
     ],
 )
 def test_prompts(tokenizer, fields, text, answer):
-    prompt = rollouts.encode(Record("here", fields), tokenizer)
+    prompt = prompts_.encode(Record("here", fields), tokenizer)
     assert tokenizer.decode(prompt.ids, special=True) == text
     assert prompt.record["answer"] == answer
     assert fields.items() <= prompt.record.items()
@@ -301,4 +303,4 @@ def test_prompts(tokenizer, fields, text, answer):
 )
 def test_bad_records_are_named(tokenizer, fields, problem):
     with pytest.raises(ValueError, match=r"^data\.jsonl, line 3: .*" + problem):
-        rollouts.encode(Record("data.jsonl, line 3", fields), tokenizer)
+        prompts_.encode(Record("data.jsonl, line 3", fields), tokenizer)

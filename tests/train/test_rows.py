@@ -11,7 +11,7 @@ import pytest
 
 from train.data import rows
 from train.data.rows import Order, Set, Share, from_bytes, order, to_bytes
-from train.mesh import put_batch
+from train.state.mesh import put_batch
 from zoo.mesh import make_mesh
 
 
@@ -108,24 +108,24 @@ def test_weights_that_fit_no_sets(weights):
         order([Set(numbered(2), 0), Set(numbered(3), 0)], weights=weights)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 8, 1024])
+@pytest.mark.parametrize("processes", [1, 2, 8, 128])
 def test_processes_share_every_batch(processes):
     """Whatever their number, together they read each row of an epoch once, and the same batches."""
-    batch, made = 1024, order([Set(numbered(4096), 5)], epochs=1)
-    whole = rows._Batches(made, batch, None)
-    parts = [rows._Batches(made, batch, here) for here in np.array_split(np.arange(batch), processes)]
+    batch, made = 128, order([Set(numbered(512), 5)], epochs=1)
+    whole = rows.Batches(made, batch, None)
+    parts = [rows.Batches(made, batch, here) for here in np.array_split(np.arange(batch), processes)]
     read = collections.Counter()
-    for n in range(len(whole)) if processes < 1024 else (0, 3):
+    for n in range(len(whole)) if processes < 128 else (0, 3):
         expected = whole[n]["tokens"][:, 0]
         shares = [part[n]["tokens"] for part in parts]
         np.testing.assert_equal(np.concatenate([share.array[:, 0] for share in shares]), expected)
         assert all(share.shape == (batch, 4) and share.array.shape[0] == batch // processes for share in shares)
         read.update(expected.tolist())
-    assert set(read.values()) == {1} and len(read) == (4096 if processes < 1024 else 2048)
+    assert set(read.values()) == {1} and len(read) == (512 if processes < 128 else 256)
 
 
 def test_a_process_may_have_no_row_of_the_last_batch():
-    last = rows._Batches(order([Set(numbered(5), 0)], epochs=1), 4, np.array([2, 3]))[1]
+    last = rows.Batches(order([Set(numbered(5), 0)], epochs=1), 4, np.array([2, 3]))[1]
     assert last["tokens"].array.shape == (2, 4) and not last["segments"].array.any()
 
 

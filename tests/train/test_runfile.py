@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from train import defaults, grpo, pretrain, runfile, sft
+from train import grpo, pretrain, sft
+from train.base import runfile
+from train.run import defaults
 
 
 @pytest.fixture

@@ -24,10 +24,12 @@ from tests import hurry
 from tests.reliability import nightly, trials
 from tests.train.conftest import command, write_words
 from tests.zoo import make_golden, tiny
-from train import cluster, defaults, distill, dpo, folder, grpo, loop, report, runfile, sft
-from train.command import command as end_in_a_sentence
+from train import distill, dpo, grpo, sft
+from train.base import cluster, runfile
+from train.base.command import command as end_in_a_sentence
+from train.base.stop import AGAIN, StopRequest
 from train.data.packing import Example, Survey
-from train.stop import AGAIN, StopRequest
+from train.run import defaults, folder, loop, report
 
 
 ROOT = pathlib.Path(__file__).parents[2]

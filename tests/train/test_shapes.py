@@ -8,8 +8,8 @@ import pytest
 
 import zoo
 from train.tiny import shapes
-from zoo.vision.images import open_image
-from zoo.vision.prompts import encode_prompt
+from zoo.text.prompts import encode_prompt
+from zoo.vision.open import open_image
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 
 import zoo
 from tests.train.test_records import cached, fields, tf_example  # noqa: F401
-from train import cache
+from train.base import cache
 from train.data import files
 from train.data.formats import columns, ids, index
 from train.data.packing import Example, encode
@@ -199,7 +199,7 @@ def test_row_groups_are_kept_up_to_a_bound(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").rename(tmp_path / "c" / "c.parquet")
     records, _ = open_records(tmp_path / "c", holdout=0.0)
     assert [records[i].fields["messages"][0]["content"] for i in (6, 5, 3, 6)] == ["6", "5", "3", "6"]
-    assert reads[6:] == [2, 1, 2] and len(columns._GROUPS.tables) == 1
+    assert reads[6:] == [2, 1, 2] and len(columns.GROUPS.tables) == 1
     data = (tmp_path / "b.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(data[:4] + b"\xff" * 150 + data[154:])
     refused(tmp_path / "b.parquet", "b.parquet, record 1 is broken")
@@ -219,7 +219,7 @@ def test_compressed_files(tmp_path, monkeypatch):
         assert [record["text"] for record in fields(tmp_path / name)] == found
     file = tmp_path / "gz.00000-of-00001.json.gz"
     assert wheres(file)[1] == f"{file}, line 2"
-    monkeypatch.setattr(files, "_unpack", None)  # it is not unpacked again
+    monkeypatch.setattr(files, "unpack", None)  # it is not unpacked again
     assert len(fields(file)) == 2
     monkeypatch.undo()
 
@@ -309,17 +309,22 @@ def test_what_took_long_is_kept(tmp_path, monkeypatch):
 
 
 def test_only_one_process_copies(tmp_path):
-    """And a half that was left is not taken for the whole."""
+    """And a half that was left is not taken for the whole, nor is one that is being written."""
     code = (
-        "import pathlib, sys, time\nfrom train import cache\n"
-        "def make(to):\n print('made', flush=True)\n to.write_text('h')\n time.sleep(0.2)\n to.write_text('whole')\n"
-        "print(cache.keep('key', 'file', make).read_text())"
+        "import sys\nfrom train.base import cache\n"
+        "def make(to):\n to.write_text('h')\n print('made', flush=True)\n input()\n to.write_text('whole')\n"
+        "print('asks', flush=True)\nprint(cache.keep('key', 'file', make).read_text())"
     )
     (cache.folder("data") / cache.name_of("key")).mkdir(parents=True)
     (cache.folder("data") / cache.name_of("key") / "file.unfinished").write_text("ha")
-    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = sorted(process.communicate()[0].split() for process in both)
-    assert said == [["made", "whole"], ["whole"]]
+    start = lambda: subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with start() as first:
+        assert [first.stdout.readline() for _ in range(2)] == ["asks\n", "made\n"]
+        with start() as second:
+            assert second.stdout.readline() == "asks\n"
+            assert first.communicate("go on\n")[0] == "whole\n" == second.communicate()[0]
 
 
 # ======================================================================================================================

@@ -9,9 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from train.freeze import split
-from train.optim import OPTIMIZERS, rounded
-from train.state import abstract_state
+from train.state.optim import OPTIMIZERS, rounded
+from train.state.state import abstract_state, split_frozen
 from zoo import lora
 from zoo.mesh import make_mesh
 from zoo.models import qwen3, qwen3_moe
@@ -137,7 +136,7 @@ def test_optax_says_what_is_a_parameter():
 
 def test_nothing_is_kept_of_frozen_weights(models):
     model = placed(models, "mixture", "fsdp=4,expert=2")
-    trained, frozen = split(model, ["embed_tokens.*", "*.experts.*"])
+    trained, frozen = split_frozen(model, ["embed_tokens.*", "*.experts.*"])
     assert arrays(frozen).keys() == {path for path in arrays(model) if "experts" in path or "embed_tokens" in path}
     assert arrays(trained).keys() == arrays(model).keys() - arrays(frozen).keys()
     for optimizer, transform in optimizers():

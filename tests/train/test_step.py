@@ -15,21 +15,21 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 import zoo
-from kernels import compile_options
-from kernels.chunks import Chunks
+from kernels.backends import compile_options
+from kernels.cross_entropy.chunks import Chunks
 from tests.zoo import tiny
-from train.checkpoint import Checkpoints
-from train.mesh import put_batch
-from train.optim import adamw, make_schedule, rounded
-from train.remat import REMAT
-from train.state import abstract_state, init_state
-from train.step import cross_entropy, jit_train_step, train_step
-from zoo.checkpoint import skeleton
+from train.state.checkpoint import Checkpoints
+from train.state.mesh import put_batch
+from train.state.optim import adamw, make_schedule, rounded
+from train.state.remat import REMAT
+from train.state.state import abstract_state, init_state
+from train.step.step import cross_entropy, jit_train_step, train_step
 from zoo.mesh import make_mesh
 from zoo.models import llama, qwen3
 from zoo.nn.layers import Linear
 from zoo.nn.stack import AbstractBlock, Stack
 from zoo.surgery import cast, shardings
+from zoo.weights.checkpoint import skeleton
 
 
 BATCH, SEQ = 8, 24
@@ -198,7 +198,7 @@ def test_chunks_of_logits(model, batch, monkeypatch):
     keep = lambda *args, chunk, **options: sizes.append(chunk) or cross_entropy_of(*args, chunk=chunk, **options)
     monkeypatch.setattr(kernels, "cross_entropy", keep)
     jax.eval_shape(cross_entropy, model, batch)
-    eqx.filter_eval_shape(cross_entropy, skeleton(llama.FAMILY, llama.CONFIGS["llama3.2-3b"]), batch)
+    eqx.filter_eval_shape(cross_entropy, skeleton(llama.FAMILY, llama.LLAMA3_2_3B), batch)
     assert sizes == [2048, 3 * 3072] and 3 * model.config.hidden_size < 2048
     assert Chunks.of(1, 300, 128)[-2:] == (100, 3) and Chunks.of(4, 300, 128)[-2:] == (30, 10)
     assert Chunks.of(1, 100, 128)[-2:] == (100, 1)

@@ -11,9 +11,10 @@ import pytest
 
 import zoo
 from tests.train.conftest import run
-from train import harness, tasks
 from train.data.records import Record
-from train.validation import best, lower
+from train.evaluate import harness, tasks
+from train.evaluate import task as task_
+from train.evaluate.validation import best, lower
 from zoo.generation.engine import complete
 from zoo.mesh import make_mesh
 
@@ -89,7 +90,7 @@ def test_what_counts_as_right(tokenizer):
     ],
 )
 def test_bad_questions(base, model, tokenizer, tmp_path, fields, said):
-    o = tasks.TaskOptions(eval_tasks=(str(write(tmp_path / "q.jsonl", [fields])),))
+    o = task_.TaskOptions(eval_tasks=(str(write(tmp_path / "q.jsonl", [fields])),))
     with pytest.raises(ValueError, match=said):
         tasks.Tasks(o, tokenizer, model.config, make_mesh("fsdp=1", jax.devices()[:1]), "float32")
 
@@ -99,7 +100,7 @@ def test_bad_tasks(model, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "more").mkdir()
     write(tmp_path / "more" / "q.jsonl", [{"prompt": "abc ", "answer": "x"}])
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
-    o = lambda *names: tasks.TaskOptions(eval_tasks=names, eval_tokens=4)
+    o = lambda *names: task_.TaskOptions(eval_tasks=names, eval_tokens=4)
     make = lambda *names: tasks.Tasks(o(*names), tokenizer, model.config, mesh, "float32")
     with pytest.raises(ValueError, match="Two of --eval-tasks are named eval_q"):
         make(str(question), str(tmp_path / "more" / "q.jsonl"))
@@ -159,8 +160,8 @@ def test_lm_eval(monkeypatch, tmp_path):
     tokenizer, model = zoo.tokenizer("tiny"), zoo.load("tiny", dtype="float32")
     ending = {"eval_zoo_ending/exact_match": 0.25}
     for name, wanted in ((TASKS, {"eval_zoo_choice/acc": 1.0} | ending), (TASKS / "ending.yaml", ending)):
-        task, told = harness.Harness(str(name), tasks.TaskOptions(), tokenizer, model.config), []
+        task, told = harness.Harness(str(name), task_.TaskOptions(), tokenizer, model.config), []
         assert task.evaluate(model, 4, lambda done, of, told=told: told.append((done, of))) == wanted
         assert told[-1] == (4, 4) and [wrong.answer for wrong in task.wrong()] == [" number", " stack", " iterator"]
     with pytest.raises(ValueError, match="--eval-tasks no_such_task is neither a file or folder nor a task of lm-eval"):
-        harness.Harness("no_such_task", tasks.TaskOptions(), tokenizer, model.config)
+        harness.Harness("no_such_task", task_.TaskOptions(), tokenizer, model.config)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import train
 import zoo
 from train.tiny.__main__ import documents, train_tokenizer, write_model_folder
-from zoo.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer
 
 
 FOLDER = pathlib.Path(zoo.__file__).parent / "tiny"
@@ -46,6 +46,7 @@ def chats() -> list[list[dict[str, str]]]:
     return [json.loads(line)["messages"] for line in INSTRUCTIONS.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_corpus_is_the_same_every_time(corpus):
     command = [sys.executable, "-c", DIGEST]
     digest = subprocess.check_output(
@@ -54,6 +55,7 @@ def test_corpus_is_the_same_every_time(corpus):
     assert hashlib.sha256("\n".join(corpus).encode()).hexdigest() == digest.strip()
 
 
+@pytest.mark.slow
 def test_corpus_documents_python(corpus):
     assert 2_000_000 < sum(map(len, corpus)) < 4_000_000
     assert len({document.split("\n\n", 1)[1] for document in corpus}) == len(corpus)  # nothing twice
@@ -62,6 +64,7 @@ def test_corpus_documents_python(corpus):
     assert {"textwrap.dedent(text)", "math.sqrt(x, /)", "len(obj, /)", "os.getcwd()", "class list", "with"} <= titles
 
 
+@pytest.mark.slow
 def test_corpus_holds_the_standard_library_only(tmp_path, corpus):
     for file in "textwrap", "site-packages/other", "dist-packages/other", "other", "json/tests/other", "idlelib/other":
         path = tmp_path / f"{file}.py"
@@ -74,6 +77,7 @@ def test_corpus_holds_the_standard_library_only(tmp_path, corpus):
     assert not [document for document in corpus if "copyright (c)" in document.lower()]
 
 
+@pytest.mark.slow
 def test_folder_is_made_as_it_is_embedded(tmp_path, corpus):
     write_model_folder(tmp_path, train_tokenizer(corpus))
     assert zoo.config(str(tmp_path)) == zoo.config("tiny")
@@ -87,8 +91,7 @@ def test_folder_is_made_as_it_is_embedded(tmp_path, corpus):
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
-def test_tokenizer_round_trips_every_text(text):
-    tokenizer = Tokenizer(FOLDER)
+def test_tokenizer_round_trips_every_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text), special=True) == text
 
 

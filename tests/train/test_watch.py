@@ -12,10 +12,11 @@ import pytest
 
 from kernels import Tokens, counted
 from tests.train.conftest import command
-from train import memory, norms, page, trackers
-from train.metrics import read_metrics
-from train.step import cross_entropy
-from train.watch import Watch, commit
+from train.step import norms
+from train.step.step import cross_entropy
+from train.watch import memory, page, trackers
+from train.watch.metrics import read_metrics
+from train.watch.watch import Watch, commit
 
 
 class Stand(types.SimpleNamespace):
@@ -163,7 +164,7 @@ def test_as_installed(tmp_path, name, monkeypatch):
             for step in range(n + 1, n + 5):
                 watch.write(step, loss=float("nan") if step == 2 else 1.0, validation_loss=2)
             watch.sample(n + 4, prompt="Why</b>", text=" not?")
-        assert watch._trackers, "it has not failed"
+        assert watch.trackers, "it has not failed"
 
 
 def test_memory(tmp_path, monkeypatch):

@@ -10,17 +10,17 @@ import pytest
 import safetensors.numpy
 
 import zoo
-from tests.zoo import make_golden, tiny
+from tests.zoo import make_golden, seeing, tiny
 
 
 class Folders(dict[str, pathlib.Path]):
     """Name of a tiny checkpoint -> its folder, written when it is first asked for."""
 
-    def __init__(self, root: pathlib.Path):
-        self.root = root
+    def __init__(self, root: pathlib.Path, write: Callable[[pathlib.Path, str], pathlib.Path] = tiny.write):
+        self.root, self.write = root, write
 
     def __missing__(self, name: str) -> pathlib.Path:
-        self[name] = tiny.write(self.root / name, name)
+        self[name] = self.write(self.root / name, name)
         return self[name]
 
 
@@ -33,6 +33,18 @@ def folders(tmp_path_factory) -> Folders:
 def load(folders) -> Callable[..., Any]:
     """`zoo.load` of a tiny checkpoint by its name, which gives the same model again."""
     return functools.cache(lambda name, **options: zoo.load(folders[name], **options))
+
+
+@pytest.fixture(scope="session")
+def vision_folders(tmp_path_factory) -> Folders:
+    """As `folders`, of the checkpoints with a tower."""
+    return Folders(tmp_path_factory.mktemp("towers"), lambda folder, name: seeing.CHECKPOINTS[name].write(folder))
+
+
+@pytest.fixture(scope="session")
+def load_vision(vision_folders) -> Callable[[str], Any]:
+    """As `load`, of the checkpoints with a tower, which the model has too."""
+    return functools.cache(lambda name: zoo.load(vision_folders[name], parts=("vision",)))
 
 
 @pytest.fixture(scope="session")

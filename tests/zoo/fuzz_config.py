@@ -26,7 +26,7 @@ import transformers
 import zoo
 from tests.zoo import make_golden, tiny
 from zoo import registry
-from zoo.config import says_nothing
+from zoo.nn.fields import says_nothing
 
 
 TOKENS = tiny.TOKENS[:1]

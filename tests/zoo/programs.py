@@ -53,6 +53,11 @@ def same(ours, theirs) -> bool:
     return one == other and all(map(equal, a, b))
 
 
+def on_host(model):
+    """The model with arrays of numpy: what slices them, to write them into files, compiles nothing."""
+    return jax.tree.map(np.asarray, model)
+
+
 def noise(make, scale=0.4, seed=0):
     """What `make()` builds, with normal noise for its numbers (norms: around 1): nothing compiles for that, and no
     default hides an error."""
@@ -61,6 +66,7 @@ def noise(make, scale=0.4, seed=0):
     def fill(path, x):
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
-        return jnp.asarray(("norm" in surgery.path_name(path)) + scale * random.standard_normal(x.shape), x.dtype)
+        values = ("norm" in surgery.path_name(path)) + scale * random.standard_normal(x.shape)
+        return jnp.asarray(values.astype(x.dtype))  # by numpy: JAX would compile for each shape
 
     return jax.tree_util.tree_map_with_path(fill, eqx.filter_eval_shape(make))

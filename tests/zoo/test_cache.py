@@ -97,21 +97,48 @@ def test_every_query_finds_what_it_may_see(kind, calls):
         assert before.ndim == 0 or np.array_equal(before[0], after[0])
 
 
-# Keys keep the angles of the length at which they were cached, so these decode otherwise, as they do in transformers:
-# see tests/zoo/test_parity.py.
-BY_LENGTH = {"llama-dynamic", "llama-longrope"}
+WIDTH = 8  # of the calls that decode: wider than most windows
+# How many new tokens of two rows come in each call: the rest of it is padding.
+COMING = [(8, 5), (8, 0), (1, 8), (7, 1), (1, 1), (0, 8), (8, 8), (7, 8), (0, 1)]
+# What has the caches of its family's STACK, but other positions in its formulas, or fewer kinds of layers.
+OTHERS = [
+    "gemma3", "granite4", "granite4-mamba", "kimi_linear-groups-new", "llama-rope3", "llama4-alternating", "ministral3",
+    "mixtral-window-new", "nemotron_h-groups", "qwen3-window-tail", "qwen3-yarn", "qwen3_5-moe", "smollm3-lists-new",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in STACKS else pytest.param(name, marks=pytest.mark.slow)
-        for name in tiny.CONFIGS
-        if name not in BY_LENGTH
-    ],
-)
+def decoded(model, cache, tokens, coming):
+    """Logits of all tokens, of which so many of each row come call by call, in calls of `WIDTH`."""
+    index, done, out = np.arange(WIDTH), np.zeros(len(tokens), int), [[] for _ in tokens]
+    for new in coming:
+        new = np.array(new)
+        positions = np.where(index < new[:, None], done[:, None] + index, -1)
+        now = np.where(positions < 0, 0, np.take_along_axis(tokens, positions.clip(0), axis=1))
+        logits, cache = decode(model, jnp.asarray(now), cache, jnp.asarray(positions))
+        for row, count in enumerate(new):
+            out[row].append(np.asarray(logits)[row, :count])
+        done += new
+    return np.stack([np.concatenate(row) for row in out]), cache
+
+
+@pytest.mark.parametrize("name", [*STACKS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_decode_equals_forward(load, name):
-    """Right-padded prompts of different lengths, prefilled at once, then decoded token by token."""
+    """Rows of their own lengths, right-padded: prompts in several calls, single tokens, and nothing at all.
+
+    What else a checkpoint has shows in its logits (test_parity.py). Keys of llama-dynamic and llama-longrope keep the
+    angles of the length at which they were cached, so these decode otherwise, as they do in transformers.
+    """
+    logits, _ = decoded(load(name), init_cache(load(name), 2, 40), tiny.TOKENS, COMING)
+    assert error(logits, GOLDEN[name]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek2", "granite4-dense-new", "kimi_linear", "llama4-lists-new", "qwen3_5"])
+def test_token_by_token(load, name):
+    """After a right-padded prefill, in calls of one token, which layers of these compute in a way of their own.
+
+    An engine decodes so in test_engine.py and test_hybrids.py, and every family in test_generate.py (live).
+    """
     model = load(name)
     lengths, cache = np.array([5, 23]), init_cache(model, 2, 40)
     indices = np.broadcast_to(np.arange(23), (2, 23))
@@ -150,20 +177,11 @@ def test_local_layers_keep_their_window_alone(name):
 def test_int8_is_close_and_small(load, name):
     """The root mean square of what it changes in the logits, prefilled and decoded: at most 2.2% of theirs, of latents,
     where routers' choices change too."""
-    model, tokens = load(name), jnp.asarray(tiny.TOKENS[:, :24])
-    index = jnp.broadcast_to(jnp.arange(24), tokens.shape)
-
-    @eqx.filter_jit
-    def logits(model):
-        cache = zoo.nn.cache.init_cache(model, 2, 24, "int8")
-        prefill, cache = model.decode(tokens[:, :16], cache, positions=index[:, :16])
-        step = lambda cache, now: model.decode(now[0][:, None], cache, positions=now[1][:, None])[::-1]
-        cache, rest = jax.lax.scan(step, cache, (tokens[:, 16:].T, index[:, 16:].T))
-        return jnp.concatenate([prefill, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1), cache
-
-    exact = eqx.filter_eval_shape(lambda model: zoo.nn.cache.init_cache(model, 2, 24), model)
-    size = lambda cache: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    (b, int8), a = logits(model), GOLDEN[name][:, :24]
+    model = load(name)
+    caches = eqx.filter_jit(lambda model: [zoo.nn.cache.init_cache(model, 2, 40, kind) for kind in ("int8", None)])
+    empty, exact = caches(model)
+    b, int8 = decoded(model, empty, tiny.TOKENS[:, :24], [(8, 8), (8, 8), *[(1, 1)] * 8])
+    a, size = GOLDEN[name][:, :24], lambda cache: sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert 1e-4 < np.linalg.norm(a - b) / np.linalg.norm(a) < 0.03
     assert size(int8) < size(exact) / 3
 

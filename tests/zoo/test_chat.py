@@ -1,9 +1,8 @@
 """The chat in the terminal: what it sends to the model, what it shows, and how it ends. The lines are made up."""
 
-import os
+import io
 import pathlib
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -131,11 +130,16 @@ def test_templates_that_are_missing_or_refuse(talk, tmp_path):
         talk(source=str(folder(tmp_path / "b", strict)), system="Be brief.")
 
 
-def test_the_command():
-    command = [sys.executable, "-m", "zoo", "chat", "tiny", "--max-new-tokens", "4", "--system", "Be brief."]
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    run = subprocess.run(command, input=f"{ASK}\n/exit\n", capture_output=True, text=True, env=environment)
-    assert run.returncode == 0 and run.stdout.startswith("tiny, 512 positions") and run.stdout.count("> ") == 2
+def test_the_command(model, monkeypatch, capsys):
+    monkeypatch.setattr(zoo, "load", lambda source, **options: {"tiny": model}[source])
+    arguments = ["zoo", "chat", "tiny", "--max-new-tokens", "12", "--system", "Be brief.", "--temperature", "0"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{ASK}\n/exit\n"))
+    monkeypatch.delitem(sys.modules, "zoo.__main__", raising=False)  # of which other tests import parts
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # see tests/train/conftest.py
+    runpy.run_module("zoo", run_name="__main__")
+    shown = capsys.readouterr().out
+    assert shown.startswith("tiny, 512 positions") and shown.count("> ") == 2
 
 
 def test_the_command_refuses(monkeypatch):

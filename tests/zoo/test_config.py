@@ -106,7 +106,7 @@ def test_plans_of_layers():
     assert Stack.plan("aaab" * 3 + "aa") == (0, ((4, 3),)) and Stack.plan("xx" + "ab" * 4 + "a") == (2, ((2, 4),))
     assert Stack.plan("aaa" + "b" * 8) == (3, ((1, 8),))  # a scan of three layers would spare too little
     assert Stack.plan("abcdefgh") == (0, ((8, 1),)) and Stack.plan("a") == (0, ((1, 1),))
-    patterns = {name: config.hybrid_override_pattern for name, config in nemotron_h.CONFIGS.items()}
+    patterns = {name: zoo.config(name).hybrid_override_pattern for name in nemotron_h.CONFIGS}
     assert Stack.plan(patterns["nemotron3-nano-30b-a3b"]) == (0, ((7, 5), (2, 3), (2, 1), (2, 4)))
     blocks = {name: len(p) - sum(n * (k - 1) for n, k in Stack.plan(p)[1]) for name, p in patterns.items()}
     assert blocks == {

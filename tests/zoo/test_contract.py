@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from kernels import Tokens
 from kernels.mesh import BATCH, TENSOR
-from train.mesh import check_mesh, put_batch
-from train.metrics import products_per_token
-from train.step import features
+from train.base.flops import products_per_token
+from train.state.mesh import check_mesh, put_batch
+from train.step.step import features
 from zoo import registry, surgery
 from zoo.generation.decoding import init_state
 from zoo.nn import cache as caches

@@ -23,7 +23,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import STACKS, TOKENS, prefill_and_decode
 from zoo import models, registry
 from zoo.models import qwen3
-from zoo.nn.model import AbstractConfig
+from zoo.nn.model import AbstractConfig, Released
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def missing(families, modules, golden, names) -> list[str]:
     """A sentence for each thing that a family lacks.
 
     `families` are those of zoo/models, `modules` those of tests/zoo/tiny, `golden` says which checkpoints each file of
-    tests/zoo/golden has, and `names` are those of zoo/registry.py.
+    tests/zoo/golden has, and `names` are those with a repository.
     """
     lacks = []
     for name in sorted(families.keys() | modules.keys()):
@@ -51,8 +51,8 @@ def missing(families, modules, golden, names) -> list[str]:
             )
         if unknown := [config for config in families[name].configs if config not in names]:
             lacks.append(
-                f"{file} has {', '.join(unknown)}, but zoo/registry.py has no row with its repository (or, if its "
-                "weights were never published, with that of a tokenizer)."
+                f"{file} has {', '.join(unknown)} without a repository (or, if its weights were never published, that "
+                "of a tokenizer)."
             )
     return lacks
 
@@ -76,7 +76,7 @@ def test_nothing_is_missing(pieces):
         ("families", "qwen3", "tests/zoo/tiny/qwen3.py has no zoo/models/qwen3.py: write the family there"),
         ("modules", "qwen3", "zoo/models/qwen3.py has no tests/zoo/tiny/qwen3.py: write its CONFIGS, STACK"),
         ("golden", "qwen3", "tests/zoo/golden/qwen3.npz has no logits of qwen3, qwen3-tied, "),
-        ("names", "qwen3-8b", "zoo/models/qwen3.py has qwen3-8b, but zoo/registry.py has no row with its repository"),
+        ("names", "qwen3-8b", "zoo/models/qwen3.py has qwen3-8b without a repository (or, if its weights were"),
     ],
 )
 def test_what_is_missing_is_named(pieces, piece, entry, sentence):
@@ -108,7 +108,7 @@ def test_quoted_lines_stand_in_their_files():
 @pytest.fixture
 def own(monkeypatch, tmp_path):
     """The user's files of the page in a folder of theirs, in which Python is; what they register is forgotten after."""
-    for name in ("FAMILIES", "CONFIGS", "REPOSITORIES"):
+    for name in ("FAMILIES", "CONFIGS", "REPOSITORIES", "TOKENIZERS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -145,20 +145,33 @@ def test_a_family_of_ones_own(own, untyped, monkeypatch):
     assert (own / "again/model.safetensors").read_bytes() == (own / "run/model/model.safetensors").read_bytes()
 
 
+def make(**changes):
+    """A family to register, which is Qwen3 but for these fields."""
+    return dataclasses.replace(qwen3.FAMILY, **{"model_types": ("mine",), "configs": {}} | changes)
+
+
+def test_names_of_ones_own(own):
+    """One with a repository, and one that has a config alone."""
+    config = dataclasses.replace(zoo.config("qwen3-8b"), rope_theta=2e6)
+    own_family = make(configs={"mine-8b": Released(config, "org/mine"), "mine-new": Released(config)})
+    before = zoo.names()
+    zoo.register(own_family)
+    assert registry.FAMILIES["mine"] is own_family and zoo.config("mine-8b") is zoo.config("mine-new") is config
+    assert set(zoo.names()) - set(before) == {"mine-8b"} and registry.REPOSITORIES["mine-8b"] == "org/mine"
+
+
 def test_own_families_that_are_refused(own, untyped):
     """Each in one sentence, and nothing of them is kept."""
-    known = [dict(registry.FAMILIES), dict(registry.CONFIGS), dict(registry.REPOSITORIES)]
-    make = lambda **changes: dataclasses.replace(qwen3.FAMILY, **{"model_types": ("mine",), "configs": {}} | changes)
-    config = zoo.config("qwen3-8b")
-    for family, repositories, sentence in [
-        (make(model_types=("qwen3",)), {}, "qwen3 is registered already; the family qwen3 needs other names."),
-        (make(configs={"qwen3-8b": config}), {}, "qwen3-8b is registered already"),
-        (make(configs={"tiny": config}), {}, "tiny is registered already"),
-        (make(), {"mine-8b": "org/mine"}, "mine-8b has a repository, but the configs of qwen3 have no such name."),
+    known = [dict(registry.FAMILIES), dict(registry.CONFIGS), dict(registry.REPOSITORIES), dict(registry.TOKENIZERS)]
+    released = Released(zoo.config("qwen3-8b"), "org/mine")
+    for family, sentence in [
+        (make(model_types=("qwen3",)), "qwen3 is registered already; the family qwen3 needs other names."),
+        (make(configs={"qwen3-8b": released}), "qwen3-8b is registered already"),
+        (make(configs={"mine-8b": released, "tiny": released}), "tiny is registered already"),
     ]:
         with pytest.raises(ValueError, match=sentence):
-            zoo.register(family, repositories)
-    assert known == [registry.FAMILIES, registry.CONFIGS, registry.REPOSITORIES]
+            zoo.register(family)
+    assert known == [registry.FAMILIES, registry.CONFIGS, registry.REPOSITORIES, registry.TOKENIZERS]
 
     @dataclasses.dataclass(frozen=True)
     class Config(AbstractConfig):
@@ -172,6 +185,8 @@ def test_own_families_that_are_refused(own, untyped):
         make(Config=Config)
     with pytest.raises(TypeError, match=r"^builtins.dict is no dataclass that derives from zoo\.nn\.model"):
         make(Config=dict)
+    with pytest.raises(TypeError, match=r"^mine-8b in the configs of qwen3 is no Released\(config, repository\)\.$"):
+        make(configs={"mine-8b": released.config})
 
 
 def test_a_family_that_is_not_registered(own, monkeypatch):

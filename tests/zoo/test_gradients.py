@@ -23,8 +23,11 @@ def operations(jaxpr):
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, name):
-    """Of what is traced, so of any length of text. Matrix products sum in float32 on every device."""
+def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, untyped, name):
+    """Of what is traced, so of any length of text. Matrix products sum in float32 on every device.
+
+    Types are those of the same models in test_cache.py, and not checked again.
+    """
     model = jax.eval_shape(lambda model: cast(model, jnp.bfloat16), load(name))
 
     def loss(model):

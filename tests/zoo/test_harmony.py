@@ -9,7 +9,7 @@ import zoo
 from tests.zoo.test_chat import ASK, talk  # noqa: F401 (a fixture)
 from tests.zoo.test_serve import CHAT, COMPLETIONS, MESSAGES, Running
 from tests.zoo.test_tokenizer import folder
-from zoo.harmony import Parts, split
+from zoo.text.harmony import Parts, split
 
 
 ANALYSIS = "<|channel|>analysis<|message|>They greet.<|end|>"

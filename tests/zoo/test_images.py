@@ -3,11 +3,13 @@
 import base64
 import http.server
 import io
+import itertools
 import json
 import pathlib
 import struct
+import sys
 import threading
-import time
+import types
 import zlib
 
 import numpy as np
@@ -16,13 +18,17 @@ from PIL import Image
 
 from tests.zoo import make_golden_images
 from tests.zoo.make_golden_images import FILES, SECONDS, SIZES, picture
-from zoo.vision import images
-from zoo.vision.images import open_image
+from zoo.vision.open import open_image
+from zoo.vision.processors.base import LongestEdge, PixelBounds, Rectangle, patchify
+from zoo.vision.processors.gemma3 import Gemma3
+from zoo.vision.processors.llama4 import Llama4
+from zoo.vision.processors.pixtral import Pixtral
+from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo, smart_resize
 
 
 GOLDEN = json.loads(make_golden_images.GOLDEN.read_text())
-KINDS = {"gemma3": images.Gemma3, "qwen2": images.Qwen3VL, "qwen3": images.Qwen3VL, "llama4": images.Llama4}
-KINDS |= {"pixtral": images.Pixtral, "qwen3-vl-video": images.Qwen3VLVideo}
+KINDS = {"gemma3": Gemma3, "qwen2": Qwen3VL, "qwen3": Qwen3VL, "llama4": Llama4}
+KINDS |= {"pixtral": Pixtral, "qwen3-vl-video": Qwen3VLVideo}
 BY_TORCHVISION = ("llama4", "qwen3-vl-video")
 PHOTO = pathlib.Path(__file__).parents[2] / "../shared/data/images/test_image.jpg"
 CASES = [(name, size) for name in FILES for size in (["video"] if name.endswith("video") else SIZES)]
@@ -103,7 +109,7 @@ def test_sizes_live():
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as smart_resize_image
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_video
 
     def either(function, *args):
@@ -116,21 +122,19 @@ def test_sizes_live():
     for _ in range(1000):
         (height, width), frames, factor = any_size(random), int(random.integers(2, 40)), int(random.choice([28, 32]))
         fewest = int(random.integers(1, 200_000))
-        bounds = images.PixelBounds(fewest, fewest + int(random.integers(1, 10_000_000)))
-        video = images.Qwen3VLVideo(size=bounds, patch_size=factor // 2)
+        bounds = PixelBounds(fewest, fewest + int(random.integers(1, 10_000_000)))
+        video = Qwen3VLVideo(size=bounds, patch_size=factor // 2)
         given = (height, width, factor, bounds.shortest_edge, bounds.longest_edge)
-        assert either(images.smart_resize, height, width, factor, bounds) == either(smart_resize, *given), given
+        assert either(smart_resize, height, width, factor, bounds) == either(smart_resize_image, *given), given
         theirs = either(smart_resize_video, frames, height, width, 2, *given[2:])
         assert either(video.resized, frames, height, width) == theirs, (frames, *given)
         blank, longest = np.broadcast_to(np.uint8(0), (3, height, width)), int(random.choice([333, 1024, 1540]))
-        pixtral = images.Pixtral(size=images.LongestEdge(longest), patch_size=14, spatial_merge_size=2)
+        pixtral = Pixtral(size=LongestEdge(longest), patch_size=14, spatial_merge_size=2)
         theirs = get_resize_output_image_size(blank, longest, 28, "channels_first")
         assert pixtral.resized(height, width) == theirs, (height, width, longest)
         keys = ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
         values = (int(random.integers(1, 400)), int(random.integers(1, 8)), random.uniform(1, 3))
-        gemma = images.Gemma3(
-            size=images.Rectangle(16, 16), do_pan_and_scan=True, **dict(zip(keys, values, strict=True))
-        )
+        gemma = Gemma3(size=Rectangle(16, 16), do_pan_and_scan=True, **dict(zip(keys, values, strict=True)))
         assert gemma.crops(height, width) == len(scan(blank, *values)), (height, width, values)
 
 
@@ -144,7 +148,7 @@ def test_canvases_live():
     random = np.random.default_rng(0)
     for _ in range(1000):
         (height, width), most, largest = any_size(random), int(random.choice([5, 12, 16])), bool(random.integers(2))
-        ours = images.Llama4(size=images.Rectangle(336, 336), max_patches=most, resize_to_max_canvas=largest)
+        ours = Llama4(size=Rectangle(336, 336), max_patches=most, resize_to_max_canvas=largest)
         choice = torch.tensor(theirs.find_supported_resolutions(most, SizeDict(height=336, width=336)))
         canvas = theirs.get_best_fit((height, width), choice, largest)
         assert tuple(side // 336 for side in canvas.tolist()) == ours.canvas(height, width), (height, width, most)
@@ -349,10 +353,8 @@ class Server(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(encoded(picture("small")))
             while self.path == "/endless":
                 self.wfile.write(bytes(2**16))
-            while self.path == "/slow":
+            while self.path == "/slow":  # by the reader's clock, which the test turns
                 self.wfile.write(b"x")
-                self.wfile.flush()
-                time.sleep(0.02)
         except OSError:  # the other end has had enough
             pass
 
@@ -362,29 +364,28 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 def test_downloads_end(monkeypatch):
     """When allowed; of what is too large, too slow, missing or no URL in a sentence."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server, opener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server), sys.modules[open_image.__module__]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         host = f"http://127.0.0.1:{server.server_port}"
         assert np.array_equal(open_image(f"{host}/image", remote=True), picture("small"))
-        monkeypatch.setattr(images, "DOWNLOAD_BYTES", 2**18)
-        monkeypatch.setattr(images, "DOWNLOAD_SECONDS", 0.1)
-        for path, words in [
-            ("endless", "more than 262,144 bytes"),
-            ("slow", "more than 0.1 seconds"),
-            ("missing", "404"),
-        ]:
-            with pytest.raises(
-                ValueError, match=f"{host}/{path} cannot be downloaded .*{words}.*: give a file instead"
-            ):
-                open_image(f"{host}/{path}", remote=True)
+        monkeypatch.setattr(opener, "DOWNLOAD_BYTES", 2**18)
+        refused("endless", host, "more than 262,144 bytes")
+        refused("missing", host, "404")
+        monkeypatch.setattr(opener, "time", types.SimpleNamespace(monotonic=itertools.count(0, 31).__next__))
+        refused("slow", host, "more than 30 seconds")
         with pytest.raises(ValueError, match="cannot be downloaded"):
             open_image("http://[", remote=True)
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def refused(path, host, words):
+    with pytest.raises(ValueError, match=f"{host}/{path} cannot be downloaded .*{words}.*: give a file instead"):
+        open_image(f"{host}/{path}", remote=True)
 
 
 @pytest.mark.live
@@ -452,13 +453,13 @@ def test_both_forms_of_the_files(read, tmp_path):
     new = tmp_path / "new"
     new.mkdir()
     with pytest.raises(ValueError, match=r"new has no preprocessor_config\.json: download it"):
-        images.Gemma3.read(new)
+        Gemma3.read(new)
     for name, (inner, outer) in FILES.items():
         section = "video_processor" if name.endswith("video") else "image_processor"
         other = {"feature_extractor": {"sampling_rate": 16000}}
         (new / "processor_config.json").write_text(json.dumps({section: inner} | outer | other))
         assert kind(name).read(new) == read(name)
-    bounds = images.PixelBounds(3136, 200704)
+    bounds = PixelBounds(3136, 200704)
     assert read("qwen2-vl").size == bounds
     older = dict(min_pixels=3136, max_pixels=200704)
     assert read("qwen2-vl", size={"shortest_edge": 1, "longest_edge": 2}).size == bounds
@@ -466,7 +467,7 @@ def test_both_forms_of_the_files(read, tmp_path):
 
 
 def test_prompts(read):
-    expand = images.Llama4.expand
+    expand = Llama4.expand
     assert expand("a <|image|> b <|image|>", ["<x><|image|>", "<y>"]) == "a <x><|image|> b <y>"
     assert expand("no image", []) == "no image"
     with pytest.raises(ValueError, match=r"The prompt has 1 times <\|image\|>, and there are 2 for it"):
@@ -488,9 +489,9 @@ def test_what_cannot_be_processed(read):
 def test_patches_are_a_convolutions():
     """In its weight's order of features, and row by row; merged ones block by block."""
     frames = np.arange(2 * 8 * 12 * 3, dtype=np.float32).reshape(2, 8, 12, 3)
-    plain = images.patchify(frames, 4)
+    plain = patchify(frames, 4)
     assert plain.shape == (12, 48)
     assert np.array_equal(plain[1 * 6 + 1 * 3 + 2].reshape(3, 4, 4), np.moveaxis(frames[1, 4:8, 8:12], -1, 0))
-    merged = images.patchify(frames, 2, merge_size=2, temporal=2)
+    merged = patchify(frames, 2, merge_size=2, temporal=2)
     block, within = 1 * 3 + 2, 1 * 2 + 0  # the patch at row 2 * 1 + 1 and column 2 * 2 + 0
     assert np.array_equal(merged[block * 4 + within].reshape(3, 2, 2, 2), np.moveaxis(frames[:, 6:8, 8:10], -1, 0))

@@ -1,8 +1,9 @@
 """Models by every implementation of the kernels: the same logits, whoever computes them.
 
-Compared is every pair of a kind of attention (latents, softcaps, sinks and windows, chunks) and an implementation, one
-of each kind here and the others behind `slow`; the reference, which serves such short rows by default, is in
-test_parity.py. That every implementation takes what every family asks for is in test_families.py.
+That every implementation takes what every family asks for is in test_families.py, by `kernels.explain`; that each
+computes every kind of attention, of experts and of weights in 8 bits is in tests/kernels. So here is a model whole by
+each implementation, and behind `slow` each kind of attention once: latents, sinks and windows, chunks, softcaps. The
+reference, which serves such short rows by default, is in test_parity.py.
 """
 
 import equinox as eqx
@@ -13,12 +14,11 @@ import pytest
 
 import kernels
 from tests.zoo import tiny
-from tests.zoo.programs import TOKENS, error, prefill_and_decode
-from zoo.quantized import quantize
+from tests.zoo.programs import TOKENS, error, packed, prefill_and_decode
+from zoo.surgery import path_name
 
 
 GOLDEN = tiny.golden()
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 
 def by(implementation, function, *args):
@@ -29,42 +29,54 @@ def by(implementation, function, *args):
         return compiled(*args), calls
 
 
-@pytest.mark.parametrize(
-    "name, implementation",
-    [
-        ("deepseek3", "tpu"),
-        ("gemma2", "triton"),
-        ("gpt_oss", "xla"),
-        ("llama4", "xla"),
-        slow("deepseek3", "triton"),
-        slow("deepseek3", "xla"),
-        slow("gemma2", "tpu"),
-        slow("gemma2", "xla"),
-        slow("gpt_oss", "tpu"),
-        slow("gpt_oss", "triton"),
-        slow("llama4", "tpu"),
-        slow("llama4", "triton"),
-    ],
-)
-def test_logits(load, name, implementation):
-    logits, calls = by(implementation, prefill_and_decode, load(name), TOKENS)
+def assert_served(calls, implementation):
     assert "attention" in {call.operation for call in calls if call.implementation == implementation}
     assert not [call for call in calls if call.others.get(implementation, "") is None], "another one served"
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
+def test_int8_weights(load, implementation):
+    """By attention, experts and linear maps of this implementation: the logits of the numbers that the 8 bits stand
+    for."""
+    model, stored = load("qwen3_moe"), load("qwen3_moe", quantize="int8")
+    arrays = {path_name(path): np.asarray(array) for path, array in jax.tree_util.tree_leaves_with_path(stored)}
+
+    def meant(path, array):
+        codes = arrays[path_name(path)]
+        if codes.dtype != np.int8:
+            return array
+        scale = arrays[path_name(path).removesuffix("weight") + "scale"]
+        return jnp.asarray(codes.astype(np.float32) * scale[..., None])
+
+    expected = packed(jax.tree_util.tree_map_with_path(meant, model))[0]
+    logits, calls = by(implementation, lambda model, tokens: model(tokens), stored, TOKENS)
+    assert_served(calls, implementation)
+    assert {"attention", "ragged_dot", "quantized_matmul"} <= {call.operation for call in calls}
+    assert error(logits, expected) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, implementation", [("deepseek3", "tpu"), ("gpt_oss", "triton"), ("llama4", "xla")])
+def test_logits(load, name, implementation):
+    """Of a prefill and a decode."""
+    logits, calls = by(implementation, prefill_and_decode, load(name), TOKENS)
+    assert_served(calls, implementation)
     assert error(logits, GOLDEN[name]) < 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, implementation", [("gpt_oss", "tpu"), ("gemma2", "triton")])
+@pytest.mark.parametrize("name, implementation", [("mixtral-window-new", "tpu"), ("gemma2", "triton")])
 def test_gradients(load, name, implementation):
-    """Of a loss by every weight, with sinks, windows and experts in one, and softcaps in the other."""
-    gradient = eqx.filter_grad(lambda model, tokens: jnp.mean(jnp.square(model(tokens))))
-    expected, actual = (by(each, gradient, load(name), TOKENS)[0] for each in ("reference", implementation))
-    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    """Of a loss by every weight, with windows and experts in one, and softcaps in the other; and the logits."""
+
+    @eqx.filter_grad(has_aux=True)
+    def gradient(model, tokens):
+        logits = model(tokens)
+        return jnp.mean(jnp.square(logits)), logits
+
+    expected, _ = by("reference", gradient, load(name), TOKENS)
+    actual, calls = by(implementation, gradient, load(name), TOKENS)
+    assert_served(calls, implementation)
+    assert error(actual[1], GOLDEN[name]) < 1e-4
+    for ours, theirs in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(expected[0]), strict=True):
         assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs)
-
-
-def test_int8_weights(load):
-    forward, quantized = lambda model: model(TOKENS), quantize(load("qwen3_moe"), "int8")
-    expected, _ = by("reference", forward, quantized)
-    for implementation in ("xla", "triton", "tpu"):
-        assert error(by(implementation, forward, quantized)[0], expected) < 1e-4

@@ -12,8 +12,9 @@ import pytest
 
 import convert.tensors
 import zoo
-from tests.zoo import seeing_llama4, tiny
-from tests.zoo.programs import TOKENS, decode, error, forward, init_cache, noise, packed
+from tests.zoo import tiny
+from tests.zoo.programs import TOKENS, decode, error, forward, init_cache, noise, on_host, packed
+from tests.zoo.seeing.llama4 import Llama4
 from zoo.config import read, write
 from zoo.models import llama4
 from zoo.nn import moe
@@ -32,10 +33,10 @@ def model(load):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_of_a_multimodal_checkpoint_the_text_model_is_read_and_saved(folders, tmp_path, name):
-    text, wrapped = folders[name], seeing_llama4.write(tmp_path / "wrapped", name)
+    text, wrapped = folders[name], Llama4(name).write(tmp_path / "wrapped")
     model = zoo.load(wrapped)
     assert model.config == zoo.config(text)
-    zoo.save(model, tmp_path / "saved")
+    zoo.save(on_host(model), tmp_path / "saved")
     before, after = convert.tensors.open_tensors(text), convert.tensors.open_tensors(tmp_path / "saved")
     assert before.keys() == after.keys()
     assert all(before[key].view().tobytes() == after[key].view().tobytes() for key in before)
@@ -72,7 +73,7 @@ def test_transformers_5_reads_and_writes_the_same_config(name):
 
 def test_fp8_maverick_is_refused(tmp_path):
     stored = dict(quant_method="compressed-tensors", format="float-quantized")
-    folder = seeing_llama4.write(tmp_path / "fp8", "llama4-alternating", quantization_config=stored)
+    folder = Llama4("llama4-alternating").write(tmp_path / "fp8", quantization_config=stored)
     with pytest.raises(ValueError, match=r"'compressed-tensors'.*Load another repository"):
         zoo.load(folder)
 
@@ -118,8 +119,7 @@ def test_prefill_in_pieces(model):
     """That begin and end anywhere in a chunk of 8, and are shorter and longer than it."""
     start, parts, cache = 0, [], init_cache(model, 2, 40)
     for size in (5, 11, 1, 11, 1, 11):
-        width = 1 if size == 1 else 11  # the others by one program, with padding
-        index = np.broadcast_to(np.arange(width), (2, width))
+        index = np.broadcast_to(np.arange(11), (2, 11))  # all by one program, with padding
         tokens = np.take(tiny.TOKENS, np.minimum(start + index[0], 39), axis=1)
         at = np.where(index < size, start + index, -1)
         logits, cache = decode(model, jnp.asarray(tokens), cache, jnp.asarray(at))
@@ -135,8 +135,9 @@ def test_padding_is_harmless(model):
     logits = np.asarray(logits)
     assert np.all(np.isfinite(logits))
     assert error(logits[0], GOLDEN["llama4"][0, :11]) < 1e-4
-    logits, _ = decode(model, TOKENS[:, :1], cache, jnp.asarray(np.array([[30], [0]])))
-    assert error(np.asarray(logits)[1], GOLDEN["llama4"][1, :1]) < 1e-4
+    positions = np.where(np.arange(11) < 1, [[30], [0]], -1)
+    logits, _ = decode(model, TOKENS[:, :11], cache, jnp.asarray(positions))
+    assert error(np.asarray(logits)[1, :1], GOLDEN["llama4"][1, :1]) < 1e-4
 
 
 def test_what_the_routers_report(load):

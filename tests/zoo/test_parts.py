@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests.zoo.programs import same
-from train.folder import identity
-from train.mesh import abstract_model
+from train.run.folder import identity
+from train.state.mesh import abstract_model
 from zoo import registry
 from zoo.models import qwen3
 from zoo.nn.layers import Linear

@@ -45,9 +45,7 @@ def test_the_linears_of_layers_and_nothing_else(model):
     assert all(array is named(model)[path] for path, array in named(quantized).items())
 
 
-@pytest.mark.parametrize(
-    "model, dtype, off", [("qwen2", "int8", 0.1), ("qwen2", "fp8", 0.3), ("deepseek3", "fp8", 0.3)], indirect=["model"]
-)
+@pytest.mark.parametrize("model, dtype, off", [("qwen2", "int8", 0.1), ("deepseek3", "fp8", 0.3)], indirect=["model"])
 def test_it_computes_nearly_the_same(model, dtype, off):
     want, got = (np.asarray(forward(m, TOKENS)) for m in (model, quantize_training(model, dtype)))
     assert 0 < np.abs(got - want).mean() < off * np.abs(want).mean()
@@ -121,15 +119,23 @@ def test_stored(load, name, dtype, format):
         step = {"int8": 0.5 / 127, "fp8": 16 / 448, "nf4": 0.152}[format]
         step += 2**-8 if dtype == "bfloat16" else 1e-6  # the rounding of the scale
         assert (np.abs(got - weight).reshape(*new.scale.shape, -1) <= step * largest).all()
-    want, got = forward(model, TOKENS), forward(stored, TOKENS)
-    assert got.dtype == want.dtype
-    want, got = (np.asarray(a, np.float32) for a in (want, got))
-    off = {"int8": 0.1, "fp8": 0.3, "nf4": 0.8}[format]
-    assert 0 < np.abs(got - want).mean() < off * np.abs(want).mean()
+    assert eqx.filter_eval_shape(forward, stored, TOKENS).dtype == dtype
     assert same(load(name, dtype=dtype, quantize=format), stored)
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_what_is_stored_computes_as_what_it_stands_for(load, format):
+    """Linear maps and experts, with the numbers of the codes in place of the weights."""
+    plain, stored = load("mixtral", dtype="float32"), load("mixtral", dtype="float32", quantize=format)
+    kinds = (AbstractLinear, AbstractExpertLinear)
+    each = [m for path, m in surgery.modules(stored, kinds) if path.startswith("layers.")]
+    weights = lambda m: [linear.weight for path, linear in surgery.modules(m, kinds) if path.startswith("layers.")]
+    meant = eqx.filter_jit(lambda each: [dequantize_weight(m.weight, m.scale, format) for m in each])(each)
+    want, got = (np.asarray(forward(m, TOKENS)) for m in (eqx.tree_at(weights, plain, meant), stored))
+    assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])  # with a scale for a row, as in fp8; and for blocks of it
 def test_stored_on_a_mesh(folders, load, format):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     want = load("mixtral", dtype="float32", quantize=format)
@@ -143,12 +149,14 @@ def test_stored_on_a_mesh(folders, load, format):
 def test_nf4_by_hand():
     """Codes and bytes of two blocks, one of them all zeros; ties go to the lower code."""
     weight = np.concatenate([2 * np.asarray(NF4, np.float32).repeat(4), np.zeros(64, np.float32)])[None]
-    values, scale = map(np.asarray, quantize_weight(jnp.asarray(weight), "nf4"))
+    coded = jax.jit(lambda weight: quantize_weight(weight, "nf4"))
+    values, scale = map(np.asarray, coded(jnp.asarray(weight)))
     assert values.shape == (1, 64) and values.dtype == np.uint8
     assert scale.tolist() == [[2.0, 1.0]]
     assert values[0, :8].tolist() == [0x00, 0x00, 0x11, 0x11, 0x22, 0x22, 0x33, 0x33]
     assert (values[0, 32:] == 0x77).all()
-    assert np.array_equal(dequantize_weight(jnp.asarray(values), jnp.asarray(scale), "nf4"), weight)
+    meant = jax.jit(lambda values, scale: dequantize_weight(values, scale, "nf4"))(values, scale)
+    assert np.array_equal(meant, weight)
     with pytest.raises(ValueError, match="Rows of 3 weights"):
         quantize_weight(jnp.ones((2, 3)), "nf4")
 
@@ -169,7 +177,8 @@ def test_nf4_equals_bitsandbytes():
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stored_weight_has_no_gradient(format):
     """What it multiplies has one, though, that of the weights it stands for."""
-    stored = QuantizedLinear(noise(lambda: Linear(64, 8, key=jax.random.key(0))), format)
+    plain = noise(lambda: Linear(64, 8, key=jax.random.key(0)))
+    stored = eqx.filter_jit(lambda linear: QuantizedLinear(linear, format))(plain)
     x = np.random.RandomState(1).standard_normal((2, 64)).astype(np.float32)
     both = lambda x: (jnp.sum(jnp.sin(stored(x))), jnp.sum(jnp.sin(x @ stored.matrix().T)))
     np.testing.assert_allclose(*jax.jit(jax.jacrev(both))(x), atol=1e-5)

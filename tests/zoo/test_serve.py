@@ -1,6 +1,7 @@
 """The server, over HTTP on this machine: replies against `zoo.generate`, log-probabilities against the plain forward
 pass, events, requests at the same time, clients that leave, and everything that is refused."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -8,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,19 +25,20 @@ import pytest
 import zoo
 from tests.zoo.programs import forward
 from tests.zoo.test_templates import ENDLESS
-from zoo import templates
 from zoo.generation.engine import Engine
 from zoo.generation.generate import continuation
 from zoo.mesh import make_mesh
 from zoo.serve import serve
 from zoo.serve.listen import Listener, Timely
 from zoo.serve.server import STRIDE, Server
+from zoo.serve.worker import Worker
+from zoo.text import templates
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROMPT = "textwrap.dedent(text)\n\n"
 MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
-NEW = 20  # tokens of most replies: one number, so that little is compiled
+NEW, ROOM = 16, 256  # tokens of most replies, and of a row: one number of each, so that little is compiled
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -52,9 +55,10 @@ def tokenizer():
 class Running:
     """A server that listens, on a port of its own."""
 
-    def __init__(self, model, tokenizer, grace=30.0, **options):
-        self.server = Server("tiny", model, tokenizer, batch=4, max_tokens=512, **options)
-        self.uvicorn = Listener(self.server, host="127.0.0.1", port=0, grace=grace, log_level="critical")
+    def __init__(self, model, tokenizer, grace=30.0, listening=None, max_tokens=512, **options):
+        self.server = Server("tiny", model, tokenizer, batch=4, max_tokens=max_tokens, **options)
+        listening = {"log_level": "critical"} | (listening or {})
+        self.uvicorn = Listener(self.server, host="127.0.0.1", port=0, grace=grace, **listening)
         self.thread = threading.Thread(target=self.uvicorn.run)
 
     def __enter__(self):
@@ -93,28 +97,43 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(model, tokenizer):
-    with Running(model, tokenizer) as running:
+    with Running(model, tokenizer, max_tokens=ROOM) as running:
         yield running
 
 
 def greedy(model, tokenizer, prompt, new=NEW):
     """What `zoo.generate` writes; in as many and as long rows as the server's, so that these share programs."""
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    engine = Engine(model, batch=4, max_tokens=512, stops=tokenizer.eos, stride=STRIDE)
+    engine = Engine(model, batch=4, max_tokens=ROOM, stops=tokenizer.eos, stride=STRIDE)
     (completion,) = engine.submit(ids, max_new_tokens=new)
     while not engine.idle:
         engine.step()
     return continuation(tokenizer, ids, completion)
 
 
+@pytest.fixture
+def arrived(monkeypatch):
+    """A semaphore, released for each request as soon as its replies are in the worker's inbox."""
+    write, arrived = Worker.write, threading.Semaphore(0)
+
+    async def noted(self, replies):
+        async with contextlib.aclosing(write(self, replies)) as pieces:
+            asyncio.get_running_loop().call_soon(arrived.release)  # when this first waits
+            async for piece in pieces:
+                yield piece
+
+    monkeypatch.setattr(Worker, "write", noted)
+    return arrived
+
+
 def test_models(running):
     (model,) = json.loads(running.request("/v1/models")[1])["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 512)
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", ROOM)
 
 
 def test_completions(running, model, tokenizer):
     """Of a text, of its ids, and of several; whole and in events."""
-    (want,) = zoo.generate(model, tokenizer, [PROMPT], max_new_tokens=NEW)
+    want = greedy(model, tokenizer, PROMPT)
     ids = tokenizer.encode(PROMPT)
     asked = {"model": "tiny", "max_tokens": NEW, "temperature": 0}
     for prompt in PROMPT, [PROMPT], ids, [ids]:
@@ -158,10 +177,9 @@ def test_chat(running, model, tokenizer):
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_template_variables_tools_and_calls(tmp_path, model):
+def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
     """Tools and what vLLM calls chat_template_kwargs reach the template; the arguments of calls reach it as objects."""
-    folder = tmp_path / "tiny"
-    zoo.save(model, folder)
+    folder = shutil.copytree(tokenizer.folder, tmp_path / "tiny")
     (folder / "chat_template.jinja").write_text(
         "{{ tools[0].function.name }} {{ mood }} {{ messages[1].tool_calls[0].function.arguments.a + 1 }}"
     )
@@ -174,7 +192,7 @@ def test_template_variables_tools_and_calls(tmp_path, model):
         "max_tokens": NEW,
         "temperature": 0,
     }
-    with Running(model, tokenizer) as running:
+    with Running(model, tokenizer, max_tokens=ROOM) as running:
         written = running.ask(CHAT, **body)["choices"][0]["message"]["content"]
         assert written == greedy(model, tokenizer, "add glad 42")
         call["function"]["arguments"] = "{"
@@ -219,7 +237,7 @@ def test_stop_strings_and_end_tokens(model, tokenizer, running):
     ids = [int(i) for i in tokenizer.encode(PROMPT + whole, special=False)][len(tokenizer.encode(PROMPT)) :]
     ended = zoo.tokenizer("tiny")
     ended.eos = (ids[6],)
-    with Running(model, ended) as other:
+    with Running(model, ended, max_tokens=ROOM) as other:
         answer = other.ask(COMPLETIONS, prompt=PROMPT, max_tokens=NEW, temperature=0, logprobs=0)
     (choice,) = answer["choices"]
     used = ids.index(ids[6]) + 1
@@ -265,12 +283,12 @@ def test_characters_in_pieces(running, tokenizer):
     assert names[0] == "a" and f"token_id:{ids[1]}" in names
 
 
-def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkeypatch):
+def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkeypatch, arrived):
     """Six on four rows: each says what it says alone, and four are written in one step."""
-    rows, step = [], Engine.step
+    rows, step, together = [], Engine.step, threading.Event()
 
     def counted(self):
-        time.sleep(0.05)  # for all to arrive
+        together.wait()
         new = step(self)
         rows.append(len(new))
         return new
@@ -279,29 +297,46 @@ def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkey
     prompts = [PROMPT[:n] for n in (3, 6, 9, 12, 15, 18)]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         ask = lambda prompt: running.ask(COMPLETIONS, prompt=prompt, max_tokens=NEW, temperature=0)
-        texts = [answer["choices"][0]["text"] for answer in pool.map(ask, prompts)]
+        answers = [pool.submit(ask, prompt) for prompt in prompts]
+        for _ in prompts:
+            arrived.acquire()
+        together.set()
+        texts = [answer.result()["choices"][0]["text"] for answer in answers]
     assert texts == [greedy(model, tokenizer, prompt) for prompt in prompts]
     assert max(rows) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_rows(running, monkeypatch, stream):
-    step = Engine.step
-    monkeypatch.setattr(Engine, "step", lambda self: time.sleep(0.05) or step(self))
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "n": 4, "stream": stream, "ignored": None})
+    step, submit, write = Engine.step, Engine.submit, Worker.write
+    completions, submitted, noticed = [], threading.Event(), threading.Event()
+
+    def recorded(self, *arguments, **options):
+        completions.extend(submit(self, *arguments, **options))
+        submitted.set()
+        return completions
+
+    async def watched(self, replies):
+        try:
+            async with contextlib.aclosing(write(self, replies)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            noticed.set()
+
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "n": 4, "stream": stream, "ignored": None})
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n"
     head += f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n\r\n"
-    worker = running.server.worker
-    with socket.create_connection(("127.0.0.1", running.port)) as connection:
-        connection.sendall((head + body).encode())
-        while len(worker._running) < 4:
-            time.sleep(0.01)
-        completions = list(worker._running)
-    deadline = time.monotonic() + 30
-    while worker._running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(completion.finished and len(completion.tokens) < 200 for completion in completions)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", lambda self: noticed.wait() and step(self))
+        patch.setattr(Engine, "submit", recorded)
+        patch.setattr(Worker, "write", watched)
+        with socket.create_connection(("127.0.0.1", running.port)) as connection:
+            connection.sendall((head + body).encode())
+            submitted.wait()
+        noticed.wait()
     assert running.ask(COMPLETIONS, prompt=PROMPT, max_tokens=1)["usage"]["completion_tokens"] == 1
+    assert len(completions) == 4 and all(c.finished and len(c.tokens) < 20 for c in completions)
 
 
 def test_a_failure_is_told_and_survived(running, model, tokenizer, monkeypatch):
@@ -329,13 +364,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": []}, 400, "prompt", "must be"),
     (COMPLETIONS, {"prompt": [2048]}, 400, "prompt", "not from 0 to 2047"),
     (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "not from 0 to 2047"),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "max_tokens": 512},
-        400,
-        "prompt",
-        "exceeds the 512",
-    ),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": ROOM}, 400, "prompt", f"exceeds the {ROOM}"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 1, "stream": True}, 400, "logprobs", "cannot be streamed"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, 400, "logprobs", "whole number from 0 to 20"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature", "from 0 to 2"),
@@ -382,23 +411,31 @@ def test_long_prompts_are_not_tokenised(running, tokenizer, monkeypatch):
     """What exceeds the room by its characters alone is refused before, which would take a second a megabyte."""
     for name in "encode", "encode_marked":
         monkeypatch.setattr(type(tokenizer), name, lambda *_, **options: pytest.fail("tokenised"))
-    text = "a" * (512 * tokenizer.longest + 1)
+    text = "a" * (ROOM * tokenizer.longest + 1)
     for path, body in (COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]}):
         status, answer = running.request(path, body)
         error = json.loads(answer)["error"]
         assert status == 400 and error["code"] == "context_length_exceeded", error
-        assert "the 512 tokens that there is room for have at most" in error["message"]
+        assert f"the {ROOM} tokens that there is room for have at most" in error["message"]
 
 
 def test_a_slow_template_holds_nobody_else_and_is_stopped(running, tokenizer, monkeypatch):
-    monkeypatch.setattr(templates, "SECONDS", 1)
+    late, started = [], threading.Event()
+
+    class Timer(threading.Timer):
+        def start(self):
+            late.append(self.function)  # which the test calls
+            started.set()
+
+    monkeypatch.setattr(templates.threading, "Timer", Timer)
     monkeypatch.setattr(tokenizer, "chat_template", ENDLESS)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         slow = pool.submit(running.request, CHAT, {"messages": MESSAGES})
-        time.sleep(0.1)
+        started.wait()
         assert running.request("/v1/models")[0] == 200 and not slow.done()
+        late.pop()()
         status, answer = slow.result()
-    assert status == 400 and "takes more than 1 seconds" in json.loads(answer)["error"]["message"]
+    assert status == 400 and "takes more than 10 seconds" in json.loads(answer)["error"]["message"]
 
 
 def test_who_may_ask(model, tokenizer, running):
@@ -415,7 +452,7 @@ def test_who_may_ask(model, tokenizer, running):
         got, answer = running.request(COMPLETIONS, body, **headers)
         assert got == status and words in answer, (headers, answer)
     assert running.request("/v1/models", Host="evil.example")[0] == 421
-    with Running(model, tokenizer, api_key="sesame", hosts=["my.example"]) as closed:
+    with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame", hosts=["my.example"]) as closed:
         for path, sent in ("/v1/models", None), (COMPLETIONS, body):
             for key in {}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}:
                 status, answer = closed.request(path, sent, **key)
@@ -437,35 +474,41 @@ def test_requests_must_arrive(running, monkeypatch):
     ):
         with socket.create_connection(("127.0.0.1", running.port), timeout=0.1) as connection:
             connection.sendall(sent.encode())
-            got, deadline = b"", time.monotonic() + 20
-            while time.monotonic() < deadline:
+            got, part = b"", None
+            while part != b"":  # until the server closes the connection
                 try:
                     part = connection.recv(4096)
-                    if not part:
-                        break
                     got += part
                 except TimeoutError:
                     with contextlib.suppress(OSError):
                         connection.sendall(b"X")  # of a header, or of the body
-            else:
-                pytest.fail(f"{sent!r} is held")
             assert answered in got, got
 
 
-def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch):
+def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch, arrived):
     """Those that end in time are whole; the others say that they were cut, in one piece and as events."""
-    step = Engine.step
-    monkeypatch.setattr(Engine, "step", lambda self: time.sleep(0.1) or step(self))
-    with concurrent.futures.ThreadPoolExecutor() as pool, Running(model, tokenizer, grace=2.0) as stopping:
+    step, cut, steps, told = Engine.step, Worker.cut, threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(Engine, "step", lambda self: steps.acquire() and step(self))
+    monkeypatch.setattr(Worker, "cut", lambda self: told.set())  # and cut below
+    patient = {"timeout_graceful_shutdown": 600}
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        Running(model, tokenizer, grace=0.0, listening=patient, max_tokens=ROOM) as stopping,
+    ):
         body = {"prompt": PROMPT, "temperature": 0}
-        stopping.request(COMPLETIONS, body | {"max_tokens": 2})  # what is compiled takes none of the time
         short = pool.submit(stopping.request, COMPLETIONS, body | {"max_tokens": 5})
+        arrived.acquire()
         long = [
-            pool.submit(stopping.request, COMPLETIONS, body | {"max_tokens": 480, "stream": s}) for s in (False, True)
+            pool.submit(stopping.request, COMPLETIONS, body | {"max_tokens": 200, "stream": s}) for s in (False, True)
         ]
-        while len(stopping.server.worker._running) < 3:
-            time.sleep(0.01)
+        for _ in long:
+            arrived.acquire()
         stopping.uvicorn.should_exit = True
+        told.wait()
+        steps.release(3)  # of 4 tokens each; in the first the long ones may still be in the inbox
+        short.result()
+        cut(stopping.server.worker)
+        steps.release(99)
         stopping.thread.join()
     status, answer = short.result()
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 5
@@ -483,7 +526,7 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
     """Its log-likelihoods are those of the plain forward pass, and its generations are greedy ones."""
     pytest.importorskip("lm_eval")
     url = f"base_url=http://127.0.0.1:{running.port}/v1/completions"
-    options = f"model=tiny,{url},tokenizer=zoo/tiny,tokenizer_backend=huggingface,max_length=512,num_concurrent=4"
+    options = f"model=tiny,{url},tokenizer=zoo/tiny,tokenizer_backend=huggingface,max_length={ROOM},num_concurrent=4"
     command = ["run", "--model", "local-completions", "--model_args", options, "--include_path", "tests/zoo/tasks"]
     command += ["--tasks", "zoo_choice,zoo_ending", "--log_samples", "--output_path", str(tmp_path)]
     environment = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
@@ -509,7 +552,7 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
 @pytest.mark.slow
 def test_on_a_mesh(model, tokenizer):
     placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2", jax.devices()[:4]))
-    with Running(placed, tokenizer) as running:
+    with Running(placed, tokenizer, max_tokens=ROOM) as running:
         text = running.ask(COMPLETIONS, prompt=PROMPT, max_tokens=NEW, temperature=0)["choices"][0]["text"]
     assert text == greedy(model, tokenizer, PROMPT)
 

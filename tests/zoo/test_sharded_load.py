@@ -18,7 +18,7 @@ import json, pathlib, re, sys
 import jax, numpy as np
 import zoo
 from convert.tensors import Tensor
-from train import cluster
+from train.base import cluster
 from zoo.mesh import make_mesh
 
 folder, mesh, options, processes, process, coordinator = sys.argv[1:]

@@ -13,12 +13,16 @@ import zoo
 from kernels import Tokens
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise
+from tests.zoo.test_engine import log_softmax, logits_after
 from zoo.generation.sampling import Sampler
 from zoo.mesh import make_mesh
 
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12])]
-STOPS = range(8, 40, 8)
+NEVER = (64,)  # a stop token that is not drawn
+# Of most tests here, which so share programs: three samples of each prompt in two rows, so that each is read alone, and
+# the rows are at different tokens.
+SHAPE = dict(max_new_tokens=20, samples=3, batch=2)
 SMALL = zoo.qwen3.Config(5, 16, 32, 2, 2, 1, 8, 64, 2)  # with a vocabulary of five
 
 
@@ -34,43 +38,56 @@ def model_with_further(with_further):
     return zoo.load(with_further, parts=("mtp",))
 
 
-def assert_same(got, want):
-    """The same tokens, and never more calls of the model than that."""
-    for (a,), (b,) in zip(got, want, strict=True):
-        assert (a.tokens, a.ended, a.finished) == (b.tokens, b.ended, True)
-        assert np.allclose(a.logprobs, b.logprobs, atol=1e-4)
-        assert a.calls <= b.calls == len(b.tokens)
+def assert_greedy(model, got, stops=NEVER):
+    """Completions of `PROMPTS` are what the forward pass says, and took no more calls of the model than tokens."""
+    for prompt, (completion, *others) in zip(PROMPTS, got, strict=False):
+        logits = logits_after(model, prompt, completion)
+        assert completion.tokens == np.argmax(logits, axis=-1).tolist()
+        logs = np.take_along_axis(log_softmax(logits), np.array(completion.tokens)[:, None], 1)[:, 0]
+        assert np.allclose(completion.logprobs, logs, atol=1e-4)
+        assert completion.finished and completion.ended == (completion.tokens[-1] in stops)
+        assert not set(completion.tokens[:-1]) & set(stops)
+        assert completion.calls <= len(completion.tokens)
+        assert all(other.tokens == completion.tokens for other in others)
 
 
 def per_call(got):
     """Tokens that one call of the model gave."""
-    return sum(len(c.tokens) for (c,) in got) / sum(c.calls for (c,) in got)
+    return sum(len(c.tokens) for group in got for c in group) / sum(c.calls for group in got for c in group)
 
 
-@pytest.mark.parametrize(
-    "name, size", [("qwen3-window-max", 0.05), pytest.param("gpt_oss", 0.02, marks=pytest.mark.slow)]
-)
-def test_greedy_is_the_models(load, name, size):
+@pytest.fixture(scope="module")
+def model(load):
+    return load("qwen3-window-max")
+
+
+@pytest.fixture(scope="module")
+def draft(model):
+    return zoo.ModelDraft(noisy(model, 0.05), 3)
+
+
+def test_greedy_is_the_models(model, draft):
     """Rows advance by different numbers of tokens, and go back within windows; others take the rows that end."""
-    model = load(name)
-    options = dict(max_new_tokens=20, stops=STOPS, batch=2)
-    got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, size), 3), **options)
-    assert_same(got, zoo.complete(model, PROMPTS, **options))
+    got = zoo.complete(model, PROMPTS, stops=NEVER, draft=draft, **SHAPE)
+    assert_greedy(model, got)
+    assert {len(c.tokens) for group in got for c in group} == {20}
     assert 1.1 < per_call(got) < 3
+    stops = (got[0][0].tokens[9],)
+    got = zoo.complete(model, PROMPTS, stops=stops, draft=draft, **SHAPE)
+    assert_greedy(model, got, stops)
+    assert got[0][0].ended
 
 
-def test_a_draft_that_is_the_model_is_always_right(load):
-    model = load("qwen3")
-    (got,) = zoo.complete(model, PROMPTS[:1], max_new_tokens=20, draft=zoo.ModelDraft(model, 4))
-    assert got[0].calls == 4
+def test_a_draft_that_is_the_model_is_always_right(model):
+    (got,) = zoo.complete(model, PROMPTS[:1], stops=NEVER, draft=zoo.ModelDraft(noisy(model, 0), 3), **SHAPE)
+    assert {completion.calls for completion in got} == {5}
 
 
 @pytest.mark.slow
 def test_greedy_with_mtp(model_with_further):
     """The module's own cache, and the model's, are of latents."""
     model = model_with_further
-    want = zoo.complete(model, PROMPTS, max_new_tokens=12)
-    assert_same(zoo.complete(model, PROMPTS, max_new_tokens=12, draft=zoo.MTPDraft(model, 2)), want)
+    assert_greedy(model, zoo.complete(model, PROMPTS, draft=zoo.MTPDraft(model, 2), **SHAPE))
 
 
 def test_mtp_remembers(model_with_further):
@@ -135,47 +152,46 @@ def test_distribution(sampler, vocab):
     assert chi2 < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def test_draws_do_not_depend_on_others(load):
-    """Nor on how many tokens a step decodes."""
-    model = load("qwen3")
-    draft, alone = zoo.ModelDraft(noisy(model, 0.1), 2), []
-    for prompt in PROMPTS:
-        engine = zoo.Engine(model, batch=1, max_tokens=40, stride=1, draft=draft)
-        alone += engine.submit(prompt, max_new_tokens=10, sampler=Sampler(1.0), key=jax.random.key(3))
+def test_draws_do_not_depend_on_others(model, draft):
+    """The first sample of each prompt is what it is alone."""
+    options = dict(max_new_tokens=20, sampler=Sampler(1.0), key=jax.random.key(3))
+    engines, alone = [zoo.Engine(model, batch=2, max_tokens=36, stops=NEVER, draft=draft) for _ in range(4)], []
+    for engine, prompt in zip(engines, PROMPTS, strict=False):
+        alone += engine.submit(prompt, **options)
         while not engine.idle:
-            assert 1 <= len(engine.step()[alone[-1]]) <= 3
-    engine = zoo.Engine(model, batch=2, max_tokens=40, stride=9, draft=draft)
-    together = [
-        engine.submit(prompt, max_new_tokens=10, sampler=Sampler(1.0), key=jax.random.key(3))[0] for prompt in PROMPTS
-    ]
-    while not engine.idle:
-        engine.step()
+            assert 1 <= len(engine.step()[alone[-1]]) <= 16
+    together = [engines[-1].submit(prompt, samples=3, **options)[0] for prompt in PROMPTS]
+    while not engines[-1].idle:
+        engines[-1].step()
     assert [c.tokens for c in together] == [c.tokens for c in alone]
-    assert {len(c.tokens) for c in together} == {10}
+    assert {len(c.tokens) for c in together} == {20}
 
 
 @pytest.mark.slow
 def test_on_a_mesh(folders, load):
-    folder, options = folders["qwen3"], dict(samples=2, max_new_tokens=6)
-    model = load("qwen3")
-    want = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), **options)
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     with jax.set_mesh(mesh):
-        model = zoo.load(folder, mesh=mesh)
-        got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), batch=4, **options)
-    assert [[c.tokens for c in group] for group in got] == [[c.tokens for c in group] for group in want]
+        model = zoo.load(folders["qwen3"], mesh=mesh)
+        got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), **SHAPE)
+    assert_greedy(load("qwen3"), got)
 
 
-def test_text():
-    """All at once and as it comes, with stop strings within what a round brings."""
-    model, tokenizer = zoo.load("tiny"), zoo.tokenizer("tiny")
-    prompt, draft = "def __init__(self", zoo.ModelDraft(model, 4)
-    (want,) = zoo.generate(model, tokenizer, [prompt], max_new_tokens=12)
-    for stop in [], [want[5:8]]:
-        (plain,) = zoo.generate(model, tokenizer, [prompt], max_new_tokens=12, stop=stop)
-        assert zoo.generate(model, tokenizer, [prompt], max_new_tokens=12, stop=stop, draft=draft) == [plain]
-        pieces = list(zoo.stream(model, tokenizer, prompt, max_new_tokens=12, stop=stop, draft=draft))
-        assert "".join(pieces) == plain and len(pieces) < 8
+def test_text(model, draft, tmp_path):
+    """All at once and as it comes, greedy and drawn; with stop strings within what a round brings."""
+    tiny.write_tokenizer(tiny.write(tmp_path, "qwen3-window-max", eos_token_id=63))
+    tokenizer, prompts = zoo.tokenizer(tmp_path), ["abc", "the cat sat"]
+    plain = {}
+    for temperature in 0.0, 1.0:
+        options = dict(max_new_tokens=20, temperature=temperature, draft=draft)
+        plain[temperature] = zoo.generate(model, tokenizer, prompts, **options)
+        for stop in [], [plain[temperature][0][5:8]]:
+            want = [text.split(stop[0])[0] if stop else text for text in plain[temperature]]
+            assert zoo.generate(model, tokenizer, prompts, stop=stop, **options) == want
+            pieces = list(zoo.stream(model, tokenizer, prompts[0], stop=stop, **options))
+            assert "".join(pieces) == want[0] and (temperature or len(pieces) < len(want[0]))
+    ids = tokenizer.encode(prompts[0])
+    (group,) = zoo.complete(model, [ids], stops=NEVER, draft=draft, **SHAPE)
+    assert tokenizer.decode(ids + group[0].tokens)[len(prompts[0]) :].startswith(plain[0.0][0])
 
 
 def test_refusals(load):

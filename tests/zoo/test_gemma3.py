@@ -1,9 +1,9 @@
-"""Checkpoints with a vision tower: their text model is read, under any name it goes by, and saved as a text model."""
+"""Gemma 3 beyond parity and the contract of test_vision.py: image tokens see each other; and the text model of a
+checkpoint with a tower is read, under any name it goes by, and saved as a text model."""
 
 import json
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ import safetensors.numpy
 
 import convert.tensors
 import zoo
-from tests.zoo import make_golden, tiny
+from tests.zoo import make_golden, seeing, tiny
+from tests.zoo.programs import error, same
 from zoo.models import gemma3
 
 
@@ -43,26 +44,38 @@ def wrap(folder, name, beginnings, **outer):
     return folder
 
 
-@pytest.mark.parametrize("beginnings", BEGINNINGS)
-@pytest.mark.parametrize("name", ["gemma3-pattern", "gemma3-new"])
-def test_the_text_model_is_the_same(tmp_path, name, beginnings):
-    plain, wrapped = zoo.load(tiny.write(tmp_path / "text", name)), zoo.load(wrap(tmp_path / "all", name, beginnings))
-    assert wrapped.config == plain.config
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(wrapped), strict=True):
-        assert a.dtype == b.dtype and np.array_equal(a, b)
+def test_an_image_is_seen_both_ways(load_vision):
+    """Without spans the logits of the prompts with images are others, so the tests above look at them."""
+    case = seeing.CHECKPOINTS["gemma3-pattern"]
+    golden = case.golden()
+
+    @eqx.filter_jit
+    def causal(model, tokens, images, features):
+        x = model.embed_tokens(jnp.where(images.image < 0, tokens, 0)) * jnp.asarray(32**0.5)
+        x, _, _ = model.layers(images.instead_of(x, features))
+        return model.unembed(model.norm(x))
+
+    arguments = jnp.asarray(case.prompts), case.images(), jnp.asarray(golden["features"])
+    logits = causal(load_vision("gemma3-pattern"), *arguments)
+    assert error(logits[0], golden["logits"][0]) < 1e-4
+    assert all(error(logits[n], golden["logits"][n]) > 1e-2 for n in (1, 2))
 
 
 @pytest.mark.parametrize("name", ["gemma3-pattern", "gemma3-new"])
-def test_it_is_saved_as_a_text_model(tmp_path, name):
-    zoo.save(zoo.load(wrap(tmp_path / "all", name, "as released")), tmp_path / "saved")
-    saved, text = (convert.tensors.open_tensors(f) for f in (tmp_path / "saved", tiny.write(tmp_path / "text", name)))
+def test_the_text_model_is_read_and_saved(folders, load, tmp_path, name):
+    """Under any name; with a head that repeats the embedding, and whatever a tower's tensors are."""
+    for n, beginnings in enumerate(BEGINNINGS):
+        wrapped = zoo.load(wrap(tmp_path / str(n), name, beginnings))
+        assert wrapped.config == load(name).config and same(wrapped, load(name))
+    zoo.save(wrapped, tmp_path / "saved")
+    saved, text = (convert.tensors.open_tensors(folder) for folder in (tmp_path / "saved", folders[name]))
     assert saved.keys() == text.keys()
     assert all(saved[key].view().tobytes() == text[key].view().tobytes() for key in text)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["model_type"] == "gemma3_text" and config["architectures"] == ["Gemma3ForCausalLM"]
     assert config["eos_token_id"] == [1, 9]
     assert not config.keys() & {"text_config", "vision_config", "image_token_index", "rope_parameters"}
-    assert zoo.config(tmp_path / "saved") == zoo.config(tmp_path / "text")
+    assert zoo.config(tmp_path / "saved") == load(name).config
 
 
 @pytest.mark.parametrize("name", ["gemma3-pattern", "gemma3-new"])

@@ -1,4 +1,4 @@
-"""`python -m convert`: a Hub folder to an Orbax checkpoint and back, bit for bit; and what it refuses."""
+"""`python -m zoo to-orbax` and `to-hub`: a Hub folder as an Orbax checkpoint and back, bit for bit; and refusals."""
 
 import pytest
 
@@ -12,12 +12,12 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("convert")
     tiny.write(folder / "hub", "qwen3-window-tail", torch_dtype="float32")
     tiny.write_tokenizer(folder / "hub")
-    command("convert", "to-orbax", folder / "hub", folder / "orbax")
+    command("zoo", "to-orbax", folder / "hub", folder / "orbax")
     return folder
 
 
 def test_there_and_back(folders, tmp_path, capsys):
-    command("convert", "to-hub", folders / "orbax", tmp_path / "back")
+    command("zoo", "to-hub", folders / "orbax", tmp_path / "back")
     assert f'zoo.load("{tmp_path / "back"}")' in capsys.readouterr().out
     before, after = open_tensors(folders / "hub"), open_tensors(tmp_path / "back")
     assert before.keys() == after.keys()
@@ -28,7 +28,7 @@ def test_there_and_back(folders, tmp_path, capsys):
 def refused(*arguments):
     """The sentence that it ends with."""
     with pytest.raises(SystemExit) as end:
-        command("convert", *arguments)
+        command("zoo", *arguments)
     assert isinstance(end.value.code, str) and "Traceback" not in end.value.code
     return end.value.code
 
