@@ -6,7 +6,8 @@ rather find too much:
 
 - A module that is imported under a computed name (`f"kernels.{name}"`) is reached where it defines a function that
   reached code names in a string: by `dispatch.run("attention", ...)`, what is called `attention` in the files of its
-  folder. Of the families of models, those are reached whose models a test names.
+  folder. The importer may read such files as text: what it names in strings ("RANK") then counts, of all of them, and
+  nothing that this reaches. Of the families of models, those are reached whose models a test names.
 - `"-m", "train.plan"` in a list runs a module, so all of it is reached.
 - A test that names its own `__file__` may look up anything in its module but other tests.
 - A data file is reached by a string that its path ends with, such as "recorded_tpu.json". In an f-string, the parts
@@ -67,6 +68,7 @@ class Module:
         self._definitions: dict[str, Definition] = {}
         tree = _Plain().visit(ast.parse(path.read_text()))
         self.attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self.strings = {string for node in ast.walk(tree) if (string := _constant(node))}
         for statement in tree.body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 names = _imported(statement, self.package)
@@ -94,7 +96,9 @@ class Module:
         return self.statements.keys() - {MAIN}
 
     def functions(self) -> set[str]:
-        return {name for name, found in self.statements.items() if isinstance(found[0], ast.FunctionDef)}
+        """What is defined or assigned (`f = functools.partial(...)`) and is not a class or a constant by its name."""
+        kinds = ast.FunctionDef | ast.Assign
+        return {name for name, found in self.statements.items() if isinstance(found[0], kinds) and name.islower()}
 
     def decorators(self, name: str) -> set[str]:
         """The names in what decorates a definition."""
@@ -175,6 +179,7 @@ class Reached:
         self.sources, self.without = sources, set(without)
         self.definitions: dict[Symbol, Definition] = {}
         self.targets: dict[Symbol, set[str]] = {}
+        self.read: set[Symbol] = set()  # as text
         self.data: set[str] = set()
 
     def add(self, first: Symbol) -> None:
@@ -241,6 +246,9 @@ class Reached:
             chosen = {m: found for m in modules if (found := sources.module(m).functions() & named)}
             if pattern.count(".") == 1:  # a folder, then a file: of an operation, what is called as the folder is
                 chosen = {m: of for m, found in chosen.items() if (of := found & set(m.split(".")))}
+            for module, found in chosen.items():  # of all platforms: the text may make it serve on this one
+                read = sources.module(importer).strings & sources.module(module).names() - found
+                self.read |= {Symbol(module, name) for name in read}
             chosen = {m: found for m, found in chosen.items() if not self.without & set(re.split(r"[._]", m))}
         if not chosen:
             chosen = {m: sources.module(m).names() for m in modules}
@@ -270,11 +278,15 @@ class Reached:
         return sorted({path.relative_to(self.sources.root).as_posix() for path in paths} | self.data)
 
     def hash(self) -> str:
-        """Of the code of all definitions, with what their names stand for, and of the data."""
+        """Of the code of all definitions, with what their names stand for, of what is read as text, and of the data."""
         lines = [
             f"{'.'.join(symbol)} {made.code} {sorted(self.targets[symbol])}"
             for symbol, made in self.definitions.items()
             if made.code != "[]"
+        ]
+        lines += [
+            f"{'.'.join(symbol)} {self.sources.module(symbol.module).definition(symbol.name).code}"
+            for symbol in self.read
         ]
         for name in self.data:
             content = self.sources.data[name].read_bytes()

@@ -38,16 +38,28 @@ double.rule(halve)
 ''',
     "ops/table.py": """
 import importlib
+import re
+from importlib import resources
 
-FILES = {"product": {"triton": "product_triton", "tpu": "product_tpu"}, "total": {"triton": "total_triton"}}
+FILES = {
+    "product": {"triton": "product_triton", "tpu": "product_tpu"},
+    "total": {"triton": "total_triton"},
+    "half": {"triton": "half_triton"},
+}
+
+
+def rank(file):
+    return re.findall(f"{'RANK'} = (.)", resources.files("ops").joinpath(f"{file}.py").read_text())
 
 
 def run(name, x):
-    module = importlib.import_module(f"ops.{FILES[name]['triton']}")
+    module = importlib.import_module(f"ops.{min(FILES[name].values(), key=rank)}")
     return getattr(module, name)(x) or module.refusal(x)
 """,
     "ops/product_triton.py": """
 from ops.sizes import sizes
+
+RANK = 1
 
 
 def product(x):
@@ -61,7 +73,8 @@ def refusal(x):
 def unused(x):
     return 1
 """,
-    "ops/product_tpu.py": "def product(x):\n    return 2 * x\n",
+    "ops/product_tpu.py": "RANK = 2\n\n\ndef product(x):\n    return 2 * x\n",
+    "ops/half_triton.py": "import functools\n\nRANK = 1\nhalf = functools.partial(lambda a, b: a * b, 0.5)\n",
     "ops/total_triton.py": 'from ops.sizes import sizes\n\n\ndef total(x):\n    return sizes("total_triton")\n',
     "ops/sizes.py": """
 from importlib import resources
@@ -119,6 +132,11 @@ def test_product_on_a_tpu():
 
 
 @needs_compiler
+def test_half():
+    assert ops.table.run("half", 2) == 1
+
+
+@needs_compiler
 def test_double():
     assert compile(__file__)
 
@@ -141,7 +159,7 @@ def test_no_gate():
     assert ops.double(2) == 2
 """,
 }
-GATES = {f"test_{name}" for name in ("product", "product_on_a_tpu", "double", "models", "command")}
+GATES = {f"test_{name}" for name in ("product", "product_on_a_tpu", "half", "double", "models", "command")}
 
 
 def families(strings):
@@ -172,7 +190,10 @@ CHANGES = {
     "another implementation": ("ops/product_tpu.py", "2 * x", "3 * x", "product_on_a_tpu"),
     "an implementation": ("ops/product_triton.py", "return x *", "return x +", "product"),
     "a refusal": ("ops/product_triton.py", "return None", "return 'no'", "product"),
-    "how implementations are found": ("ops/table.py", "or module", "and module", "product product_on_a_tpu"),
+    "how implementations are found": ("ops/table.py", "or module", "and module", "product product_on_a_tpu half"),
+    "an implementation that is assigned": ("ops/half_triton.py", "a * b", "a / b", "half"),
+    "its rank": ("ops/product_triton.py", "RANK = 1", "RANK = 3", "product product_on_a_tpu"),
+    "a rank on another platform": ("ops/product_tpu.py", "RANK = 2", "RANK = 0", "product product_on_a_tpu"),
     "its sizes": ("ops/tables/product_triton.json", "1", "3", "product"),
     "the form of its sizes": ("ops/tables/product_triton.json", ', "columns"', ',\n"columns"', ""),
     "an export under another name": ("ops/shared.py", "limit = LIMIT\n    return x", "return LIMIT", "double"),
