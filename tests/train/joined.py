@@ -7,11 +7,14 @@ In an argument {process} stands for the number of the process.
 
 import importlib
 import json
+import os
 import pathlib
+import signal
 import string
 import sys
 import time
 import typing
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +26,9 @@ import train.run.options
 import zoo
 from train import replay
 from train.base import cluster
-from train.base.command import command
-from train.base.stop import AGAIN
-from train.run import offending
+from train.base.command import CommandOptions, command
+from train.base.stop import AGAIN, StopRequest
+from train.run import loop, offending
 from train.state.checkpoint import Checkpoints
 from train.state.state import TrainState
 from train.step.step import cross_entropy
@@ -47,8 +50,30 @@ def script(name, *arguments):
             raise
 
 
-def generate():
-    mesh = make_mesh()
+def quiet(name, *arguments):
+    """The same without samples, since a program that generates takes long to compile."""
+    with mock.patch.object(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts)):
+        script(name, *arguments)
+
+
+def struck(kind, step, *arguments):
+    """The same again, in which process 1 gets a signal in this step of the present start."""
+
+    class Stop(StopRequest):
+        asked = 0
+
+        def agreed(self):
+            self.asked += 1
+            if self.asked == int(step) and jax.process_index() == 1:
+                os.kill(os.getpid(), signal.Signals[kind])
+            return super().agreed()
+
+    with mock.patch.object(loop, "StopRequest", Stop):
+        quiet(*arguments)
+
+
+def generate(devices=None):
+    mesh = make_mesh(devices=devices)
     with jax.set_mesh(mesh):
         texts = zoo.generate(zoo.load("tiny", mesh=mesh), zoo.tokenizer("tiny"), PROMPTS, max_new_tokens=4, stop=["?"])
     print(json.dumps(texts))
@@ -88,13 +113,16 @@ def bad_steps(data, out, *arguments):
         seen.append((run.n, bool(numbers["finite"]), bool(numbers["spike"])))
         return look(self, run, numbers, *more)
 
-    offending.Running.WINDOW, offending.Guard.look, train.run.options.cross_entropy = 4, recorded, poisoned(data)
-    script("train.sft", "--data", data, "--out", out, *arguments)
-    nan = next(n for n, finite, _ in seen if not finite)
-    sys.argv = ["train.replay", f"{out}/offending-{nan}"]
-    replay.main()
+    with (
+        mock.patch.object(offending.Running, "WINDOW", 4),
+        mock.patch.object(offending.Guard, "look", recorded),
+        mock.patch.object(train.run.options, "cross_entropy", poisoned(data)),
+    ):
+        quiet("train.sft", "--data", data, "--out", out, *arguments)
+        nan = next(n for n, finite, _ in seen if not finite)
+        sys.argv = ["train.replay", f"{out}/offending-{nan}"]
+        replay.main()
     print(json.dumps(seen))
-    train.run.options.cross_entropy = cross_entropy
 
 
 def known_state(devices=None):
@@ -113,9 +141,9 @@ def save(folder):
     kept.close()
 
 
-def restore(folder, devices=None):
-    """What `save` has saved, whoever did, bit by bit."""
-    state, values = known_state(devices)
+def restore(folder):
+    """What `save` has saved, whoever did, bit by bit: each process what lay on devices of another."""
+    state, values = known_state(jax.devices()[::-1])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
     restored, data = Checkpoints(folder, identity={}).restore(abstract)
     assert data == {"next": 3} and restored.step == 7
@@ -150,12 +178,17 @@ def hang():
         cluster.agree(0)
 
 
-def fail():
+def fail(folder):
     """Process 1 fails, where process 0 does not look for it."""
-    with cluster.watching(every=0.2):
-        if jax.process_index():
-            cluster.end("This one fails.")
-        time.sleep(300)
+
+    def main(o):
+        with cluster.watching(every=0.2):
+            if jax.process_index():
+                pathlib.Path(folder).read_text()
+            time.sleep(300)
+
+    sys.argv = ["fail"]
+    command(main, CommandOptions)
 
 
 if __name__ == "__main__":
@@ -164,6 +197,4 @@ if __name__ == "__main__":
     for task in tasks:
         name, *arguments = json.loads(task.replace("{process}", process))
         print(f"===== {task}", flush=True)
-        {f.__name__: f for f in (script, generate, save, restore, fail_to_save, hang, fail, bad_steps)}[name](
-            *arguments
-        )
+        globals()[name](*arguments)

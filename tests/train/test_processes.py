@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -21,9 +20,10 @@ import pytest
 
 import convert.tensors
 import train.tiny
+import zoo
 from tests import hurry
 from tests.train import joined
-from tests.train.conftest import command
+from tests.train.conftest import command, devices
 from train.base import cluster
 
 
@@ -31,61 +31,59 @@ ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 240  # seconds for any processes
 
 
-class Run:
-    """Processes that were started together, and what each of them prints."""
+def pair(folder, devices, codes, *tasks):
+    """Lets two processes do tasks together, until both end with these exit codes. None: whatever an aborted one has.
 
-    def __init__(self, folder, processes, devices, *tasks):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.outputs = [folder / f"{address}-{n}.txt" for n in range(processes)]
-        self.processes = []
-        for n, output in enumerate(self.outputs):
-            call = [sys.executable, "-m", "tests.train.joined", address, str(processes), str(n)]
+    Returns what each of them printed: task -> text.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    outputs, processes = [folder / f"{address}-{n}.txt" for n in range(2)], []
+    try:
+        for n, output in enumerate(outputs):
+            call = [sys.executable, "-m", "tests.train.joined", address, "2", str(n), *map(json.dumps, tasks)]
             with output.open("w") as file:
-                self.processes.append(
+                processes.append(
                     subprocess.Popen(
-                        [*call, *map(json.dumps, tasks)], cwd=ROOT, env=hurry.environment(devices=devices),
+                        call, cwd=ROOT, env=hurry.environment(devices=devices),
                         stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                     )
                 )  # fmt: skip
-
-    def wait_for(self, condition):
-        """Until the condition holds; the processes have to go on meanwhile."""
-        end = time.monotonic() + LIMIT
-        while not condition():
-            assert time.monotonic() < end and all(p.poll() is None for p in self.processes), self.text()
-            time.sleep(0.05)
-
-    def finish(self, *codes):
-        """When all have ended, with these exit codes: of each process, task -> what it printed."""
-        try:
-            for process in self.processes:
-                process.wait(LIMIT)
-        finally:
-            for process in self.processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        assert [p.returncode for p in self.processes] == list(codes), self.text()
-        found = [re.split("^===== (.*)\n", output.read_text(), flags=re.M)[1:] for output in self.outputs]
-        return [dict(zip(parts[::2], parts[1::2], strict=True)) for parts in found]
-
-    def text(self):
-        return "\n".join(f"----- {output}\n{output.read_text()[-3000:]}" for output in self.outputs)
+        for process in processes:
+            process.wait(LIMIT)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text = "\n".join(f"----- {output}\n{output.read_text()[-3000:]}" for output in outputs)
+    for process, code in zip(processes, codes, strict=True):
+        assert process.returncode if code is None else process.returncode == code, text
+    found = [re.split("^===== (.*)\n", output.read_text(), flags=re.M)[1:] for output in outputs]
+    return [dict(zip(parts[::2], parts[1::2], strict=True)) for parts in found]
 
 
-def script(name, out, *options):
+def script(name, out, *options, kind="quiet"):
     """A task that trains the embedded model a little."""
     data = ["--model", "tiny", "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
     data += ["--seq-len", "32", "--lr", "1e-3", "--sample-tokens", "1"]
     data += [] if name == "grpo" else ["--batch", "8", "--eval-batches", "1"]
-    return ["script", f"train.{name}", *data, *options]
+    return [kind, f"train.{name}", *data, *options]
 
 
-def alone(task):
-    """The same in this process, with eight devices."""
-    _, name, *options = task
-    command(name, *options)
+def struck(task, kind, step):
+    """The same task, in which the second process gets a signal in this step."""
+    return ["struck", kind, str(step), *task[1:]]
+
+
+def alone(task, number=4):
+    """The same in this process, with as many devices as a pair has, or another number."""
+    kind, name, *options = task
+    with pytest.MonkeyPatch.context() as patch:
+        devices(patch, number)
+        if kind == "quiet":
+            patch.setattr(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts))
+        command(name, *options)
 
 
 def metrics(out):
@@ -120,7 +118,8 @@ def folder(tmp_path_factory):
 FINE_TUNING = ["--steps", "4", "--save-every", "3", "--eval-every", "2", "--sample-every", "4"]
 ADAPTERS = ["--steps", "2", "--lora.rank", "4", "--quantize", "int8"]
 GRPO = ["--steps", "2", "--prompts", "2", "--group", "4", "--max-new-tokens", "8"]
-PRETRAINING = ["--steps", "12", "--save-every", "2", "--eval-every", "12", "--sample-every", "12"]
+PRETRAINING = ["--steps", "12", "--hold-out", "0"]
+REPLICAS = ["--mesh", "replica=2,fsdp=2"]  # in each of which two devices share the state
 
 
 BAD = ["--seq-len", 32, "--lr", 1e-3, "--batch", 8, "--epochs", 1, "--packing", "off", "--hold-out", 0]
@@ -128,45 +127,55 @@ BAD += ["--sample-every", 99, "--save-every", 99, "--on-nonfinite", "skip", "--s
 
 
 @pytest.fixture(scope="module")
-def four(folder):
-    """What four processes with two devices each print of a mesh that is wrong for all; first they save a checkpoint."""
-    wrong = script("sft", folder / "bad", "--mesh", "fsdp=3")
-    outputs = Run(folder, 4, 2, ["save", str(folder / "bits")], wrong).finish(1, 1, 1, 1)
-    return [output[json.dumps(wrong)] for output in outputs]
+def runs(folder):
+    """Pre-training: undisturbed, told to stop, and one whose second process is killed, with disks for its pieces."""
+    run = lambda name, *more: script("pretrain", folder / name, *PRETRAINING, *more)
+    disks = ["--local-checkpoints", str(folder / "disks" / "{process}"), "--save-local-every", "2"]
+    return {
+        "calm": run("calm", *REPLICAS, "--save-every", "99"),
+        "stormy": run("stormy", "--save-every", "2"),
+        "robbed": run("robbed", *REPLICAS, *disks, "--save-every", "99"),
+    }
 
 
 @pytest.fixture(scope="module")
-def two(folder, four):
-    """Two processes with four devices each, and what they print of each task. The second one gets a SIGTERM in the
-    first task; the last task fails in the first process only."""
-    (folder / "blocked" / "metrics.jsonl").mkdir(parents=True)
+def two(folder, runs):
+    """What two processes with two devices each print of each task. In the last one the second process is killed."""
     bad = joined.write_marked(folder / "bad.jsonl")
+    joined.save(str(folder / "bits"))
     tasks = {
-        "stormy": script("pretrain", folder / "stormy", *PRETRAINING),
         "restore": ["restore", str(folder / "bits")],
+        "save": ["save", str(folder / "bits of two")],
+        "restore own": ["restore", str(folder / "bits of two")],
         "fail": ["fail_to_save", str(folder / "failing")],
-        "dry": script("sft", folder / "dry", "--steps", "2", "--dry-run"),
-        "sft": script("sft", folder / "sft-two", *FINE_TUNING),
+        "sft": script("sft", folder / "sft-two", *FINE_TUNING, kind="script"),
+        "dry": script("sft", folder / "dry", *FINE_TUNING, "--dry-run"),
         "adapters": script("sft", folder / "adapters-two", *ADAPTERS),
         "grpo": script("grpo", folder / "grpo-two", *GRPO),
         "bad": ["bad_steps", str(bad), str(folder / "bad-steps"), *map(str, BAD)],
         "generate": ["generate"],
-        "blocked": script("sft", folder / "blocked", "--steps", "2"),
+        "calm": runs["calm"],
+        "stormy": struck([*runs["stormy"], *REPLICAS], "SIGTERM", 3),
+        "robbed": struck(runs["robbed"], "SIGKILL", 8),
     }
-    run = Run(folder, 2, 4, *tasks.values())
-    run.wait_for(lambda: last_step(folder / "stormy") >= 1)
-    os.kill(run.processes[1].pid, signal.SIGTERM)
-    outputs = run.finish(1, run.processes[1].wait(LIMIT))  # which JAX aborts, or it comes upon the loss by itself
-    assert run.processes[1].returncode
-    begun = [[name for name, task in tasks.items() if json.dumps(task) in output] for output in outputs]
-    assert begun[0] == list(tasks) and begun[1][:-1] == list(tasks)[:-1], run.text()  # all but the last succeeded
-    return [{name: output.get(json.dumps(task), "") for name, task in tasks.items()} for output in outputs]
+    outputs = pair(folder, 2, (1, -signal.SIGKILL), *tasks.values())
+    return [{name: output[json.dumps(task)] for name, task in tasks.items()} for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def later(folder, runs, two):
+    """What two others print, that go on with the runs of `two`. One has lost its disk, and is killed in the end."""
+    assert last_step(folder / "robbed") < 12 and not saved_steps(folder / "robbed")
+    shutil.rmtree(folder / "disks" / "1")
+    tasks = {"robbed": runs["robbed"], "stormy": struck([*runs["stormy"], "--mesh", "fsdp=4"], "SIGKILL", 5)}
+    outputs = pair(folder, 2, (1, -signal.SIGKILL), *tasks.values())
+    return [{name: output[json.dumps(task)] for name, task in tasks.items()} for output in outputs]
 
 
 @pytest.mark.slow
 def test_fine_tuning(folder, two):
-    """Two processes with four devices each do what one with eight does, and only the first speaks and writes."""
-    alone(script("sft", folder / "sft-one", *FINE_TUNING))
+    """Two processes with two devices each do what one with four does, and only the first speaks and writes."""
+    alone(script("sft", folder / "sft-one", *FINE_TUNING, kind="script"))
     one, two, (first, second) = folder / "sft-one", folder / "sft-two", (output["sft"] for output in two)
     assert_same_run(two, one)
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
@@ -203,70 +212,46 @@ def test_two_processes_do_what_one_does(folder, two, name, task, seen):
 
 
 @pytest.mark.slow
-def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, two):
-    """Pre-training by two processes with eight devices, one of which gets SIGTERM; by two with two, one of which is
-    killed; and by one process."""
-    calm, out = folder / "calm", folder / "stormy"
-    alone(script("pretrain", calm, *PRETRAINING))
-    (stopped,) = map(int, re.findall(r"Stopped by SIGTERM after step (\d+), which is saved", two[0]["stormy"]))
-    assert 1 <= stopped < 6
-
-    task = script("pretrain", out, *PRETRAINING)
-    run = Run(folder, 2, 1, task)
-    run.wait_for(lambda: any(stopped < step for step in saved_steps(out)))
-    os.kill(run.processes[1].pid, signal.SIGKILL)
-    killed = time.monotonic()
-    first, _ = (output[json.dumps(task)] for output in run.finish(1, -signal.SIGKILL))
-    assert time.monotonic() - killed < 60
-    assert f"Going on from step {stopped} " in first
+def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, runs, two, later):
+    """Pre-training by two processes with four devices, one of which gets SIGTERM; by two with another mesh, one of
+    which is killed; and by one process with eight devices."""
+    assert "Stopped by SIGTERM after step 3, which is saved" in two[0]["stormy"].replace("\n", " ")
+    first = later[0]["stormy"]
+    assert "Going on from step 3 " in first
     assert "Process 0: a computation of all processes failed, most likely because one has died" in first
     assert "Traceback" not in first
 
-    resumed = max(saved_steps(out))
-    assert stopped < resumed < 12
-    alone([*task, "--mesh", "fsdp=4,tensor=2"])
-    assert_same_run(out, calm)
+    resumed = max(saved_steps(folder / "stormy"))
+    assert 3 < resumed < 12
+    alone([*runs["stormy"], "--mesh", "fsdp=4,tensor=2"], 8)
+    assert_same_run(folder / "stormy", folder / "calm")
 
 
 @pytest.mark.slow
-def test_a_lost_disk(folder):
+def test_a_lost_disk(folder, later):
     """A process is killed, and its own disk is lost: the run goes on from the pieces of its replica, to the last bit.
 
-    Nothing is saved in the shared folder before the end. In each replica two devices share the state.
+    Nothing is saved in the shared folder before the end.
     """
-    calm, out, disks = folder / "undisturbed", folder / "robbed", folder / "disks"
-    options = ["--steps", "12", "--save-every", "99", "--eval-every", "12", "--mesh", "replica=2,fsdp=2"]
-    task = script("pretrain", out, *options, "--local-checkpoints", str(disks / "{process}"), "--save-local-every", "2")
-    there = lambda process: {int(path.name.split("-")[0]) for path in disks.glob(f"{process}/*/*/*[0-9]")}
-    run = Run(folder, 2, 2, script("pretrain", calm, *options), task)
-    run.wait_for(lambda: max(there(0) & there(1), default=0) >= 4)
-    os.kill(run.processes[1].pid, signal.SIGKILL)
-    run.finish(1, -signal.SIGKILL)
-    assert last_step(out) < 12 and not saved_steps(out)
-
-    shutil.rmtree(disks / "1")
-    first, _ = (output[json.dumps(task)] for output in Run(folder, 2, 2, task).finish(0, 0))
+    calm, out, first = folder / "calm", folder / "robbed", later[0]["robbed"]
     (step,) = map(int, re.findall(r"Going on from step (\d+) of", first))
     assert step >= 4 and step % 2 == 0 and f"pieces of step {step} come from the disks of other processes" in first
-    for name in ("loss", "grad_norm", "validation_loss"):
+    for name in ("loss", "grad_norm"):
         assert [line.get(name) for line in metrics(out)] == [line.get(name) for line in metrics(calm)]
-    assert saved_steps(out) == {12} and not there(0) | there(1)
+    assert saved_steps(out) == {12} and not list((folder / "disks").glob("*/*/*/*[0-9]"))
 
 
 @pytest.mark.slow
-def test_errors_are_told_and_end_all(four, two):
-    """What is wrong everywhere is said everywhere; what is wrong in one process ends the others too."""
-    for n, text in enumerate(four):
+def test_errors_of_all_are_told_by_all(folder):
+    wrong = script("sft", folder / "wrong", "--mesh", "fsdp=3")
+    for n, output in enumerate(pair(folder, 1, (1, 1), wrong)):
+        text = output[json.dumps(wrong)]
         assert f"Process {n}: ValueError: The mesh 'fsdp=3'" in text and "Traceback" not in text
-    first = two[0]["blocked"]
-    assert "Process 0: IsADirectoryError" in first and "Traceback" not in first
 
 
 @pytest.mark.slow
 def test_a_process_that_lives_and_hangs_is_named_and_ends_the_run(folder):
-    run = Run(folder, 2, 1, ["hang"])
-    first, _ = run.finish(1, run.processes[1].wait(LIMIT))  # whom JAX aborts
-    assert run.processes[1].returncode
+    first, _ = pair(folder, 1, (1, None), ["hang"])
     told = first['["hang"]']
     assert re.search(r"Process 0 has waited \d s for process 1, which lives and has not come this far\.", told)
     assert re.search(r"Process 0: Process 1 has not come to where the others are for \d s, so the run ends\.", told)
@@ -274,22 +259,23 @@ def test_a_process_that_lives_and_hangs_is_named_and_ends_the_run(folder):
 
 @pytest.mark.slow
 def test_a_process_that_fails_ends_the_others(folder):
-    first, second = Run(folder, 2, 1, ["fail"]).finish(1, 1)
-    assert "Process 1: This one fails." in second['["fail"]']
-    assert "Process 0: Another process of this run has failed, and says why." in first['["fail"]']
+    task = ["fail", str(folder)]
+    first, second = (output[json.dumps(task)] for output in pair(folder, 1, (1, 1), task))
+    assert "Process 1: IsADirectoryError" in second and "Traceback" not in second
+    assert "Process 0: Another process of this run has failed, and says why." in first
 
 
 @pytest.mark.slow
 def test_dry_run(folder, two):
     first, second = (output["dry"] for output in two)
-    assert all(word in first for word in ("Example 3", "Memory", "Mesh", "8 x cpu")) and "Memory" not in second
+    assert all(word in first for word in ("Example 3", "Memory", "Mesh", "4 x cpu")) and "Memory" not in second
     assert not (folder / "dry").exists()
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_four_processes_is_restored_by_others_bit_by_bit(folder, two):
-    """By two, or they had not gone on to the tasks that follow; and by one with fewer devices."""
-    joined.restore(str(folder / "bits"), jax.devices()[:4])
+def test_a_checkpoint_of_two_processes_is_restored_by_one_bit_by_bit(folder, two):
+    """That of one is restored by two, and their own the other way round, or they had not gone on to other tasks."""
+    joined.restore(str(folder / "bits of two"))
 
 
 @pytest.mark.slow
@@ -323,7 +309,7 @@ def test_bad_steps_of_two_processes(folder, two):
 @pytest.mark.slow
 def test_generation(two, capsys):
     """Rows that lie on the devices of several processes come to all of them."""
-    joined.generate()
+    joined.generate(jax.devices()[:4])
     texts = [line for text in (*(o["generate"] for o in two), capsys.readouterr().out) for line in text.splitlines()]
     texts = [json.loads(line) for line in texts if line.startswith('["')]
     assert len(texts) == 3 and len(texts[0]) == 8 and texts[0] == texts[1] == texts[2]
