@@ -19,6 +19,12 @@ from train.methods import rollouts
 tokenizer = test_data.tokenizer  # a fixture
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Programs have as long as a busy machine may take for them, but where a test is about their time."""
+    monkeypatch.setattr(rewards, "SECONDS", 300)
+
+
 def test_exact():
     assert rewards.exact(" Paris\n", {"answer": "Paris"}) == 1
     assert rewards.exact("42", {"answer": 42}) == 1
@@ -198,11 +204,15 @@ def test_systems_that_cannot_forbid_say_so(monkeypatch):
         rewards.find("python")
 
 
+@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
+def test_programs_have_no_more_than_their_time(program, monkeypatch):
+    monkeypatch.setattr(rewards, "SECONDS", 1)
+    assert rewards.python(program, {"tests": ""}) == 0
+
+
 @pytest.mark.parametrize(
     "program",
     [
-        "while True: pass",
-        "import time\ntime.sleep(60)",
         "hoard = bytearray(2**30)",
         "open('large', 'wb').write(bytes(2**21))",
         "import subprocess\nsubprocess.run(['true'])",
@@ -210,8 +220,8 @@ def test_systems_that_cannot_forbid_say_so(monkeypatch):
         "input()",
     ],
 )
-def test_programs_are_held_in(program, monkeypatch):
-    monkeypatch.setattr(rewards, "SECONDS", 2)
+def test_programs_are_held_in(program):
+    """By what they ask for, not by their time."""
     assert rewards.python(program, {"tests": ""}) == 0
 
 
