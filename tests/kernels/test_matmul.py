@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -289,7 +288,7 @@ def test_nothing_to_multiply():
 compiled_quantize, compiled_dequantize = jax.jit(quantize, static_argnums=(1, 2)), jax.jit(dequantize)
 
 
-def test_contradictions_are_refused():
+def test_contradictions_are_refused(untyped):
     x, w, _ = map(jnp.asarray, arrays())
     values, scale = compiled_quantize(w, jnp.int8, "channel")
     for message, call in {
@@ -311,12 +310,8 @@ def test_contradictions_are_refused():
             x, w, activations=True, implementation="triton"
         ),
     }.items():
-        jaxtyping.config.update("jaxtyping_disable", True)  # or these are found in annotations before
-        try:
-            with pytest.raises(ValueError, match=message):
-                call()
-        finally:
-            jaxtyping.config.update("jaxtyping_disable", False)
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 shapes = st.sampled_from([(1, 1), (3, 130), (129, 5), (140, 260)])

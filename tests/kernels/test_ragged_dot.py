@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -392,13 +391,9 @@ def test_what_kernels_cannot_address_is_refused(implementation, w_shape, w_dtype
         jax.eval_shape(product, x, w, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
-def test_shapes_that_do_not_fit_are_refused_where_nobody_checks_annotations():
+def test_shapes_that_do_not_fit_are_refused_where_nobody_checks_annotations(untyped):
     x, w, sizes = map(jnp.asarray, [*arrays()[:2], GROUP_SIZES])
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        with pytest.raises(ValueError, match=r"x have 24 features, and w, \(groups, out, in\), takes 40"):
-            kernels.ragged_dot(x, w.swapaxes(1, 2), sizes)
-        with pytest.raises(ValueError, match="w has 5 groups: group_sizes must have one size for each, not 4"):
-            kernels.ragged_dot(x, w, sizes[:4])
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.raises(ValueError, match=r"x have 24 features, and w, \(groups, out, in\), takes 40"):
+        kernels.ragged_dot(x, w.swapaxes(1, 2), sizes)
+    with pytest.raises(ValueError, match="w has 5 groups: group_sizes must have one size for each, not 4"):
+        kernels.ragged_dot(x, w, sizes[:4])
