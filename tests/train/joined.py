@@ -145,7 +145,9 @@ def restore(folder):
     """What `save` has saved, whoever did, bit by bit: each process what lay on devices of another."""
     state, values = known_state(jax.devices()[::-1])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-    restored, data = Checkpoints(folder, identity={}).restore(abstract)
+    kept = Checkpoints(folder, identity={})
+    restored, data = kept.restore(abstract)
+    kept.close()
     assert data == {"next": 3} and restored.step == 7
     for array, value in zip(jax.tree.leaves(restored), values, strict=True):
         assert array.dtype == value.dtype and array.addressable_shards
@@ -198,3 +200,4 @@ if __name__ == "__main__":
         name, *arguments = json.loads(task.replace("{process}", process))
         print(f"===== {task}", flush=True)
         globals()[name](*arguments)
+        cluster.agree(0)  # or one opens a folder that the other has not left

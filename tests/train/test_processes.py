@@ -4,6 +4,7 @@ The processes do one task after another (see joined.py). What one process does i
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ import zoo
 from tests import hurry
 from tests.train import joined
 from tests.train.conftest import command, devices
+from tests.zoo.programs import noise, on_host
 from train.base import cluster
 
 
@@ -64,8 +66,8 @@ def pair(folder, devices, codes, *tasks):
 
 
 def script(name, out, *options, kind="quiet"):
-    """A task that trains the embedded model a little."""
-    data = ["--model", "tiny", "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
+    """A task that trains the model of `folder` a little."""
+    data = ["--model", str(out.parent / "model"), "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
     data += ["--seq-len", "32", "--lr", "1e-3", "--sample-tokens", "1"]
     data += [] if name == "grpo" else ["--batch", "8", "--eval-batches", "1"]
     return [kind, f"train.{name}", *data, *options]
@@ -76,8 +78,8 @@ def struck(task, kind, step):
     return ["struck", kind, str(step), *task[1:]]
 
 
-def alone(task, number=4):
-    """The same in this process, with as many devices as a pair has, or another number."""
+def alone(task, number=2):
+    """The same in this process, with so many devices."""
     kind, name, *options = task
     with pytest.MonkeyPatch.context() as patch:
         devices(patch, number)
@@ -112,7 +114,13 @@ def assert_same_run(ours, theirs):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("processes")
+    """A folder for all runs, with a model like the embedded one, whose tokenizer it has, but much smaller."""
+    folder, config = tmp_path_factory.mktemp("processes"), zoo.config("tiny")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=16)
+    config = dataclasses.replace(config, source=zoo.tokenizer("tiny").folder, **sizes)
+    model = noise(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)), 0.2)
+    zoo.save(on_host(model), folder / "model")
+    return folder
 
 
 FINE_TUNING = ["--steps", "4", "--save-every", "3", "--eval-every", "2", "--sample-every", "4"]
@@ -138,9 +146,14 @@ def runs(folder):
     }
 
 
+def printed(outputs, tasks):
+    """What each process printed, by the name of the task."""
+    return [{name: output[json.dumps(task)] for name, task in tasks.items()} for output in outputs]
+
+
 @pytest.fixture(scope="module")
-def two(folder, runs):
-    """What two processes with two devices each print of each task. In the last one the second process is killed."""
+def two(folder):
+    """What two processes with a device each print of each task. The last one is wrong in both, and so ends them."""
     bad = joined.write_marked(folder / "bad.jsonl")
     joined.save(str(folder / "bits"))
     tasks = {
@@ -152,29 +165,36 @@ def two(folder, runs):
         "dry": script("sft", folder / "dry", *FINE_TUNING, "--dry-run"),
         "adapters": script("sft", folder / "adapters-two", *ADAPTERS),
         "grpo": script("grpo", folder / "grpo-two", *GRPO),
-        "bad": ["bad_steps", str(bad), str(folder / "bad-steps"), *map(str, BAD)],
+        "bad": ["bad_steps", str(bad), str(folder / "bad-steps"), "--model", str(folder / "model"), *map(str, BAD)],
         "generate": ["generate"],
+        "wrong": script("sft", folder / "wrong", "--mesh", "fsdp=3"),
+    }
+    return printed(pair(folder, 1, (1, 1), *tasks.values()), tasks)
+
+
+@pytest.fixture(scope="module")
+def four(folder, runs):
+    """What two processes with two devices each print of `runs`. In the last one the second process is killed."""
+    tasks = {
         "calm": runs["calm"],
         "stormy": struck([*runs["stormy"], *REPLICAS], "SIGTERM", 3),
         "robbed": struck(runs["robbed"], "SIGKILL", 8),
     }
-    outputs = pair(folder, 2, (1, -signal.SIGKILL), *tasks.values())
-    return [{name: output[json.dumps(task)] for name, task in tasks.items()} for output in outputs]
+    return printed(pair(folder, 2, (1, -signal.SIGKILL), *tasks.values()), tasks)
 
 
 @pytest.fixture(scope="module")
-def later(folder, runs, two):
-    """What two others print, that go on with the runs of `two`. One has lost its disk, and is killed in the end."""
+def later(folder, runs, four):
+    """What two others print, that go on with the runs of `four`. One has lost its disk, and is killed in the end."""
     assert last_step(folder / "robbed") < 12 and not saved_steps(folder / "robbed")
     shutil.rmtree(folder / "disks" / "1")
     tasks = {"robbed": runs["robbed"], "stormy": struck([*runs["stormy"], "--mesh", "fsdp=4"], "SIGKILL", 5)}
-    outputs = pair(folder, 2, (1, -signal.SIGKILL), *tasks.values())
-    return [{name: output[json.dumps(task)] for name, task in tasks.items()} for output in outputs]
+    return printed(pair(folder, 2, (1, -signal.SIGKILL), *tasks.values()), tasks)
 
 
 @pytest.mark.slow
 def test_fine_tuning(folder, two):
-    """Two processes with two devices each do what one with four does, and only the first speaks and writes."""
+    """Two processes with a device each do what one with two does, and only the first speaks and writes."""
     alone(script("sft", folder / "sft-one", *FINE_TUNING, kind="script"))
     one, two, (first, second) = folder / "sft-one", folder / "sft-two", (output["sft"] for output in two)
     assert_same_run(two, one)
@@ -212,10 +232,10 @@ def test_two_processes_do_what_one_does(folder, two, name, task, seen):
 
 
 @pytest.mark.slow
-def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, runs, two, later):
+def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, runs, four, later):
     """Pre-training by two processes with four devices, one of which gets SIGTERM; by two with another mesh, one of
     which is killed; and by one process with eight devices."""
-    assert "Stopped by SIGTERM after step 3, which is saved" in two[0]["stormy"].replace("\n", " ")
+    assert "Stopped by SIGTERM after step 3, which is saved" in four[0]["stormy"].replace("\n", " ")
     first = later[0]["stormy"]
     assert "Going on from step 3 " in first
     assert "Process 0: a computation of all processes failed, most likely because one has died" in first
@@ -242,11 +262,9 @@ def test_a_lost_disk(folder, later):
 
 
 @pytest.mark.slow
-def test_errors_of_all_are_told_by_all(folder):
-    wrong = script("sft", folder / "wrong", "--mesh", "fsdp=3")
-    for n, output in enumerate(pair(folder, 1, (1, 1), wrong)):
-        text = output[json.dumps(wrong)]
-        assert f"Process {n}: ValueError: The mesh 'fsdp=3'" in text and "Traceback" not in text
+def test_errors_of_all_are_told_by_all(two):
+    for n, output in enumerate(two):
+        assert f"Process {n}: ValueError: The mesh 'fsdp=3'" in output["wrong"] and "Traceback" not in output["wrong"]
 
 
 @pytest.mark.slow
@@ -268,7 +286,7 @@ def test_a_process_that_fails_ends_the_others(folder):
 @pytest.mark.slow
 def test_dry_run(folder, two):
     first, second = (output["dry"] for output in two)
-    assert all(word in first for word in ("Example 3", "Memory", "Mesh", "4 x cpu")) and "Memory" not in second
+    assert all(word in first for word in ("Example 3", "Memory", "Mesh", "2 x cpu")) and "Memory" not in second
     assert not (folder / "dry").exists()
 
 
@@ -309,7 +327,7 @@ def test_bad_steps_of_two_processes(folder, two):
 @pytest.mark.slow
 def test_generation(two, capsys):
     """Rows that lie on the devices of several processes come to all of them."""
-    joined.generate(jax.devices()[:4])
+    joined.generate(jax.devices()[:2])
     texts = [line for text in (*(o["generate"] for o in two), capsys.readouterr().out) for line in text.splitlines()]
     texts = [json.loads(line) for line in texts if line.startswith('["')]
     assert len(texts) == 3 and len(texts[0]) == 8 and texts[0] == texts[1] == texts[2]
