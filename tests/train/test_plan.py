@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
+from tests.zoo.programs import noise
 from train import plan as script
 from train.base.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
@@ -371,7 +372,8 @@ def test_rollouts(config, monkeypatch, cache):
 
     monkeypatch.setattr(engine, "prefill", prefill)
     monkeypatch.setattr(engine, "init_state", lambda *a, begin=engine.init_state: seen.append(begin(*a)) or seen[-1])
-    seen, real = [], cast(planner.family_of(config).Model(config, key=jax.random.key(0)), jnp.bfloat16)
+    make = lambda: cast(planner.family_of(config).Model(config, key=jax.random.key(0)), jnp.bfloat16)
+    seen, real = [], noise(make)
     with pytest.raises(Read) as found:
         engine.complete(
             real, [[1] * 40] * 8, samples=4, max_new_tokens=24, batch=20,
@@ -656,7 +658,7 @@ def test_a_gpu():
 def test_offload_trains_alike(config):
     """On a CPU, whose memory is the host's anyway."""
     family = planner.family_of(config)
-    model = family.Model(config, key=jax.random.key(0))
+    model = noise(lambda: family.Model(config, key=jax.random.key(0)), 0.02)
     tokens = jnp.asarray(np.arange(64).reshape(2, 32) % config.vocab_size)
     loss = lambda model, remat: jnp.mean(with_remat(model, remat).hidden(tokens)[0] ** 2)
     full, offload = (jax.jit(jax.grad(loss), static_argnums=1)(model, ahead.REMAT[r]) for r in ("full", "offload"))
