@@ -9,9 +9,9 @@ from tests.zoo import tiny
 from zoo import surgery
 
 
-TOKENS = jnp.asarray(tiny.TOKENS)
-POSITIONS = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-SEGMENTS = jnp.ones_like(POSITIONS)
+TOKENS = jax.device_put(tiny.TOKENS)
+POSITIONS = jax.device_put(np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape))
+SEGMENTS = jax.device_put(np.ones_like(tiny.TOKENS))
 STACKS = [module.STACK for module in tiny.MODULES.values()]
 
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))
@@ -67,6 +67,6 @@ def noise(make, scale=0.4, seed=0):
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
         values = ("norm" in surgery.path_name(path)) + scale * random.standard_normal(x.shape)
-        return jnp.asarray(values.astype(x.dtype))  # by numpy: JAX would compile for each shape
+        return jax.device_put(values.astype(x.dtype))  # not jnp.asarray, which compiles a copy for each shape
 
     return jax.tree_util.tree_map_with_path(fill, eqx.filter_eval_shape(make))

@@ -65,9 +65,9 @@ def update(cache, tokens, positions):
     if positions is not None:
         more = next(width for width in WIDTHS if width >= positions.shape[1]) - positions.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, more)))
-        positions = jnp.asarray(np.pad(positions, ((0, 0), (0, more)), constant_values=-1))
+        positions = jax.device_put(np.pad(positions, ((0, 0), (0, more)), constant_values=-1))
     vectors = tokens[..., None] if isinstance(cache, LatentKV) else tokens[..., None, None]
-    cache, k, v, at = write(cache, jnp.asarray(vectors), jnp.asarray(-vectors), positions)
+    cache, k, v, at = write(cache, *jax.device_put((vectors, -vectors)), positions)
     k, v = (np.asarray(x).reshape(len(tokens), -1) for x in (k, v))
     index = np.broadcast_to(np.arange(k.shape[1]), k.shape)
     return cache, k, v, index if at.positions is None else np.asarray(at.positions)
@@ -94,7 +94,7 @@ def test_every_query_finds_what_it_may_see(kind, calls):
                 assert dict(zip(at[row][sees].tolist(), k[row][sees], strict=True)) == expected
                 assert np.array_equal(v[row][sees], -k[row][sees])
     for before, after in zip(jax.tree.leaves(empty), jax.tree.leaves(cache), strict=True):
-        assert before.ndim == 0 or np.array_equal(before[0], after[0])
+        assert before.ndim == 0 or np.array_equal(np.asarray(before)[0], np.asarray(after)[0])
 
 
 WIDTH = 8  # of the calls that decode: wider than most windows
@@ -114,7 +114,7 @@ def decoded(model, cache, tokens, coming):
         new = np.array(new)
         positions = np.where(index < new[:, None], done[:, None] + index, -1)
         now = np.where(positions < 0, 0, np.take_along_axis(tokens, positions.clip(0), axis=1))
-        logits, cache = decode(model, jnp.asarray(now), cache, jnp.asarray(positions))
+        logits, cache = decode(model, jax.device_put(now), cache, jax.device_put(positions))
         for row, count in enumerate(new):
             out[row].append(np.asarray(logits)[row, :count])
         done += new

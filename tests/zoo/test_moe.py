@@ -17,7 +17,7 @@ import kernels
 import zoo
 from kernels.stacked import Stacked
 from tests.zoo import tiny
-from tests.zoo.programs import TOKENS, noise, packed
+from tests.zoo.programs import TOKENS, noise, on_host, packed
 from zoo import lora, surgery
 from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
@@ -117,7 +117,7 @@ def test_split_experts_adapted_and_quantised(mixture):
         ]
         return eqx.tree_at(lambda m: (m.up, m.down), experts, adapted)
 
-    codes = lambda a: jnp.asarray(random.randint(-5, 6, a.shape).astype(a.dtype)) if a.dtype.itemsize == 1 else a
+    codes = lambda a: jax.device_put(random.randint(-5, 6, a.shape).astype(a.dtype)) if a.dtype.itemsize == 1 else a
     experts = jax.tree.map(codes, noise(make, 0.2))
     trained, frozen = eqx.partition(experts, lambda a: a.dtype == jnp.float32)
     gradient = lambda trained, *tokens: summed(chosen, eqx.combine(trained, frozen), *tokens)
@@ -233,7 +233,7 @@ def test_the_losses_teach_the_router_and_what_feeds_it():
 
     model = noise(lambda: mixtral.Model(config, key=jax.random.key(0)))
     for weights in ((1.0, 0.0), (0.0, 1.0)):
-        leaves = jax.tree_util.tree_leaves_with_path(gradient(model, *map(jnp.array, weights)))
+        leaves = jax.tree_util.tree_leaves_with_path(on_host(gradient(model, *map(jax.device_put, weights))))
         reached = {surgery.path_name(path).removeprefix("layers.period.0.") for path, g in leaves if np.any(g)}
         assert reached == {
             "block_sparse_moe.gate.weight", "post_attention_layernorm.weight", "input_layernorm.weight",

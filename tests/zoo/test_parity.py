@@ -36,7 +36,7 @@ def test_logits(load, name):
     assert error(packed(model)[0], golden) < 1e-4
     row, index = np.concatenate([tiny.TOKENS[0, :cut], tiny.TOKENS[1, : 40 - cut]]), np.arange(40)
     segments = np.stack([np.where(index < cut, 1, 2), np.where(index < 30, 1, 0)])
-    logits = packed(model, *map(jnp.asarray, (np.stack([row, tiny.TOKENS[1]]), segments)))[0]
+    logits = packed(model, *jax.device_put((np.stack([row, tiny.TOKENS[1]]), segments)))[0]
     logits = np.asarray(logits)
     if name != "llama-dynamic":  # whose frequencies are those of 40 tokens in the golden logits, of 23 and 30 here
         assert error(logits[0, :cut], golden[0, :cut]) < 1e-4

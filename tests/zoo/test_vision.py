@@ -53,7 +53,7 @@ def look(case, model, tokens=None, images=None, segments=None, counted=None, *, 
         tokens, images = case.prompts, case.images()
     segments, counted = (np.ones_like(case.prompts) if given is None else given for given in (segments, counted))
     program = _with_gradients if (case.name in TOWERS if gradients is None else gradients) else _without
-    arguments = case, jax.tree.map(jnp.asarray, images), *map(jnp.asarray, (tokens, segments, np.float32(counted)))
+    arguments = case, *jax.device_put((images, tokens, segments, np.float32(counted)))
     (logits, features), gradients = on_host(program(model, *arguments))
     return logits, features, gradients
 
@@ -179,7 +179,7 @@ def test_decoding_after_images(untyped, load_vision, name):
     for step in range(case.steps):
         at = np.where(lengths + step < seq, lengths + step, -1)[:, None]
         tokens = np.take_along_axis(case.prompts, np.maximum(at, 0), axis=1)
-        logits, cache = decode(model, jnp.asarray(tokens), cache, jnp.asarray(at))
+        logits, cache = decode(model, jax.device_put(tokens), cache, jax.device_put(at))
         logits = np.asarray(logits)
         for row in np.flatnonzero(at[:, 0] >= 0):
             assert error(logits[row, 0], golden[row, at[row, 0]]) < 1e-4
@@ -296,8 +296,8 @@ def test_on_a_mesh(untyped, vision_folders, name):
     model = zoo.load(vision_folders[name], parts=("vision",), mesh=mesh)
     for path, linear in modules(model.vision, AbstractLinear):
         assert {"fsdp", "tensor"} <= set(linear.weight.sharding.spec), path
-    tokens, images = jnp.asarray(case.prompts), case.images()
-    even = lambda x: jnp.asarray(np.concatenate([x, x[: len(x) % 2]]))
+    tokens, images = case.prompts, case.images()
+    even = lambda x: jax.device_put(np.concatenate([x, x[: len(x) % 2]]))
     program = eqx.filter_jit(lambda model, tokens, images: (model(tokens, images=images), case.features(model, images)))
     with jax.set_mesh(mesh):
         logits, features = program(model, even(tokens), jax.tree.map(even, images))

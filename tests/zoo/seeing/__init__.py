@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 import tokenizers
@@ -124,7 +123,7 @@ class Checkpoint(abc.ABC):
         patches = np.full((len(self.pictures), self.room, self.pictures[0].shape[1]), 7.0, np.float32)
         for padded, picture in zip(patches, self.pictures, strict=True):
             padded[: len(picture)] = picture
-        return Images(*map(jnp.asarray, (patches, images.grids, images.image, images.feature)))
+        return Images(*map(jax.device_put, (patches, images.grids, images.image, images.feature)))
 
     def golden(self) -> dict[str, np.ndarray]:
         """What transformers computes: logits, and features by their names."""
