@@ -1,6 +1,9 @@
 """Qwen3-VL beyond the contract of test_vision.py: rotary axes, DeepStack, videos, and forms of config.json."""
 
+import itertools
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,9 +11,11 @@ import pytest
 import zoo
 from kernels import Tokens
 from tests.zoo import seeing, tiny
-from tests.zoo.seeing.qwen3_vl import FILM
+from tests.zoo.programs import error
+from tests.zoo.seeing.qwen3_vl import FILM, Qwen3VL
 from zoo.models import qwen3_vl
 from zoo.nn.rope import MultiAxisRotary, Rotary
+from zoo.nn.stack import AbstractBlock, Stack
 from zoo.text.prompts import encode_prompt
 from zoo.weights.checkpoint import skeleton
 
@@ -43,6 +48,61 @@ def test_deepstack_of_a_released_model():
     look = lambda tower: tower.levels(jnp.zeros((2, 16, 1536)), jnp.array([[4, 4], [2, 2]]))
     assert [level.shape for level in eqx.filter_eval_shape(look, whole.vision)] == [(2, 4, 2048)] * 4
     assert len(whole.layers.head) == 3
+
+
+class Factor(AbstractBlock):
+    factor: jax.Array
+
+    def __call__(self, x, cache, at):
+        return x * self.factor, None, None
+
+
+@pytest.mark.parametrize("kinds", [[0, 1, 2, "dense"], [0, 1, 2], [0, 1, 2, "sparse", "dense"], [0, 1, 2, *"dd"]])
+def test_deepstack_before_layers_that_do_not_repeat(kinds):
+    """Each level is added after its own layer, wherever the stack has put that."""
+    factor, keys = lambda key: 2 + jax.random.uniform(key), jax.random.split(jax.random.key(0), len(kinds))
+    stack = Stack(lambda n, *, key: Factor(factor(key)), kinds, key=jax.random.key(0))
+    x, *levels = jnp.asarray(np.random.RandomState(0).standard_normal((4, 2, 5, 3)), jnp.float32)
+    expected = x
+    for key, level in itertools.zip_longest(keys, levels, fillvalue=0):
+        expected = expected * factor(key) + level
+    np.testing.assert_allclose(stack(x, after=levels)[0], expected, rtol=1e-5)
+
+
+def test_deepstack_into_layers_that_repeat():
+    stack = Stack(lambda n, *, key: Factor(jnp.ones(())), [0, 1, 2, 2], key=jax.random.key(0))
+    with pytest.raises(ValueError, match="3 layers are followed by something, and 2 stand by themselves"):
+        stack(jnp.ones((2, 5, 3)), after=[jnp.ones((2, 5, 3))] * 3)
+
+
+SHORT = {  # of few layers: one more than levels, one fewer, and some of which every second one is sparse
+    "qwen3_vl-4-layers": dict(name="qwen3_vl", num_hidden_layers=4),
+    "qwen3_vl-2-layers": dict(name="qwen3_vl", num_hidden_layers=2),
+    "qwen3_vl-moe": dict(name="qwen3_vl-moe", num_hidden_layers=5, mlp_only_layers=[]),
+}
+
+
+def short(name):
+    """A checkpoint with three levels of DeepStack."""
+    first = seeing.CHECKPOINTS[SHORT[name]["name"]]
+    names = dict(architecture=first.architecture, text_names=first.text_names)
+    return Qwen3VL(**names, **SHORT[name], deep=[0, 2, 3], restated=(), parameters={})
+
+
+def test_fewer_layers_than_levels_of_deepstack(untyped, tmp_path):
+    case = short("qwen3_vl-2-layers")
+    config = zoo.config(case.write_config(tmp_path))
+    look = lambda model: model(jnp.asarray(case.prompts), images=case.images())
+    assert eqx.filter_eval_shape(look, skeleton(qwen3_vl.FAMILY, config, ("vision",))).shape == (4, 40, 64)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", SHORT)
+def test_live_with_few_layers_beside_deepstack(case, tmp_path):
+    case = short(case)
+    model = zoo.load(case.write(tmp_path), parts=("vision",))
+    theirs = case.computed(case.theirs(tmp_path))["logits"]
+    assert error(model(jnp.asarray(case.prompts), images=case.images()), theirs) < 1e-4
 
 
 @pytest.mark.parametrize(

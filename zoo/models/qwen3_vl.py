@@ -288,7 +288,7 @@ class Model(AbstractVisionModel):
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         deep = range(len(c.vision.tower.deepstack_visual_indexes) if c.vision else 0)
-        # The first layers, after which DeepStack adds something, are kinds of their own: so the stack runs them alone.
+        # The first layers, after which DeepStack adds something, are kinds of their own: none is in a run that repeats.
         kinds = [n if n in deep else f"sparse={c.sparse(n)}" for n in range(c.num_hidden_layers)]
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -310,7 +310,8 @@ class Model(AbstractVisionModel):
             if images is not None:
                 features, *deep = self.vision.levels(jnp.asarray(images.patches), jnp.asarray(images.grids))
                 x = images.instead_of(x, features)
-                deep = [images.instead_of(jnp.zeros_like(x), features) for features in deep]
+                # A model of fewer layers than the tower has levels takes the first levels.
+                deep = [images.instead_of(jnp.zeros_like(x), level) for level in deep[: self.layers.num_layers]]
             if cache is not None:
                 cache, (lag,) = cache[:-1], cache[-1]
             at, lag = qwen3_vl.placed(at, x, images, self.vision.config.spatial_merge_size, lag)

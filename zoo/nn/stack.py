@@ -161,12 +161,14 @@ class Stack(eqx.Module):
         """Runs every layer. Returns `x`, the new cache (None without one), and the layers' reports.
 
         `cache` is from `init_cache`, or None. `after` is what is added to the features after each of the first layers
-        (DeepStack, arXiv:2406.04334). These must be in `head`: a model gives them kinds of their own. Where the mesh in
-        scope has stages, each has its part of the periods of a run whose repeats they divide, and the sequences go
-        through them as `zoo.nn.pipeline` says. Each stage runs all other layers on its share of the sequences.
+        (DeepStack, arXiv:2406.04334). A model gives these layers kinds of their own, so that none of them is in a run
+        that repeats. Where the mesh in scope has stages, each has its part of the periods of a run whose repeats they
+        divide, and the sequences go through them as `zoo.nn.pipeline` says. Each stage runs all other layers on its
+        share of the sequences.
 
         Raises:
-            ValueError: for a cache where there are stages, or for more in `after` than there are layers in `head`.
+            ValueError: for a cache where there are stages, or for more in `after` than there are layers before the
+                first run that repeats.
         """
         # Outside a compiled function the scan would be traced and compiled at every call.
         run = Stack._run if isinstance(x, Tracer) else _compiled
@@ -190,13 +192,14 @@ class Stack(eqx.Module):
 
         def run(
             blocks: Sequence[AbstractBlock],
+            first: int,
             x: Array,
             caches: Sequence[AbstractCache | None],
             at: Tokens,
             repeats: int = 1,
         ) -> tuple[Array, tuple, tuple[Report, ...]]:
             new, reports = [], []
-            for block, layer_cache in zip(blocks, caches, strict=True):
+            for n, (block, layer_cache) in enumerate(zip(blocks, caches, strict=True), first):
 
                 def layer(x: Array, block: AbstractBlock = block, cache: Any = layer_cache) -> tuple[Array, Any, Any]:
                     x = checkpoint_name(between(x), LAYER_INPUT)
@@ -208,16 +211,19 @@ class Stack(eqx.Module):
                 alone = repeats > 1 and len(blocks) == 1
                 wrapped = self.remat(layer, prevent_cse=not alone) if self.remat and layer_cache is None else layer
                 x, layer_cache, report = wrapped(x)
+                x = between(x + after[n]) if n < len(after) else x
                 new.append(layer_cache)
                 reports.append(report)
             return x, tuple(new), tuple(reports)
 
-        def scan(blocks: Sequence[AbstractBlock], repeats: int, x: Array, caches: Any) -> tuple[Array, Any, Any]:
+        def scan(
+            blocks: Sequence[AbstractBlock], first: int, repeats: int, x: Array, caches: Any
+        ) -> tuple[Array, Any, Any]:
             arrays, static = eqx.partition(blocks, eqx.is_array)
 
             def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
                 def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
-                    x, _, reports = run(eqx.combine(arrays, static), x, none(blocks), at, repeats)
+                    x, _, reports = run(eqx.combine(arrays, static), first, x, none(blocks), at, repeats)
                     return x, reports
 
                 return jax.lax.scan(one, x, arrays)
@@ -229,7 +235,7 @@ class Stack(eqx.Module):
                 caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
                 layers = jax.tree.map(lambda stack: Stacked(stack, layer), whole)
                 blocks = eqx.combine(layers, arrays, static, is_leaf=lambda node: isinstance(node, Stacked))
-                x, caches, reports = run(blocks, x, caches, at)
+                x, caches, reports = run(blocks, first, x, caches, at)
                 return (x, caches), reports
 
             if cache is None:
@@ -242,22 +248,19 @@ class Stack(eqx.Module):
 
         if cache is not None and stages > 1:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
-        if len(after) > len(self.head):
-            raise ValueError(
-                f"{len(after)} layers are followed by something, and {len(self.head)} stand by themselves."
-            )
-        ran, first = (), ()
-        for n, block in enumerate(self.head):
-            x, written, reports = run((block,), x, head[n : n + 1], at)
-            x = between(x + after[n]) if n < len(after) else x
-            ran, first = ran + written, first + reports
+        runs = zip(self.scans(), self.runs, strict=True)
+        scans = [(blocks, layers.start, repeats) for (blocks, layers), (_, repeats) in runs]
+        alone = next((start for _, start, repeats in scans if repeats > 1), self.num_layers)
+        if len(after) > alone:
+            raise ValueError(f"{len(after)} layers are followed by something, and {alone} stand by themselves.")
+        x, head, first = run(self.head, 0, x, head, at)
         new, middle = (), ()
-        for (blocks, _), (_, repeats) in zip(self.scans(), self.runs, strict=True):
+        for blocks, start, repeats in scans:
             of = slice(blocks.start, blocks.stop)
-            x, written, reports = scan(self.period[of], repeats, x, period[of])
+            x, written, reports = scan(self.period[of], start, repeats, x, period[of])
             new, middle = new + written, middle + reports
-        x, tail, last = run(self.tail, x, tail, at)
-        return split_tokens(x), (ran, new, tail) if cache else None, (first, middle, last)
+        x, tail, last = run(self.tail, self.num_layers - len(self.tail), x, tail, at)
+        return split_tokens(x), (head, new, tail) if cache else None, (first, middle, last)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """Makes the caches of all layers: one for each entry of `head`, `period` and `tail`."""
