@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import zoo
 from kernels import Tokens
 from tests.zoo import seeing, tiny
-from tests.zoo.programs import error
+from tests.zoo.programs import error, same
 from tests.zoo.seeing.qwen3_vl import FILM, Qwen3VL
 from zoo.models import qwen3_vl
 from zoo.nn.rope import MultiAxisRotary, Rotary
@@ -103,6 +104,25 @@ def test_live_with_few_layers_beside_deepstack(case, tmp_path):
     model = zoo.load(case.write(tmp_path), parts=("vision",))
     theirs = case.computed(case.theirs(tmp_path))["logits"]
     assert error(model(jnp.asarray(case.prompts), images=case.images()), theirs) < 1e-4
+
+
+@pytest.mark.parametrize("width", [24, 16])
+def test_experts_in_both_layouts(tmp_path, width):
+    """As on the Hub, and as transformers saves them; with 16, gate_up_proj is square, and down_proj tells."""
+    name = "qwen3_vl-moe"
+    config = tiny.CONFIGS[name] | dict(moe_intermediate_size=width)
+    hub = seeing.filled(tiny.MODULES["qwen3_vl"].shapes(config), np.random.RandomState(0))
+    swapped = {key: x.swapaxes(1, 2).copy() if ".experts." in key else x for key, x in hub.items()}
+    models = []
+    for folder, tensors in (("hub", hub), ("theirs", swapped)):
+        tiny.write(tmp_path / folder, name, moe_intermediate_size=width)
+        safetensors.numpy.save_file(tensors, tmp_path / folder / "model.safetensors")
+        models.append(zoo.load(tmp_path / folder))
+    assert same(*models)
+    zoo.save(models[1], tmp_path / "saved")
+    assert zoo.inspect(str(tmp_path / "theirs")) == zoo.config(tmp_path / "theirs")
+    saved = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == hub.keys() and all(np.array_equal(saved[key], hub[key]) for key in hub)
 
 
 @pytest.mark.parametrize(

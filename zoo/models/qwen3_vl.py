@@ -400,7 +400,7 @@ FAMILY = Family(
         "vision.patch_embed.*": "model.visual.patch_embed.proj.{}",
         "vision.*": "model.visual.{}",
         "lm_head.*": "lm_head.{}",
-        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",
+        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T?",  # on the Hub; as transformers saves it, without
         "*": "model.{}",
     },
     beginnings={"vision": {"model.visual.": "model.visual.", "model.": "model.language_model."}},

@@ -2,13 +2,15 @@
 
 `Family.checkpoint_names` maps patterns of parameters' paths to names of tensors. Each `{}` in a name is replaced by the
 text that matches the next `*` of the pattern, and `{config.x}` by the config's x. `{expert}` means that the file has
-one tensor for each expert, and `^T` at the end that the tensor's last two axes are swapped.
+one tensor for each expert, and `^T` at the end that the tensor's last two axes are swapped. `^T?` means the same, but
+checkpoints in which they are not swapped are read, too.
 
 Loading is all or nothing: every parameter must have a tensor of its shape, and every tensor must be used or be known to
 be redundant. Otherwise the checkpoint is refused.
 """
 
 import concurrent.futures
+import dataclasses
 import fnmatch
 import functools
 import itertools
@@ -88,10 +90,25 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
                 f"{model.config.source}/config.json calls for {len(each) * len(experts)} tensors {template}, but "
                 f"there are only {most}."
             )
-        name = template.removesuffix("^T")
+        name = template.removesuffix("?").removesuffix("^T")
         names = [[name.format(*stars(pattern, p), expert=m, config=model.config) for m in experts] for p in each]
         lead = array.shape[: stacked + per_expert]
-        yield Parameter(path, array, np.array(names, object).reshape(lead), template.endswith("^T"))
+        names, swapped, either = np.array(names, object).reshape(lead), name != template, template.endswith("?")
+        yield Parameter(path, array, names, swapped, either)
+
+
+def as_stored(wanted: Sequence[Parameter], tensors: Mapping[str, Source]) -> list[Parameter]:
+    """Decide by shapes whether a checkpoint has swapped the axes of those tensors that may be: of all, or of none.
+
+    Of a mixture's experts no tensors fit both ways, since at most one of their two matrices is square.
+    """
+    plain = [dataclasses.replace(p, transposed=False) if p.either else p for p in wanted]
+
+    def fits(parameters: Sequence[Parameter]) -> bool:
+        pairs = ((tensors.get(name), p.stored_shape) for p in parameters if p.either for name in p.names.flat)
+        return all(tensor is None or tensor.shape == shape for tensor, shape in pairs)
+
+    return plain if fits(plain) and not fits(wanted) else list(wanted)
 
 
 def stars(pattern: str, text: str) -> tuple[str, ...]:
@@ -153,6 +170,7 @@ def fill(
             refuses.
     """
     wanted, tensors = list(parameters(skeleton, family, len(tensors))), standard_names(tensors, family)
+    wanted = as_stored(wanted, tensors)
     check(wanted, tensors, skeleton.config, family, dtype)
     result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
     shapes = {path_name(path): a.shape for path, a in jax.tree_util.tree_leaves_with_path(result)}
@@ -246,6 +264,7 @@ def check_headers(tensors: Mapping[str, Source], family: Family, config: Abstrac
     check_sizes(config, tensors)
     wanted = list(parameters(skeleton(family, config), family, len(tensors)))
     tensors = standard_names(tensors, family)
+    wanted = as_stored(wanted, tensors)
     names = {name for parameter in wanted for name in parameter.names.flat}
     checked = {name: t for name, t in tensors.items() if name in names or not redundant(name, config, family)[0]}
     check(wanted, checked, config, family, np.dtype(np.float32))

@@ -75,6 +75,7 @@ class Parameter:
     array: Any  # or a jax.ShapeDtypeStruct
     names: NDArray[Any]  # of tensors; has the array's leading axes over them: none, layers, experts, or both
     transposed: bool  # whether the tensors' last two axes are swapped
+    either: bool = False  # whether there are checkpoints in which they are not
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
