@@ -172,6 +172,15 @@ def test_llama4_canvases(read):
     assert len(tiles) == np.prod(largest.canvas(199, 611)) + 1
 
 
+@pytest.mark.parametrize(("tower", "size"), [(dict(patch_size=4), 4), ({}, 16), (None, 14)])
+def test_gemma3_patches_are_those_of_the_tower(tmp_path, tower, size):
+    """The released files of its processor do not say their size, and transformers cuts them in the tower."""
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(size=dict(height=224, width=224))))
+    (tmp_path / "config.json").write_text(json.dumps(dict(vision_config=tower)))
+    patches = Gemma3.read(tmp_path)(np.zeros((224, 224, 3), np.uint8)).patches
+    assert patches.shape == ((224 // size) ** 2, 3 * size**2)
+
+
 def test_gemma3_crops(read):
     """By hand: as many as the image is longer than wide, rounded, but none smaller than the smallest crop allowed."""
     processor = read("gemma3", do_pan_and_scan=True)

@@ -2,11 +2,13 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zoo
-from tests.zoo import seeing, tiny
+from tests.zoo import make_golden, seeing, tiny
+from tests.zoo.programs import error
 from tests.zoo.seeing.mistral import BESIDE, TOWER
 from tests.zoo.test_registry import FACTS
 from zoo.config import read, write
@@ -39,6 +41,60 @@ def test_text_for_long_contexts_beneath_a_tower(tmp_path):
     text["rope_parameters"] = dict(rope_type="default", rope_theta=1.0, llama_4_scaling_beta=0.5)
     with pytest.raises(ValueError, match="llama_4_scaling_beta needs the original_max_position_embeddings"):
         zoo.config(CASE.write_config(tmp_path, text_config=text))
+
+
+ROPE = dict(  # transformers' of Ministral 3
+    type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, max_position_embeddings=64,
+    beta_fast=32.0, beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
+SAID = dict(rope_parameters=ROPE | dict(rope_type="yarn"))  # as transformers saves its default
+UNSAID = [{}, dict(rope_parameters=None), dict(rope_theta=5000.0), dict(rope_scaling=None)]
+OLDER = dict(rope_scaling=ROPE | dict(llama_4_scaling_beta=0.5, original_max_position_embeddings=8))
+
+
+def without_rope(folder, changes):
+    """The tiny Ministral 3 with these keys in place of those of its rope, and without those that have defaults."""
+    tiny.write(folder, "ministral3")
+    text = {key: value for key, value in tiny.CONFIGS["ministral3"].items() if key != "rope_parameters"}
+    (folder / "config.json").write_text(json.dumps(text | changes))
+    return folder
+
+
+@pytest.mark.parametrize("changes", UNSAID)
+def test_ministral_that_says_nothing_of_its_rope(changes, tmp_path):
+    """It has Ministral 3's own, in which a `rope_theta` beside it does not count."""
+    said = zoo.config(without_rope(tmp_path, SAID))
+    assert said.llama_4_scaling_beta == 0.1 and said.rope_theta == 1e6 and said.rope_scaling.factor == 16
+    assert zoo.config(without_rope(tmp_path, changes)) == said
+
+
+def test_what_absent_keys_of_ministral_mean(tmp_path):
+    """Something else than in a Mistral; and its rope may be in the older key."""
+    absent = ("head_dim", "max_position_embeddings", "rms_norm_eps", "sliding_window")
+    text = {key: value for key, value in tiny.CONFIGS["ministral3"].items() if key not in absent}
+    config = read(mistral.FAMILY, text)
+    assert [getattr(config, key) for key in absent] == [128, 262_144, 1e-5, None]
+    config = zoo.config(without_rope(tmp_path, OLDER))
+    assert config.llama_4_scaling_beta == 0.5 and config.rope_scaling.original_max_position_embeddings == 8
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("changes", [*UNSAID, SAID, OLDER])
+def test_live_ropes_of_ministral(changes, tmp_path):
+    pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    folder = without_rope(tmp_path, changes)
+    assert error(zoo.load(folder)(jnp.asarray(tiny.TOKENS)), make_golden.logits(folder)) < 1e-4
+
+
+@pytest.mark.live
+def test_live_defaults_of_ministral():
+    """A config.json as transformers saves its own default."""
+    transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    hub = transformers.Ministral3Config().to_dict()
+    config = read(mistral.FAMILY, hub)
+    said = {key: value for key, value in hub.items() if hasattr(config, key) and not key.startswith("rope")}
+    assert {key: getattr(config, key) for key in said} == said
+    assert config.rope_scaling == mistral.YARN and config.llama_4_scaling_beta == 0.1
 
 
 def test_other_forms_of_the_file(tmp_path):

@@ -291,6 +291,12 @@ class Model(AbstractVisionModel):
 BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config"}
 OF_VISION = {field.name for field in dataclasses.fields(VisionConfig)} - {"tower"}
 OF_PROJECTOR = {"multimodal_projector_bias": False, "projector_hidden_act": "gelu", "vision_feature_layer": -1}
+# Of Ministral 3: keys that mean something else than Mistral's where they are absent, and the rope of files without one.
+ABSENT: dict[str, Any] = dict(head_dim=128, max_position_embeddings=262_144, rms_norm_eps=1e-5, sliding_window=None)
+MINISTRAL_ROPE: dict[str, Any] = dict(
+    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16_384, beta_fast=32.0,
+    beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,10 +308,15 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     """
     sees = "text_config" in hub
     text = text_config(hub, BESIDE | OF_VISION | OF_PROJECTOR.keys()) if sees else dict(hub)
-    rope = text.get("rope_parameters")
-    if text.get("model_type") == "ministral3" and isinstance(rope, Mapping) and "llama_4_scaling_beta" in rope:
-        text["rope_parameters"] = {key: value for key, value in rope.items() if key != "llama_4_scaling_beta"}
-        text["llama_4_scaling_beta"] = rope["llama_4_scaling_beta"]
+    if text.get("model_type") == "ministral3":
+        text = ABSENT | text
+        if not text.get("rope_scaling") and text.get("rope_parameters") is None:
+            text["rope_parameters"] = MINISTRAL_ROPE  # a rope_theta beside it does not count
+        key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+        if isinstance(rope := text[key], Mapping):
+            own = ("llama_4_scaling_beta", "max_position_embeddings")  # the second has no effect there
+            text |= {key: {name: value for name, value in rope.items() if name not in own}}
+            text["llama_4_scaling_beta"] = rope.get("llama_4_scaling_beta")
     if sees:  # older releases do not say that embeddings are untied; transformers takes their silence for the contrary
         text["tie_word_embeddings"] = hub.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     if sees and (vision := hub.get("vision_config")) is not None:

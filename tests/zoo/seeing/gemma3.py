@@ -95,7 +95,7 @@ class Gemma3(Checkpoint):
         return first_layers(self.name, LAYERS) | filled(shapes, np.random.RandomState(5))
 
     def add_chat(self, folder):
-        own = dict(size=dict(height=12, width=12), image_seq_length=9, patch_size=2, image_mean=[0.5] * 3)
+        own = dict(size=dict(height=12, width=12), image_seq_length=9, image_mean=[0.5] * 3)
         special = {"<start_of_image>": START, "<end_of_image>": END, "<image_soft_token>": IMAGE}
         characters = " " + string.ascii_letters + string.digits[:7] + "\n"
         add_chat(folder, characters, special, TEMPLATE, preprocessor_config=own)

@@ -2,20 +2,24 @@
 
 import dataclasses
 import math
+import pathlib
 from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float32
 
+from convert.hub import read_json
+from zoo.nn.fields import typed
 from zoo.vision.open import Image
 from zoo.vision.processors.base import AbstractImageProcessor, Rectangle, patchify, resize
+from zoo.vision.towers import siglip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3(AbstractImageProcessor):
     """Gemma 3's: the whole image as a square, whatever its shape, and with "pan and scan" crops of a long one besides.
 
-    The patch size stands in config.json, in `vision_config`.
+    The patch size is that of config.json's `vision_config`, whose tower cuts the patches in transformers.
     """
 
     marker: ClassVar[str] = "<start_of_image>"
@@ -27,6 +31,16 @@ class Gemma3(AbstractImageProcessor):
     pan_and_scan_min_crop_size: int = 256
     pan_and_scan_max_num_crops: int = 4
     pan_and_scan_min_ratio_to_activate: float = 1.2
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> "Gemma3":
+        processor, config = super().read(folder), folder / "config.json"
+        tower = read_json(config).get("vision_config") if config.is_file() else None
+        if tower is None:
+            return processor
+        size = tower.get("patch_size", siglip.Config.patch_size)
+        says = f"{config} says patch_size={size!r} in vision_config; Gemma3"
+        return dataclasses.replace(processor, patch_size=typed("patch_size", size, int, says))
 
     def crops(self, height: int, width: int) -> int:
         """How many crops an image of this size is cut into along its longer side; 0: it is seen only as a whole."""
