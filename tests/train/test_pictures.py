@@ -158,6 +158,13 @@ def test_images_of_a_column(tokenizer, tmp_path):
         assert np.array_equal(picture.patches, tokenizer.processor(open_image(png(colour))).patches)
 
 
+def test_image_tokens_are_never_targets(tokenizer):
+    """All others are, where prompts are learnt, too."""
+    record = Record("line 1", {"messages": chat("red", {"base64": base64.b64encode(png("red")).decode()})})
+    (example,) = encode(record, tokenizer, vocab_size=64, completions_only=False)
+    assert example.ids.count(63) == 9 and example.mask == [int(id != 63) for id in example.ids]
+
+
 def test_packing_opens_no_image(tokenizer, data, monkeypatch):
     number = sum(len(batch["tokens"]) for batch in of(data, tokenizer))
     monkeypatch.setattr(pictures, "open_image", None)

@@ -175,8 +175,11 @@ def _encode_chat(
     else:
         ids = tokenizer.encode_prompt(messages, tools=tools, add_generation_prompt=False, expand=expand)
         found = [(ids, [1] * len(ids))]
-    places = lambda ids: None if shown is None else shown.places(ids, tokenizer)
-    return [Example(ids, mask, True, places(ids)) for ids, mask in found]
+    if shown is None:
+        return [Example(ids, mask, True) for ids, mask in found]
+    placed = [(ids, mask, shown.places(ids, tokenizer)) for ids, mask in found]
+    # A token that stands for a part of an image is never to be learnt.
+    return [Example(ids, np.where(at[:, 0] > 0, 0, mask).tolist(), True, at) for ids, mask, at in placed]
 
 
 # ======================================================================================================================
