@@ -186,6 +186,30 @@ def test_int8_is_close_and_small(load, name):
     assert size(int8) < size(exact) / 3
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_of_another_dtype(kind):
+    """It keeps what is rounded to its dtype, and shows that in the tokens'."""
+    narrow = lambda x: x.astype(jnp.bfloat16) if x.ndim > 3 else x
+    cache, tokens = jax.tree.map(narrow, CACHES[kind][0]), np.float32([[0.1], [1.7]])
+    cache, k, v, at = update(cache, tokens, np.array([[1], [2]]))
+    assert k.dtype == v.dtype == np.float32
+    rounded = np.asarray(jnp.asarray(tokens).astype(jnp.bfloat16).astype(jnp.float32))
+    for row, position in enumerate((1, 2)):
+        assert k[row][at[row] == position] == rounded[row] == -v[row][at[row] == position]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", jnp.float32])
+def test_dtypes_of_caches(dtype):
+    init = lambda model: zoo.nn.cache.init_cache(model, 1, 8, dtype)
+    config = zoo.config("qwen3-0.6b")
+    model = eqx.filter_eval_shape(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
+    kept = [x.dtype for x in jax.tree.leaves(eqx.filter_eval_shape(init, model)) if x.ndim]
+    assert kept == [jnp.dtype(dtype)] * 2
+    for wrong in ("int4", "bf16", jnp.int32):
+        with pytest.raises(ValueError, match=r"cache_dtype=.* is neither int8 nor a floating-point dtype such as bfl"):
+            zoo.nn.cache.init_cache(model, 1, 8, wrong)
+
+
 def test_int8_of_a_real_head():
     """Of 128 features in bfloat16, as models have: a scale each makes it 132 bytes for 256."""
     config = zoo.config("qwen3-0.6b")

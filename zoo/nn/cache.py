@@ -254,12 +254,22 @@ class HasCache(Protocol):
 def init_cache(model: HasCache, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
     """Makes an empty cache of a model, for positions 0 to `length` - 1.
 
-    `dtype` None is the model's own. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
+    `dtype` None is the model's own, and may be any of floating-point numbers: attention then casts a layer of the cache
+    to the model's at each call. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
     attention's two vectors): `update` quantises as it writes, and attention reads integers and scales. Windows keep
     `widen` more positions than they see: a caller that takes so many tokens back (speculative decoding) still finds the
     keys that these overwrote.
+
+    Raises:
+        ValueError: for any other dtype.
     """
-    int8 = dtype is not None and jnp.dtype(dtype) == jnp.int8
+    try:
+        int8 = dtype is not None and jnp.dtype(dtype) == jnp.int8
+        known = dtype is None or int8 or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        known = int8 = False
+    if not known:
+        raise ValueError(f"cache_dtype={dtype!r} is neither int8 nor a floating-point dtype such as bfloat16.")
     own = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
     caches = model.init_cache(batch, length, own if dtype is None or int8 else dtype)
     caches = each(lambda cache: cache.widened(widen), caches)
@@ -301,13 +311,15 @@ def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True) -> An
 
 def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Array, "batch seq ..."]) -> Any:
     if not isinstance(store, Int8Vectors):
-        return store.at[where].set(new)
+        return store.at[where].set(new.astype(store.dtype))
     values, scale, parts = _quantized(new, store.parts)
     return Int8Vectors(store.values.at[where].set(values), store.scale.at[where].set(scale), parts)
 
 
 def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Stacked:
     if not isinstance(store, Int8Vectors):
+        if store.dtype != dtype:  # attention takes one dtype: the layer is cast whole
+            return Stacked.of(jax.lax.dynamic_index_in_dim(store, layer, keepdims=False).astype(dtype))
         return Stacked(store, layer)
     return Stacked(store.values, layer, store.scale, store.parts, np.dtype(dtype))
 
