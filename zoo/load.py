@@ -114,6 +114,10 @@ def save(model: AbstractModel, folder: str | os.PathLike, *, fp8: bool = False) 
         model: from `load`, or trained.
         folder: where to write; it is made if it is missing.
         fp8: store matrices in 8 bits, with a float32 scale for each block of 128 x 128, as DeepSeek V3 is published.
+
+    Raises:
+        ValueError: naming what the folder cannot hold, such as an adapter, or a module of another class than the
+            family's, of which `load` would make the original again.
     """
     family = registry.family_of(model)
     tensors = zoo.weights.checkpoint.export(model, family, fp8=fp8)

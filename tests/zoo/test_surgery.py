@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 import zoo
 from kernels.mesh import split_attention
 from kernels.tokens import Tokens
-from tests.zoo.programs import forward, noise, on_host
+from tests.zoo.programs import forward, noise, on_host, same
 from zoo import surgery
 from zoo.lora import LoRALinear
-from zoo.nn.layers import AbstractLinear, Linear
-from zoo.quantized import QuantizedLinear
+from zoo.nn.layers import AbstractLinear, Linear, RMSNorm
+from zoo.quantized import LowPrecisionLinear, QuantizedLinear
 
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(0, 64, (8, 12)))
@@ -155,6 +155,55 @@ def test_key_value_heads_that_do_not_divide(tmp_path):
         zoo.save(each, tmp_path / folder)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "placed" / file.name).read_bytes()
+
+
+class Doubled(zoo.qwen3.MLP):
+    """An MLP of the same fields that computes something else."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Wrapped(eqx.Module):
+    inner: eqx.Module
+
+    def __call__(self, x):
+        return 2 * self.inner(x)
+
+
+def remade(module, kind, **changes):
+    """A module of another class with the same fields, or of the same class with other ones."""
+    new = object.__new__(kind)
+    for field, value in (vars(module) | changes).items():
+        object.__setattr__(new, field, value)
+    return new
+
+
+def with_scale(attention):
+    return eqx.tree_at(lambda m: m.q_norm, attention, remade(attention.q_norm, RMSNorm, eps=0.5))
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    [
+        ("mlp", lambda mlp: remade(mlp, Doubled), r"0\.mlp is a Doubled, and its family's a MLP\. A folder holds"),
+        ("mlp", Wrapped, r"model\.layers\.head\.0\.mlp is a Wrapped, and its family's a MLP"),
+        ("self_attn", with_scale, r"self_attn\.q_norm\.eps is 0\.5, and its family's 1e-06"),
+    ],
+)
+def test_changed_models_are_not_saved(model, tmp_path, field, change, message):
+    """A folder would be the original, or one that no family reads."""
+    get = lambda m: getattr(m.layers.head[0], field)
+    with pytest.raises(ValueError, match=message):
+        zoo.save(eqx.tree_at(get, model, change(get(model))), tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+
+
+def test_surgery_with_a_form_on_disk_is_saved(model, tmp_path):
+    """Linear maps that train in 8 bits, and layers that are computed again."""
+    low = surgery.map_linears(model, functools.partial(LowPrecisionLinear, dtype="int8"), "layers.*")
+    zoo.save(surgery.with_remat(low, jax.checkpoint), tmp_path)
+    assert same(zoo.load(tmp_path), model)
 
 
 def test_shardings_refuse(model):

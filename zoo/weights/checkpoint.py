@@ -42,6 +42,8 @@ from zoo.weights.reading import Fused, Parameter, Part, Scan, Source, once, read
 
 M = TypeVar("M", bound=AbstractModel)
 
+# Linear maps that are stored as plain ones.
+PLAIN = (Linear, LowPrecisionLinear, ExpertLinear, LowPrecisionExpertLinear)
 # The quantization_config of an export with `fp8`.
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 
@@ -299,14 +301,20 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
     that are one tensor otherwise are stored one by one then, as they are published.
 
     Raises:
-        ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, or if `fp8` is asked of
-            a family without that layout.
+        ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, if the model is not
+            what the family makes of its config, or if `fp8` is asked of a family without that layout.
     """
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
     for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
-        if not isinstance(linear, Linear | LowPrecisionLinear | ExpertLinear | LowPrecisionExpertLinear):
+        if not isinstance(linear, PLAIN):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
+    parts = [part for part in family.parts if getattr(model, part) is not None]
+    if change := changed(model, skeleton(family, model.config, parts), "model"):
+        raise ValueError(
+            f"{change}. A folder holds the tensors and the config, of which {family.name} would make another model: "
+            "register a family of your own for it (docs/families.md)."
+        )
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):
         blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.fp8_blocks)
@@ -320,6 +328,37 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
                 out[name] = (shape, np.dtype(ml_dtypes.float8_e4m3fn), lambda get=get: quantize_blocks(get())[0])
                 out[f"{name}_scale_inv"] = (scales, np.dtype(np.float32), lambda get=get: quantize_blocks(get())[1])
     return {published_name(name, model, family): tensor for name, tensor in out.items()}
+
+
+def changed(model: Any, made: Any, path: str) -> str | None:
+    """Find the first class, static field or shape by which a model is not what its family makes, and say it.
+
+    `PLAIN` linear maps may stand for one another, and layers may be rematerialised.
+    """
+    if type(model) in PLAIN and type(made) in PLAIN:
+        model, made = ((linear.weight, linear.bias) for linear in (model, made))
+    if isinstance(made, jax.ShapeDtypeStruct):
+        shape = getattr(model, "shape", None)
+        return None if shape == made.shape else f"{path} has the shape {shape}, and its family's has {made.shape}"
+    if type(model) is not type(made):
+        return f"{path} is a {type(model).__name__}, and its family's a {type(made).__name__}"
+    if isinstance(made, tuple | list):
+        if len(model) != len(made):
+            return f"{path} has {len(model)} entries, and its family's {len(made)}"
+        pairs = ((f"{path}.{n}", *pair) for n, pair in enumerate(zip(model, made, strict=True)))
+        return next(filter(None, (changed(a, b, name) for name, a, b in pairs)), None)
+    if not isinstance(made, eqx.Module):
+        return None if model == made else f"{path} is {model!r}, and its family's {made!r}"
+    for field in dataclasses.fields(made):
+        name, (a, b) = f"{path}.{field.name}", (getattr(m, field.name) for m in (model, made))
+        if field.metadata.get("static"):
+            remat = isinstance(made, Stack) and field.name == "remat"
+            change = None if remat or a == b else f"{name} is {a!r}, and its family's {b!r}"
+        else:
+            change = changed(a, b, name)
+        if change:
+            return change
+    return None
 
 
 def published_name(name: str, model: AbstractModel, family: Family) -> str:
