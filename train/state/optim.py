@@ -173,7 +173,8 @@ def muon(
 
     Muon replaces each matrix's momentum by the nearest orthogonal matrix, about, and keeps one moment. Leading axes are
     layers and experts, each of which has its own matrix. Its updates are scaled to the root mean square of AdamW's,
-    0.2 (arXiv:2502.16982), so both take the same learning rate and weight decay.
+    0.2 (arXiv:2502.16982), so both take the same learning rate and weight decay. The first updates are not those of
+    Keller Jordan's code, since optax corrects the bias of both terms of Nesterov's momentum (docs/optimizers.md).
     """
     # The entries of an orthogonal matrix have a root mean square of 1 / sqrt(max(out, in)).
     scaled = optax.stateless(lambda updates, _: jax.tree.map(lambda m: 0.2 * max(m.shape[-2:]) ** 0.5 * m, updates))
