@@ -29,6 +29,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "decode": {
         "gpu": {
+            # XLA's own kernels for products read arrays, so each layer's weights would be copied out of the stack for
+            # them, at every token. cuBLAS reads a part of the stack.
+            "xla_gpu_enable_triton_gemm": False,
             # Products that share an input (those of q, k and v) become one, of weights that are concatenated for it: at
             # every token, in every layer, that reads and writes them once more than needed.
             "xla_gpu_dot_merger_threshold_mb": 0,

@@ -23,10 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 
 CHUNK = 64  # tokens
+SAVED = "delta_rule"  # names the outputs and the states before the chunks, for policies of jax.checkpoint
 BLOCK = 16  # tokens: in pairs of such blocks a decay of each channel is split into two factors, neither above 1
 
 
@@ -127,9 +129,10 @@ def _delta_rule(scan: Scan, formula: Formula, given: Given, restart: Array, stat
 
 def _forward(
     scan: Scan, formula: Formula, given: Given, restart: Array, state: Array
-) -> tuple[tuple[Array, Array], tuple[Given, Array, Array | None]]:
+) -> tuple[tuple[Array, Array], tuple[Given, Array, Array]]:
     out, state, states = scan.forward(formula, _prepare(formula, given, restart), state, keep=True)
-    return (_joined(out, given[2]), state), (given, restart, states)
+    named = functools.partial(checkpoint_name, name=SAVED)
+    return (named(_joined(out, given[2])), state), (given, restart, named(states))
 
 
 def _backward(
@@ -194,13 +197,11 @@ def _prepare(formula: Formula, given: Given, restart: Array) -> Parts:
     q, k, v, decay, beta = map(_cut, (q, k, v, decay if decay.ndim == 4 else decay[..., None], beta[..., None]))
     restart = _cut(restart[..., None, None].astype(jnp.float32))
     begun = jnp.cumsum(restart, axis=-2)  # how many documents have begun in the chunk
-    decay = jnp.where(restart > 0, 0, decay)
-    total = jnp.cumsum(decay, axis=-2)  # log of the decay since before the chunk
+    total = _totals(jnp.where(restart > 0, 0, decay))  # log of the decay since before the chunk
     same = begun == begun.swapaxes(-1, -2)
-    end = total[..., -1:, :]
-    before = jnp.where(begun == 0, jnp.exp(total), 0)
-    key = k * jnp.where(begun == begun[..., -1:, :], jnp.exp(end - total), 0)
-    fade = jnp.where(begun[..., -1:, :] == 0, jnp.exp(end), 0).swapaxes(-1, -2)
+    before = jnp.where(begun == 0, jnp.exp(sum(total)), 0)
+    key = k * jnp.where(begun == begun[..., -1:, :], jnp.exp(_between(total, total[..., -1:, :])), 0)
+    fade = before[..., -1:, :].swapaxes(-1, -2)
     pairs = jnp.where(same, scale * _decayed(dot, q, k, total), 0)
     if not formula.erase:
         return Parts(scale * q * before, pairs, beta * v, None, key, fade)
@@ -208,11 +209,30 @@ def _prepare(formula: Formula, given: Given, restart: Array) -> Parts:
     return Parts(scale * q * before, pairs, dot(matrix, beta * v), dot(matrix, beta * k * before), key, fade)
 
 
+def _totals(decay: Float[Array, "*chunks tokens dim_or_1"]) -> Float[Array, "2 *chunks tokens dim_or_1"]:
+    """Sums the decays up to each token, as two numbers, so that `_between` loses no digits.
+
+    A strong decay is 1 between two tokens and may be 1,000 since before the chunk, of which float32 has three digits
+    less behind the point. So the first number sums multiples of a power of two, without any rounding, and the second
+    what is left of each decay. The gradient is that of a plain sum.
+    """
+    largest = CHUNK * jnp.max(jnp.abs(lax.stop_gradient(decay)), axis=-2, keepdims=True)
+    power = lax.bitcast_convert_type(lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000, jnp.float32)
+    unit = jnp.maximum(power, 2.0**-40) * 2.0**-22  # their sum is below 2^24 of them, which float32 counts
+    coarse = lax.stop_gradient(jnp.round(decay / unit) * unit)
+    return jnp.cumsum(jnp.stack([coarse, decay - coarse]), axis=-2)
+
+
+def _between(earlier: Float[Array, "2 ..."], later: Float[Array, "2 ..."]) -> Float[Array, "..."]:
+    """Subtracts totals: the sum of the decays after one token up to another."""
+    return (later[0] - earlier[0]) + (later[1] - earlier[1])
+
+
 def _decayed(
     dot: Callable[[Array, Array], Array],
     x: Float[Array, "*chunks tokens dim"],
     k: Float[Array, "*chunks tokens dim"],
-    total: Float[Array, "*chunks tokens dim_or_1"],
+    total: Float[Array, "2 *chunks tokens dim_or_1"],
 ) -> Float[Array, "*chunks tokens tokens"]:
     """The products of x_i and k_j, with what each channel has decayed by from j to i; 0 for i < j.
 
@@ -220,18 +240,19 @@ def _decayed(
     """
     token = np.arange(CHUNK)
     if total.shape[-1] == 1:  # one decay for all channels
-        return dot(x, k.swapaxes(-1, -2)) * _exp(total - total.swapaxes(-1, -2), token[:, None] >= token)
-    total = jnp.broadcast_to(total, k.shape)
+        return dot(x, k.swapaxes(-1, -2)) * _exp(_between(total.swapaxes(-1, -2), total), token[:, None] >= token)
     blocks = lambda a: a.reshape(*a.shape[:-2], -1, BLOCK, a.shape[-1])
-    xs, ks, sums, place = blocks(x), blocks(k), blocks(total), np.arange(BLOCK)
-    # Of two tokens in one block, each channel by itself.
+    xs, ks, totals, place = blocks(x), blocks(k), blocks(total), np.arange(BLOCK)
+    start, block = totals[..., :1, :], token // BLOCK
+    # Of two tokens in one block, each channel by itself. Their totals since the block began are one number each: with
+    # two, XLA writes the decays of all pairs to memory, and a step of Kimi Linear moves 8 % more bytes.
+    sums = _between(start, totals)
     apart = _exp(sums[..., :, None, :] - sums[..., None, :, :], (place[:, None] >= place)[..., None])
     near = jnp.sum(xs[..., :, None, :] * ks[..., None, :, :] * apart, axis=-1)
     # Of a token and those in earlier blocks: the decay since its block began, times that before.
-    start, block = sums[..., :1, :], token // BLOCK
     earlier = np.arange(CHUNK // BLOCK)[:, None] > block
-    late = xs * jnp.exp(sums - start)
-    early = k[..., None, :, :] * _exp(start - total[..., None, :, :], earlier[..., None])
+    late = xs * jnp.exp(sums)
+    early = k[..., None, :, :] * _exp(_between(total[..., None, :, :], start), earlier[..., None])
     far = dot(late, early.swapaxes(-1, -2)).reshape(*x.shape[:-1], CHUNK)
     near = jnp.tile(near.reshape(*x.shape[:-1], BLOCK), CHUNK // BLOCK)
     return jnp.where(np.broadcast_to(block[:, None] == block, far.shape), near, far)

@@ -114,6 +114,36 @@ def test_packed_documents_and_padding(kind):
         assert error(ours, theirs.astype(np.float64)) < 2e-5, name
 
 
+@pytest.mark.parametrize(
+    ("kind", "most"), [("a head's decay", 1e-6), ("no erasing", 1e-6), ("a channel's decay", 4e-6)]
+)
+def test_strong_decays_cost_no_digits(kind, most):
+    """Half of the decays are 20 on average, so their sums over a chunk have no digits left for the weak ones."""
+    of_arrays, options = KINDS[kind]
+    given, random = [*arrays(**of_arrays)], np.random.default_rng(3)
+    strong = -40 * random.random(given[3].shape)
+    given[3] = np.where(random.random(strong.shape) < 0.5, strong, strong / 1000).astype(np.float32)
+    true, state = oracle(*given, SEGMENTS, START, **options)
+    ours = jax.device_get(run("xla", tuple(options.items()), given))
+    theirs = jax.device_get(run("reference", tuple(options.items()), given))
+    assert error(ours[0][0, :-13], true[0, :-13]) < most and error(ours[1], state) < most
+    for name, one, other in zip(NAMES, ours, theirs, strict=True):
+        assert error(one, other.astype(np.float64)) < most, name
+
+
+def test_a_policy_saves_what_the_backward_pass_needs_of_the_forward_one():
+    """A forward and a backward scan; without the names, the forward one runs again."""
+
+    def scans(policy):
+        layer = jax.checkpoint(
+            lambda *x: jnp.sin(kernels.delta_rule(*x, scale=SCALE, implementation="xla")[0]), policy=policy
+        )
+        return str(jax.make_jaxpr(jax.grad(lambda *x: layer(*x).sum()))(*arrays())).count(" scan[")
+
+    assert scans(jax.checkpoint_policies.nothing_saveable) == 3
+    assert scans(jax.checkpoint_policies.save_only_these_names(shared.SAVED)) == 2
+
+
 @functools.partial(jax.jit, compiler_options=QUICK)
 def in_parts(part, positions, state):
     return kernels.delta_rule(*part, Tokens(positions), scale=SCALE, state=state)

@@ -9,6 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_policies
 
 from kernels.attention import shared as flash
+from kernels.delta_rule import shared as delta_rule
 from kernels.quantized_matmul import shared as matmul
 from train.base.program import ProgramOptions
 from train.state.offload import OffloadOptions
@@ -38,7 +39,8 @@ class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
     activations are rounded row by row; fp8 rounds the backward pass too, with one scale a tensor. Weights are kept as
     --weights-dtype says. Embedding, head and routers are not rounded, nor are the gradients of experts."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "dots"
-    """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products and attention.
+    """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products, attention and
+    recurrences.
     attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept in the
     memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at least
     --microbatches parts; it says which."""
@@ -55,12 +57,13 @@ class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
 # What is kept of each layer, from most memory to least: a function around it.
 REMAT: dict[str, Callable[..., Callable] | None] = {
     "none": None,
-    # The results of matrix products with weights and of attention; what is elementwise is computed again.
+    # The results of matrix products with weights, of attention and of recurrences, with the states that a recurrence's
+    # backward pass needs; what is elementwise is computed again.
     "dots": functools.partial(
         jax.checkpoint,
         policy=checkpoint_policies.save_from_both_policies(
             checkpoint_policies.dots_with_no_batch_dims_saveable,
-            checkpoint_policies.save_only_these_names(matmul.SAVED, flash.SAVED),
+            checkpoint_policies.save_only_these_names(matmul.SAVED, flash.SAVED, delta_rule.SAVED),
         ),
     ),
     # The layer's input, and what attention's backward kernel needs of its forward one: with long rows much is saved.
