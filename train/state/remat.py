@@ -40,10 +40,9 @@ class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
     --weights-dtype says. Embedding, head and routers are not rounded, nor are the gradients of experts."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "dots"
     """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products, attention and
-    recurrences.
-    attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept in the
-    memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at least
-    --microbatches parts; it says which."""
+    recurrences. attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept
+    in the memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at
+    least --microbatches parts; it says which."""
     freeze: tuple[str, ...] = ()
     """Patterns of the paths of weights that are not trained, such as vision.* for a tower that sees, or embed_tokens.*
     and *norm*. They need no gradients and nothing of the optimizer. Layers of one kind have one path, and so are frozen
