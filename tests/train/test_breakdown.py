@@ -158,6 +158,25 @@ def test_every_kind_of_kernel():
     assert [tuple(kernel) for kernel in found] == [tuple(kernel) for kernel in known]
 
 
+def test_windows_of_padding_are_not_counted():
+    """A TPU's product for 8 tokens and 64 heads, which are a window: of a result's terms one is no padding."""
+    text = """HloModule jit_step
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = bf16[8,1,256]{2,1,0} parameter(0)
+  %b = bf16[256,64,128]{2,1,0} parameter(1)
+  ROOT %c = bf16[8,64,128]{2,1,0} convolution(%a, %b), window={size=64 pad=63_63 rhs_reversal=1}, dim_labels=b0f_i0o->b0f
+}
+"""
+    (found,) = kernels(text)
+    assert found.flops == 2 * 8 * 64 * 128 * 256
+
+
+def test_rows_without_tokens_are_not_counted():
+    count = lambda **more: {k.kind: k.flops for k in kernels(TEXT, **more)}
+    whole, half = count(), count(filled=0.5)
+    assert half == whole | {breakdown.GROUPED: whole[breakdown.GROUPED] / 2}
+
+
 def test_seconds():
     chip = CHIPS["h200"]
     assert Kernel(breakdown.PRODUCTS, 702e12, 1.0, 1).seconds(chip) == pytest.approx(1, rel=0.01)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.backends.compile_options import compile_options
-from kernels.mesh import BATCH
+from kernels.mesh import BATCH, EXPERT
 from train.base.places import explicit, forgotten
 from train.planning.breakdown import Kernel, kernels
 from train.planning.hlo import Collective, activations, collectives
@@ -234,7 +234,8 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
         lowered, executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
         m.output_size_in_bytes, m.alias_size_in_bytes, m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
         collectives(text, mesh.size),
-        kernels(text, program.seen), seconds,
+        # A device has a buffer of the same size for the tokens of each device along the axis, all of which fill one.
+        kernels(text, program.seen, filled=1 / mesh.shape[EXPERT]), seconds,
     )  # fmt: skip
 
 

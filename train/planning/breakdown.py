@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kernels.delta_rule.shared import scan_flops
 from train.base.chips import Chip
 from train.planning import hlo
@@ -89,7 +91,7 @@ def parts(kernels: Sequence[Kernel], chip: Chip) -> dict[str, Part]:
     }
 
 
-def kernels(text: str, seen: float = 1.0) -> list[Kernel]:
+def kernels(text: str, seen: float = 1.0, filled: float = 1.0) -> list[Kernel]:
     """Lists the kernels in the text of an optimized module, without collectives.
 
     Those in a loop count as often as it runs. Of a conditional those count that run where its condition holds: all
@@ -98,6 +100,7 @@ def kernels(text: str, seen: float = 1.0) -> list[Kernel]:
 
     Args:
         seen: the share of all pairs of a row's tokens that attention's kernels compute, such as a half.
+        filled: the share of the rows that products by expert are given which hold tokens, and are computed.
     """
     computations = dict(hlo.parse(text))
     entry = next(name for name in computations if name.startswith("ENTRY "))
@@ -118,6 +121,7 @@ def kernels(text: str, seen: float = 1.0) -> list[Kernel]:
                     yield from map(_aside, found) if i.op == "async-start" else found
             elif LIBRARY.search(i.line) or (i.op not in FREE and re.sub("-(start|done)$", "", i.op) not in hlo.KINDS):
                 each = _kernel(i, program[name], seen, turns)._replace(times=times)
+                each = each._replace(flops=each.flops * filled) if each.kind == GROUPED else each
                 yield _aside(each) if " fusion-start(" in i.line else each
 
     return list(visit(entry, 1, 1))
@@ -273,11 +277,25 @@ def _flops(i: Instruction, home: Computation) -> float:
     if i.op == "dot":
         contracted = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", i.line)
         return _product(i.result, home.text(i.operands[0]), contracted[0].split(","))
-    if i.op == "convolution":  # TPUs' products; they write a batch as a window of which one term is not padding
-        (labels,) = re.findall(r"dim_labels=\w+_(\w+)->", i.line)
-        window = [] if "lhs_dilate" in i.line else [n for n, label in enumerate(labels) if label.isdecimal()]
-        return _product(i.result, home.text(i.operands[1]), [labels.index("i"), *window])
-    return 0.0
+    return _convolution(i, home) if i.op == "convolution" else 0.0
+
+
+def _convolution(i: Instruction, home: Computation) -> float:
+    """Counts the operations of a TPU's product, where a batch or the heads may be a window that is mostly padding."""
+    ((left, right, out),) = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", i.line)
+    said = re.search(r"window=\{([^}]*)\}", i.line)
+    window = dict(part.split("=") for part in said[1].split()) if said else {}
+    number = lambda key, axis, default: int(window[key].split("x")[axis]) if key in window else default
+    results, terms = list(i.shape), _shape(home.text(i.operands[1]))[right.index("i")]
+    for axis in range(sum(label.isdecimal() for label in right)):
+        places, size = _shape(home.text(i.operands[0]))[left.index(str(axis))], number("size", axis, 1)
+        before = int(window["pad"].split("x")[axis].split("_")[0]) if "pad" in window else 0
+        spread = number("lhs_dilate", axis, 1)
+        first = number("stride", axis, 1) * np.arange(results[out.index(str(axis))])[:, None] - before
+        at = first + number("rhs_dilate", axis, 1) * np.arange(size)
+        results[out.index(str(axis))] = 1  # and so many terms of the window are no padding, of all results
+        terms *= int(np.sum((at >= 0) & (at % spread == 0) & (at // spread < places)))
+    return 2.0 * math.prod(results) * terms
 
 
 def _product(result: str, side: str, contracted: Iterable[str | int]) -> float:

@@ -122,10 +122,10 @@ class Plan:
     @property
     def seconds(self) -> tuple[float, float]:
         """Estimates a step, not a bound: if collectives, and copies that are started ahead, run beside kernels, and if
-        they run between them."""
+        they run between them. All of a decode step waits for memory, so beside others its copies save no time."""
         found, sent = self.parts, self.bounds["interconnect"]
         kernels = sum(part.seconds for part in found.values())
-        aside = found[ASIDE].seconds if ASIDE in found else 0.0
+        aside = found[ASIDE].seconds if ASIDE in found and not self.o.decode else 0.0
         return max(kernels - aside, sent), kernels + sent
 
     @property
@@ -302,7 +302,14 @@ def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
     numbers += 2 * chosen * c.hidden_size * (size[EXPERT] > 1)
     numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
     sent = weights / size[TENSOR] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
-    return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / chip.link)
+    link = min(slowest_link(chip, group) for group in _groups(mesh))
+    return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / link)
+
+
+def _groups(mesh: Mesh) -> list[list[Any]]:
+    """Lists the devices along each axis but that of replicas, to which the first sends weights and activations."""
+    along = lambda n: mesh.devices[tuple(slice(None) if m == n else 0 for m in range(mesh.devices.ndim))]
+    return [list(along(n)) for n, axis in enumerate(mesh.axis_names) if axis != REPLICA]
 
 
 def gb(size: float | int) -> str:
