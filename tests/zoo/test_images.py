@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.zoo import make_golden_images
 from tests.zoo.make_golden_images import FILES, SECONDS, SIZES, picture
-from zoo.vision.open import open_image
+from zoo.vision.open import image_size, open_image
 from zoo.vision.processors.base import LongestEdge, PixelBounds, Rectangle, patchify
 from zoo.vision.processors.gemma3 import Gemma3
 from zoo.vision.processors.llama4 import Llama4
@@ -247,6 +247,23 @@ def test_upright():
         exif[0x0112] = orientation
         opened = open_image(encoded(np.ascontiguousarray(turned), exif=exif))
         assert np.array_equal(opened, image), orientation
+
+
+def test_sizes_are_read_without_pixels():
+    """Of a PNG whose pixels no memory would hold, and that tells behind them which side is up."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    front, end = encoded(picture("small"), exif=exif), encoded(picture("small"))
+    at, tail = front.index(b"eXIf") - 4, end.index(b"IEND") - 4
+    chunk = front[at : at + 12 + int.from_bytes(front[at : at + 4])]
+    late = end[:tail] + chunk + end[tail:]
+    assert image_size(late) == open_image(late).shape[:2] == picture("small").shape[1::-1]
+    assert np.array_equal(open_image(late), open_image(front))
+    flat = png(9_000, 9_900, 8, 2, [])
+    tail = flat.index(b"IEND") - 4
+    assert image_size(flat) == (9_900, 9_000) and image_size(flat[:tail] + chunk + flat[tail:]) == (9_000, 9_900)
+    with pytest.raises(ValueError, match="is damaged or cut off"):
+        open_image(flat)
 
 
 def test_grey_and_deep():

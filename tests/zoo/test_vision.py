@@ -4,6 +4,7 @@ alone, in gradients, decoding, chats, files, and on a mesh.
 tests/zoo/seeing/ has a checkpoint of each family, with prompts and pictures; golden/vision/ has transformers' numbers.
 """
 
+import base64
 import dataclasses
 import functools
 import json
@@ -19,9 +20,12 @@ import safetensors.numpy
 
 import convert.tensors
 import zoo
+import zoo.serve.server
+import zoo.vision.open
 from tests.zoo import seeing
 from tests.zoo.programs import decode, error, on_host, same
 from tests.zoo.seeing import gemma3
+from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
 from zoo.generation.decoding import check_rewinds, prefill
 from zoo.generation.engine import Engine, bucket, joined, padded
@@ -405,7 +409,7 @@ def test_generation(untyped, load_vision, vision_folders, name):
     assert zoo.generate(model, tokenizer, prompts, max_new_tokens=NEW) == [tokenizer.decode(expected)] * len(prompts)
 
 
-def test_the_server(untyped, load_vision, vision_folders):
+def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
     """An image as OpenAI's clients send it, a file that a client names, and a server whose model takes none."""
     case, model = seeing.CHECKPOINTS["gemma3-pattern"], load_vision("gemma3-pattern")
     tokenizer = zoo.tokenizer(vision_folders["gemma3-pattern"])
@@ -423,6 +427,22 @@ def test_the_server(untyped, load_vision, vision_folders):
         ):
             status, answer = server.request(CHAT, {"messages": with_url(wrong)})
             assert status == 400 and message in answer
+        monkeypatch.setattr(zoo.vision.open, "_rgb", lambda *_: pytest.fail("decoded"))
+        bomb = "data:image/png;base64," + base64.b64encode(png(5_800, 5_800, 8, 2, [])).decode()
+        for messages, code, message in (
+            (with_url(bomb), None, "have more than 33,554,432 pixels"),
+            (seeing.ask(*[part] * 129), None, "has 129 images, and 128 are the most"),
+            (seeing.ask(*[part] * 60), "context_length_exceeded", "more than the 64 tokens that there is room for"),
+            (seeing.ask(part, seeing.text("a" * 10**5)), "context_length_exceeded", "characters; the 64 tokens"),
+        ):
+            status, answer = server.request(CHAT, {"messages": messages})
+            error = json.loads(answer)["error"]
+            assert (status, error["code"]) == (400, code) and message in error["message"]
+        monkeypatch.setattr(zoo.serve.server, "PATCHES", 10**3)
+        assert "more than 1,000 bytes" in server.request(CHAT, {"messages": of(part)})[1]
+        (held,) = server.server._held.values()  # of the reply; the next one frees them
+        monkeypatch.setattr(zoo.serve.server, "HELD", held.patches.nbytes - 1)
+        assert server.request(CHAT, {"messages": of(part)})[0] == 503
     (plain,) = in_template_form({"content": [part | {"path": "/etc/passwd"}]}, True)["content"]
     assert plain == part
     for kind in ("image", "video"):

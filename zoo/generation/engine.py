@@ -226,6 +226,9 @@ class Engine:
         for group in itertools.islice(self._groups, AT_ONCE):
             if sum(len(g.waiting) for g in chosen) >= free or bucket(len(group.prompt)) != seq:
                 break
+            seen = [g.images.patches.shape[1:] for g in (*chosen, group) if g.images is not None]
+            if len(set(seen)) > 1:  # small images would be filled up to the size of large ones
+                break
             chosen.append(group)
         prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
         images = joined([g.images for g in chosen], *prompts.shape)

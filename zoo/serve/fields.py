@@ -64,6 +64,8 @@ def are_stops(value: Any) -> bool:
 
 STOPS, STOP = 16, 256  # at most so many stop strings, of so many characters: each is looked for at every token
 BODY, REPLIES = 2**23, 1024  # at most so many bytes in a body, and replies to one request
+IMAGES, PIXELS = 128, 2**25  # at most so many images in a request, and pixels of all of these before they are resized
+PATCHES, HELD = 2**30, 2**31  # at most so many bytes of a request's resized images, and of all requests' that wait
 
 is_ids = listed(lambda v: type(v) is int)
 flag = Field("true or false", lambda v: isinstance(v, bool))

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import hmac
+import itertools
 import json
 import re
 import secrets
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -21,10 +23,25 @@ from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, sees
-from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, in_template_form, is_ids, is_text, read
+from zoo.serve.fields import (
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    HELD,
+    IMAGES,
+    PATCHES,
+    PIXELS,
+    REPLIES,
+    Field,
+    Refusal,
+    in_template_form,
+    is_ids,
+    is_text,
+    read,
+)
 from zoo.serve.worker import Ask, Reply, Worker
 from zoo.text.harmony import Parts
-from zoo.text.prompts import encode_prompt
+from zoo.text.prompts import Limits, TooLong, check_room, encode_prompt
 from zoo.text.tokenizer import Tokenizer, has_images
 
 
@@ -66,6 +83,8 @@ class Server:
             model, batch=batch, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE, draft=draft
         )
         self.worker = Worker(model, make)
+        self._seeing, self._count = asyncio.Lock(), itertools.count()
+        self._held: weakref.WeakValueDictionary[int, Images] = weakref.WeakValueDictionary()  # of requests under way
 
     def app(self) -> Starlette:
         @contextlib.asynccontextmanager
@@ -116,13 +135,14 @@ class Server:
         messages, images = [in_template_form(message, sees(self.model)) for message in said["messages"]], None
         try:
             if has_images(messages):
-                prompt, images = await asyncio.to_thread(encode_prompt, self.model, self.tokenizer, messages, **options)
+                prompt, images = await self._see(messages, options)
             else:
                 rendered = await asyncio.to_thread(self.tokenizer.render_marked, messages, **options)
                 encode = lambda text: self.tokenizer.encode_marked(text)[0]
                 (prompt,) = await self._encode([rendered], "messages", encode)
         except ValueError as error:
-            raise Refusal(str(error), "messages") from error
+            code = "context_length_exceeded" if isinstance(error, TooLong) else None
+            raise Refusal(str(error), "messages", code=code) from error
         new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
         replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels, images=images)
         parts = {reply: Parts(self.tokenizer.channels) for reply in replies}
@@ -175,12 +195,23 @@ class Server:
 
     async def _encode(self, texts: list[str], field: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
         """Tokenises in a thread, since a megabyte takes a second. A text too long to fit is refused before."""
-        most = self.positions * self.tokenizer.longest
-        if (length := max(map(len, texts))) > most:
-            room = f"the {self.positions} tokens that there is room for have at most {most}"
-            message = f"{field} has {length} characters; {room}. Shorten it."
-            raise Refusal(message, field, code="context_length_exceeded")
+        try:
+            check_room(self.tokenizer, max(texts, key=len), self.positions, field)
+        except TooLong as error:
+            raise Refusal(str(error), field, code="context_length_exceeded") from error
         return await asyncio.to_thread(lambda: list(map(encode, texts)))
+
+    async def _see(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[list[int], Images]:
+        """Encodes a chat with images, one request at a time, so that only one request's images are decoded at once."""
+        async with self._seeing:
+            if sum(images.patches.nbytes for images in list(self._held.values())) > HELD:
+                raise Refusal("Images of other requests fill the server's memory. Ask again later.", status=503)
+            limits = Limits(self.positions, IMAGES, PIXELS, PATCHES)
+            prompt, images = await asyncio.to_thread(
+                encode_prompt, self.model, self.tokenizer, messages, limits=limits, **options
+            )
+        self._held[next(self._count)] = images
+        return prompt, images
 
     def _replies(
         self,

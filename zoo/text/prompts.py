@@ -1,5 +1,6 @@
 """Prompts with images: chats whose messages hold images, or videos, become ids, and what the model's tower reads."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from jaxtyping import Float
 from zoo.nn.model import AbstractModel, Images, filled, seeing
 from zoo.text.tokenizer import Messages, Tokenizer, image_parts, is_image
 from zoo.vision.model import AbstractVision
-from zoo.vision.open import open_image
+from zoo.vision.open import begin_image, open_image
 from zoo.vision.processors.base import AbstractImageProcessor, Processed
 
 
@@ -18,8 +19,39 @@ from zoo.vision.processors.base import AbstractImageProcessor, Processed
 SOURCES = ("image", "path", "url", "base64", "image_url")
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The most that a chat with images may have. More is refused before an image is decoded."""
+
+    tokens: int
+    images: int
+    pixels: int
+    """Of all images together, as their files have them."""
+    bytes: int
+    """Of all patches that the tower takes."""
+
+
+class TooLong(ValueError):
+    """A prompt has more tokens than there is room for."""
+
+
+def check_room(tokenizer: Tokenizer, text: str, tokens: int, name: str) -> None:
+    """Raise TooLong for a text that has more characters than so many tokens could have, before it is tokenised."""
+    if len(text) > (most := tokens * tokenizer.longest):
+        raise TooLong(
+            f"{name} has {len(text)} characters; the {tokens} tokens that there is room for have at most {most}. "
+            "Shorten it."
+        )
+
+
 def encode_prompt(
-    model: AbstractModel, tokenizer: Tokenizer, messages: Messages, *, remote: bool = False, **options: Any
+    model: AbstractModel,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    *,
+    remote: bool = False,
+    limits: Limits | None = None,
+    **options: Any,
 ) -> tuple[list[int], Images]:
     """Turn a chat with images into ids, by default with an assistant's turn opened at the end, and its images as those
     of one row.
@@ -35,10 +67,13 @@ def encode_prompt(
         tokenizer: with a chat template that has a place for images.
         messages: the chat.
         remote: whether http(s) URLs are downloaded.
+        limits: refuse more than these.
         options: those of `Tokenizer.render`.
 
     Raises:
-        ValueError: if the model takes no images, the template has no place for them, or an image cannot be read.
+        ValueError: if the model takes no images, the template has no place for them, an image cannot be read, or there
+            are more or larger ones than `limits` allow.
+        TooLong: if there are more tokens than `limits` allow.
     """
     vision, source = _vision_of(model)
     parts = list(image_parts(messages))
@@ -47,13 +82,20 @@ def encode_prompt(
         raise ValueError("The model takes images, but no videos: show it some of the frames as images.")
     processors = {kind: kind.read(source) for kind in dict.fromkeys(kinds) if kind is not None}
     by = [processors[kind] for kind in kinds if kind is not None]
-    shown = [_processed(processor, part, remote) for processor, part in zip(by, parts, strict=True)]
+    if limits and len(parts) > limits.images:
+        raise ValueError(f"The chat has {len(parts)} images, and {limits.images} are the most. Show fewer.")
     plain = [without_images(message) for message in messages]
     given: dict[str, Any] = {"add_generation_prompt": True} | options
     text = tokenizer.render_marked(plain, **given)
+    if limits:
+        check_room(tokenizer, text, limits.tokens, "The chat")
+    seen = _measured(by, parts, remote, limits)
     for processor in processors.values():
-        text = processor.expand(text, [one.text for own, one in zip(by, shown, strict=True) if own is processor])
+        text = processor.expand(text, [said for own, (said, _) in zip(by, seen, strict=True) if own is processor])
     ids, _ = tokenizer.encode_marked(text)
+    if limits and len(ids) > limits.tokens:
+        raise TooLong(f"The chat has {len(ids)} tokens, and there is room for {limits.tokens}. Shorten it.")
+    shown = [seen.pop(0)[1]() for _ in parts]  # one after another, so that one is decoded at a time
     placeholders = [tokenizer.encode(processor.placeholder, special=False)[0] for processor in processors.values()]
     pictures = [picture for one in shown for picture in one.pictures]
     features = [one.text.count(own.placeholder) // len(one.shapes) for own, one in zip(by, shown, strict=True)]
@@ -75,15 +117,52 @@ def stacked(
     return filled(pictures, 1 << (most - 1).bit_length() if processor.keeps_shape else most)
 
 
-def _processed(processor: Any, part: Mapping[str, Any], remote: bool) -> Processed:
-    """What the tower and the prompt take of an image, or of a video.
+def _measured(
+    processors: Sequence[Any], parts: Sequence[Mapping[str, Any]], remote: bool, limits: Limits | None
+) -> list[tuple[str, Callable[[], Processed]]]:
+    """What stands in the prompt for each image, by its size, and what decodes and processes it; videos are already.
 
     Raises:
-        ValueError: if an image cannot be read; for a video that is no list of frames, or that does not say when they
+        ValueError: if an image cannot be read, or there is more than `limits` allow.
+    """
+    seen: list[tuple[str, Callable[[], Processed]]] = []
+    pictures: list[tuple[int, int]] = []
+    tokens = pixels = 0
+    for processor, part in zip(processors, parts, strict=True):
+        if part["type"] == "video":
+            video = _video(processor, part, remote)
+            seen.append((video.text, lambda video=video: video))
+            continue
+        image = begin_image(source_of(part), remote=remote)
+        size = image.height, image.width
+        said, sizes = processor.text(*size), processor.sizes(*size)
+        seen.append((said, lambda processor=processor, image=image: processor(image.decode())))
+        tokens += said.count(processor.placeholder)
+        pixels += image.height * image.width
+        pictures += sizes
+        if limits is None:
+            continue
+        if tokens > limits.tokens:
+            raise TooLong(f"The chat's images are more than the {limits.tokens} tokens that there is room for.")
+        if pixels > limits.pixels:
+            raise ValueError(f"The chat's images have more than {limits.pixels:,} pixels: make them smaller.")
+        # All are filled up to the patches of the largest, and these to a power of two: of float32, of three channels,
+        # and Qwen's of two frames.
+        largest = max(height * width for height, width in pictures)
+        if len(pictures) * largest * 2 * 4 * 3 * 2 > limits.bytes:
+            raise ValueError(
+                f"The chat's images may need more than {limits.bytes:,} bytes: show fewer or smaller ones."
+            )
+    return seen
+
+
+def _video(processor: Any, part: Mapping[str, Any], remote: bool) -> Processed:
+    """What the tower and the prompt take of a video.
+
+    Raises:
+        ValueError: if a frame cannot be read; for a video that is no list of frames, or that does not say when they
             were seen.
     """
-    if part["type"] != "video":
-        return processor(open_image(source_of(part), remote=remote))
     frames, fps, seconds = part.get("video"), part.get("fps"), part.get("seconds")
     if not isinstance(frames, list | tuple):
         raise ValueError('A video is a list of its frames, each as an image: {"type": "video", "video": [...]}.')

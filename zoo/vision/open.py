@@ -1,12 +1,15 @@
 """Opens images with Pillow: files, URLs, bytes and base64, within limits of size, each refusal naming its source."""
 
 import base64
+import dataclasses
+import functools
 import http.client
 import io
 import os
 import pathlib
 import time
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ Image = UInt8[np.ndarray, "_ _ 3"]  # height, width, RGB
 
 # What Pillow is let read. Its other formats are rare, and one of them starts another program (EPS).
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a file
 MAX_PIXELS = 89_478_485  # of an image that is opened, 256 MiB as RGB; Pillow warns of larger ones
 MAX_BYTES = 2**30  # of a file
 DOWNLOAD_BYTES = 2**25  # at most, of an image from a URL
@@ -41,16 +45,30 @@ def open_image(source: str | os.PathLike[str] | bytes | Any, *, remote: bool = F
         ValueError: naming the source, if it cannot be read, is damaged or is no image; has more than `MAX_PIXELS`; has
             floats or 32-bit integers for pixels; or is a URL, and those are not allowed.
     """
-    from PIL import Image as pillow
-
-    if isinstance(source, pillow.Image):
-        return _rgb(source, "the image")
-    image, name = _opened(source, remote)
-    return _rgb(image, name)
+    return begin_image(source, remote=remote).decode()
 
 
 def image_size(source: str | os.PathLike[str] | bytes | Any) -> tuple[int, int]:
-    """Tell height and width of an image as `open_image` gives it, of which the beginning is read.
+    """Tell height and width of an image as `open_image` gives it, without decoding it.
+
+    Raises:
+        ValueError: as `begin_image`.
+    """
+    image = begin_image(source)
+    return image.height, image.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """An image of which only the beginning is read, not the pixels. Its size is that of `decode()`, upright."""
+
+    height: int
+    width: int
+    decode: Callable[[], Image]
+
+
+def begin_image(source: str | os.PathLike[str] | bytes | Any, *, remote: bool = False) -> Begun:
+    """Read an image's size. Arguments are `open_image`'s.
 
     Raises:
         ValueError: as `open_image`, but for damage behind the beginning.
@@ -58,12 +76,17 @@ def image_size(source: str | os.PathLike[str] | bytes | Any) -> tuple[int, int]:
     from PIL import ExifTags
     from PIL import Image as pillow
 
-    image, name = (source, "the image") if isinstance(source, pillow.Image) else _opened(source, False)
-    try:
-        turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    image, name = (source, "the image") if isinstance(source, pillow.Image) else _opened(source, remote)
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(_too_large(name))
+    if not image.width * image.height:
+        raise ValueError(f"{name} has no pixels, but {image.width} x {image.height}: get it anew.")
+    try:  # PngImageFile's own getexif decodes the pixels, to find what `_in_front` has found
+        turned = pillow.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
     except Exception as error:
         raise _damaged(name, error) from error
-    return (image.width, image.height) if turned else (image.height, image.width)
+    height, width = (image.width, image.height) if turned else (image.height, image.width)
+    return Begun(height, width, functools.partial(_rgb, image, name))
 
 
 def _opened(source: str | os.PathLike[str] | bytes, remote: bool) -> tuple[Any, str]:
@@ -71,6 +94,7 @@ def _opened(source: str | os.PathLike[str] | bytes, remote: bool) -> tuple[Any, 
     from PIL import Image as pillow
 
     name, data = _file(source, remote)
+    data = _in_front(data) if data.startswith(PNG) else data
     pillow.init()
     try:
         # Some builds of Pillow lack some formats.
@@ -84,15 +108,25 @@ def _opened(source: str | os.PathLike[str] | bytes, remote: bool) -> tuple[Any, 
         raise _damaged(name, error) from error
 
 
+def _in_front(data: bytes) -> bytes:
+    """Move what a PNG says behind its pixels, such as which side is up, before them, so that they need no decoding."""
+    chunks, at = [], len(PNG)
+    while at < len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4])
+        chunks.append(data[at:end])
+        at = end
+    pixels = next((n for n, chunk in enumerate(chunks) if chunk[4:8] == b"IDAT"), len(chunks))
+    behind: dict[bool, list[bytes]] = {True: [], False: []}
+    for chunk in chunks[pixels:]:
+        behind[chunk[4:8] in (b"eXIf", b"iTXt", b"tEXt", b"zTXt")].append(chunk)
+    return b"".join([PNG, *chunks[:pixels], *behind[True], *behind[False]])
+
+
 def _rgb(image: Any, name: str) -> Image:
     """Decode Pillow's image. `name` is for errors."""
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    if image.width * image.height > MAX_PIXELS:
-        raise ValueError(_too_large(name))
-    if not image.width * image.height:
-        raise ValueError(f"{name} has no pixels, but {image.width} x {image.height}: get it anew.")
     try:
         image.load()
         image = ImageOps.exif_transpose(image)

@@ -211,8 +211,12 @@ class AbstractImageProcessor(AbstractProcessor):
         """What the tower sees of an image, one picture or several, resized to whole patches."""
 
     @abc.abstractmethod
+    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        """Heights and widths of `pictures` of an image of this size."""
+
     def count(self, height: int, width: int) -> int:
         """How many pictures the tower sees of an image of this size."""
+        return len(self.sizes(height, width))
 
     @abc.abstractmethod
     def text(self, height: int, width: int) -> str:

@@ -63,8 +63,8 @@ class Gemma3(AbstractImageProcessor):
     def patchify(self, picture: Float32[np.ndarray, "height width 3"]) -> Float32[np.ndarray, "patches features"]:
         return patchify(picture[None], self.patch_size)
 
-    def count(self, height: int, width: int) -> int:
-        return 1 + self.crops(height, width)
+    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        return [(self.size.height, self.size.width)] * (1 + self.crops(height, width))
 
     def text(self, height: int, width: int) -> str:
         whole = f"\n\n<start_of_image>{self.placeholder * self.image_seq_length}<end_of_image>\n\n"

@@ -91,9 +91,9 @@ class Llama4(AbstractImageProcessor):
     def patchify(self, picture: Float32[np.ndarray, "height width 3"]) -> Float32[np.ndarray, "patches features"]:
         return patchify(picture[None], self.patch_size)
 
-    def count(self, height: int, width: int) -> int:
+    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         rows, columns = self.canvas(height, width)
-        return 1 + rows * columns if rows * columns > 1 else 1
+        return [(self.size.height, self.size.width)] * (rows * columns + (rows * columns > 1))
 
     def text(self, height: int, width: int) -> str:
         patches, downsampled = (self.size.height // self.patch_size) ** 2, round(1 / self.pixel_shuffle_ratio**2)

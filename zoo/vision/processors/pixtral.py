@@ -63,8 +63,8 @@ class Pixtral(AbstractImageProcessor):
     def patchify(self, picture: Float32[np.ndarray, "height width 3"]) -> Float32[np.ndarray, "patches features"]:
         return patchify(picture[None], self.patch_size, merge_size=self.spatial_merge_size)
 
-    def count(self, height: int, width: int) -> int:
-        return 1
+    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        return [self.resized(height, width)]
 
     def text(self, height: int, width: int) -> str:
         height, width = self.resized(height, width)

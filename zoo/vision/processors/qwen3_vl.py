@@ -87,8 +87,8 @@ class Qwen3VL(AbstractImageProcessor):
         frames = np.broadcast_to(picture, (self.temporal_patch_size, *picture.shape))
         return patchify(frames, self.patch_size, merge_size=self.merge_size, temporal=self.temporal_patch_size)
 
-    def count(self, height: int, width: int) -> int:
-        return 1
+    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        return [self.resized(height, width)]
 
     def text(self, height: int, width: int) -> str:
         height, width = self.resized(height, width)
