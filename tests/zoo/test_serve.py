@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -52,20 +52,33 @@ def tokenizer():
     return zoo.tokenizer("tiny")
 
 
+class Announced(Listener):
+    """A listener that tells when it has started, or cannot."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.tried = threading.Event()
+
+    async def startup(self, sockets=None):
+        try:
+            await super().startup(sockets)
+        finally:
+            self.tried.set()
+
+
 class Running:
     """A server that listens, on a port of its own."""
 
     def __init__(self, model, tokenizer, grace=30.0, listening=None, max_tokens=512, **options):
         self.server = Server("tiny", model, tokenizer, batch=4, max_tokens=max_tokens, **options)
         listening = {"log_level": "critical"} | (listening or {})
-        self.uvicorn = Listener(self.server, host="127.0.0.1", port=0, grace=grace, **listening)
+        self.uvicorn = Announced(self.server, host="127.0.0.1", port=0, grace=grace, **listening)
         self.thread = threading.Thread(target=self.uvicorn.run)
 
     def __enter__(self):
         self.thread.start()
-        while not self.uvicorn.started:
-            assert self.thread.is_alive()
-            time.sleep(0.01)
+        self.uvicorn.tried.wait()
+        assert self.uvicorn.started
         self.port = self.uvicorn.servers[0].sockets[0].getsockname()[1]
         return self
 
@@ -82,6 +95,12 @@ class Running:
             connection.request("GET" if body is None else "POST", path, body, headers)
             response = connection.getresponse()
             return response.status, response.read().decode()
+
+    def exchange(self, sent):
+        """All that the server answers before it closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(sent)
+            return b"".join(iter(lambda: connection.recv(4096), b""))
 
     def ask(self, path, **body):
         status, answer = self.request(path, body)
@@ -454,35 +473,97 @@ def test_who_may_ask(model, tokenizer, running):
     assert running.request("/v1/models", Host="evil.example")[0] == 421
     with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame", hosts=["my.example"]) as closed:
         for path, sent in ("/v1/models", None), (COMPLETIONS, body):
-            for key in {}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}:
+            for key in {}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}, {"Authorization": "Bearer "}:
                 status, answer = closed.request(path, sent, **key)
                 assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
         assert closed.request("/v1/models", Authorization="Bearer sesame", Host="my.example")[0] == 200
     assert Server("tiny", model, tokenizer, batch=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
 
 
-def test_requests_must_arrive(running, monkeypatch):
-    """Neither a head nor a body that never ends holds a connection, however its bytes drip."""
-    monkeypatch.setattr(Timely, "SECONDS", 0.5)
-    monkeypatch.setattr(Server, "SECONDS", 0.5)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    for sent, answered in (
-        ("", b""),
-        (head, b""),
-        (head + "Content-Length: 9\r\n\r\n{", b"did not arrive within 0.5 seconds"),
-        ("GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" + head, b"max_model_len"),
+def test_refused_connections_are_closed(model, tokenizer, running):
+    """Before the body has arrived, which may never; nothing else is told to who has no key, nor are redirects."""
+    head = lambda path: f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
+    for sent, status in (
+        (head(COMPLETIONS), b"415"),
+        (head("/v1/embeddings"), b"404"),
+        (head("/v1/models"), b"405"),
+        (head(CHAT).replace(b"localhost", b"evil.example"), b"421"),
+        (head(CHAT).replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"), b"415"),
     ):
-        with socket.create_connection(("127.0.0.1", running.port), timeout=0.1) as connection:
-            connection.sendall(sent.encode())
-            got, part = b"", None
-            while part != b"":  # until the server closes the connection
-                try:
-                    part = connection.recv(4096)
-                    got += part
-                except TimeoutError:
-                    with contextlib.suppress(OSError):
-                        connection.sendall(b"X")  # of a header, or of the body
-            assert answered in got, got
+        assert running.exchange(sent + b"\r\n").startswith(b"HTTP/1.1 " + status)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)) as connection:
+        for path in "/v1/models", "/v1/embeddings", "/v1/models":  # bodies of no bytes have arrived
+            connection.request("GET", path)
+            assert connection.getresponse().read() and connection.sock
+    with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame") as closed:
+        for path in COMPLETIONS, "/v1/models/", "/v1/embeddings":
+            assert closed.exchange(head(path) + b"\r\n").startswith(b"HTTP/1.1 401")
+        assert closed.request("/v1/models/")[0] == 401
+
+
+def test_bodies_must_arrive(running, monkeypatch):
+    """Of a body that never ends a client hears, and its connection is closed."""
+    monkeypatch.setattr(Server, "SECONDS", 0.0)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = running.exchange(head.encode() + b"Content-Length: 9\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0 seconds" in answer
+
+
+class Clock:
+    """A loop that keeps what it is to do later, and a transport that keeps what is written."""
+
+    def __init__(self, listener):
+        self.timers, self.left, self.ended = [], 0, []
+        self.transport = types.SimpleNamespace(
+            get_extra_info=lambda *_: None, set_write_buffer_limits=lambda high: None,
+            get_write_buffer_size=lambda: self.left, is_closing=lambda: False, write=lambda data: None,
+            close=lambda: self.ended.append("closed"), abort=lambda: self.ended.append("aborted"),
+        )  # fmt: skip
+        state = types.SimpleNamespace(connections=set(), tasks=set(), default_headers=[])
+        self.protocol = Timely(listener.config, state, {}, _loop=self)
+
+    def call_later(self, seconds, function, *arguments):
+        timer = types.SimpleNamespace(go=lambda: function(*arguments), cancel=lambda: self.timers.remove(timer))
+        self.timers.append(timer)
+        return timer
+
+    def create_task(self, work):
+        work.close()
+        return types.SimpleNamespace(add_done_callback=lambda _: None)
+
+    def ring(self):
+        """Lets the time of the only timer come."""
+        (timer,) = self.timers
+        self.timers.clear()
+        timer.go()
+
+
+def test_heads_must_arrive_and_answers_be_taken(running):
+    """However the bytes of a head drip; an answer may take its time while it flows."""
+    for dripping in b"", b"GET / HTTP/1.1\r\nHost: loc":
+        clock = Clock(running.uvicorn)
+        clock.protocol.connection_made(clock.transport)
+        (first,) = clock.timers
+        for byte in dripping:
+            clock.protocol.data_received(bytes([byte]))
+        assert clock.timers == [first] and not clock.ended
+        clock.ring()
+        assert clock.ended == ["closed"]
+    clock = Clock(running.uvicorn)
+    clock.protocol.connection_made(clock.transport)
+    clock.protocol.data_received(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert not clock.timers
+    clock.left = 10 * Timely.LEAST
+    clock.protocol.pause_writing()
+    clock.left -= Timely.LEAST
+    clock.ring()
+    assert not clock.ended
+    clock.protocol.resume_writing()
+    assert not clock.timers
+    clock.protocol.pause_writing()
+    clock.left -= Timely.LEAST - 1
+    clock.ring()
+    assert clock.ended == ["aborted"] and not clock.timers
 
 
 def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch, arrived):

@@ -1,4 +1,4 @@
-"""Runs uvicorn with two time limits that it lacks: for requests that never arrive whole, and for stopping."""
+"""Runs uvicorn with time limits that it lacks: for heads that never arrive, answers that nobody takes, and stopping."""
 
 import asyncio
 import socket
@@ -28,14 +28,37 @@ class Listener(uvicorn.Server):
 
 
 class Timely(H11Protocol):
-    """Closes a connection if the head of a request is not whole after `SECONDS`. uvicorn would wait for ever."""
+    """Closes a connection if the head of a request is not whole after `SECONDS`, or if its client takes fewer than
+    `LEAST` bytes of an answer in as many. uvicorn would wait for ever."""
 
-    SECONDS = 30.0
+    SECONDS, LEAST = 30.0, 2**16
     _timer: asyncio.TimerHandle | None = None
+    _taking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing is paused until the client has taken all
         self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._taking:
+            self._taking.cancel()
+
+    def _expect(self, left: int) -> None:
+        """Waits for `LEAST` bytes of the `left` ones, or all of these, to be taken."""
+        self._taking = self.loop.call_later(self.SECONDS, self._measure, left)
+
+    def _measure(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if before - left < self.LEAST:
+            self.transport.abort()
+        else:
+            self._expect(left)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -43,8 +66,9 @@ class Timely(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._timer:
-            self._timer.cancel()
+        for timer in self._timer, self._taking:
+            if timer:
+                timer.cancel()
 
     def _watch(self) -> None:
         if self.conn.their_state is h11.IDLE:

@@ -10,14 +10,16 @@ import secrets
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampler
@@ -86,22 +88,27 @@ class Server:
         self._seeing, self._count = asyncio.Lock(), itertools.count()
         self._held: weakref.WeakValueDictionary[int, Images] = weakref.WeakValueDictionary()  # of requests under way
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             self.worker.start()
             yield
             await asyncio.to_thread(self.worker.close)
 
-        return Starlette(
+        app = Starlette(
             routes=[
-                Route("/v1/models", self._guarded(self.models)),
-                Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-                Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ],
             exception_handlers={Refusal: refused, HTTPException: not_routed, Exception: failed},
             lifespan=lifespan,
         )
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._guarded(app, scope, receive, send)
+
+        return guarded
 
     async def models(self, request: Request) -> Response:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
@@ -160,19 +167,41 @@ class Server:
         contents = [{"message": {"role": "assistant"} | shown(reply, reply.text)} for reply in replies]
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
-    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Checks the host name and the API key of a request before `answer` sees it."""
+    async def _guarded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks the host name and the API key of a request before anything else sees it.
 
-        async def guarded(request: Request) -> Response:
-            host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
-            if self.hosts is not None and host not in self.hosts:
-                raise Refusal(f"This server is not called {host!r}; if it is, start it with --hosts.", status=421)
-            given = request.headers.get("authorization", "").encode()
-            if self.api_key and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
-                raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
-            return await answer(request)
+        An answer before the whole body has arrived closes the connection, which would wait for the rest without end.
+        """
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        request = Request(scope)
+        arrived = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
 
-        return guarded
+        async def received() -> Message:
+            nonlocal arrived
+            message = await receive()
+            arrived = arrived or (message["type"] == "http.request" and not message.get("more_body", False))
+            return message
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start" and not arrived:
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        try:
+            self._check(request)
+        except Refusal as error:
+            arrived = False  # nor may it stay for another request
+            app = await refused(request, error)
+        await app(scope, received, sent)
+
+    def _check(self, request: Request) -> None:
+        host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
+        if self.hosts is not None and host not in self.hosts:
+            raise Refusal(f"This server is not called {host!r}; if it is, start it with --hosts.", status=421)
+        given = request.headers.get("authorization", "").encode()
+        if self.api_key and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
+            raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
     async def _read(self, request: Request, fields: dict[str, Field], required: str) -> dict[str, Any]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
