@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import logging
 import os
 import pathlib
 import re
@@ -16,7 +17,9 @@ import subprocess
 import sys
 import threading
 import types
+import unittest.mock
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -375,6 +378,21 @@ def test_a_failure_is_told_and_survived(running, model, tokenizer, monkeypatch):
     assert running.ask(COMPLETIONS, **body)["choices"][0]["text"] == greedy(model, tokenizer, PROMPT)
 
 
+def test_logits_that_are_no_numbers(model, tokenizer):
+    """Whether replies are drawn, streamed, or only scored."""
+    broken = eqx.tree_at(lambda model: model.norm.weight, model, jnp.full_like(model.norm.weight, jnp.nan))
+    asked = {"max_tokens": NEW, "temperature": 0}
+    with Running(broken, tokenizer, max_tokens=ROOM) as running:
+        for path, body, status in (
+            (COMPLETIONS, asked | {"prompt": PROMPT}, 500),
+            (COMPLETIONS, asked | {"prompt": PROMPT, "max_tokens": 0, "logprobs": 1, "echo": True}, 500),
+            (COMPLETIONS, asked | {"prompt": PROMPT, "stream": True}, 200),
+            (CHAT, asked | {"messages": MESSAGES}, 500),
+        ):
+            got, answer = running.request(path, body)
+            assert got == status and "The model's logits are NaN" in answer and "[DONE]" not in answer
+
+
 REFUSED = [
     (COMPLETIONS, {"promt": "a"}, 400, "promt", "not supported"),
     (COMPLETIONS, {}, 400, "prompt", "is missing"),
@@ -529,7 +547,7 @@ class Clock:
 
     def create_task(self, work):
         work.close()
-        return types.SimpleNamespace(add_done_callback=lambda _: None)
+        return unittest.mock.Mock()
 
     def ring(self):
         """Lets the time of the only timer come."""
@@ -641,6 +659,23 @@ def test_on_a_mesh(model, tokenizer):
 def test_no_rows(model, tokenizer):
     with pytest.raises(ValueError, match="batch=0 leaves no room"):
         Server("tiny", model, tokenizer, batch=0, max_tokens=512)
+
+
+def test_keys(model, tokenizer, monkeypatch):
+    """An empty one is refused before the model is loaded; none, where others can reach the server, is told."""
+    for variable, key in ("", None), ("sesame", " "):
+        monkeypatch.setenv("ZOO_API_KEY", variable)
+        with pytest.raises(SystemExit, match="The API key is empty"):
+            serve("no/model", api_key=key)
+    said = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "warning", lambda text, *of: said.append(text % of))
+    for host, key, warned in ("0.0.0.0", None, True), ("my.example", None, True), ("0.0.0.0", "a", False), (
+        "127.0.0.2", None, False
+    ), ("localhost", None, False):  # fmt: skip
+        said.clear()
+        server = Server("tiny", model, tokenizer, batch=1, max_tokens=9, api_key=key)
+        Listener(server, host=host, port=0, grace=1.0, log_config=None)
+        assert [f"anybody who reaches {host} may use it" in text for text in said] == [True] * warned
 
 
 def test_without_starlette(monkeypatch):

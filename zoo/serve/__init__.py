@@ -66,6 +66,12 @@ def serve(
         from zoo.serve.server import Server
     except ImportError as error:
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
+    key = os.environ.get("ZOO_API_KEY") if api_key is None else api_key
+    if key is not None and not key.strip():
+        raise SystemExit(
+            "The API key is empty, and would keep nobody out: give --api-key or the variable ZOO_API_KEY a value, or "
+            "leave both out."
+        )
     devices = None if mesh is None else make_mesh(mesh)
     model, drafting = load(
         source, adapter, draft, num_draft_tokens, images, dtype=dtype, quantize=quantize, mesh=devices
@@ -73,7 +79,7 @@ def serve(
     tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     server = Server(
         source, model, tokenizer, batch=batch, max_tokens=max_tokens, draft=drafting,
-        api_key=api_key or os.environ.get("ZOO_API_KEY"), hosts=(host, *hosts),
+        api_key=key, hosts=(host, *hosts),
     )  # fmt: skip
     listener = Listener(server, host=host, port=port, grace=grace)
     with contextlib.suppress(KeyboardInterrupt):

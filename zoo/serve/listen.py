@@ -1,6 +1,8 @@
 """Runs uvicorn with time limits that it lacks: for heads that never arrive, answers that nobody takes, and stopping."""
 
 import asyncio
+import ipaddress
+import logging
 import socket
 from typing import Any
 
@@ -20,11 +22,23 @@ class Listener(uvicorn.Server):
         options = {"http": Timely, "ws": "none", "timeout_graceful_shutdown": late} | options
         super().__init__(uvicorn.Config(server.app(), host=host, port=port, **options))
         self._server, self._grace = server, grace
+        if server.api_key is None and not is_own(host):
+            logging.getLogger("uvicorn.error").warning(
+                "The server has no API key (--api-key), so anybody who reaches %s may use it.", host
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cut = asyncio.get_running_loop().call_later(self._grace, self._server.worker.cut)
         await super().shutdown(sockets)
         cut.cancel()
+
+
+def is_own(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 class Timely(H11Protocol):

@@ -200,7 +200,7 @@ class Server:
         if self.hosts is not None and host not in self.hosts:
             raise Refusal(f"This server is not called {host!r}; if it is, start it with --hosts.", status=421)
         given = request.headers.get("authorization", "").encode()
-        if self.api_key and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
+        if self.api_key is not None and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
             raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
     async def _read(self, request: Request, fields: dict[str, Field], required: str) -> dict[str, Any]:

@@ -87,6 +87,14 @@ def score(
     return own, ids, values
 
 
+def no_numbers() -> Refusal:
+    return Refusal(
+        "The model's logits are NaN: its weights are damaged, or overflow in this dtype. Start the server with another "
+        "--dtype or without --quantize, or fetch the weights anew.",
+        status=500,
+    )
+
+
 class Worker(threading.Thread):
     """The thread. Coroutines send it work through an inbox, and it sends results back through their event loop."""
 
@@ -106,6 +114,10 @@ class Worker(threading.Thread):
                     continue
                 for completion, tokens in self._engine.step().items():
                     reply, deliver = self._running[completion]
+                    if np.isnan(completion.logprobs[len(completion.logprobs) - len(tokens) :]).any():
+                        self._cancel([reply])
+                        deliver(no_numbers())
+                        continue
                     piece = "".join(reply.push(token) for token in tokens if not reply.finish)
                     deliver((reply, piece, reply.finish))
                     if reply.finish:
@@ -168,6 +180,8 @@ class Worker(threading.Thread):
         self._inbox.put(work)
         own, ids, values = await asyncio.wrap_future(future)
         n = len(tokens) - 1
+        if np.isnan(own[:n]).any():
+            raise no_numbers()
         return own[:n], ids[:n], values[:n]
 
     def _submit(self, replies: Sequence[Reply], deliver: Callable[[Any], Any]) -> None:
