@@ -291,6 +291,8 @@ def test_logprobs(running, model, tokenizer):
         assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(len(ids))]
     only = running.ask(COMPLETIONS, prompt=texts[0], max_tokens=3, temperature=0, logprobs=1)["choices"][0]
     assert "".join(only["logprobs"]["tokens"]) == only["text"] and len(only["logprobs"]["token_logprobs"]) == 3
+    programs = running.server.worker._scorers
+    assert len(programs) == 2  # one a length, whatever the number
     none = running.ask(COMPLETIONS, prompt=texts[0], max_tokens=0, logprobs=1, echo=True)
     assert none["choices"][0]["text"] == PROMPT and none["usage"]["completion_tokens"] == 0
     assert len(none["choices"][0]["logprobs"]["tokens"]) == len(tokenizer.encode(PROMPT))
@@ -326,6 +328,21 @@ def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkey
         texts = [answer.result()["choices"][0]["text"] for answer in answers]
     assert texts == [greedy(model, tokenizer, prompt) for prompt in prompts]
     assert max(rows) == 4
+
+
+def test_fair_turns(model, tokenizer):
+    """A free row goes to who has the fewest, also while samples of another prompt wait."""
+    engine = Engine(model, batch=4, max_tokens=ROOM, stops=tokenizer.eos, stride=STRIDE)
+    submit = lambda prompt, **options: engine.submit(tokenizer.encode(prompt), max_new_tokens=STRIDE, **options)
+    many = [*submit("a", samples=7, owner="many"), *submit("b", samples=3, owner="many")]
+    engine.step()
+    assert [completion.finished for completion in many] == [True] * 4 + [False] * 6
+    (one,) = submit(PROMPT, owner="one")
+    engine.step()
+    assert one.finished and [completion.finished for completion in many] == [True] * 7 + [False] * 3
+    while not engine.idle:
+        engine.step()
+    assert tokenizer.decode(one.tokens) == greedy(model, tokenizer, PROMPT, STRIDE)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,8 +8,7 @@ keeps the queue, and which sequence is in which row.
 
 import collections
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import equinox as eqx
 import jax
@@ -56,12 +55,14 @@ class _Sequence:
     limit: int
     sampler: Sampler
     key: np.ndarray
+    owner: Hashable
 
 
 @dataclasses.dataclass(eq=False)
 class _Group:
     """A prompt, and its sequences that wait for a row; `read` is the state after prefill, in which it has row `row`."""
 
+    owner: Hashable
     prompt: list[int]
     images: Images | None
     waiting: collections.deque[_Sequence]
@@ -131,11 +132,13 @@ class Engine:
         key: PRNGKeyArray | None = None,
         samples: int = 1,
         images: Images | None = None,
+        owner: Hashable = None,
     ) -> list[Completion]:
         """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
         `key` is a `jax.random.key`, by default that of 0; sample n draws with `jax.random.fold_in(key, n)`. `images`
-        are those of the prompt, as of a batch of one row.
+        are those of the prompt, as of a batch of one row. Each free row goes to whichever `owner` in the queue has the
+        fewest, first come first served within one.
 
         Raises:
             ValueError: for a prompt without tokens, with unknown ones, or with too many for a row or for the model; for
@@ -151,12 +154,13 @@ class Engine:
                 f"The prompt has {len(prompt)} tokens, which with max_new_tokens={max_new_tokens} exceeds the engine's "
                 f"max_tokens={self.max_tokens}."
             )
-        folded = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if key is None else key, np.arange(samples))
+        numbers = np.arange(bucket(samples, 1))  # few sizes, so that little is compiled
+        folded = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if key is None else key, numbers)
         sequences = [
-            _Sequence(Completion(), len(prompt), max_new_tokens, sampler, data)
-            for data in np.asarray(jax.random.key_data(folded))
+            _Sequence(Completion(), len(prompt), max_new_tokens, sampler, data, owner)
+            for data in np.asarray(jax.random.key_data(folded))[:samples]
         ]
-        self._groups.append(_Group(list(prompt), images, collections.deque(sequences)))
+        self._groups.append(_Group(owner, list(prompt), images, collections.deque(sequences)))
         return [sequence.completion for sequence in sequences]
 
     def cancel(self, completion: Completion) -> None:
@@ -207,24 +211,38 @@ class Engine:
     def _admit(self) -> None:
         """Reads prompts from the queue and copies them into free rows."""
         free = [row for row, sequence in enumerate(self._rows) if sequence is None]
-        while free and self._groups:
-            new = self._groups[0].read
-            if new is None:
-                new = self._prefill(len(free))
-            pairs, count = np.zeros((len(self._rows), 2), np.int32), 0
-            while free and self._groups and self._groups[0].read is new:
-                group, row = self._groups[0], free.pop(0)
+        turns = self._turns(len(free)) if free else collections.deque()
+        while turns:
+            if turns[0].read is None:
+                self._prefill(turns)
+            new, pairs, count = turns[0].read, np.zeros((len(self._rows), 2), np.int32), 0
+            while turns and turns[0].read is new:
+                group, row = turns.popleft(), free.pop(0)
                 self._rows[row], pairs[count], count = group.waiting.popleft(), (group.row, row), count + 1
-                if not group.waiting:
-                    self._groups.popleft()
             self._state = insert((new, pairs, np.array(count)), self._state)
+        self._groups = collections.deque(group for group in self._groups if group.waiting)
 
-    def _prefill(self, free: int) -> State:
-        """Reads the first prompts of the queue: as many as fill the free rows and can be padded to one shape."""
-        seq = bucket(len(self._groups[0].prompt))
-        chosen: list[_Group] = []
-        for group in itertools.islice(self._groups, AT_ONCE):
-            if sum(len(g.waiting) for g in chosen) >= free or bucket(len(group.prompt)) != seq:
+    def _turns(self, free: int) -> collections.deque[_Group]:
+        """The groups that get the free rows, one for each row: each goes to the owner that has the fewest."""
+        waiting: dict[Hashable, collections.deque[_Group]] = {}
+        for group in self._groups:
+            waiting.setdefault(group.owner, collections.deque()).extend([group] * len(group.waiting))
+        rows = collections.Counter(sequence.owner for sequence in self._rows if sequence)
+        turns: collections.Counter[_Group] = collections.Counter()
+        while waiting and turns.total() < free:
+            owner = min(waiting, key=rows.__getitem__)
+            turns[waiting[owner].popleft()] += 1
+            rows[owner] += 1
+            if not waiting[owner]:
+                del waiting[owner]
+        return collections.deque(turns.elements())
+
+    def _prefill(self, turns: Iterable[_Group]) -> None:
+        """Reads the first prompts of those whose turn it is: as many as can be padded to one shape."""
+        first, *others = dict.fromkeys(turns)
+        seq, chosen = bucket(len(first.prompt)), [first]
+        for group in others:
+            if len(chosen) == AT_ONCE or group.read is not None or bucket(len(group.prompt)) != seq:
                 break
             seen = [g.images.patches.shape[1:] for g in (*chosen, group) if g.images is not None]
             if len(set(seen)) > 1:  # small images would be filled up to the size of large ones
@@ -233,9 +251,10 @@ class Engine:
         prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
         images = joined([g.images for g in chosen], *prompts.shape)
         read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype, images)
+        for group in self._groups:  # what is read for others is dropped, so that there is one such cache at a time
+            group.read = None
         for row, group in enumerate(chosen):
             group.read, group.row = read, row
-        return read
 
     def _table(self) -> Rows:
         """Describes each row's sequence for the compiled functions."""

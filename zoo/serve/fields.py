@@ -64,6 +64,7 @@ def are_stops(value: Any) -> bool:
 
 STOPS, STOP = 16, 256  # at most so many stop strings, of so many characters: each is looked for at every token
 BODY, REPLIES = 2**23, 1024  # at most so many bytes in a body, and replies to one request
+TOP = 20  # at most so many tokens' log-probabilities at each position
 IMAGES, PIXELS = 128, 2**25  # at most so many images in a request, and pixels of all of these before they are resized
 PATCHES, HELD = 2**30, 2**31  # at most so many bytes of a request's resized images, and of all requests' that wait
 
@@ -110,17 +111,19 @@ COMPLETIONS = BOTH | {
         lambda v: is_text(v) or is_ids(v) or listed(is_text)(v) or listed(is_ids)(v),
     ),
     "echo": flag,
-    "logprobs": number(0, 20, whole=True),
+    "logprobs": number(0, TOP, whole=True),
     "suffix": only(""),
     "best_of": only(1),
 }
 
 
-def read(body: bytes, fields: dict[str, Field], required: str) -> dict[str, Any]:
+def read(body: bytes | bytearray, fields: dict[str, Field], required: str) -> dict[str, Any]:
     """Parses the body of a request, checks it, and returns the fields whose values are not null."""
     try:
-        value = json.loads(body)
-        json.dumps(value, ensure_ascii=False).encode()
+        text = body.decode("utf-8-sig")
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise Refusal("The body has half of a surrogate pair, such as \\ud83d alone, which is no character.") from error
     except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -37,7 +38,6 @@ from zoo.serve.fields import (
     Field,
     Refusal,
     in_template_form,
-    is_ids,
     is_text,
     read,
 )
@@ -116,7 +116,8 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         said = await self._read(request, COMPLETIONS, "prompt")
-        prompts = [said["prompt"]] if is_text(said["prompt"]) or is_ids(said["prompt"]) else said["prompt"]
+        one = is_text(said["prompt"]) or type(said["prompt"][0]) is int
+        prompts = [said["prompt"]] if one else said["prompt"]
         if is_text(prompts[0]):
             prompts = await self._encode(prompts, "prompt", self.tokenizer.encode)
         replies = self._replies(said, prompts, said.get("max_tokens", 16), "prompt")
@@ -139,7 +140,8 @@ class Server:
     async def chat(self, request: Request) -> Response:
         said = await self._read(request, CHAT, "messages")
         options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
-        messages, images = [in_template_form(message, sees(self.model)) for message in said["messages"]], None
+        images, sighted = None, sees(self.model)
+        messages = await asyncio.to_thread(lambda: [in_template_form(each, sighted) for each in said["messages"]])
         try:
             if has_images(messages):
                 prompt, images = await self._see(messages, options)
@@ -216,7 +218,8 @@ class Server:
                         raise Refusal(f"The body has more than {BODY} bytes. Send several requests.", status=413)
         except TimeoutError as error:
             raise Refusal(f"The body did not arrive within {self.SECONDS:g} seconds.", status=408) from error
-        said = read(bytes(body), fields, required)
+        large = len(body) > 2**16
+        said = await asyncio.to_thread(read, body, fields, required) if large else read(body, fields, required)
         if said.get("model", self.name) != self.name:
             message = f"There is no model {said['model']!r} here, only {self.name!r}."
             raise Refusal(message, "model", status=404, code="model_not_found")
@@ -264,8 +267,6 @@ class Server:
         for prompt in prompts:
             if not prompt:
                 raise Refusal(f"{field} has no tokens.", field)
-            if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-                raise Refusal(f"{field} has token ids that are not from 0 to {self.vocab_size - 1}.", field)
             if len(prompt) + new > self.positions:
                 raise Refusal(
                     f"{field} has {len(prompt)} tokens, which with {new} new ones exceeds the {self.positions} that "
@@ -273,6 +274,8 @@ class Server:
                     field,
                     code="context_length_exceeded",
                 )
+            if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+                raise Refusal(f"{field} has token ids that are not from 0 to {self.vocab_size - 1}.", field)
             seed = said.get("seed", secrets.randbits(32)) % 2**32
             ask = Ask(prompt, new, sampler, seed, [stop] if is_text(stop) else stop, special, images)
             replies += [Reply(len(replies) + i, ask, self.tokenizer) for i in range(n)]
@@ -328,9 +331,14 @@ class Server:
         As in OpenAI's, the first token of a prompt has none; every other has its own, and those of the `top` likeliest.
         """
         tokens = reply.ask.prompt + reply.tokens
-        own, ids, values = await self.worker.score(tokens, max(top, 1))
+        found = await self.worker.score(tokens)
+        return await asyncio.to_thread(self._named, tokens, 0 if echo else len(reply.ask.prompt), top, *found)
+
+    def _named(
+        self, tokens: list[int], start: int, top: int, own: np.ndarray, ids: np.ndarray, values: np.ndarray
+    ) -> dict[str, list[Any]]:
         names, logprobs, tops, offsets, offset = [], [], [], [], 0
-        for i in range(0 if echo else len(reply.ask.prompt), len(tokens)):
+        for i in range(start, len(tokens)):
             names.append(self._name(tokens, i, tokens[i]))
             offsets.append(offset)
             offset += len(names[-1])

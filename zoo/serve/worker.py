@@ -22,7 +22,7 @@ from zoo.generation.engine import Completion, Engine, bucket
 from zoo.generation.generate import begun, first
 from zoo.generation.sampling import Sampler
 from zoo.nn.model import AbstractModel, Images
-from zoo.serve.fields import Refusal
+from zoo.serve.fields import TOP, Refusal
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -105,6 +105,9 @@ class Worker(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._running: dict[Completion, tuple[Reply, Callable[[Any], Any]]] = {}
         self._open = True
+        self._top = min(TOP, model.config.vocab_size)
+        self._scorers: dict[tuple[int, ...], Callable[..., Any]] = {}  # by the shape of tokens
+        self._compiling = asyncio.Lock()
 
     def run(self) -> None:
         while self._open:
@@ -160,20 +163,23 @@ class Worker(threading.Thread):
         finally:
             self._inbox.put(functools.partial(self._cancel, left))
 
-    async def score(self, tokens: list[int], top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Computes for each token but the first its log-probability, and the `top` likeliest with theirs.
+    async def score(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Computes for each token but the first its log-probability, and the `TOP` likeliest with theirs.
 
-        Takes one forward pass, padded to a power of two so that few lengths are compiled.
+        Takes one forward pass, padded to a power of two so that few lengths are compiled, in another thread: replies go
+        on meanwhile.
         """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         limit = self._model.config.max_position_embeddings
         padded = np.zeros((1, min(limit, bucket(len(tokens), 128))), np.int32)
         padded[0, : len(tokens)] = tokens
+        async with self._compiling:
+            program = await asyncio.to_thread(self._scorer, padded.shape)
 
         def work() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(jax.device_get(score(self._model, jnp.asarray(padded), top)))
+                    future.set_result(jax.device_get(program(self._model, jnp.asarray(padded), self._top)))
                 except Exception as error:  # goes to the one who asked
                     future.set_exception(error)
 
@@ -183,6 +189,12 @@ class Worker(threading.Thread):
         if np.isnan(own[:n]).any():
             raise no_numbers()
         return own[:n], ids[:n], values[:n]
+
+    def _scorer(self, shape: tuple[int, ...]) -> Callable[..., Any]:
+        if shape not in self._scorers:
+            lowered = score.lower(self._model, jnp.zeros(shape, jnp.int32), self._top)
+            self._scorers[shape] = lowered.compile()
+        return self._scorers[shape]
 
     def _submit(self, replies: Sequence[Reply], deliver: Callable[[Any], Any]) -> None:
         try:
@@ -197,6 +209,7 @@ class Worker(threading.Thread):
                     key=key,
                     samples=len(same),
                     images=ask.images,
+                    owner=deliver,
                 )
                 for completion, reply in zip(completions, same, strict=True):
                     self._running[completion] = reply, deliver
