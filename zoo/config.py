@@ -54,16 +54,16 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
         if key in hints and (type(value), value) == (type(defaults[key]), defaults[key]):
             values[key] = value  # whatever its bounds, such as 0 experts
         elif key in hints:
-            values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r}; {family.name}")
+            values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r:.200}; {family.name}")
         elif key in family.implied:
             if value not in (allowed := values_of(key)):
                 only = " and ".join(map(repr, allowed))
-                raise ValueError(f"{where} says {key}={value!r}, but {family.name} implements only {only}.")
+                raise ValueError(f"{where} says {key}={value!r:.200}, but {family.name} implements only {only}.")
         elif key in LEFT_BEHIND:
             left_behind.append(key)
         elif not says_nothing(key) and key not in NOT_CARRIED:
             raise ValueError(
-                f"{where} has the key {key!r} (= {value!r}), which {family.name} does not know. If it does not "
+                f"{where} has the key {key!r} (= {value!r:.200}), which {family.name} does not know. If it does not "
                 "change what the model computes, remove it from the file."
             )
     missing = [
@@ -145,7 +145,7 @@ def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
     hints = {name: hint for name, hint in typing.get_type_hints(scaling).items() if name != "rope_type"}
     if unknown := stated.keys() - (hints.keys() - {"max_position_embeddings"}):
         raise ValueError(f"{where}: the rope scaling {kind!r} has no {', '.join(map(repr, sorted(unknown)))}.")
-    get = lambda key, value: typed(key, value, hints.get(key, int), f"{where} says {key}={value!r}; {kind} rope")
+    get = lambda key, value: typed(key, value, hints.get(key, int), f"{where} says {key}={value!r:.200}; {kind} rope")
     defaults = {f.name: f.default for f in dataclasses.fields(family.Config) if f.default is not dataclasses.MISSING}
     positions, original = "max_position_embeddings", "original_max_position_embeddings"
     stated[positions] = get(positions, hub.get(positions, defaults.get(positions)))

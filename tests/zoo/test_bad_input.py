@@ -279,6 +279,7 @@ def test_stale_rotary_buffers_are_known(tmp_path):
         (dict(hidden_size="32"), ["hidden_size='32'", "int"]),
         (dict(layer_types=["full_attention"] * 2 + ["linear_attention"]), ["layer_types=", "'linear_attention'"]),
         (dict(layer_types=["full_attention"] * 2), ["layer_types has 2 entries", "3"]),
+        (dict(layer_types=["full_attention"] * 100_001), ["needs at most 100000 entries, and there are 100001."]),
         (dict(rope_scaling=dict(rope_type="su", factor=2.0)), ["'su'", "llama3, yarn, dynamic, longrope"]),
         (dict(rope_scaling=dict(rope_type="longrope", long_factor=[1.0])), ["'longrope' lacks 'short_factor'"]),
         (

@@ -474,6 +474,39 @@ def test_every_key_is_accounted_for(read):
         read("llama4", size={"height": 336, "width": 672})
 
 
+def test_numbers_have_bounds(read):
+    """Files that would take more memory or time than there is, as a whole or for a small image."""
+    for name, key, value in (
+        ("gemma3", "size", {"height": 10**9, "width": 896}),
+        ("gemma3", "patch_size", 0),
+        ("gemma3", "image_seq_length", 10**9),
+        ("gemma3", "pan_and_scan_max_num_crops", 10**9),
+        ("llama4", "max_patches", 10**6),
+        ("llama4", "pixel_shuffle_ratio", 0.0),
+        ("pixtral", "patch_size", -16),
+        ("qwen2-vl", "temporal_patch_size", 10**9),
+        ("qwen3-vl", "merge_size", 10**9),
+        ("qwen3-vl", "size", {"longest_edge": 10**30, "shortest_edge": 1}),
+        ("qwen3-vl-video", "size", {"longest_edge": 1, "shortest_edge": 10**12}),
+    ):
+        bounds = {"min_pixels": None, "max_pixels": None} if key == "size" and name.startswith("qwen") else {}
+        with pytest.raises(ValueError, match=r"preprocessor_config.json.* (is not from [\d.]+ to|needs more than 0)"):
+            read(name, outer={} if name == "gemma3" else None, **{key: value} | bounds)
+    for name, changed in (
+        ("gemma3", {"size": {"height": 8000, "width": 8000}}),
+        ("llama4", {"size": {"height": 8000, "width": 8000}, "patch_size": 100}),
+        ("llama4", {"size": {"height": 2**11, "width": 2**11}, "patch_size": 1, "max_patches": 8}),
+    ):
+        with pytest.raises(ValueError, match=r"preprocessor_config.json: .* are the most"):
+            read(name, outer={}, **changed)
+    fine = {"size": {"longest_edge": 8 * 10**7, "shortest_edge": 1}, "patch_size": 2, "merge_size": 1}
+    with pytest.raises(ValueError, match="An image would become 16,000,000 tokens, and 1,048,576 are the most"):
+        read("qwen3-vl", **fine, min_pixels=None, max_pixels=None).text(8000, 8000)
+    thin = read("pixtral", outer={"spatial_merge_size": 2}, patch_size=256, size={"longest_edge": 8 * 10**7})
+    with pytest.raises(ValueError, match="Images would become 2000384 x 512 pixels, and 89,478,485 are the most"):
+        thin(np.zeros((1, 2 * 10**6, 3), np.uint8))
+
+
 def test_both_forms_of_the_files(read, tmp_path):
     """transformers 5 writes one file with a section each; older ones had `min_pixels` and `max_pixels`."""
     new = tmp_path / "new"

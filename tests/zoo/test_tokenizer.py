@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import zoo
+from zoo.text import trial
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -642,6 +643,28 @@ def test_bad_folders_and_templates(tmp_path):
         (path / "tokenizer_config.json").write_text(text)
         with pytest.raises(ValueError, match=f"tokenizer_config.json.*{problem}"):
             Tokenizer(path)
+
+
+def test_files_that_end_a_process(tmp_path, monkeypatch):
+    """tokenizers asks for 8 GiB in one, panics over another, and takes its time; the process that reads it ends."""
+    path = folder(tmp_path / "a", None)
+    file, good = path / "tokenizer.json", json.loads((path / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "none", "type_id": 0}}]
+    for changed in (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+        {"post_processor": {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}},
+    ):
+        file.write_text(json.dumps(good | changed))
+        with pytest.raises(ValueError, match=r"a/tokenizer.json is no tokenizer that can be used: to read it ended a"):
+            Tokenizer(path)
+    file.write_text(
+        json.dumps(good | {"added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}})
+    )
+    with pytest.raises(ValueError, match="has no tokens"):
+        Tokenizer(path)
+    monkeypatch.setattr(trial, "LARGEST", 100)
+    with pytest.raises(ValueError, match=r"bytes, more than any tokenizer \(100\): fetch it again"):
+        Tokenizer(path)
 
 
 @pytest.mark.live

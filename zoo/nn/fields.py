@@ -81,6 +81,8 @@ def typed(key: str, value: Any, hint: Any, who: str) -> Any:
         if lacking := [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in value]:
             raise ValueError(f"{who} needs {', '.join(lacking)} there.")
         return hint(**{name: typed(f"{key}.{name}", v, hints[name], f"{who}'s {name}") for name, v in value.items()})
+    if isinstance(value, list) and len(value) > MOST["num_hidden_layers"]:
+        raise ValueError(f"{who} needs at most {MOST['num_hidden_layers']} entries, and there are {len(value)}.")
     # Check the items one by one: of a list, beartype checks one item, chosen at random.
     items, one = (value, lambda item: (item,)) if isinstance(value, list) else ([value], lambda item: item)
     if is_bearable(one(1.0), hint):  # files have `"rope_theta": 1000000`
@@ -110,12 +112,12 @@ def part_config(kind: type[T], stated: Mapping[str, Any], implied: Mapping[str, 
     hints, values = typing.get_type_hints(kind), {}
     for key, value in stated.items():
         if key in hints and value is not None:
-            values[key] = typed(key, value, hints[key], f"{name} says {key}={value!r}; it")
+            values[key] = typed(key, value, hints[key], f"{name} says {key}={value!r:.200}; it")
         elif key in implied and value not in alternatives(implied[key]):
             only = " and ".join(map(repr, alternatives(implied[key])))
-            raise ValueError(f"{name} says {key}={value!r}, but only {only} is implemented.")
+            raise ValueError(f"{name} says {key}={value!r:.200}, but only {only} is implemented.")
         elif key not in implied and not says_nothing(key) and value is not None:
-            raise ValueError(f"{name} has the key {key!r} (= {value!r}), which is not known here.")
+            raise ValueError(f"{name} has the key {key!r} (= {value!r:.200}), which is not known here.")
     return kind(**values)
 
 

@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders
 
 from convert.hub import regular
-from zoo.text import harmony, templates, tiktoken
+from zoo.text import harmony, templates, tiktoken, trial
 from zoo.text.templates import USERS
 from zoo.vision.processors.base import AbstractImageProcessor
 
@@ -82,6 +82,8 @@ class Tokenizer:
         self.processor = processor
         self._tokenizer = _read_tokenizer(self.folder)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ValueError(f"The tokenizer of {self.folder} has no tokens: fetch it again.")
         self.vocab_size, self.longest = max(vocab.values()) + 1, max(map(len, vocab))
 
         config = _read_json(self.folder / "special_tokens_map.json") | _read_json(self.folder / "tokenizer_config.json")
@@ -496,6 +498,7 @@ def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
             else f"{folder} has no tokenizer.json. Copy the one of the model's repository there."
         )
     regular(file)
+    trial.check(file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself

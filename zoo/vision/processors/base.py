@@ -24,7 +24,7 @@ from jaxtyping import Float32, Int, UInt8
 
 from convert.hub import read_json
 from zoo.nn.fields import alternatives, typed
-from zoo.vision.open import Image
+from zoo.vision.open import MAX_PIXELS, Image
 
 
 Processor = TypeVar("Processor", bound="AbstractProcessor")
@@ -32,6 +32,13 @@ Processor = TypeVar("Processor", bound="AbstractProcessor")
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers, as in the files
 Filter = Literal[1, 2, 3, 4, 5]
+MAX_FEATURES = 2**20  # of an image
+# The largest values of the files' numbers, far above those of any model: memory and time grow with them.
+MOST = dict(
+    height=2**13, width=2**13, longest_edge=MAX_PIXELS, shortest_edge=MAX_PIXELS, patch_size=2**8,
+    temporal_patch_size=2**4, merge_size=2**4, spatial_merge_size=2**4, max_patches=2**8, image_seq_length=2**14,
+    pan_and_scan_min_crop_size=2**13, pan_and_scan_max_num_crops=2**8,
+)  # fmt: skip
 
 
 def resize(image: Image, height: int, width: int, resample: int) -> Image:
@@ -40,7 +47,20 @@ def resize(image: Image, height: int, width: int, resample: int) -> Image:
 
     if not (height and width):
         raise ValueError(f"An image of {image.shape[1]} x {image.shape[0]} pixels is too thin to be resized: crop it.")
+    check_size(height, width)
     return np.asarray(pillow.fromarray(image).resize((width, height), pillow.Resampling(resample)))
+
+
+def check_size(height: int, width: int) -> None:
+    """Raise ValueError for more pixels than an image may have that is opened, before there is an array of them."""
+    if height * width > MAX_PIXELS:
+        raise ValueError(f"Images would become {width} x {height} pixels, and {MAX_PIXELS:,} are the most.")
+
+
+def check_features(count: int) -> None:
+    """Raise ValueError for more features of an image than a prompt has tokens, before there is a text of them."""
+    if count > MAX_FEATURES:
+        raise ValueError(f"An image would become {count:,} tokens, and {MAX_FEATURES:,} are the most.")
 
 
 def patchify(
@@ -136,6 +156,10 @@ class AbstractProcessor(abc.ABC):
         for key in ("image_mean", "image_std"):
             if len(getattr(self, key)) != 3:
                 raise ValueError(f"{key}={getattr(self, key)}, but there are three channels.")
+        fields = dataclasses.asdict(self)
+        for key, value in (fields | fields.get("size", {})).items():
+            if key in MOST and not 1 <= value <= MOST[key]:
+                raise ValueError(f"{key}={value} is not from 1 to {MOST[key]:,}.")
 
     @classmethod
     def read(cls: type[Processor], folder: pathlib.Path) -> Processor:
@@ -170,7 +194,7 @@ class AbstractProcessor(abc.ABC):
         for key, value in cls.standard_form(hub).items():
             if value is None or key in cls.skipped:
                 continue
-            says = f"{file} says {key}={value!r}; {cls.__name__}"
+            says = f"{file} says {key}={value!r:.200}; {cls.__name__}"
             if key in hints:
                 values[key] = typed(key, value, hints[key], says)
             elif key not in implied:

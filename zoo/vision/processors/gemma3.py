@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from convert.hub import read_json
 from zoo.nn.fields import typed
 from zoo.vision.open import Image
-from zoo.vision.processors.base import AbstractImageProcessor, Rectangle, patchify, resize
+from zoo.vision.processors.base import AbstractImageProcessor, Rectangle, check_size, patchify, resize
 from zoo.vision.towers import siglip
 
 
@@ -31,6 +31,10 @@ class Gemma3(AbstractImageProcessor):
     pan_and_scan_min_crop_size: int = 256
     pan_and_scan_max_num_crops: int = 4
     pan_and_scan_min_ratio_to_activate: float = 1.2
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_size(self.size.height * (1 + self.pan_and_scan_max_num_crops), self.size.width)
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "Gemma3":

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from zoo.vision.open import Image
-from zoo.vision.processors.base import AbstractImageProcessor, Rectangle, patchify, resize
+from zoo.vision.processors.base import AbstractImageProcessor, Rectangle, check_features, check_size, patchify, resize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ class Llama4(AbstractImageProcessor):
         super().__post_init__()
         if self.size.height != self.size.width or self.size.height % self.patch_size:
             raise ValueError(f"size={self.size}, but tiles are square, and of whole patches of {self.patch_size}.")
+        check_size(self.size.height * self.max_patches, self.size.width)
+        check_features((self.size.height // self.patch_size) ** 2 * self.max_patches)
+        if not 0.01 <= self.pixel_shuffle_ratio <= 1:
+            raise ValueError(f"pixel_shuffle_ratio={self.pixel_shuffle_ratio} is not from 0.01 to 1.")
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """How many rows and columns of tiles an image of this size is laid on: at most `max_patches` tiles.
@@ -97,7 +101,7 @@ class Llama4(AbstractImageProcessor):
 
     def text(self, height: int, width: int) -> str:
         patches, downsampled = (self.size.height // self.patch_size) ** 2, round(1 / self.pixel_shuffle_ratio**2)
-        tile = self.placeholder * (patches // downsampled)
         rows, columns = self.canvas(height, width)
+        tile = self.placeholder * (patches // downsampled)
         row = "<|tile_x_separator|>".join([tile] * columns) + "<|tile_y_separator|>"
         return f"<|image_start|>{row * rows if rows * columns > 1 else ''}<|image|>{tile}<|image_end|>"

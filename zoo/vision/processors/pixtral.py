@@ -16,6 +16,7 @@ from zoo.vision.processors.base import (
     AbstractImageProcessor,
     Filter,
     LongestEdge,
+    check_features,
     patchify,
     resize,
 )
@@ -69,5 +70,6 @@ class Pixtral(AbstractImageProcessor):
     def text(self, height: int, width: int) -> str:
         height, width = self.resized(height, width)
         side = self.patch_size * self.spatial_merge_size
+        check_features((height // side) * (width // side))
         row = self.placeholder * (width // side)
         return "[IMG_BREAK]".join([row] * (height // side)) + "[IMG_END]"

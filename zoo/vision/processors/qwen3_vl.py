@@ -19,6 +19,7 @@ from zoo.vision.processors.base import (
     Filter,
     PixelBounds,
     Processed,
+    check_features,
     patchify,
     resize,
 )
@@ -92,7 +93,9 @@ class Qwen3VL(AbstractImageProcessor):
 
     def text(self, height: int, width: int) -> str:
         height, width = self.resized(height, width)
-        return self.placeholder * (height * width // (self.patch_size * self.merge_size) ** 2)
+        count = height * width // (self.patch_size * self.merge_size) ** 2
+        check_features(count)
+        return self.placeholder * count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,9 @@ class Qwen3VLVideo(AbstractProcessor):
     def text(self, seconds: Sequence[float], height: int, width: int) -> str:
         """What stands in the prompt for frames of this size at these times."""
         height, width = self.resized(len(seconds), height, width)
-        features = self.placeholder * (height * width // (self.patch_size * self.merge_size) ** 2)
+        count = height * width // (self.patch_size * self.merge_size) ** 2
+        check_features(count)
+        features = self.placeholder * count
         pairs = [seconds[n : n + self.temporal_patch_size] for n in range(0, len(seconds), self.temporal_patch_size)]
         middles = [(pair[0] + pair[-1]) / 2 for pair in pairs]
         return "".join(f"<{middle:.1f} seconds><|vision_start|>{features}<|vision_end|>" for middle in middles)
