@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
+from convert.private import public
 from train import grpo, pretrain, sft
-from train.base import runfile
-from train.run import defaults
+from train.base import cluster, runfile
+from train.run import defaults, folder
+from train.watch.watch import origin
 
 
 @pytest.fixture
@@ -95,3 +97,34 @@ def test_a_run_s_own_file(tmp_path, monkeypatch, options):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--keep", "2"])
     runfile.write(tmp_path, o)
     assert (tmp_path / "run.yaml").read_text().startswith(text.splitlines()[0] + "\n# python -m train.sft --keep 2\n")
+
+
+def test_secrets_of_urls_stay_out(tmp_path, monkeypatch):
+    """Of a run's files, which are their owner's alone, and of messages."""
+    url, shown = (
+        "https://me:pa55@host/a.jsonl?X-Amz-Signature=abc&b=1",
+        "https://***@host/a.jsonl?X-Amz-Signature=***&b=1",
+    )
+    assert public(f"{url} and '{url}'") == f"{shown} and '{shown}'"
+    assert public(f'{{"data": "{url}", "sas": "az://a/b?sv=1&sig=x%2B"}}') == (
+        f'{{"data": "{shown}", "sas": "az://a/b?sv=1&sig=***"}}'
+    )
+    for plain in (
+        "s3://bucket/a@b.jsonl",
+        "hf://datasets/org/name@main/a",
+        "https://host/a?page=2",
+        "me@host",
+        "a?b=key",
+    ):
+        assert public(plain) == plain
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--data", url])
+    o = sft.SFTOptions(data=(url,), out=tmp_path)
+    about = folder.about(o, {"data": {"path": url}})
+    folder.describe(tmp_path, about, o)
+    for name in "run.yaml", "run.json":
+        text = (tmp_path / name).read_text()
+        assert shown in text and "pa55" not in text and (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    assert about["identity"]["data"]["path"] == shown and shown in origin()["command"]
+    with pytest.raises(SystemExit) as error:
+        cluster.end(f"OSError: {url} cannot be listed.")
+    assert str(error.value) == f"OSError: {shown} cannot be listed."

@@ -18,6 +18,8 @@ import rich
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
+from convert.private import public
+
 
 T = TypeVar("T")
 TIMEOUT = 20  # seconds without a heartbeat after which a process counts as dead
@@ -191,6 +193,7 @@ def together(action: Callable[[], T]) -> T:
 
 def end(reason: str) -> NoReturn:
     """Ends this process with a message; with several processes immediately, since the others may never end."""
+    reason = public(reason)
     if not jax.distributed.is_initialized():
         raise SystemExit(reason)
     print(f"Process {jax.process_index()}: {reason}", file=sys.stderr, flush=True)

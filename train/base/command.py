@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import jax
 
 from convert import machine
+from convert.private import public
 from train.base import cache, cluster, runfile
 
 
@@ -59,7 +60,7 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
     try:
         o = runfile.parse(options)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+        raise SystemExit(public(f"{type(error).__name__}: {error}")) from error
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(cache.folder("jax")))
     try:

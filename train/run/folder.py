@@ -14,6 +14,8 @@ import numpy as np
 import rich
 
 import zoo
+from convert import private
+from convert.private import public
 from train.base import runfile
 from train.base.cluster import agree
 from train.base.differences import differences
@@ -48,7 +50,7 @@ def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
     # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with it.
     fixed = dict(identity) | {"patience": o.keeps_best} | ({"best": o.best} if o.best else {})
     fixed |= {"freeze": list(o.freeze)} if o.freeze else {}
-    return {"identity": fixed, "options": telling(o)}
+    return {"identity": json.loads(public(json.dumps(fixed))), "options": telling(o)}
 
 
 def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
@@ -103,9 +105,7 @@ def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None
         before = json.loads((folder / RUN).read_text())
     except (OSError, ValueError):
         before = {}
-    new = folder / f"{RUN}.tmp"
-    new.write_text(json.dumps({**before, **about}, indent=1) + "\n")
-    new.replace(folder / RUN)
+    private.write(folder / RUN, json.dumps({**before, **about}, indent=1) + "\n")
     runfile.write(folder, o)
 
 
@@ -115,7 +115,7 @@ def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
     for field in dataclasses.fields(o):
         name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
         found |= telling(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return {name: json.loads(json.dumps(found[name], default=str)) for name in found.keys() - INCIDENTAL}
+    return {name: json.loads(public(json.dumps(found[name], default=str))) for name in found.keys() - INCIDENTAL}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from rich.markup import escape
 
 import zoo
+from convert import private
 from train.base.goodput import timed
 from train.state.mesh import generating
 from train.state.offload import to_device
@@ -158,9 +159,7 @@ def _noted(folder: pathlib.Path, change: Any) -> dict[str, Any]:
     path = folder / page.RUN
     about = json.loads(path.read_text())
     change(about)
-    new = path.with_suffix(".tmp")
-    new.write_text(json.dumps(about, indent=1) + "\n")
-    new.replace(path)
+    private.write(path, json.dumps(about, indent=1) + "\n")
     return about
 
 
@@ -177,7 +176,7 @@ def origin() -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "command": shlex.join(sys.orig_argv),
+        "command": private.public(shlex.join(sys.orig_argv)),
         "versions": versions,
         "commit": commit(),
         "host": socket.gethostname(),

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from convert.hub import regular
+from convert.private import public
 
 
 Image = UInt8[np.ndarray, "_ _ 3"]  # height, width, RGB
@@ -167,9 +168,10 @@ def _file(source: str | os.PathLike[str] | bytes, remote: bool) -> tuple[str, by
         except ValueError as error:
             raise ValueError(f"{name} is no base64 ({error}): encode it anew.") from error
     elif isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+        name = public(source)
         if not remote:
-            raise ValueError(f"{source} is not downloaded unless that is allowed (remote=True): give a file instead.")
-        name, data = source, _download(source)
+            raise ValueError(f"{name} is not downloaded unless that is allowed (remote=True): give a file instead.")
+        data = _download(source)
     else:
         try:
             if (size := regular(source)) > MAX_BYTES:  # and no pipe, which may never end
@@ -194,5 +196,5 @@ def _download(url: str) -> bytes:
                 if time.monotonic() > end:
                     raise TimeoutError(f"it takes more than {DOWNLOAD_SECONDS} seconds")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ValueError(f"{url} cannot be downloaded ({error}): give a file instead.") from error
+        raise ValueError(f"{public(url)} cannot be downloaded ({public(str(error))}): give a file instead.") from error
     return bytes(data)
