@@ -213,9 +213,10 @@ class Engine:
         free = [row for row, sequence in enumerate(self._rows) if sequence is None]
         turns = self._turns(len(free)) if free else collections.deque()
         while turns:
-            if turns[0].read is None:
-                self._prefill(turns)
-            new, pairs, count = turns[0].read, np.zeros((len(self._rows), 2), np.int32), 0
+            new = turns[0].read
+            if new is None:
+                new = self._prefill(turns)
+            pairs, count = np.zeros((len(self._rows), 2), np.int32), 0
             while turns and turns[0].read is new:
                 group, row = turns.popleft(), free.pop(0)
                 self._rows[row], pairs[count], count = group.waiting.popleft(), (group.row, row), count + 1
@@ -237,7 +238,7 @@ class Engine:
                 del waiting[owner]
         return collections.deque(turns.elements())
 
-    def _prefill(self, turns: Iterable[_Group]) -> None:
+    def _prefill(self, turns: Iterable[_Group]) -> State:
         """Reads the first prompts of those whose turn it is: as many as can be padded to one shape."""
         first, *others = dict.fromkeys(turns)
         seq, chosen = bucket(len(first.prompt)), [first]
@@ -255,6 +256,7 @@ class Engine:
             group.read = None
         for row, group in enumerate(chosen):
             group.read, group.row = read, row
+        return read
 
     def _table(self) -> Rows:
         """Describes each row's sequence for the compiled functions."""
