@@ -4,6 +4,7 @@ them."""
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,9 +37,10 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Files of ten records, and no other processes."""
+def small(monkeypatch, tmp_path_factory):
+    """Files of ten records, no other processes, and hashes of files remembered elsewhere."""
     monkeypatch.setattr(store, "RECORDS", 10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def options(data, out, **changes):
@@ -115,6 +117,9 @@ def test_refusals(data, tmp_path, small):
     assert store.read(out) == content  # of the right size
     with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record is not what was written: copy"):
         store.verify(out)
+    assert kept[-1] == 0, "padding, so that no row is damaged"
+    with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record is not what was written: copy"):
+        store.verify(out, anew=True)
     shard.write_bytes(kept[:100])
     with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record has 100 bytes, and was written with"):
         store.read(out)
@@ -153,6 +158,31 @@ def test_a_run_reads_a_store(data, tmp_path, small, monkeypatch, capsys):
     assert len(found["task"].prompts) == 3 and "filled" in capsys.readouterr().out
     with pytest.raises(ValueError, match="with --seq-len 32, and this run has 16"):
         sft.main(sft.SFTOptions(model="tiny", data=(str(tmp_path / "out"),), seq_len=16, steps=1, out=tmp_path / "run"))
+
+
+def test_a_run_compares_the_files_of_a_store(data, tmp_path, small, monkeypatch):
+    """Also those of equal size; what it has read once it does not read again."""
+    out, content = tmp_path / "out", prepare.main(options(data, tmp_path / "out"))
+    begin = lambda: given(sft, sft.SFTOptions, monkeypatch, (str(out),), tmp_path, steps=1)
+    begin()
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", lambda *_: pytest.fail("a file is read again"))
+        store.verify(out)
+    first = out / "train-00003-of-00009.array_record"
+    as_long = {shard["rows"]: name for name, shard in content["shards"].items() if name > first.stem}
+    second = out / f"{as_long[content['shards'][first.stem]['rows']]}.array_record"
+    kept, before = first.read_bytes(), first.stat()
+    assert before.st_size == second.stat().st_size
+    shutil.copy(second, tmp_path / "other")
+    os.utime(tmp_path / "other", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tmp_path / "other").replace(first)
+    with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record is not what was written: copy"):
+        begin()
+    first.write_bytes(kept[:300] + bytes([kept[300] ^ 1]) + kept[301:])
+    with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record, row [1-9], is not what was written"):
+        begin()
+    with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record, row [1-9], is not what was written"):
+        list(store.rows(out, content, "train") or ())  # of a run that has begun
 
 
 def test_preferences(tmp_path, small, monkeypatch):

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable
 
@@ -46,3 +47,17 @@ def key_of(file: pathlib.Path) -> str:
     """Returns a key of a local file's content: its path, size and time of change."""
     found = file.stat()
     return f"{file.resolve()} {found.st_size} {found.st_mtime_ns}"
+
+
+def sha256(file: pathlib.Path) -> str:
+    """Returns the SHA-256 of a local file. It is read again only if its path, size, time of change or inode differs."""
+    note = folder("hashes") / name_of(f"{key_of(file)} {file.stat().st_ino}")
+    with contextlib.suppress(OSError):
+        if re.fullmatch("[0-9a-f]{64}", known := note.read_text()):
+            return known
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    with contextlib.suppress(OSError):  # without a cache folder the file is hashed again the next time
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(digest)
+    return digest

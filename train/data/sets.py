@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import grain
+import jax
 import numpy as np
+import rich
 import tyro
 import yaml
 from jax.sharding import Mesh
@@ -215,6 +217,9 @@ def _open_store(o: Any, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapp
     folder = pathlib.Path(path)
     content = store.read(folder)
     store.refuse_other(folder, content, store.identity(kind.name, tokenizer, shape))
+    if jax.process_index() == 0:
+        with rich.get_console().status(f"Hashing {folder}"):
+            store.verify(folder)
     rows, held_out = store.rows(folder, content, "train"), store.rows(folder, content, "valid")
     if rows is None:
         raise ValueError(f"{folder} has no rows to train on.")

@@ -8,7 +8,10 @@
 Each file of rows follows from its records alone, so it is the same bytes whoever makes it, and is not made twice.
 """
 
+import bisect
+import concurrent.futures
 import hashlib
+import itertools
 import json
 import pathlib
 import re
@@ -19,6 +22,8 @@ import grain
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
+from convert import manifest
+from train.base import cache
 from train.base.differences import differences
 from train.data.packing import tokenizer_hash
 from train.data.rows import Row, of_bytes, to_bytes
@@ -26,6 +31,7 @@ from zoo.text.tokenizer import Tokenizer
 
 
 ABOUT, STORE = "about.json", "store.json"
+AGAIN = ": copy the store again, or prepare it anew."
 RECORDS = 8192  # of a file
 COUNTED = ("records", "rows", "documents", "tokens", "learnt")
 
@@ -133,25 +139,55 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     return store
 
 
-def verify(folder: pathlib.Path) -> None:
-    """Reads all shards and compares their SHA-256.
+def verify(folder: pathlib.Path, *, anew: bool = False) -> None:
+    """Compares the SHA-256 of all shards with what was written.
+
+    A shard is read once and its hash remembered (`train.base.cache.sha256`); with `anew` every shard is read.
 
     Raises:
-        ValueError: one is not what was written; names it.
+        ValueError: one is not what was written; names it, and its first damaged row if there is one.
     """
-    for name, shard in read(folder)["shards"].items():
-        with (path := folder / f"{name}.array_record").open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                raise ValueError(f"{path} is not what was written: copy the store again, or prepare it anew.")
+
+    def check(named: tuple[str, Mapping[str, Any]]) -> None:
+        name, shard = named
+        path = folder / f"{name}.array_record"
+        found = manifest.hashes(folder, [path.name])[path.name] if anew else cache.sha256(path)
+        if found != shard["sha256"]:
+            rows = _Rows([path], [shard["rows"]])
+            for n in range(len(rows)):
+                rows[n]  # raises the error that names it
+            raise ValueError(f"{path} is not what was written{AGAIN}")
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(check, read(folder)["shards"].items()))
+
+
+class _Rows:
+    """The rows of files as bytes, by their number."""
+
+    def __init__(self, paths: Sequence[pathlib.Path], counts: Sequence[int]):
+        self._paths, self._ends = paths, list(itertools.accumulate(counts))
+        # With their numbers of rows, or each file would be opened now.
+        named = [f"{path}[0:{count}]" for path, count in zip(paths, counts, strict=True)]
+        self._source: Any = grain.sources.ArrayRecordDataSource(named)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> bytes:
+        try:
+            return self._source[number]
+        except RuntimeError as error:  # each row has a hash in its file
+            n = bisect.bisect(self._ends, number)
+            row = number - (self._ends[n - 1] if n else 0) + 1
+            raise ValueError(f"{self._paths[n]}, row {row:,}, is not what was written{AGAIN}") from error
 
 
 def rows(folder: pathlib.Path, store: Mapping[str, Any], split: str) -> grain.MapDataset[Row] | None:
     """The rows of a split, such as "train"; None if it has none."""
     shards = [(name, shard["rows"]) for name, shard in store["shards"].items() if re.match(rf"{split}-\d", name)]
-    # With their numbers of rows, or each file would be opened now.
-    paths = [f"{folder / name}.array_record[0:{count}]" for name, count in shards if count]
-    source: Any = grain.sources.ArrayRecordDataSource(paths) if paths else None
-    return source and of_bytes(source, store["settings"]["seq_len"])
+    filled = [(folder / f"{name}.array_record", count) for name, count in shards if count]
+    return of_bytes(_Rows(*zip(*filled, strict=True)), store["settings"]["seq_len"]) if filled else None
 
 
 def identity(kind: str, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
     """Looks at the rows of each split of a prepared store."""
     content, found = store.read(folder), []
     if o.verify:
-        store.verify(folder)
+        store.verify(folder, anew=True)
     tokenizer = zoo.tokenizer(o.model or content["model"], revision=o.revision, **vars(o.chat))
     store.refuse_other(folder, content, {"tokenizer": tokenizer_hash(tokenizer)})
     unit, together = ("document", 1) if content["kind"] == TEXT.name else ("pair", 2)
