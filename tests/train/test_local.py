@@ -5,13 +5,16 @@ What several processes do for each other is in test_processes.py, and a whole ru
 
 import json
 import resource
+import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.train.test_checkpoint import IDENTITY, OPTIMIZER, assert_same, at, model
+from tests.train.test_checkpoint import HOLDER, IDENTITY, OPTIMIZER, assert_same, at, model
 from train.run import resume
 from train.run.options import Options
 from train.state.checkpoint import Checkpoints
@@ -155,6 +158,43 @@ def test_a_new_run_in_the_same_place_begins_anew(kept, first, abstract, tmp_path
     save(kept()[0], first, 1)
     (tmp_path / "shared").rename(tmp_path / "old")
     assert kept()[0].restore(abstract) is None
+
+
+def test_a_copy_of_a_run_has_its_own(kept, first, abstract, tmp_path):
+    """It goes on from what was copied, and the original's are left alone."""
+    before, _ = kept()
+    save(before, first, 1, only_local=False)
+    save(kept()[0], first, 2)
+    shutil.copytree(tmp_path / "shared", tmp_path / "copy" / "shared")
+    (original,) = (tmp_path / "disk").iterdir()
+    copy = Checkpoints(tmp_path / "copy" / "shared", identity=IDENTITY, local=tmp_path / "disk")
+    assert copy.restore(abstract)[1] == {"next": 1}
+    copy.close()
+    after, said = kept()
+    assert after.restore(abstract)[1] == {"next": 2} and not said and parts(tmp_path)[0].is_relative_to(original)
+
+
+def test_a_run_of_an_earlier_version_keeps_its_own(kept, first, abstract, tmp_path):
+    """It did not note the place of the run."""
+    save(kept()[0], first, 1)
+    name, _, place = (tmp_path / "shared" / "id").read_text().partition("\n")
+    (tmp_path / "shared" / "id").write_text(name)
+    assert kept()[0].restore(abstract)[1] == {"next": 1}
+    assert (tmp_path / "shared" / "id").read_text() == f"{name}\n{place}"
+
+
+def test_only_one_run_has_the_folder(kept, first, tmp_path):
+    before, _ = kept()
+    lock = before.local.folder / "0.lock"
+    del before
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lock, "0", "1"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(OSError, match=rf"{lock.parent} is in use by another run \(process .*local-checkpoints"):
+            kept()
+        other.kill()
+    kept()
 
 
 def test_a_full_disk_does_not_end_the_run(kept, first, abstract, tmp_path):

@@ -4,8 +4,9 @@
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/3.0-64.32-64   rows 0 to 64, columns 32 to 64 of the state's array 3, as raw bytes
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/manifest.json  the SHA-256 of every other file
 
-RUN is in the file "id" beside the shared checkpoints, so a new run in the same place has another. ATTEMPT is the second
-in which the processes were started that saved it: pieces of different attempts are never put together.
+RUN is in the file "id" beside the shared checkpoints, so a new run in the same place has another. That file also says
+where they are, so a copy of a run has another, too. FOLDER/RUN/PROCESS.lock is locked while the process lives. ATTEMPT
+is the second in which the processes were started that saved it: pieces of different attempts are never put together.
 
 Each process writes what its own devices hold, one piece for each part, and waits for no other. The optimizer's arrays
 are split over the replicas, so each replica first gets the parts of the others: then every replica has the whole state
@@ -38,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 from convert import manifest
 from kernels.mesh import REPLICA
 from train.base.cluster import agree, gather, share, together
+from train.base.lock import lock
 from train.state.state import TrainState
 
 
@@ -68,8 +70,9 @@ class LocalCheckpoints:
     """
 
     def __init__(self, folder: pathlib.Path, shared: pathlib.Path, say: Callable[[str], None] | None = None):
-        together(lambda: jax.process_index() or (shared / "id").exists() or _identify(shared / "id"))
-        self.folder, self.say = folder.resolve() / (shared / "id").read_text(), say or _say
+        self.say = say or _say
+        together(lambda: jax.process_index() or self._identify(folder, shared))
+        self.folder = folder.resolve() / (shared / "id").read_text().split("\n")[0]
         self._mine = self.folder / str(jax.process_index())
         together(self._open)
         later = max((attempt + 1 for _, attempt in map(_parsed, self._all())), default=0)  # whatever the clocks say
@@ -150,8 +153,30 @@ class LocalCheckpoints:
         if saved >= self._whole[0]:
             shutil.rmtree(self.folder, ignore_errors=True)  # of other processes on this host too, which have settled
 
+    def _identify(self, folder: pathlib.Path, shared: pathlib.Path) -> None:
+        """Writes the file "id" unless it is there: a name, and the place of the shared checkpoints that it is for."""
+        name, place = secrets.token_hex(6), str(shared.resolve())
+        with contextlib.suppress(FileNotFoundError):
+            before, _, told = (shared / "id").read_text().partition("\n")
+            if told == place:
+                return
+            if told:
+                self.say(
+                    f"{shared} was copied or moved from {told}, so it does not use the checkpoints in "
+                    f"{folder.resolve() / before}: remove them if no run is left there."
+                )
+            name = name if told else before  # earlier versions did not note the place
+        new = shared / "id.tmp"
+        new.write_text(f"{name}\n{place}")
+        new.replace(shared / "id")
+
     def _open(self) -> None:
         self._mine.mkdir(parents=True, exist_ok=True)
+        if other := lock(self._mine.with_suffix(".lock"), self):
+            raise OSError(
+                f"{self.folder} is in use by another run ({other}). Wait until it has ended, or take another folder "
+                "(--local-checkpoints)."
+            )
         for path in self.folder.glob("*/*.unfinished"):
             shutil.rmtree(path, ignore_errors=True)  # another process on this host may have removed it
 
@@ -262,12 +287,6 @@ class _Parts:
                 except (OSError, ValueError) as error:
                     self.damaged[path] = error
         return None
-
-
-def _identify(path: pathlib.Path) -> None:
-    new = path.with_name("id.tmp")
-    new.write_text(secrets.token_hex(6))
-    new.replace(path)
 
 
 def _parsed(path: pathlib.Path) -> tuple[int, int]:
