@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 
 NAME = "manifest.json"
+# Missing files, and wrong contents. Other errors may be a file server's, and pass.
+DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError)
 
 
 def write(folder: pathlib.Path) -> None:
@@ -20,7 +22,7 @@ def verify(folder: pathlib.Path) -> None:
     """Checks every file that manifest.json lists.
 
     Raises:
-        OSError: a file is missing, or the manifest is.
+        OSError: a file is missing, or the manifest is; or one cannot be read. Names it.
         ValueError: a file has changed; names it.
     """
     manifest = json.loads((folder / NAME).read_text())
@@ -33,8 +35,11 @@ def hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
     """Returns name -> SHA-256 of files, named relative to the folder; several are read at a time."""
 
     def sha256(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with (folder / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:  # of reading: has no name
+            raise OSError(error.errno, error.strerror, str(folder / name)) from error
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return dict(zip(files, pool.map(sha256, files), strict=True))

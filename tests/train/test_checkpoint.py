@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.reliability import trials
 from train.base.stop import StopRequest
+from train.run import resume
 from train.state.checkpoint import Checkpoints
 from train.state.optim import adamw, rounded, sgd
 from train.state.state import TrainState, abstract_state, init_state
@@ -179,6 +180,25 @@ def test_all_damaged(folder):
     assert checkpoints(folder)[0].restore(abstract_state(model(), OPTIMIZER)) is None
 
 
+def test_a_file_that_cannot_be_read_is_no_damage(folder, monkeypatch):
+    """As when a file server fails for a while: the start ends, names the file, and leaves all as it is."""
+
+    def fails(file, _):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    abstract = abstract_state(model(), OPTIMIZER)
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", fails)
+        message = rf"The checkpoint {folder}/2 cannot be read \(.*Input/output error: '{folder}/2/.*start again. If it"
+        with pytest.raises(OSError, match=message):
+            checkpoints(folder)[0].restore(abstract)
+        for source in folder.parent, f"{folder.parent}@2":
+            with pytest.raises(OSError, match=message):
+                resume.load_state(str(source), abstract, {})
+    kept, said = checkpoints(folder)
+    assert kept.restore(abstract)[1] == {"next": 2} and kept.steps() == [1, 2] and not said
+
+
 def test_one_that_is_asked_for(folder):
     """Another is not taken in its place."""
     kept, said = checkpoints(folder)
@@ -275,6 +295,7 @@ def test_a_full_disk(tmp_path):
 CHILD = """
 import sys
 import jax.numpy as jnp
+from train.run import resume
 from train.state.checkpoint import Checkpoints
 from train.state.state import TrainState
 
@@ -322,6 +343,7 @@ MEMORY = """
 import pathlib, sys
 import jax
 import jax.numpy as jnp
+from train.run import resume
 from train.state.checkpoint import Checkpoints
 from train.state.state import TrainState
 

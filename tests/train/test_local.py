@@ -3,7 +3,9 @@
 What several processes do for each other is in test_processes.py, and a whole run in test_scripts.py.
 """
 
+import errno
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -117,6 +119,22 @@ def test_a_damaged_one_is_set_aside(kept, first, abstract, tmp_path, kind):
     assert_same(state, at(1, first))
     assert data == {"next": 1} and any("damaged" in text and str(newest) in text for text in said)
     assert newest.with_name(f"{newest.name}.damaged").exists()
+
+
+def test_a_piece_that_cannot_be_read_is_no_damage(kept, first, abstract, tmp_path, monkeypatch):
+    """The start ends, names the file, and leaves all as it is."""
+    save(kept()[0], first, 1, 2)
+
+    def fails(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    newest = parts(tmp_path)[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_bytes", fails)
+        with pytest.raises(OSError, match=rf"{newest} cannot be read \(.*Input/output error: '{newest}/.*start again"):
+            kept()[0].restore(abstract)
+    after, said = kept()
+    assert after.restore(abstract)[1] == {"next": 2} and not said
 
 
 def test_a_piece_that_is_on_no_disk(kept, first, abstract, tmp_path):

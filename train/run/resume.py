@@ -14,7 +14,7 @@ from train.base.cluster import agree, together
 from train.base.differences import differences
 from train.run import folder
 from train.run.options import Options
-from train.state.checkpoint import Checkpoints, describe
+from train.state.checkpoint import Checkpoints, describe, unreadable
 from train.state.state import TrainState
 
 
@@ -82,7 +82,7 @@ def load_state(
 
     Raises:
         ValueError: the arrays have other names, shapes or dtypes, or adapters other weights under them.
-        OSError: there is no such checkpoint, or it is damaged.
+        OSError: there is no such checkpoint, or it is damaged or cannot be read.
     """
     step = agree(together(functools.partial(_find, source, updates)))
     path = _split(source)[0] / "checkpoints" / str(step)
@@ -119,8 +119,10 @@ def _find(source: str, updates: int) -> int:
         try:
             manifest.verify(run / "checkpoints" / str(step))
             return step
-        except (OSError, ValueError) as error:
+        except manifest.DAMAGE as error:
             problem = problem or f" ({error})"
+        except OSError as error:
+            raise unreadable(run / "checkpoints" / str(step), error) from error
     what = "has no undamaged checkpoint" if wanted is None else f"has no undamaged checkpoint of step {wanted:,}"
     steps = ", ".join(str(step // updates) for step in reversed(there))
     raise OSError(f"--load-state: {run} {what}{problem}; " + (f"it has those of steps {steps}." if steps else "none."))

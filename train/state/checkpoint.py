@@ -206,7 +206,7 @@ class Checkpoints:
 
         Raises:
             ValueError: the checkpoint is of another run; says what differs.
-            OSError: all are damaged.
+            OSError: all are damaged, or one cannot be read, which need not be damage.
         """
         self.check(wait=True)
         found, below = None, np.iinfo(np.int32).max
@@ -276,9 +276,11 @@ class Checkpoints:
         try:
             manifest.verify(path)
             json.loads((path / "meta.json").read_text())
-        except (OSError, ValueError) as error:
+        except manifest.DAMAGE as error:
             self._set_aside(path, error)
             return False
+        except OSError as error:
+            raise unreadable(path, error) from error
         return True
 
     def _refuse_all_damaged(self) -> None:
@@ -368,6 +370,14 @@ def describe(state: TrainState) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     arrays = {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
     return {"format": FORMAT, "state": arrays}
+
+
+def unreadable(path: pathlib.Path, error: OSError) -> OSError:
+    """The error of a checkpoint that may be good, but cannot be read now, as when a file server fails for a while."""
+    return OSError(
+        f"The checkpoint {path} cannot be read ({error}), which may pass: start again. If it stays, rename that "
+        "folder, and the checkpoint before it is used."
+    )
 
 
 @jax.jit

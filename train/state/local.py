@@ -108,6 +108,9 @@ class LocalCheckpoints:
 
         A damaged part is renamed, and `say` is told. `check` gets the step's folder and its meta, and raises an error
         if that is of another run.
+
+        Raises:
+            OSError: a part that no other disk has cannot be read, which need not be damage.
         """
         attempt = agree(max((attempt for s, attempt in map(_parsed, self._all()) if s == step), default=-1))
         if attempt < 0:
@@ -236,6 +239,7 @@ class LocalCheckpoints:
             offered = {name: found.get(name) or parts.read(name) for name in wanted}
             offers = gather([offered[name] is not None for name in wanted])
             if gone := int((~offers.any(0)).sum()):
+                together(parts.refuse_unreadable)
                 self._say_once(
                     f"Step {step} on the hosts' own disks is not complete: {gone} of {len(every)} pieces are on none "
                     "of them, or are of another mesh. An older one, or a shared one, is used."
@@ -263,30 +267,42 @@ class LocalCheckpoints:
 
 
 class _Parts:
-    """The parts of one step on this host: reads their files, and remembers which of them are damaged."""
+    """The parts of one step on this host: reads their files, and remembers which are damaged or cannot be read."""
 
     def __init__(self, paths: Iterable[pathlib.Path], name: str):
         self.damaged: dict[pathlib.Path, Exception] = {}
+        self.unreadable: dict[pathlib.Path, OSError] = {}
         self._hashes: dict[pathlib.Path, dict[str, str]] = {}
         for path in paths:
             if path.name == name:
                 try:
                     self._hashes[path] = json.loads((path / manifest.NAME).read_text())
-                except (OSError, ValueError) as error:
+                except manifest.DAMAGE as error:
                     self.damaged[path] = error
+                except OSError as error:
+                    self.unreadable[path] = error
 
     def read(self, name: str) -> bytes | None:
         """The contents of a file, from the first part that has it undamaged."""
         for path, hashes in self._hashes.items():
-            if name in hashes and path not in self.damaged:
+            if name in hashes and path not in self.damaged | self.unreadable:
                 try:
                     data = (path / name).read_bytes()
                     if hashlib.sha256(data).hexdigest() == hashes[name]:
                         return data
                     raise ValueError(f"{path / name} is not what was written")
-                except (OSError, ValueError) as error:
+                except manifest.DAMAGE as error:
                     self.damaged[path] = error
+                except OSError as error:
+                    self.unreadable[path] = error
         return None
+
+    def refuse_unreadable(self) -> None:
+        for path, error in self.unreadable.items():
+            raise OSError(
+                f"The checkpoint {path} cannot be read ({error}), which may pass: start again. If it stays, remove "
+                "that folder, and an older checkpoint is used."
+            )
 
 
 def _parsed(path: pathlib.Path) -> tuple[int, int]:
