@@ -1,7 +1,5 @@
-"""Keeps passwords and tokens that stand in URLs out of files and messages, and files to their owner."""
+"""Keeps passwords and tokens that stand in URLs out of files and messages."""
 
-import os
-import pathlib
 import re
 
 
@@ -13,12 +11,3 @@ QUERY = re.compile(r"([?&][\w.%-]*(?:token|key|sig|signature|password|secret|cre
 def public(text: str) -> str:
     """Replaces passwords and tokens in the URLs of a text by ***."""
     return QUERY.sub(r"\1***", USER.sub("***@", text))
-
-
-def write(path: pathlib.Path, text: str) -> None:
-    """Writes `public(text)` in one move, to a file that only its owner may read: commands may hold other secrets."""
-    new = path.with_name(f"{path.name}.tmp")
-    new.unlink(missing_ok=True)
-    with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(public(text))
-    new.replace(path)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 
 import jax
@@ -211,6 +212,21 @@ def test_goodput(moved, tmp_path, capsys):
         pass
     table = found.table()
     assert table["step"] == 10 * 2 - 1.5 and table["lost"] == 30 + 38 and table["away"] == 60 and table["start"] == 12
+
+
+def test_goodput_on_a_full_disk(moved, tmp_path, capsys):
+    """No file may grow beyond a few bytes for a while, which fails as a full disk does."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    with goodput.Goodput(tmp_path, 0) as found:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
+            found.saving(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        said = capsys.readouterr().out.replace("\n", "")
+        assert f"{tmp_path}/goodput.json can't be written" in said and "File too large" in said
+        assert not list(tmp_path.iterdir())
+    assert json.loads((tmp_path / "goodput.json").read_text())["starts"][0]["to"] == 1
 
 
 def test_a_run_that_hangs(moved, tmp_path, monkeypatch, capfd):

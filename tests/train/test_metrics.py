@@ -4,6 +4,7 @@ import collections
 import io
 import json
 import math
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,23 @@ def test_going_on_drops_what_came_after(tmp_path):
     ]
     MetricsFile(path)
     assert read_metrics(path) == []
+
+
+def test_a_full_disk(tmp_path):
+    """No file may grow beyond a few bytes for a while, which fails as a full disk does: no line is lost or halved."""
+    path, said = tmp_path / "metrics.jsonl", []
+    file, hard = MetricsFile(path, say=said.append), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    file.write(1, loss=1.0)
+    before = path.read_bytes()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))
+        file.write(2, loss=2.0)
+        file.write(3, loss=3.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert path.read_bytes() == before and len(said) == 1 and f"{path} can't be written" in said[0]
+    file.write(4, loss=4.0)
+    assert [line["loss"] for line in read_metrics(path)] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_lines_that_are_no_steps(tmp_path):

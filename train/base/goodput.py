@@ -28,6 +28,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import rich
 
+from train.base import writing
+
 
 FILE = "goodput.json"
 SLOW = 3  # times the median: a step that takes longer is named
@@ -181,12 +183,14 @@ class Goodput:
         return f"Goodput {seconds['step'] / whole:.0%} of {whole:,.0f} s{starts}: {parts}.{slow}"
 
     def write(self) -> None:
-        """Writes the file: the report draws it, and the next start goes on from it."""
-        if jax.process_index() == 0:
-            content = {"seconds": self.table(), "starts": [*self.starts, self._now()]}
-            new = self.path.with_suffix(".tmp")
-            new.write_text(json.dumps(content, indent=1) + "\n")
-            new.replace(self.path)
+        """Writes the file: the report draws it, and the next start goes on from it. No run ends for its sake."""
+        if jax.process_index():
+            return
+        content = {"seconds": self.table(), "starts": [*self.starts, self._now()]}
+        try:
+            writing.write(self.path, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            rich.print(f"WARNING: {self.path} can't be written ({error}).")
 
     def _mark(self) -> dict[str, Any]:
         self.clock.change(self.clock.phase)

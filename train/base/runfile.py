@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import tyro
 import yaml
 
-from convert import private
+from convert.private import public
+from train.base import writing
 
 
 RUN = "run.yaml"  # in the folder of every run
@@ -63,11 +64,11 @@ def write(folder: pathlib.Path, o: Any) -> None:
 
     Commands of earlier starts of the run stay above it.
     """
-    path, command = folder / RUN, f"# {private.public(shlex.join(sys.orig_argv))}"
+    path, command = folder / RUN, f"# {public(shlex.join(sys.orig_argv))}"
     before = [line for line in path.read_text().splitlines() if line.startswith("# ")] if path.exists() else []
     commands = [line for line in before if line != command] + [command]
     text = yaml.safe_dump(_plain(o), sort_keys=False, allow_unicode=True)
-    private.write(path, "\n".join(commands) + "\n" + text)
+    writing.write_private(path, "\n".join(commands) + "\n" + text)
 
 
 def _words(found: Any, options: type[Any], path: str | os.PathLike, group: str) -> list[str]:

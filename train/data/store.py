@@ -23,7 +23,7 @@ import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
 from convert import manifest
-from train.base import cache
+from train.base import cache, writing
 from train.base.differences import differences
 from train.data.packing import tokenizer_hash
 from train.data.rows import Row, of_bytes, to_bytes
@@ -109,9 +109,7 @@ def end(folder: pathlib.Path, shards: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def _write_json(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
-    new = path.with_name(f"{path.name}.tmp")
-    new.write_text(json.dumps(content, indent=1) + "\n")
-    new.replace(path)
+    writing.write(path, json.dumps(content, indent=1) + "\n")
     return content
 
 

@@ -14,9 +14,8 @@ import numpy as np
 import rich
 
 import zoo
-from convert import private
 from convert.private import public
-from train.base import runfile
+from train.base import runfile, writing
 from train.base.cluster import agree
 from train.base.differences import differences
 from train.run.options import Options
@@ -105,7 +104,7 @@ def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None
         before = json.loads((folder / RUN).read_text())
     except (OSError, ValueError):
         before = {}
-    private.write(folder / RUN, json.dumps({**before, **about}, indent=1) + "\n")
+    writing.write_private(folder / RUN, json.dumps({**before, **about}, indent=1) + "\n")
     runfile.write(folder, o)
 
 

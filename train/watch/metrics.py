@@ -1,6 +1,7 @@
 """Counts the FLOPs of a run, writes its metrics to a file, and shows its progress."""
 
 import collections
+import contextlib
 import datetime
 import json
 import math
@@ -17,6 +18,7 @@ import rich
 import rich.console
 import rich.progress
 
+from train.base import writing
 from train.base.flops import peak_flops
 
 
@@ -34,7 +36,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike, *, step: int = 0, say: Callable[[str], None] = rich.print):
-        self.path, self._writes = pathlib.Path(path), jax.process_index() == 0
+        self.path, self._writes, self._say = pathlib.Path(path), jax.process_index() == 0, say
+        self._late: list[str] = []  # lines that could not be written yet
         if not self._writes:
             return
         lines = _lines(self.path) if self.path.exists() else {}
@@ -42,17 +45,29 @@ class MetricsFile:
             copy = shutil.copy(self.path, self.path.with_suffix(".broken"))
             say(f"WARNING: {path} has lines that are no step's ({broken}). They are left out; {copy} has them.")
         kept = [line for line in lines.values() if line and line["step"] <= step]
-        new = self.path.with_suffix(".tmp")
-        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        new.replace(self.path)
+        writing.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, **values: Any) -> None:
-        """Appends a line. Arrays of one number become numbers; NaN and infinities become "nan", "inf" and "-inf"."""
+        """Appends a line. Arrays of one number become numbers; NaN and infinities become "nan", "inf" and "-inf".
+
+        If it cannot be written, as on a full disk, `say` is told, and it is written with a later line.
+        """
         if not self._writes:
             return
         line = {"step": step} | {name: _json_number(value) for name, value in values.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._late.append(json.dumps(line, allow_nan=False) + "\n")
+        size = None
+        try:
+            with self.path.open("ab") as file:
+                size = file.tell()
+                file.write("".join(self._late).encode())
+            self._late = []
+        except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)  # no half a line
+            if len(self._late) == 1:
+                self._say(f"WARNING: {self.path} can't be written ({error}); its lines are written once it can.")
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:

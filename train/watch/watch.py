@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 from rich.markup import escape
 
 import zoo
-from convert import private
+from convert.private import public
+from train.base import writing
 from train.base.goodput import timed
 from train.state.mesh import generating
 from train.state.offload import to_device
@@ -126,7 +127,8 @@ class Watch:
             kinds = memory.kinds(run, batch)
             rich.print(memory.sentence(kinds))
             if self._writes:
-                _noted(self._out, lambda about: about["starts"][-1].update(memory=kinds))
+                with contextlib.suppress(OSError, ValueError):  # as when the disk is full
+                    _noted(self._out, lambda about: about["starts"][-1].update(memory=kinds))
         if not run.o.norms_every or run.n % run.o.norms_every:
             return {}
         found = self._norms(to_device(run.state.model), run.trained.frozen, batch, run.task.reference)
@@ -159,7 +161,7 @@ def _noted(folder: pathlib.Path, change: Any) -> dict[str, Any]:
     path = folder / page.RUN
     about = json.loads(path.read_text())
     change(about)
-    private.write(path, json.dumps(about, indent=1) + "\n")
+    writing.write_private(path, json.dumps(about, indent=1) + "\n")
     return about
 
 
@@ -176,7 +178,7 @@ def origin() -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "command": private.public(shlex.join(sys.orig_argv)),
+        "command": public(shlex.join(sys.orig_argv)),
         "versions": versions,
         "commit": commit(),
         "host": socket.gethostname(),
