@@ -4,20 +4,26 @@ Real processes that are killed and come back: the slow tests at the end.
 """
 
 import http.server
+import importlib
+import os
 import signal
 import subprocess
+import sys
 import threading
 import types
 
 import pytest
 
+import train
 from tests.reliability import nightly, release, trials
 from tests.train import storm
 from tests.train.conftest import command
 from train import launch
 from train.base import cluster, preemption
+from train.base.command import command as command_of_script
 from train.base.stop import REASONS, StopRequest, stopped
 from train.run import launcher
+from train.sft import SFTOptions
 from train.step.microbatches import elastic
 
 
@@ -183,7 +189,10 @@ def test_notices_of_google_cloud(metadata, tmp_path):
     assert preemption.found(None) == "Google Cloud (preempted)"
 
 
-@pytest.mark.parametrize("name, code", [("SIGTERM", 75), ("SIGUSR2", 75), ("SIGINT", 130), ("the file stop", 0)])
+STOPS = [*((f"SIG{name}", 75) for name in ("TERM", "USR2", "HUP", "XCPU")), ("SIGINT", 130), ("the file stop", 0)]
+
+
+@pytest.mark.parametrize("name, code", STOPS)
 def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name, code):
     """By a signal, as Slurm's --signal=USR2@120, or by a file, which it removes. The exit code says whether to start it
     again."""
@@ -202,6 +211,56 @@ def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name, code):
     with pytest.raises(SystemExit) as end:
         stopped(name, 3)
     assert end.value.code == code
+
+
+def test_an_old_file_stop_is_removed(tmp_path, capsys):
+    """It was for an earlier start of the run."""
+    (tmp_path / "stop").touch()
+    os.utime(tmp_path / "stop", (preemption.STARTED - 1,) * 2)
+    with StopRequest(tmp_path) as stop:
+        assert not (tmp_path / "stop").exists() and not preemption.found(tmp_path) and not stop.requested
+    assert "stop was made before this start" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_signal_of_every_second(monkeypatch):
+    """SIGXCPU is one, and does not end a run that is saving."""
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"it ends with {code}"))
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGXCPU)
+        signal.raise_signal(signal.SIGXCPU)
+        assert stop.requested == "SIGXCPU"
+
+
+def test_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGXCPU"])
+def test_a_signal_before_the_first_step(monkeypatch, name):
+    """And after the last one: the same command goes on."""
+    codes, before = [], signal.getsignal(signal.Signals[name])
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "argv", ["train.sft"])
+    command_of_script(lambda o: signal.raise_signal(signal.Signals[name]), SFTOptions)
+    assert codes == [75] and signal.getsignal(signal.Signals[name]) == before
+
+
+def test_a_signal_while_modules_are_imported(monkeypatch):
+    before, codes = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    try:
+        importlib.reload(train)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert codes == [75]
 
 
 # ======================================================================================================================

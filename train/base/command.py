@@ -12,7 +12,7 @@ import jax
 
 from convert import machine
 from convert.private import public
-from train.base import cache, cluster, runfile
+from train.base import cache, cluster, runfile, stop
 
 
 LOST = (
@@ -64,8 +64,9 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(cache.folder("jax")))
     try:
-        cluster.initialize(o.coordinator, o.processes, o.process)
-        main(o)
+        with stop.handled(stop.leave):
+            cluster.initialize(o.coordinator, o.processes, o.process)
+            main(o)
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         if "Gloo" in str(error) and jax.process_count() > 1:  # jaxlib raises some of its errors as ValueErrors
             cluster.end(LOST.format(str(error).splitlines()[0]))

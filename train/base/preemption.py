@@ -4,14 +4,18 @@ import contextlib
 import os
 import pathlib
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+
+import rich
 
 
 FILE = "stop"  # in the folder of a run: whoever makes it asks the run to stop; the run removes it
 EVENTS = {"preempted": "TRUE", "maintenance-event": "TERMINATE"}  # of Google's metadata -> how the value begins
 REASONS = (*(f"Google Cloud ({name})" for name in EVENTS), f"the file {FILE}")
 EVERY = 2.0  # seconds between looks
+STARTED = time.time()
 PRODUCT = pathlib.Path("/sys/class/dmi/id/product_name")  # names Google on its machines
 
 
@@ -53,6 +57,14 @@ def found(out: pathlib.Path | None) -> str:
     with contextlib.suppress(FileNotFoundError):
         (out / FILE).unlink()
     return REASONS[-1]
+
+
+def remove_old(out: pathlib.Path) -> None:
+    """Removes a file "stop" that is older than this process: it was for an earlier start of the run."""
+    with contextlib.suppress(FileNotFoundError):
+        if (out / FILE).stat().st_mtime < STARTED:
+            (out / FILE).unlink()
+            rich.print(f"{out / FILE} was made before this start, so it is removed, and the run goes on.")
 
 
 def on_google() -> bool:

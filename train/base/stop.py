@@ -8,6 +8,7 @@ import os
 import pathlib
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -16,19 +17,41 @@ import rich
 from train.base import cluster, preemption
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm's --signal=USR2@120 comes before its time is up
+# Slurm's --signal=USR2@120 comes before its time is up, SIGXCPU as a limit on CPU time is near, SIGHUP as a shell ends.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 REASONS = (*(number.name for number in SIGNALS), *preemption.REASONS)
 AGAIN = 75  # exit code, EX_TEMPFAIL: the run is not finished, and the same command should be started again
 CODES = {"SIGINT": 128 + signal.SIGINT, preemption.REASONS[-1]: 0}  # of reasons that are a person's, who wants it so
 
 
+@contextlib.contextmanager
+def handled(by: Callable[[int, Any], None]) -> Iterator[None]:
+    """Has SIGNALS handled by a function; but not a SIGHUP that is ignored, as by nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    before = {n: signal.signal(n, by) for n in SIGNALS if not (n == signal.SIGHUP and ignored)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave(number: int, _: Any) -> None:
+    """Ends this process: before the first step and after the last one there is nothing to save."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    name = signal.Signals(number).name
+    os.write(2, f"Stopped by {name}, with nothing left to save; the same command goes on.\n".encode())
+    os._exit(AGAIN)
+
+
 class StopRequest:
-    """Catches SIGTERM, Ctrl-C, SIGUSR2 and notices: `with StopRequest() as stop:`; leave the loop if `stop.agreed()`.
+    """Catches SIGNALS and notices: `with StopRequest() as stop:`; leave the loop if `stop.agreed()`.
 
     `requested` is the signal's name, or another reason, or empty. A second signal ends the process at once.
 
     Args:
-        out: the folder of the run, whose file "stop" is a request too.
+        out: the folder of the run, whose file "stop" is a request too, unless it is older than this process.
     """
 
     def __init__(self, out: pathlib.Path | None = None):
@@ -37,14 +60,14 @@ class StopRequest:
         self._out = out if jax.process_index() == 0 else None
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._request) for number in SIGNALS}
+        if self._out:
+            preemption.remove_old(self._out)
+        self._watching.enter_context(handled(self._request))
         self._watching.enter_context(preemption.watching(self._note, self._out))
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._watching.close()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def agreed(self) -> str:
         """Returns why any process of the run is to stop, or "". All call it at the same point, and stop there."""
@@ -55,7 +78,7 @@ class StopRequest:
         self.requested = self.requested or reason
 
     def _request(self, number: int, _: Any) -> None:
-        if self._signalled:
+        if self._signalled and number != signal.SIGXCPU:  # which comes every second
             os._exit(128 + number)
         self._signalled = True
         self._note(signal.Signals(number).name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from train.base.preemption import FILE
-from train.base.stop import AGAIN, CODES, SIGNALS
+from train.base.stop import AGAIN, CODES, handled
 from train.watch.metrics import read_metrics
 
 
@@ -184,7 +184,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _forwarding(launcher: Launcher, children: Any) -> Iterator[None]:
-    """Hands SIGTERM, SIGUSR2 and Ctrl-C on: the processes save and end, and are not started again."""
+    """Hands signals on: the processes save and end, and are not started again."""
 
     def forward(number: int, _: Any) -> None:
         launcher.signalled = number
@@ -192,9 +192,5 @@ def _forwarding(launcher: Launcher, children: Any) -> Iterator[None]:
         for child in children:
             child.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in SIGNALS}
-    try:
+    with handled(forward):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
