@@ -16,6 +16,7 @@ import rich.progress
 import tyro
 
 import zoo
+from train.base.lock import lock
 from train.data import packing, store
 from train.data.records import open_records
 from train.run import report
@@ -38,6 +39,9 @@ def main(o: PrepareOptions) -> dict[str, Any]:
         sources = [packing.fingerprint(path, tokenizer)["files"] for path in o.data]
     about = {"version": 1, "model": o.model, **store.identity(kind.name, tokenizer, shape)}
     about |= {"hold_out": o.hold_out, "seed": o.seed, "sources": [dict(files=files) for files in sources]}
+    o.out.parent.mkdir(parents=True, exist_ok=True)
+    if other := lock(o.out.with_name(f"{o.out.name}.lock"), o):
+        raise OSError(f"{o.out} is being prepared by another command ({other}): wait until it has ended.")
     store.begin(o.out, about)
     shards = shards_of(o, opened)
     done = {shard.name: found for shard in shards if (found := store.finished(o.out, shard.name))}

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tests.reliability import trials
 from train.base.stop import StopRequest
 from train.run import resume
+from train.run.options import Options
 from train.state.checkpoint import Checkpoints
 from train.state.optim import adamw, rounded, sgd
 from train.state.state import TrainState, abstract_state, init_state
@@ -197,6 +198,12 @@ def test_a_file_that_cannot_be_read_is_no_damage(folder, monkeypatch):
                 resume.load_state(str(source), abstract, {})
     kept, said = checkpoints(folder)
     assert kept.restore(abstract)[1] == {"next": 2} and kept.steps() == [1, 2] and not said
+
+
+def test_fewer_steps_than_are_done(folder):
+    kept, _ = checkpoints(folder)
+    with pytest.raises(ValueError, match=rf"{folder} has done 2 steps, and --steps is 1: give 2 or more"):
+        resume.begin(Options(steps=1), folder, kept, abstract_state(model(), OPTIMIZER), {}, 1, at)
 
 
 def test_one_that_is_asked_for(folder):

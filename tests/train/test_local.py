@@ -252,6 +252,14 @@ def test_the_state_may_be_donated(kept, first, abstract):
     assert_same(restored, state)
 
 
+def test_after_2038(kept, first, abstract, monkeypatch):
+    """The second of a start does not fit into 32 bits."""
+    monkeypatch.setattr("time.time", lambda: 2.0**31 + 5)
+    save(kept()[0], first, 1)
+    after, _ = kept()
+    assert after.restore(abstract)[1] == {"next": 1} and after.local._attempt > 2**31
+
+
 def test_an_orderly_end_leaves_nothing(kept, first, tmp_path):
     before, _ = kept()
     before.save(at(1, first), None, only_local=True)

@@ -4,6 +4,7 @@ them."""
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import zoo
 from tests import hurry
+from tests.train.test_checkpoint import HOLDER
 from train import dpo, prepare, pretrain, sft
 from train.data import rows, store
 from train.data.packing import TEXT
@@ -128,6 +130,31 @@ def test_refusals(data, tmp_path, small):
         store.read(out)
 
 
+def test_a_full_disk(data, tmp_path, small):
+    """No file may grow beyond 1 kB for a while, which fails as a full disk does; then the same command goes on."""
+    out, hard = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        with pytest.raises(OSError, match=rf"{out}/train-00000-of-00009.array_record could not be written, where"):
+            prepare.main(options(data, out))
+        assert [path.name for path in out.iterdir()] == ["about.json"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    prepare.main(options(data, out))
+    store.verify(out)
+
+
+def test_one_preparation_at_a_time(data, tmp_path, small):
+    lock = tmp_path / "out.lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lock, "0", "1"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout and other.stdout.readline() == "held\n"
+        with pytest.raises(OSError, match=r"out is being prepared by another command \(another process\): wait"):
+            prepare.main(options(data, tmp_path / "out"))
+        other.kill()
+
+
 def given(script, options, monkeypatch, data, tmp_path, **changes):
     """The batches, the validation batches and the number of steps of a script's run."""
     found = {}
@@ -232,6 +259,11 @@ def test_phases(data, tmp_path, small, monkeypatch):
         ("- {steps: 1, sequence: 8}", "phase 1 has sequence, and may have steps, data, weights, seq_len, batch"),
         ("- {steps: 1, seq_len: 64}", "phase 1 has 4 rows of 64 tokens, and --batch 4 --seq-len 32 must be at least"),
         ("- [", "is no YAML"),
+        ("- {steps: true}", "phase 1 has steps: True, which must be a number above 0"),
+        ("- {steps: 1, data: [1]}", r"phase 1 has data: \[1\], which must be a list of names"),
+        ("- {steps: 1, data: []}", r"phase 1 has data: \[\], which must be a list of names"),
+        ("- {steps: 1, weights: [a]}", r"phase 1 has weights: \['a'\], which must be a list of numbers"),
+        ("- {steps: 1, weights: [[1]]}", r"phase 1 has weights: \[\[1\]\], which must be a list of numbers"),
     ],
 )
 def test_phases_that_are_wrong(tmp_path, monkeypatch, data, phases, problem):

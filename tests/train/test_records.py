@@ -15,6 +15,28 @@ from train.data.records import open_records
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import sys\ndef f(fields): sys.exit()", r"line 1: .*own.py:f raised SystemExit"),
+        ("raise SystemExit", r"own.py can't be imported: SystemExit"),
+        ("def f(", r"own.py can't be imported: SyntaxError"),
+    ],
+)
+def test_a_function_that_ends_the_process(tmp_path, code, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(ValueError, match=message):
+        open_records(f"{tmp_path / 'a.jsonl'}@{tmp_path / 'own.py'}:f")[0][0]
+
+
+@pytest.mark.parametrize("share", [-1.0, 1.5, float("nan")])
+def test_a_share_that_is_none(tmp_path, share):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=rf"--hold-out {share} is no share: give a number from 0 to 1"):
+        open_records(tmp_path / "a.jsonl", share)
+
+
 @pytest.fixture(autouse=True)
 def cached(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

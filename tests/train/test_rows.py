@@ -102,10 +102,15 @@ def test_other_weights_go_on_with_the_rows_that_are_left():
             assert len(set(own[at : at + size])) == size
 
 
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), (1.0, 0.0), (1.0, -2.0)])
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), (1.0, 0.0), (1.0, -2.0), (1.0, np.nan), (1.0, np.inf)])
 def test_weights_that_fit_no_sets(weights):
     with pytest.raises(ValueError, match="2 data sets need as many positive weights, not"):
         order([Set(numbered(2), 0), Set(numbered(3), 0)], weights=weights)
+
+
+def test_weights_that_are_too_different():
+    with pytest.raises(ValueError, match=r"--weights 1e-300 1.0: these are too different, or have too many digits"):
+        order([Set(numbered(2), 0), Set(numbered(3), 0)], weights=(1e-300, 1.0))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8, 128])

@@ -97,7 +97,8 @@ def launched() -> bool:
 def agree(value: int) -> int:
     """Returns the largest value among the processes, which all have to call it at the same point of the run."""
     passing()
-    return int(multihost_utils.process_allgather(np.int32(value)).max())
+    words = np.array([value], np.int64).view(np.int32)  # JAX would cut 64 bits to 32
+    return int(np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2).view(np.int64).max())
 
 
 def gather(values: Sequence[bool]) -> np.ndarray:

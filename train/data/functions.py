@@ -20,7 +20,7 @@ def load(name: str) -> Callable[..., Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it has no such function.
+        ValueError: it cannot be imported, or has no such function.
     """
     path, _, function = name.rpartition(":")
     if not pathlib.Path(path).is_file():
@@ -28,7 +28,10 @@ def load(name: str) -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # of the user's making
+        raise ValueError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, function, None)):
         raise ValueError(f"{path} has no function {function!r}.")
     return getattr(module, function)
@@ -53,7 +56,7 @@ class Mapped:
             raise ValueError(f"{record.where}: a record must be a JSON object, not a {type(record.fields).__name__}.")
         try:
             fields = self.function(dict(record.fields))
-        except Exception as error:  # of the user's making
+        except (Exception, SystemExit) as error:  # of the user's making
             raise ValueError(f"{record.where}: {self.name} raised {type(error).__name__}: {error}") from error
         if not isinstance(fields, Mapping):
             raise ValueError(f"{record.where}: {self.name} returned {fields!r:.40}, and must return a dict of fields.")

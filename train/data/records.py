@@ -7,7 +7,6 @@ Records are read from the files when they are asked for; `train.data.packing` tu
 the same records in the same order. Opening is quick the second time: the cache folder keeps what took long.
 """
 
-import math
 import pathlib
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from train.data.files import find_files, kind, local
 from train.data.formats import READERS
 from train.data.formats.examples import check_array_records
 from train.data.record import KEYS, Record
+from train.data.rows import held_out
 
 
 __all__ = ["KEYS", "Record", "find_files", "open_records"]
@@ -43,7 +43,7 @@ def open_records(
     records = _concatenated(train, function)
     if valid:
         return records, _concatenated(valid, function)
-    held = min(math.ceil(holdout * len(records)), len(records) - 1)
+    held = held_out(holdout, len(records))
     return (records[:-held], records[-held:]) if held else (records, None)
 
 

@@ -170,9 +170,9 @@ def order(
         begun: how many rows of each set have been used before; none by default.
 
     Raises:
-        ValueError: `weights` are not one positive number for each set.
+        ValueError: `weights` are not one positive number for each set, or too different to count an epoch's rows.
     """
-    if weights and (len(weights) != len(sets) or min(weights) <= 0):
+    if weights and (len(weights) != len(sets) or not all(0 < weight < math.inf for weight in weights)):
         raise ValueError(f"{len(sets)} data sets need as many positive weights, not {list(weights)}.")
     shares = [fractions.Fraction(str(weight)) for weight in weights or [len(each.rows) for each in sets]]
     unit = math.lcm(*(share.denominator for share in shares))
@@ -180,9 +180,23 @@ def order(
     smallest = math.gcd(*whole)
     whole = [share // smallest for share in whole]
     rounds = max(-(-len(each.rows) // share) for each, share in zip(sets, whole, strict=True))
-    return Order(
-        [each.shuffled() for each in sets], whole, begun or [0] * len(sets), rounds * sum(whole) * (epochs or ENDLESS)
-    )
+    if (length := rounds * sum(whole) * (epochs or ENDLESS)) > sys.maxsize:
+        raise ValueError(
+            f"--weights {' '.join(map(str, weights))}: these are too different, or have too many digits, to count an "
+            "epoch's rows; leave out data with nearly no weight."
+        )
+    return Order([each.shuffled() for each in sets], whole, begun or [0] * len(sets), length)
+
+
+def held_out(share: float, count: int) -> int:
+    """How many of so many records or rows are held out: a share of them, rounded up, but never all.
+
+    Raises:
+        ValueError: it is no share.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"--hold-out {share} is no share: give a number from 0 to 1, such as 0.05.")
+    return min(math.ceil(share * count), count - 1)
 
 
 def joined(sets: Sequence[grain.MapDataset[Any]]) -> grain.MapDataset[Any]:

@@ -25,6 +25,7 @@ from train.data.packing import TEXT, Chat, Example, Kind, LongTexts, Packing, Su
 from train.data.preferences import PREFERENCES
 from train.data.records import Record, open_records
 from train.data.rows import Row, Set, batches, in_memory, joined, order, reading
+from train.data.rows import held_out as held_out_of
 from zoo.generation.generate import Encoded
 from zoo.text.tokenizer import Tokenizer
 
@@ -223,7 +224,7 @@ def _open_store(o: Any, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapp
     rows, held_out = store.rows(folder, content, "train"), store.rows(folder, content, "valid")
     if rows is None:
         raise ValueError(f"{folder} has no rows to train on.")
-    if held_out is None and (held := min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)):
+    if held_out is None and (held := held_out_of(o.hold_out, len(rows))):
         rows, held_out = rows[:-held], rows[-held:]
     examples = [next(documents(row)) for row in rows[:3] if row]
     prompts = [Encoded(prompt_of(example)) for example in examples]
@@ -306,8 +307,11 @@ def _phase(o: Any, number: int, entry: Any) -> Phase:
         if key not in kinds:
             raise ValueError(f"{where} has {key}, and may have {', '.join(kinds)}.")
         value = [value] if key == "data" and isinstance(value, str) else value
-        if not isinstance(value, kinds[key]) or (isinstance(value, int) and value < 1):
-            what = "a number above 0" if kinds[key] is int else "a list"
+        of = dict(data=str, weights=int | float).get(key)  # type of the elements of a list
+        elements = value if of and isinstance(value, list) else [value]
+        right = isinstance(value, kinds[key]) and all(isinstance(e, of or int) and e is not True for e in elements)
+        if not right or (key == "data" and not value) or (isinstance(value, int) and value < 1):
+            what = {"data": "a list of names", "weights": "a list of numbers"}.get(key, "a number above 0")
             raise ValueError(f"{where} has {key}: {value}, which must be {what}.")
         entry = entry | {key: tuple(value) if isinstance(value, list) else value}
     data = entry.get("data", tuple(o.data))

@@ -15,7 +15,8 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -76,16 +77,28 @@ def write_shard(folder: pathlib.Path, name: str, rows: Iterable[Row], records: i
     new = path.with_suffix(".tmp")
     writer = array_record_module.ArrayRecordWriter(str(new), "group_size:1")
     for row in rows:
-        writer.write(to_bytes(row))
+        _written(path, writer.write, to_bytes(row))
         counts["rows"] += 1
         counts["documents"] += int(row["segments"].max())
         counts["tokens"] += int(np.count_nonzero(row["segments"]))
         counts["learnt"] += int(np.count_nonzero(row["loss_mask"]))
-    writer.close()
+    _written(path, writer.close)
     with new.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     new.replace(path)
     return _write_json(path.with_suffix(".json"), counts | {"bytes": path.stat().st_size, "sha256": digest})
+
+
+def _written(path: pathlib.Path, write: Callable[..., None], *data: bytes) -> None:
+    try:
+        write(*data)
+    except RuntimeError as error:
+        path.with_suffix(".tmp").unlink(missing_ok=True)  # otherwise a full disk would stay full
+        free = shutil.disk_usage(path.parent).free / 1e9
+        raise OSError(
+            f"{path} could not be written, where {free:.1f} GB are free: {error}. Make room; then the same command "
+            "goes on with what is missing."
+        ) from error
 
 
 def finished(folder: pathlib.Path, name: str) -> dict[str, Any] | None:

@@ -51,7 +51,9 @@ def begin(
     """
     if found := checkpoints.restore(abstract):
         state, saved = found
-        rich.print(f"Going on from step {int(state.step) // updates:,} of {out}.")
+        if (n := int(state.step) // updates) > o.steps:
+            raise ValueError(f"{out} has done {n:,} steps, and --steps is {o.steps:,}: give {n:,} or more.")
+        rich.print(f"Going on from step {n:,} of {out}.")
         if changed := folder.changes(saved["options"], about["options"]):
             rich.print(f"Not as before: {changed}.")
         return state, saved, False
