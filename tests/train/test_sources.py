@@ -442,3 +442,18 @@ def test_tokens():
         with pytest.raises(ValueError) as error:
             encoded(**wrong)
         assert str(error.value).startswith("a.jsonl, line 1: ") and words in str(error.value)
+
+
+def test_flipped_arrow(tmp_path):
+    """A bit of a text's place, which would be far out of the file: reading there would end the process."""
+    table, path = pa.table({"text": [f"text {n}" for n in range(9)]}), tmp_path / "a.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    content = bytearray(path.read_bytes())
+    places = table.column("text").chunk(0).buffers()[1].to_pybytes()[:40]
+    content[content.index(places) + 4 * 5 + 3] ^= 64
+    path.write_bytes(content)
+    records, _ = open_records(path, 0.0)
+    assert records[3].fields == {"text": "text 3"}
+    with pytest.raises(ValueError, match=r"a.arrow, record 5 is broken: Column 0"):
+        records[4]

@@ -87,7 +87,13 @@ def read_arrow(file: pathlib.Path, name: str, every: bool) -> Records:
                 raise ValueError("it does not end as a stream of Arrow does, so it may have been cut off")
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise ValueError(f"{name} is broken: {error}. Fetch or write it again.") from error
     table = table.select(_chosen(table.column_names, every))
-    return Records(name, len(table), lambda index: table.slice(index, 1).to_pylist()[0])
+
+    def read(index: int) -> Any:
+        row = table.slice(index, 1)
+        row.validate(full=True)  # otherwise places that point out of the file are read
+        return row.to_pylist()[0]
+
+    return Records(name, len(table), read)
