@@ -98,10 +98,17 @@ def test_without_elastic_it_starts_as_many_again(launched):
     assert code == 0 and called == [*calls(1, ["a0", "b1"], None), *calls(2, ["a0", "b1"], None)]
 
 
-def test_a_command_that_fails_is_not_tried_for_ever(launched):
+def test_a_command_that_fails_is_not_tried_for_ever(launched, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
     code, called, said = launched("fail,fail,fail,fail", processes=1, retries=2)
     assert code == 1 and len(called) == 3
-    assert said[-1] == "The command has failed 3 times in a row without coming further than step 0."
+    assert said[-1] == "The command has failed 3 times in a row without coming further than step 5."
+
+
+def test_a_command_that_fails_before_its_first_step_is_not_tried_again(launched):
+    code, called, said = launched("fail,end", processes=1)
+    assert code == 1 and len(called) == 1
+    assert said[-1] == "The command has ended before its first step (exit code 1), and would again."
 
 
 def test_a_command_needs_a_folder():

@@ -19,6 +19,7 @@ from train.watch.metrics import read_metrics
 
 
 PORTS = 100  # of a host, taken in turn, since a lost process may still hold the last one
+REFUSED = (1, 2)  # exit codes of a Python command that has said what is wrong, with its options or with what it reads
 GRACE = 3.0  # seconds that processes have to end by themselves after one was lost, which tells who was lost
 
 
@@ -63,7 +64,10 @@ class Launcher:
         self.signalled = 0
 
     def run(self) -> int:
-        """Returns the exit code: 0, that of a run which was told to stop, or of a command that has failed too often."""
+        """Returns the exit code: 0, that of a run which was told to stop, or of a command that has failed too often.
+
+        A command that says what is wrong before its first step would say so again, and is not started again.
+        """
         best, failures, attempt = self._step(), 0, 0
         while True:
             slots = self._slots()
@@ -82,6 +86,9 @@ class Launcher:
                 return CODES["SIGINT"] if interrupted else code
             self.away |= {slot: time.monotonic() + self.o.rest for slot in lost or ()}
             came, step = best, self._step()
+            if code in REFUSED and not lost and step == 0:
+                self.say(f"The command has ended before its first step (exit code {code}), and would again.")
+                return code
             best, failures = max(best, step), 0 if step > came else failures + 1
             if failures > self.o.retries:
                 self.say(f"The command has failed {failures} times in a row without coming further than step {best:,}.")
