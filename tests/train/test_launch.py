@@ -196,11 +196,19 @@ def test_notices_of_google_cloud(metadata, tmp_path):
     assert preemption.found(None) == "Google Cloud (preempted)"
 
 
+@pytest.fixture
+def no_nohup():
+    """A SIGHUP is not ignored, as it is in what nohup runs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 STOPS = [*((f"SIG{name}", 75) for name in ("TERM", "USR2", "HUP", "XCPU")), ("SIGINT", 130), ("the file stop", 0)]
 
 
 @pytest.mark.parametrize("name, code", STOPS)
-def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, name, code):
+def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, no_nohup, name, code):
     """By a signal, as Slurm's --signal=USR2@120, or by a file, which it removes. The exit code says whether to start it
     again."""
     monkeypatch.setattr(preemption, "EVERY", 0.01)
@@ -249,7 +257,7 @@ def test_nohup():
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGXCPU"])
-def test_a_signal_before_the_first_step(monkeypatch, name):
+def test_a_signal_before_the_first_step(monkeypatch, no_nohup, name):
     """And after the last one: the same command goes on."""
     codes, before = [], signal.getsignal(signal.Signals[name])
     monkeypatch.setattr(os, "_exit", codes.append)

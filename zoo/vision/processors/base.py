@@ -145,6 +145,8 @@ class AbstractProcessor(abc.ABC):
     skipped: ClassVar[Collection[str]] = NOT_THE_PIXELS
     standard_form: ClassVar[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = dict
     """Brings a parsed file, of which there may be several forms, into the one that the fields speak of."""
+    patch_of_tower: ClassVar[int | None] = None
+    """The patch size where config.json's `vision_config` has none, for processors that take it from there alone."""
     precision: ClassVar[Any] = np.float32
     """The dtype in which pixels are normalized."""
 
@@ -178,7 +180,7 @@ class AbstractProcessor(abc.ABC):
                 raise ValueError(f"{folder} has no {cls.files[0]}: download it from the model's repository.")
             inner_file, inner = found[0], read_json(found[0])
         outer = {key: value for key, value in outer.items() if not isinstance(value, Mapping)}  # no other section
-        values = cls._values(inner, inner_file) | cls._values(outer, outer_file)
+        values = cls._values(inner, inner_file) | cls._values(outer, outer_file) | cls._of_tower(folder / "config.json")
         required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         if missing := [key for key in required if key not in values]:
             raise ValueError(f"{inner_file} lacks {', '.join(map(repr, missing))}, which {cls.__name__} needs.")
@@ -186,6 +188,15 @@ class AbstractProcessor(abc.ABC):
             return cls(**values)
         except ValueError as error:
             raise ValueError(f"{inner_file}: {error}") from error
+
+    @classmethod
+    def _of_tower(cls, file: pathlib.Path) -> dict[str, Any]:
+        tower = read_json(file).get("vision_config") if cls.patch_of_tower and file.is_file() else None
+        if tower is None:
+            return {}
+        size = tower.get("patch_size", cls.patch_of_tower)
+        says = f"{file} says patch_size={size!r:.200} in vision_config; {cls.__name__}"
+        return {"patch_size": typed("patch_size", size, int, says)}
 
     @classmethod
     def _values(cls, hub: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:

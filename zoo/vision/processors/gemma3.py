@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-import pathlib
 from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float32
 
-from convert.hub import read_json
-from zoo.nn.fields import typed
 from zoo.vision.open import Image
 from zoo.vision.processors.base import AbstractImageProcessor, Rectangle, check_size, patchify, resize
 from zoo.vision.towers import siglip
@@ -24,6 +21,7 @@ class Gemma3(AbstractImageProcessor):
 
     marker: ClassVar[str] = "<start_of_image>"
     placeholder: ClassVar[str] = "<image_soft_token>"
+    patch_of_tower: ClassVar[int | None] = siglip.Config.patch_size
 
     size: Rectangle
     image_seq_length: int = 256
@@ -35,16 +33,6 @@ class Gemma3(AbstractImageProcessor):
     def __post_init__(self):
         super().__post_init__()
         check_size(self.size.height * (1 + self.pan_and_scan_max_num_crops), self.size.width)
-
-    @classmethod
-    def read(cls, folder: pathlib.Path) -> "Gemma3":
-        processor, config = super().read(folder), folder / "config.json"
-        tower = read_json(config).get("vision_config") if config.is_file() else None
-        if tower is None:
-            return processor
-        size = tower.get("patch_size", siglip.Config.patch_size)
-        says = f"{config} says patch_size={size!r} in vision_config; Gemma3"
-        return dataclasses.replace(processor, patch_size=typed("patch_size", size, int, says))
 
     def crops(self, height: int, width: int) -> int:
         """How many crops an image of this size is cut into along its longer side; 0: it is seen only as a whole."""
