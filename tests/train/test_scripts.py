@@ -42,7 +42,7 @@ generate = zoo.generate  # that of `quick` runs writes nothing
 @pytest.fixture(scope="module")
 def words(base):
     """With a chat template whose turns end otherwise than texts: with a 9, which is in no word."""
-    write_words(base / "words.jsonl", 0, count=80)
+    write_words(base / "words.jsonl", 0, count=200)
     tokenizer = tokenizers.Tokenizer.from_file(str(base / "model" / "tokenizer.json"))
     tokenizer.add_special_tokens(["9"])
     tokenizer.save(str(base / "model" / "tokenizer.json"))
@@ -250,7 +250,7 @@ def test_resuming_on_other_data_is_refused(words, whole, more, said):
 
 def test_a_mended_record(words, tmp_path, stopped_at, capsys):
     """A letter of the data has changed, and no size: that is refused, unless it is accepted; other options are told."""
-    write_words(tmp_path / "words.jsonl", 0, count=40)
+    write_words(tmp_path / "words.jsonl", 0, count=200)
     same = [words, tmp_path / "out", "--data", tmp_path / "words.jsonl", "--hold-out", 0]
     command_of = lambda *more: options(*same, *more)
     stopped_at(2)
@@ -360,7 +360,7 @@ def test_dry_run(words, capsys):
     command("train.sft", *options(words, words / "dry", "--dry-run"))
     output = "".join(capsys.readouterr().out.split())  # tables wrap long paths
     for word in (
-        "words.jsonl", "76", "prompt", "completion", "Example3", "filled", "vocabulary", "Memory", "Mesh", "fsdp",
+        "words.jsonl", "190", "prompt", "completion", "Example3", "filled", "vocabulary", "Memory", "Mesh", "fsdp",
         "free",
     ):  # fmt: skip
         assert word in output, word
