@@ -76,7 +76,7 @@ def chat(
     tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
     opening = [] if system is None else [{"role": "system", "content": system}]
     # A template that cannot be used is refused here, before a long load.
-    tokenizer.render([*opening, {"role": "user", "content": "?"}])
+    tokenizer.render_whole([*opening, {"role": "user", "content": "?"}])
     with console.status(f"loading {rich.markup.escape(source)}"):
         model, drafting = load(source, adapter, draft, num_draft_tokens, images, dtype=dtype, quantize=quantize)
     limit = model.config.max_position_embeddings

@@ -51,6 +51,7 @@ def learnt(tokenizer: Tokenizer, fields, **options) -> tuple[str, str]:
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "hi", "arguments": {}}}]}
 SHARE = [{"from": "system", "value": "S"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
 HEAD = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -81,6 +82,8 @@ HEAD = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         ({"messages": [CHAT[0] | {"role": "human"}, CHAT[1] | {"role": "model"}]},
          HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
         ({"conversations": CHAT}, HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
+        ({"messages": [CHAT[0] | {"content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, CHAT[1]]},
+         HEAD + "yo<|im_end|>\n", "." * 21 + "yo<|im_end|>."),
         (
             {"messages": CHAT, "tools": '[{"a": 1}]'},
             '[{"a": 1}]\n' + HEAD + "yo<|im_end|>\n",
@@ -119,13 +122,19 @@ def test_a_message_of_weight_0_is_not_learnt(tokenizer):
         ({"messages": [CHAT[0], {"role": "AI", "content": "x"}]}, "message 2 is by 'AI', which is no role"),
         ({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}]}, "message 2 has the weight 0.5, which must be 0 or 1"),
         ({"messages": [{"role": "user"}]}, "refuses the messages"),
+        (
+            {"messages": [*CHAT, CHAT[0], CHAT[1] | {"reasoning": "hm"}]},
+            "leaves out the reasoning of message 4, by 'assistant'",
+        ),
+        ({"messages": [CHAT[0], CALL, CHAT[1]]}, "leaves out the tool calls of message 2, by 'assistant'"),
         ({"messages": CHAT, "tools": "{"}, "Expecting property name"),
         ({"text": "a" + SPECIAL[1] + "\xad"}, "token 259 is beyond the model's vocabulary of 259; is .* the model's"),
     ],
 )
 def test_bad_records_are_named(tokenizer, fields, problem):
-    with pytest.raises(ValueError, match="^data.jsonl, line 3: .*" + problem):
-        encode(Record("data.jsonl, line 3", fields), tokenizer, vocab_size=259)
+    for completions_only in True, False:
+        with pytest.raises(ValueError, match="^data.jsonl, line 3: .*" + problem):
+            encode(Record("data.jsonl, line 3", fields), tokenizer, vocab_size=259, completions_only=completions_only)
 
 
 def forgetful(tokenizer: Tokenizer) -> Tokenizer:

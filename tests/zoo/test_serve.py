@@ -203,7 +203,8 @@ def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
     """Tools and what vLLM calls chat_template_kwargs reach the template; the arguments of calls reach it as objects."""
     folder = shutil.copytree(tokenizer.folder, tmp_path / "tiny")
     (folder / "chat_template.jinja").write_text(
-        "{{ tools[0].function.name }} {{ mood }} {{ messages[1].tool_calls[0].function.arguments.a + 1 }}"
+        "{{ messages[0].content }} {{ tools[0].function.name }} {{ mood }} "
+        "{{ messages[1].tool_calls[0].function.arguments.a + 1 }}"
     )
     tokenizer = zoo.tokenizer(folder)
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
@@ -216,10 +217,21 @@ def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
     }
     with Running(model, tokenizer, max_tokens=ROOM) as running:
         written = running.ask(CHAT, **body)["choices"][0]["message"]["content"]
-        assert written == greedy(model, tokenizer, "add glad 42")
+        assert written == greedy(model, tokenizer, f"{MESSAGES[0]['content']} add glad 42")
         call["function"]["arguments"] = "{"
         status, answer = running.request(CHAT, body)
+        call["function"]["arguments"] = "{}"
+        critic = {"role": "critic", "content": "a"}
+        dropped = [
+            running.request(CHAT, body | {"messages": [MESSAGES[0], second, critic]})
+            for second in (
+                critic,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+            )
+        ]
     assert status == 400 and "tool_calls that can't be read" in json.loads(answer)["error"]["message"]
+    assert [code for code, _ in dropped] == [400, 400]
+    assert "leaves out the content of message 3, by 'critic'" in json.loads(dropped[1][1])["error"]["message"]
 
 
 def test_samples_and_seeds(running, tokenizer, monkeypatch):

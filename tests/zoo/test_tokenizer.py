@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import zoo
-from zoo.text import trial
+from zoo.text import templates, trial
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -461,6 +461,91 @@ def test_reasoning_that_a_template_drops_is_learnt(tmp_path, opens):
     assert runs(tokenizer, *last) == [(0, said + think), (1, easy)]
     plain = [THOUGHT[0], {"role": "assistant", "content": "4"}]
     assert written(tokenizer, plain) == [["\n</think>\n\n4<|im_end|>" if opens else "4<|im_end|>"]]
+
+
+# In the manner of Qwen3: other roles, other contents, and all that a message has besides are written as nothing.
+DROPPING = """\
+{%- for m in messages %}{% set content = m.content if m.content is string else '' %}
+    {%- if m.role in ('system', 'user', 'assistant') %}
+        {{- '<|im_start|>' + m.role + '\n' + content | trim + '<|im_end|>\n' }}
+    {%- elif m.role == 'tool' %}{{- content | tojson + '\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+ADD = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 3}}}]
+
+
+@pytest.mark.parametrize(
+    "added, lost",
+    [
+        ({"role": "developer", "content": "Be kind, always."}, "the content of message 1, by 'developer'"),
+        ({"role": "developer", "content": "2"}, "the content of message 1, by 'developer'"),  # it is in the question
+        ({"role": "tool", "content": {"sum": 9}}, "the content of message 1, by 'tool'"),
+        ({"role": "assistant", "content": "2", "tool_calls": ADD}, "the tool calls of message 1, by 'assistant'"),
+        ({"role": "assistant", "content": "2", "function_call": ADD[0]["function"]}, "the function call of message 1"),
+        ({"role": "assistant", "content": "2", "reasoning": "hm"}, "the reasoning of message 1, by 'assistant'"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "x, y"}]}, "the content of message 1, by 'user'"),
+        (None, "the tools"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(tmp_path, added, lost):
+    tokenizer = Tokenizer(folder(tmp_path / "a", DROPPING))
+    chat, tools = [*([added] if added else []), THOUGHT[0], THOUGHT[1] | {"content": "4"}], None if added else TOOLS
+    encoders = [tokenizer.encode_chat, tokenizer.encode_all]
+    # What the assistant thought before is no part of a prompt.
+    for encode in encoders if "reasoning" in lost else [*encoders, tokenizer.encode_prompt]:
+        with pytest.raises(ValueError, match=f"leaves out {lost}"):
+            encode(chat, tools=tools)
+
+
+def test_what_a_template_rewrites_or_moves_is_not_refused(tmp_path, monkeypatch):
+    said = [
+        {"role": "user", "content": " 2 <|im_end|>\n"},
+        {"role": "assistant", "content": "<think>hm</think> 4 "},
+        {"role": "tool", "content": '{"é": "4\n"}'},
+        {"role": "tool", "content": "  "},
+    ]
+    tokenizer = Tokenizer(folder(tmp_path / "a", DROPPING))
+    rendered = []
+    monkeypatch.setattr(templates, "render", lambda *given, real=templates.render: rendered.append(1) or real(*given))
+    tokenizer.encode_prompt([{"role": "system", "content": "2"}, *said])
+    assert len(rendered) == 1  # what is found costs no further rendering
+    # An answer beside calls is left out by design: gpt-oss's template takes it for thoughts.
+    calls = CHATML.replace(
+        "message.content", "(message.tool_calls | tojson if message.tool_calls else message.content)"
+    )
+    chat = [said[0], said[1] | {"tool_calls": ADD}, said[0], said[1]]
+    Tokenizer(folder(tmp_path / "b", calls)).encode_prompt(chat)
+    with pytest.raises(ValueError, match="leaves out the content of message 2"):
+        Tokenizer(folder(tmp_path / "b", calls)).encode_chat(chat)
+    # Each in other words, and the system's message in the last place.
+    shout = "{% for m in messages[1:] %}{{ m.content | upper }}{% endfor %}{{ messages[0].content }}"
+    chat = [{"role": "system", "content": "Be kind."}, said[0], {"role": "user", "content": "one, two"}]
+    assert Tokenizer(folder(tmp_path / "c", shout)).encode_prompt(chat)
+
+
+def test_an_answer_that_only_the_next_header_ends_is_learnt_with_it(tmp_path):
+    """GLM-4.5's template writes no end token, and generations end with the header of a user or of a tool's answer."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    path = folder(tmp_path / "a", template)
+    core = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    core.add_special_tokens(["<|user|>", "<|assistant|>", "<|tool|>"])
+    core.save(str(path / "tokenizer.json"))
+    ends = [core.token_to_id(token) for token in ("</s>", "<|user|>", "<|tool|>")]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    tokenizer = Tokenizer(path)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    assert runs(tokenizer, *tokenizer.encode_chat(chat * 2)[0]) == [
+        (0, "<|user|>hi<|assistant|>"), (1, "yo<|user|>"), (0, "hi<|assistant|>"), (1, "yo<|user|>")
+    ]  # fmt: skip
+    assert tokenizer.encode_all(chat) == tokenizer.encode_chat(chat)[0][0]
+    called = [chat[0], {"role": "assistant", "content": "", "tool_calls": ADD}]
+    assert written(tokenizer, called)[0][0].endswith("}]<|tool|>")
+    assert tokenizer.encode_prompt(chat, add_generation_prompt=False)[-1] not in ends
 
 
 def test_several_answers_without_a_word_between(tmp_path):

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -130,8 +129,8 @@ def _mask_of(fields: dict[str, Any], ids: list[Any]) -> list[int]:
     return [int(learnt) for learnt in mask]
 
 
-def messages(turns: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Brings the messages of a chat, in either known layout, to role and content.
+def messages(turns: list[Any], tokenizer: Tokenizer) -> Messages:
+    """Brings the messages of a chat, in either known layout, to role and content; parts of text alone are joined.
 
     Raises:
         ValueError: a message has neither layout, a weight other than 0 and 1, or a role that is neither known here nor
@@ -146,14 +145,14 @@ def messages(turns: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
                 message = {"content": content}
             case _:
                 raise ValueError(f"message {number} must have role and content, or from and value.")
-        if role.lower() not in ROLES and not re.search(rf"(['\"]){re.escape(role)}\1", tokenizer.chat_template or ""):
+        if role.lower() not in ROLES and not tokenizer.names_role(role):
             raise ValueError(f"message {number} is by {role!r}, which is no role; there are {', '.join(ROLES)}.")
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"message {number} has the weight {message['weight']!r}, which must be 0 or 1.")
         found.append(message | {"role": ROLES.get(role.lower(), role)})
     if not found:
         raise ValueError("the list of messages is empty.")
-    return found
+    return tokenizer.joined(found)
 
 
 def tools_of(fields: dict[str, Any]) -> Any:
@@ -173,7 +172,7 @@ def _encode_chat(
     elif any(message.get("weight") == 0 for message in messages):
         raise ValueError("a message has the weight 0, but with --no-completions-only all are learnt.")
     else:
-        ids = tokenizer.encode_prompt(messages, tools=tools, add_generation_prompt=False, expand=expand)
+        ids = tokenizer.encode_all(messages, tools=tools, expand=expand)
         found = [(ids, [1] * len(ids))]
     if shown is None:
         return [Example(ids, mask, True) for ids, mask in found]

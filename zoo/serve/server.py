@@ -146,7 +146,7 @@ class Server:
             if has_images(messages):
                 prompt, images = await self._see(messages, options)
             else:
-                rendered = await asyncio.to_thread(self.tokenizer.render_marked, messages, **options)
+                rendered = await asyncio.to_thread(self.tokenizer.render_whole, messages, **options)
                 encode = lambda text: self.tokenizer.encode_marked(text)[0]
                 (prompt,) = await self._encode([rendered], "messages", encode)
         except ValueError as error:

@@ -86,7 +86,7 @@ def encode_prompt(
         raise ValueError(f"The chat has {len(parts)} images, and {limits.images} are the most. Show fewer.")
     plain = [without_images(message) for message in messages]
     given: dict[str, Any] = {"add_generation_prompt": True} | options
-    text = tokenizer.render_marked(plain, **given)
+    text = tokenizer.render_whole(plain, **given)
     if limits:
         check_room(tokenizer, text, limits.tokens, "The chat")
     seen = _measured(by, parts, remote, limits)

@@ -14,7 +14,7 @@ import os
 import pathlib
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -38,6 +38,8 @@ OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
 TRUSTED = ("assistant", "system", "developer")  # roles whose messages may contain control tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that may hold its reasoning
+CALLS = ("tool_calls", "function_call")  # fields of a message that may hold its calls of tools
+USUAL = ("system", "user", "assistant", "tool")  # roles that templates may know without naming them
 
 
 class Tokenizer:
@@ -260,6 +262,63 @@ class Tokenizer:
         except (templates.Refused, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(f"The chat template of {self.folder} refuses the messages: {error}") from error
 
+    def render_whole(self, messages: Messages, tools: Tools = None, **variables: Any) -> str:
+        """Like `render_marked`, but refuse a chat of which the template leaves out a content, a call, or the tools.
+
+        Templates leave out by design what the assistant thought before its answers, and said beside its calls.
+
+        Raises:
+            ValueError: as `render`, and for what is left out, naming the message.
+        """
+        text = self.render_marked(messages, tools, **variables)
+        self._check_whole(text, messages, tools, variables)
+        return text
+
+    def _check_whole(
+        self, text: str, messages: Messages, tools: Tools, variables: Mapping[str, Any], learnt: Container[int] = ()
+    ) -> None:
+        """Refuse what a rendered text lacks. Thoughts are looked for in the messages `learnt` from it, by number."""
+        shown, render = MARKS.sub("", text), lambda changed: self.render_marked(changed, tools, **variables)
+        self._check_doubts(_doubts(messages, shown, learnt, self.names_role), messages, text, render)
+        if any(name not in shown for name in _names(tools)) and self.render_marked(messages, **variables) == text:
+            raise ValueError(
+                f"The chat template of {self.folder} leaves out the tools: give none, or another template."
+            )
+
+    def _check_doubts(
+        self, doubts: Iterator[tuple[int, str]], messages: Messages, text: Any, render: Callable[[Messages], Any]
+    ) -> None:
+        """Refuse a doubtful field of a message if the text stays the same when it is changed: then it is lost."""
+        for number, field in doubts:
+            changed = [*messages]
+            changed[number] = _changed_in(messages[number], field)
+            try:
+                lost = render(changed) == text
+            except ValueError:  # the template has looked at it
+                lost = False
+            if lost:
+                raise ValueError(
+                    f"The chat template of {self.folder} leaves out the {field.replace('_', ' ')} of message "
+                    f"{number + 1}, by {messages[number]['role']!r}, so it would be lost. Say it where the template "
+                    "writes it, end the chat with that message, or remove it."
+                )
+
+    def joined(self, messages: Messages) -> list[Mapping[str, Any]]:
+        """Join contents that are lists of texts, which many templates write as nothing, unless the chat has images."""
+        return list(messages if has_images(messages) or not self._takes_text else map(_joined, messages))
+
+    @functools.cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template writes a content that is a text; those of some models with images take lists alone."""
+        try:
+            return "Well?" in self.render([{"role": "user", "content": "Well?"}])
+        except ValueError:  # it may need a system message
+            return True
+
+    def names_role(self, role: str) -> bool:
+        """Whether the chat template names a role."""
+        return re.search(rf"(['\"]){re.escape(role)}\1", self.chat_template or "") is not None
+
     def _untrusted(self, value: Any) -> Any:
         """Add marks to a message, or to a part of one."""
         if isinstance(value, str):
@@ -286,11 +345,21 @@ class Tokenizer:
         `expand` is that of `encode_chat`.
 
         Raises:
-            ValueError: as `render`, and for images, which `zoo.text.prompts.encode_prompt` takes.
+            ValueError: as `render_whole`, and for images, which `zoo.text.prompts.encode_prompt` takes.
         """
         if expand is None:
             _check_text(messages)
-        text = self.render_marked(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
+        text = self.render_whole(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
+        return self.encode_marked(expand(text, ())[0] if expand else text)[0]
+
+    def encode_all(self, messages: Messages, *, tools: Tools = None, expand: Expand | None = None) -> list[int]:
+        """Encode a chat of which everything is to be learnt. Arguments and errors are `encode_chat`'s."""
+        if expand is None:
+            _check_text(messages)
+        variables = {"add_generation_prompt": False}
+        text = self.render_marked(messages, tools, **variables)
+        self._check_whole(text, messages, tools, variables, range(len(messages)))
+        text = self._ended(text, messages[-1])
         return self.encode_marked(expand(text, ())[0] if expand else text)[0]
 
     def encode_chat(
@@ -311,17 +380,22 @@ class Tokenizer:
         `expand` says what stands for images, of which the messages then have only `{"type": "image"}`: it takes a text
         that the template wrote, and spans of it, and returns both with the images' texts.
 
-        Raises ValueError if the template does not write the messages before a turn and then the turn, or if a message
-        holds an image and nothing expands it.
+        An answer at the end gets the token that the template writes between an answer and the next message, if that
+        token ends generations: GLM-4.5's has no other end.
+
+        Raises ValueError if the template does not write the messages before a turn and then the turn, if it leaves out
+        a content, a call, the tools, or reasoning that is to be learnt, or if a message holds an image and nothing
+        expands it.
         """
         if expand is None:
             _check_text(messages)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and m.get("weight") != 0]
-        marked = self.render_marked(
-            messages, tools, add_generation_prompt=False, generation_open=OPEN, generation_close=CLOSE
-        )
+        variables = {"add_generation_prompt": False, "generation_open": OPEN, "generation_close": CLOSE}
+        marked = self.render_marked(messages, tools, **variables)
         text = marked.replace(OPEN, "").replace(CLOSE, "")
-        if text != marked:
+        self._check_whole(marked, messages, tools, variables, turns if text != marked else ())
+        text = self._ended(text, messages[-1])
+        if OPEN in marked:
             edge = lambda number: len(self._beginning(text, messages, number, tools))
             others = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and i not in turns]
             left_out = [(0, edge(given)), *((edge(i), edge(i + 1)) for i in others)]
@@ -331,11 +405,38 @@ class Tokenizer:
             examples = [(text, [])]
             for turn in reversed(turns):
                 before, written = self._turn(messages, turn, tools)
+                doubts = _doubts([messages[turn]], written.replace(USERS, ""), (0,), self.names_role)
+                render = lambda changed, turn=turn: self._turn(changed, turn, tools)
+                self._check_doubts(((turn, field) for _, field in doubts), messages, (before, written), render)
                 if not examples[-1][0].startswith(before + written):
-                    examples.append((before + written, []))
+                    examples.append((self._ended(before + written, messages[turn]), []))
                 examples[-1][1].append((len(before), len(before + written)))
             examples = [example for example in reversed(examples) if example[1]] or examples
         return [self._learnt(*(expand(text, spans) if expand else (text, spans))) for text, spans in examples]
+
+    def _ended(self, text: str, message: Mapping[str, Any]) -> str:
+        """Add to a chat that ends with an answer the token that ends it, where the next message's header does so."""
+        return text + self._headers[bool(message.get("tool_calls"))] if message["role"] == "assistant" else text
+
+    @functools.cached_property
+    def _headers(self) -> tuple[str, str]:
+        """The token that follows an answer, and a call, if it ends generations and the template writes no other."""
+        ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Indeed."}
+        function = {"name": "look", "arguments": {}}
+        call = answer | {"tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]}
+        found = {"role": "tool", "tool_call_id": "abcdef123", "name": "look", "content": "Nothing."}
+        ends = [token for id in self.eos if (token := self._tokenizer.id_to_token(id))]
+
+        def header(said: dict[str, Any], following: dict[str, Any]) -> str:
+            try:
+                text, longer = self.render([ask, said]), self.render([ask, said, following])
+            except ValueError:  # it may need a system message, or take no tools
+                return ""
+            if text.rstrip().endswith(tuple(ends)) or not longer.startswith(text):
+                return ""
+            return max((token for token in ends if longer.startswith(token, len(text))), key=len, default="")
+
+        return header(answer, ask), header(call, found)
 
     def _learnt(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
         ids, mask = self.encode_marked(text, spans)
@@ -421,6 +522,16 @@ def has_images(messages: Messages) -> bool:
     return next(image_parts(messages), None) is not None
 
 
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with one text as its content, if that was a list of texts."""
+    parts = message.get("content")
+    if not isinstance(parts, list | tuple):
+        return message
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return {**message, "content": "".join(whole)} if len(whole) == len(parts) else message
+
+
 def _check_text(messages: Messages) -> None:
     if has_images(messages):
         raise ValueError(
@@ -442,6 +553,87 @@ def _reasoning_of(message: Mapping[str, Any]) -> str:
         before, closed, _ = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
         found = before.rpartition("<think>")[2] if closed else ""
     return found.strip()
+
+
+def _doubts(
+    messages: Messages, text: str, learnt: Container[int], known: Callable[[str], bool]
+) -> Iterator[tuple[int, str]]:
+    """Yield number and field of what a rendered text does not have in its place, which may yet be there in other words.
+
+    Args:
+        messages: the chat.
+        text: without marks.
+        learnt: messages whose reasoning, and content beside calls, must be there, too.
+        known: whether a role is known to the template.
+    """
+    end, places = 0, []  # of the messages: where what comes before ends, and where the content begins
+    for number, message in enumerate(messages):
+        role, begin, after = message["role"], None, end
+        beside = role == "assistant" and number not in learnt and any(message.get(field) for field in CALLS)
+        pieces = [piece for leaf in _leaves(message.get("content")) if (piece := _answer(leaf))]
+        for piece in [] if beside else pieces:
+            if (at := text.find(piece, after)) >= 0:
+                begin, after = at if begin is None else begin, at + len(piece)
+            elif piece not in text and not any(json.dumps(piece, ensure_ascii=e)[1:-1] in text for e in (False, True)):
+                yield number, "content"
+                break
+        else:
+            if pieces and not beside and role not in USUAL and not known(role):
+                yield number, "content"  # a short text may be found anywhere
+        places.append((end, begin))
+        if role not in ("system", "developer"):  # some templates write theirs before the last question
+            end = after
+    for number, message in enumerate(messages):
+        start, stop = places[number][0], places[number + 1][1] if number + 1 < len(messages) else None
+        for field in CALLS:
+            if any(text.find(name, start, stop) < 0 for name in _names(message.get(field))):
+                yield number, field
+        if number in learnt and _reasoning_of(message) not in text[start:]:
+            yield number, "reasoning"
+
+
+def _answer(content: str) -> str:
+    return content.rpartition("</think>")[2].strip()
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the texts and numbers of a content, or of a part of one."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item) if key not in ("role", "type") else ()
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, str) or type(value) in (int, float):
+        yield str(value)
+
+
+def _names(calls: Any) -> list[str]:
+    """The names of functions that are called, or of tools."""
+    calls = calls if isinstance(calls, list | tuple) else [calls]
+    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _changed_in(message: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A message with another content, calls or reasoning, wherever it has the latter."""
+    if field != "reasoning":
+        return {**message, field: _changed(message[field])}
+    reasoning = _reasoning_of(message)
+    other = lambda value: value.replace(reasoning, _changed(reasoning)) if isinstance(value, str) else value
+    return {key: other(value) if key in (*REASONING, "content") else value for key, value in message.items()}
+
+
+def _changed(value: Any) -> Any:
+    """Another value of the same form."""
+    if isinstance(value, str):
+        return f"x{value}x"
+    if isinstance(value, Mapping):
+        return {key: item if key in ("role", "type") else _changed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(item) for item in value]
+    return value + 1 if type(value) in (int, float) else value
 
 
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> tokenizers.Encoding:
