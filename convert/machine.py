@@ -5,7 +5,7 @@ import pathlib
 import re
 
 
-def path(name: str, value: str | os.PathLike) -> pathlib.Path:
+def path(name: str, value: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the path of a folder or file to write.
 
     Args:

@@ -1,10 +1,18 @@
 """Types are checked where they have to be."""
 
+import ast
+import pathlib
+import re
+import tomllib
+
 import jaxtyping
 import pytest
 
 import zoo
 from tests import typed
+
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_which_runs_check_types(monkeypatch):
@@ -21,3 +29,18 @@ def test_this_run_checks_them():
         zoo.config(1.0)
     with pytest.raises(RuntimeError, match=r"zoo, .* was imported before"):
         typed.install()
+
+
+def test_users_type_checkers_read_ours():
+    """Every package has its marker, and tests/public.py, which pyright checks strictly, has all of zoo's face."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    for package in typed.PACKAGES:
+        assert (ROOT / package / "py.typed").exists() and "py.typed" in project["setuptools"]["package-data"][package]
+    public = (ROOT / "tests/public.py").read_text()
+    assert public.startswith("# pyright: strict\n") and "tests/public.py" in project["pyright"]["include"]
+    used = {node.attr for node in ast.walk(ast.parse(public)) if isinstance(node, ast.Attribute)}
+    assert set(zoo.__all__) - set(zoo.models.FAMILIES) <= used
+    (example,) = re.findall(
+        r"<!-- generate -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
+    )
+    assert {line.split("  #")[0].strip() for line in example.splitlines()} <= set(map(str.strip, public.splitlines()))

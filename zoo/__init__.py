@@ -70,14 +70,34 @@ from zoo.generation.sampling import Sampler
 from zoo.generation.speculative import ModelDraft, MTPDraft
 from zoo.load import config, fingerprint, inspect, load, names, save, tokenizer
 from zoo.mesh import make_mesh
-from zoo.models import *  # noqa: F403 (the families' modules)
-from zoo.models import FAMILIES
+from zoo.models import (
+    deepseek2,
+    deepseek3,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt3,
+    gpt_oss,
+    granite4,
+    kimi_linear,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    nemotron_h,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+    qwen3_vl,
+    smollm3,
+)
 from zoo.registry import register
 from zoo.weights import peft
 
 
 __all__ = [
-    *FAMILIES,  # pyright: ignore[reportUnsupportedDunderAll]
     "Completion",
     "Engine",
     "MTPDraft",
@@ -85,16 +105,37 @@ __all__ = [
     "Sampler",
     "complete",
     "config",
+    "deepseek2",
+    "deepseek3",
     "fingerprint",
+    "gemma",
+    "gemma2",
+    "gemma3",
     "generate",
+    "gpt3",
+    "gpt_oss",
+    "granite4",
     "inspect",
+    "kimi_linear",
+    "llama",
+    "llama4",
     "load",
     "lora",
     "make_mesh",
+    "mistral",
+    "mixtral",
     "names",
+    "nemotron_h",
     "peft",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl",
     "register",
     "save",
+    "smollm3",
     "stream",
     "tokenizer",
 ]

@@ -40,7 +40,7 @@ def names() -> list[str]:
 
 
 def load(
-    source: str | os.PathLike,
+    source: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | str | None = None,
@@ -98,7 +98,7 @@ def load(
     )
 
 
-def save(model: AbstractModel, folder: str | os.PathLike, *, fp8: bool = False) -> None:
+def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = False) -> None:
     """Write the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
     transformers and `load` read the result back bit-equal. Weights are stored as plain floats, even if they were loaded
@@ -142,7 +142,7 @@ def _write(
                 os.replace(folder / f"{path.name}.tmp", folder / path.name)
 
 
-def config(source: str | os.PathLike, *, revision: str | None = None) -> AbstractConfig:
+def config(source: str | os.PathLike[str], *, revision: str | None = None) -> AbstractConfig:
     """The `Config` of a model. For a zoo name nothing is read; otherwise config.json is, after a download if needed."""
     if source in registry.CONFIGS:
         return registry.CONFIGS[str(source)]
@@ -173,7 +173,7 @@ def inspect(source: str, *, revision: str | None = None) -> AbstractConfig:
     return parsed
 
 
-def fingerprint(source: str | os.PathLike, *, revision: str | None = None) -> str:
+def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None) -> str:
     """Hash a checkpoint's weights as they are stored: the SHA-256 of the names and bytes of its safetensors.
 
     Raises:
@@ -183,7 +183,7 @@ def fingerprint(source: str | os.PathLike, *, revision: str | None = None) -> st
 
 
 def tokenizer(
-    source: str | os.PathLike, *, revision: str | None = None, parts: Sequence[str] = (), **options: Any
+    source: str | os.PathLike[str], *, revision: str | None = None, parts: Sequence[str] = (), **options: Any
 ) -> Tokenizer:
     """Load a checkpoint's tokenizer, with its chat template and end tokens; for gpt3-*, one that fits the vocabulary.
 
@@ -199,7 +199,7 @@ def tokenizer(
 
 
 def folder_of(
-    source: str | os.PathLike, revision: str | None, *, weights: bool, companions: bool = True
+    source: str | os.PathLike[str], revision: str | None, *, weights: bool, companions: bool = True
 ) -> pathlib.Path:
     if source in registry.EMBEDDED:
         return registry.EMBEDDED[str(source)]

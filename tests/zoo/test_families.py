@@ -30,11 +30,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 IMPLEMENTATIONS = ("reference", "xla", "triton", "tpu")
 
 
-def missing(families, modules, golden, names) -> list[str]:
+def missing(families, modules, golden, names, public) -> list[str]:
     """A sentence for each thing that a family lacks.
 
     `families` are those of zoo/models, `modules` those of tests/zoo/tiny, `golden` says which checkpoints each file of
-    tests/zoo/golden has, and `names` are those with a repository.
+    tests/zoo/golden has, `names` are those with a repository, and `public` are zoo's names.
     """
     lacks = []
     for name in sorted(families.keys() | modules.keys()):
@@ -42,6 +42,8 @@ def missing(families, modules, golden, names) -> list[str]:
         if name not in families:
             lacks.append(f"{checkpoints} has no {file}: write the family there, from its Config to its FAMILY.")
             continue
+        if name not in public:
+            lacks.append(f"zoo/__init__.py lacks {name}: import it there, and list it in __all__.")
         if name not in modules:
             lacks.append(f"{file} has no {checkpoints}: write its CONFIGS, STACK, PARAMETERS and shapes there.")
         if without := sorted(getattr(modules.get(name), "CONFIGS", {}).keys() - golden.get(name, ())):
@@ -62,7 +64,13 @@ def pieces():
     """The arguments of `missing`, as they are; copies, from which a test may take something away."""
     golden = {path.stem: set(np.load(path).files) for path in (ROOT / "tests/zoo/golden").glob("*.npz")}
     names = registry.REPOSITORIES | registry.TOKENIZERS
-    return dict(families=dict(models.FAMILIES), modules=dict(tiny.MODULES), golden=golden, names=names)
+    return dict(
+        families=dict(models.FAMILIES),
+        modules=dict(tiny.MODULES),
+        golden=golden,
+        names=names,
+        public=dict.fromkeys(zoo.__all__),
+    )
 
 
 def test_nothing_is_missing(pieces):
@@ -77,6 +85,7 @@ def test_nothing_is_missing(pieces):
         ("modules", "qwen3", "zoo/models/qwen3.py has no tests/zoo/tiny/qwen3.py: write its CONFIGS, STACK"),
         ("golden", "qwen3", "tests/zoo/golden/qwen3.npz has no logits of qwen3, qwen3-tied, "),
         ("names", "qwen3-8b", "zoo/models/qwen3.py has qwen3-8b without a repository (or, if its weights were"),
+        ("public", "qwen3", "zoo/__init__.py lacks qwen3: import it there, and list it in __all__."),
     ],
 )
 def test_what_is_missing_is_named(pieces, piece, entry, sentence):

@@ -1,4 +1,4 @@
-"""The model families, one file each. A file here that defines `FAMILY` is found; no other list names it."""
+"""The model families, one file each. A file here that defines `FAMILY` is found."""
 
 import importlib
 import pkgutil

@@ -61,7 +61,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        folder: str | os.PathLike[str],
         *,
         date: datetime.date | None = None,
         special_in_content: bool = False,
@@ -133,7 +133,7 @@ class Tokenizer:
         ends = [token for token in ends if token.strip() and tail.lstrip().startswith(token)]
         return self._tokenizer.token_to_id(max(ends, key=len)) if ends else None
 
-    def save_eos(self, folder: str | os.PathLike) -> None:
+    def save_eos(self, folder: str | os.PathLike[str]) -> None:
         """Write `eos` into generation_config.json of an exported folder, unless this folder's files state the same.
 
         Other libraries that generate from that folder then stop at the end of an answer, as the model has learnt.

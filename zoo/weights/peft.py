@@ -72,7 +72,11 @@ class Pair(NamedTuple):
 
 
 def save(
-    model: AbstractModel, folder: str | os.PathLike, *, base: str = "", over: Mapping[str, str | None] | None = None
+    model: AbstractModel,
+    folder: str | os.PathLike[str],
+    *,
+    base: str = "",
+    over: Mapping[str, str | None] | None = None,
 ) -> None:
     """Write a model's adapters. If several processes hold the model, all must call this; process 0 writes.
 
@@ -175,7 +179,7 @@ def base_name(source: str) -> str:
     return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).is_dir() else name
 
 
-def warnings_of(folder: str | os.PathLike, *, quantize: str | None, weights: str | None = None) -> list[str]:
+def warnings_of(folder: str | os.PathLike[str], *, quantize: str | None, weights: str | None = None) -> list[str]:
     """List differences between the model that an adapter is loaded into and the one that it was trained over.
 
     `weights` is the model's `zoo.fingerprint`. Without it, or without a base.json, weights are not compared.
@@ -194,7 +198,7 @@ def warnings_of(folder: str | os.PathLike, *, quantize: str | None, weights: str
     return found
 
 
-def load(model: T, folder: str | os.PathLike, *, verify: bool = True, check_values: bool = True) -> T:
+def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check_values: bool = True) -> T:
     """Put the adapters of a folder on a model, in float32. On a mesh they are split like the weights that they adapt.
 
     `verify` checks the file against the hash that `save` left beside it. `check_values` refuses NaN and infinities.

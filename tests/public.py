@@ -1,0 +1,53 @@
+# pyright: strict
+"""Calls of zoo's face, as users write them: their types are known, so that users' own programs pass strict checks.
+
+pyright reads this file; nothing runs it. tests/test_typed.py holds it to the README and to `zoo.__all__`.
+"""
+
+import jax
+
+import zoo
+from zoo.models import qwen3
+
+
+def readme() -> None:
+    model = zoo.load("tiny")
+    tokenizer = zoo.tokenizer("tiny")
+    print(zoo.generate(model, tokenizer, "textwrap.dedent(text)\n\n", max_new_tokens=32))
+
+
+def checkpoints() -> None:
+    model = zoo.load("qwen3-0.6b", dtype="bfloat16", mesh="fsdp=-1", revision="main", quantize="int8")
+    zoo.save(model, "folder", fp8=True)
+    print(zoo.names(), zoo.config("tiny").vocab_size, zoo.inspect("tiny").num_hidden_layers, zoo.fingerprint("tiny"))
+    print(zoo.make_mesh("fsdp=-1").shape)
+
+
+def texts() -> None:
+    model, tokenizer = zoo.load("tiny"), zoo.tokenizer("tiny")
+    texts: list[str] = zoo.generate(model, tokenizer, ["def __init__(self", "import "], max_new_tokens=8)
+    chat: str = zoo.generate(model, tokenizer, [{"role": "user", "content": "Hello"}])
+    pieces: list[str] = list(zoo.stream(model, tokenizer, "Return the", temperature=0.7, top_p=0.9))
+    print(texts, chat, pieces)
+
+
+def tokens() -> None:
+    model, tokenizer = zoo.load("tiny"), zoo.tokenizer("tiny")
+    sampler, draft = zoo.Sampler(temperature=1.0), zoo.ModelDraft(zoo.load("tiny"), num_draft_tokens=4)
+    groups: list[list[zoo.Completion]] = zoo.complete(
+        model, [tokenizer.encode("Return the")], samples=4, max_new_tokens=16, sampler=sampler, draft=draft
+    )
+    print(tokenizer.decode(groups[0][0].tokens), sum(groups[0][0].logprobs))
+    engine = zoo.Engine(model, batch=2, max_tokens=64, stops=tokenizer.eos, draft=zoo.MTPDraft(model))
+    print(engine.idle)
+
+
+def adapters() -> None:
+    model = zoo.lora.add(zoo.load("tiny"), rank=8, alpha=16.0, key=jax.random.key(0))
+    zoo.peft.save(model, "adapter", base="org/name")
+    print(zoo.peft.load(zoo.load("tiny"), "adapter").config)
+
+
+def families() -> None:
+    zoo.register(qwen3.FAMILY)
+    print(zoo.qwen3.CONFIGS["qwen3-0.6b"].config.vocab_size, zoo.qwen3_vl.FAMILY.title)
