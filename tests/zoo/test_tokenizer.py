@@ -681,7 +681,10 @@ def test_a_date_that_stays(tmp_path):
     ],
 )
 def test_published_templates_teach_every_answer(tmp_path, name):
-    """Each answer with its reasoning and its end, after what the model is given at that point."""
+    """Each answer with its reasoning and its end, after what the model is given at that point.
+
+    Reasoning for which a template has no place is refused.
+    """
     trl = pytest.importorskip("trl")
     template = (pathlib.Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     tokenizer = Tokenizer(folder(tmp_path / "a", template, eos_token="<|im_end|>"))
@@ -691,6 +694,10 @@ def test_published_templates_teach_every_answer(tmp_path, name):
         {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "six", field: "easy"},
     ]  # fmt: skip
     thinks = name not in ("qwen3_instruct_2507", "gemma3")
+    if not thinks:
+        with pytest.raises(ValueError, match="leaves out the reasoning of message 4, by 'assistant', so it would be"):
+            tokenizer.encode_chat(chat)
+        chat = [{key: message[key] for key in ("role", "content")} for message in chat]
     found = [text for each in written(tokenizer, chat) for text in each]
     assert len(found) == 2
     for i, (text, answer, reasoning) in enumerate(zip(found, ("four", "six"), ("hm", "easy"), strict=True)):
