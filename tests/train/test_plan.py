@@ -706,3 +706,12 @@ def test_remat_auto(config, monkeypatch, capsys):
         other = next(each for each in ways if each[:2] == (remat, parts))
         assert other.needed <= way.needed + 1 and other.work <= way.work
     assert f"{ways[0]}, the fastest, needs about" in " ".join(capsys.readouterr().out.split())
+
+
+def test_states_are_kept():
+    """Of Qwen3.5 30 layers with 32 matrices of 128 x 128 for each of 64 chunks, beside what layers without any keep."""
+    config, mesh = zoo.config("qwen3.5-35b-a3b"), make_mesh("fsdp=1", jax.devices()[:1])
+    assert fit.state_numbers(config) == 30 * 32 * 128 * 128 and fit.state_numbers(zoo.config("qwen3-0.6b")) == 0
+    keeps = lambda remat: fit.kept(config, mesh, rows=1, seq=64 * 64, remat=remat)
+    products = 2 * 64 * 64 * fit.products_per_token(config, 64 * 64).layers / config.hidden_size
+    assert keeps("dots") - keeps("full") == pytest.approx(products + 4 * 64 * 30 * 32 * 128 * 128)

@@ -1,16 +1,23 @@
 """Chooses how a step fits into a device's memory, for `--remat auto`: by estimates, since compiling takes minutes."""
 
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kernels.delta_rule.shared import CHUNK
 from kernels.mesh import BATCH, CONTEXT, STAGE, TENSOR
 from train.base.flops import products_per_token
+from zoo.nn.cache import init_cache
 from zoo.nn.model import AbstractConfig
+from zoo.nn.recurrent import RecurrentCache
+from zoo.registry import family_of
+from zoo.weights.checkpoint import skeleton
 
 
 REMATS = ("none", "dots", "attention", "full", "offload")  # from most memory to least
@@ -41,8 +48,25 @@ def kept(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: int, rem
     # A product's result has for each token, on average, as many numbers as its weights divided by the model's width.
     results = 2 * tokens * products_per_token(config, seq).layers / config.hidden_size / mesh.shape[TENSOR]
     outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # of attention
-    by_remat = {"none": inputs + 2 * results, "dots": inputs + results, "attention": inputs + outputs, "full": inputs}
+    # The states of recurrences before each chunk, in float32.
+    states = 4 * tokens / CHUNK * state_numbers(config) / mesh.shape[TENSOR]
+    by_remat = {
+        "none": inputs + 2 * results + states,
+        "dots": inputs + results + states,
+        "attention": inputs + outputs,
+        "full": inputs,
+    }
     return by_remat.get(remat, 0.0)
+
+
+@functools.lru_cache
+def state_numbers(config: AbstractConfig) -> int:
+    """Counts the numbers in the states that all recurrent layers have of one sequence."""
+    model = skeleton(family_of(config), config)
+    caches = eqx.filter_eval_shape(lambda model: init_cache(model, 1, 1, "float32"), model)
+    is_recurrent = lambda node: isinstance(node, RecurrentCache)
+    found = filter(is_recurrent, jax.tree.leaves(caches, is_leaf=is_recurrent))
+    return sum(cache.state.size // cache.state.shape[2] for cache in found)  # of which a row has several slots
 
 
 def recomputed(config: AbstractConfig, seq: int, remat: str) -> float:
