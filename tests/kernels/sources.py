@@ -96,7 +96,7 @@ class Module:
         return self.statements.keys() - {MAIN}
 
     def functions(self) -> set[str]:
-        """What is defined or assigned (`f = functools.partial(...)`) and is not a class or a constant by its name."""
+        """Returns what may be called: defined or assigned (`f = functools.partial(...)`), with a name in lower case."""
         kinds = ast.FunctionDef | ast.Assign
         return {name for name, found in self.statements.items() if isinstance(found[0], kinds) and name.islower()}
 
@@ -278,7 +278,7 @@ class Reached:
         return sorted({path.relative_to(self.sources.root).as_posix() for path in paths} | self.data)
 
     def hash(self) -> str:
-        """Of the code of all definitions, with what their names stand for, of what is read as text, and of the data."""
+        """Hashes the code of all definitions, with what their names stand for, what is read as text, and the data."""
         lines = [
             f"{'.'.join(symbol)} {made.code} {sorted(self.targets[symbol])}"
             for symbol, made in self.definitions.items()

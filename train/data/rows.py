@@ -189,7 +189,7 @@ def order(
 
 
 def held_out(share: float, count: int) -> int:
-    """How many of so many records or rows are held out: a share of them, rounded up, but never all.
+    """Counts the records or rows to hold out: a share of them, rounded up, but never all.
 
     Raises:
         ValueError: it is no share.

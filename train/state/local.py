@@ -38,6 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 from convert import manifest
 from kernels.mesh import REPLICA
+from train.base import writing
 from train.base.cluster import agree, gather, share, together
 from train.base.lock import lock
 from train.state.state import TrainState
@@ -169,9 +170,7 @@ class LocalCheckpoints:
                     f"{folder.resolve() / before}: remove them if no run is left there."
                 )
             name = name if told else before  # earlier versions did not note the place
-        new = shared / "id.tmp"
-        new.write_text(f"{name}\n{place}")
-        new.replace(shared / "id")
+        writing.write(shared / "id", f"{name}\n{place}")
 
     def _open(self) -> None:
         self._mine.mkdir(parents=True, exist_ok=True)

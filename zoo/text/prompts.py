@@ -120,7 +120,9 @@ def stacked(
 def _measured(
     processors: Sequence[Any], parts: Sequence[Mapping[str, Any]], remote: bool, limits: Limits | None
 ) -> list[tuple[str, Callable[[], Processed]]]:
-    """What stands in the prompt for each image, by its size, and what decodes and processes it; videos are already.
+    """Return the text of each image in the prompt, by its size, and a function that decodes and processes it.
+
+    A video is processed at once.
 
     Raises:
         ValueError: if an image cannot be read, or there is more than `limits` allow.
@@ -157,7 +159,7 @@ def _measured(
 
 
 def _video(processor: Any, part: Mapping[str, Any], remote: bool) -> Processed:
-    """What the tower and the prompt take of a video.
+    """Process a video for the tower and the prompt.
 
     Raises:
         ValueError: if a frame cannot be read; for a video that is no list of frames, or that does not say when they
