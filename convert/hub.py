@@ -41,6 +41,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import SafetensorsRepoMetadata
 
 from convert import manifest
+from convert.pacing import paced
 
 
 WEIGHTS = "model.safetensors"
@@ -68,8 +69,6 @@ COMPANIONS = (
 HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's own, sha256
 T = TypeVar("T")
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which to ask again
-PATIENCE = 60  # seconds over which a server's speed is measured
-SLOWEST = 10_000  # bytes a second: slower servers are refused
 LARGEST = 2**25  # most bytes of JSON in a file or an answer; the list of a repository's files takes 200 for each
 
 
@@ -280,7 +279,7 @@ def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
 def _guarded() -> Iterator[None]:
     """Within it, answers to huggingface_hub that are too slow, too large or malformed raise NotTheHub.
 
-    The library itself waits for ever as long as a byte comes now and then, and names files as the server says.
+    The library itself has no limits (see `convert.pacing`), and names files as the server says.
     """
     hooks = get_session().event_hooks["response"]
     hooks.append(_check)
@@ -309,16 +308,7 @@ def _check(response: Any) -> None:
 
 def _paced(read: Callable[..., Iterator[bytes]], largest: int | None, *size: int | None) -> Iterator[bytes]:
     """Yields the pieces of a body, as long as they come fast enough and add up to at most `largest` bytes."""
-    total, before, since = 0, 0, time.monotonic()
-    for piece in read(*size):
-        yield piece
-        total += len(piece)
-        if largest is not None and total > largest:
-            raise NotTheHub(f"answers with more than {largest / 2**20:.0f} MiB where a few kB belong")
-        if (seconds := time.monotonic() - since) > PATIENCE:
-            if total - before < seconds * SLOWEST:
-                raise NotTheHub(f"sent {total - before:,} bytes in the last {seconds:.0f} seconds")
-            before, since = total, time.monotonic()
+    return paced(read(*size), NotTheHub, largest=largest)
 
 
 def _is_whole(repo: str, path: pathlib.Path) -> bool:

@@ -1,6 +1,10 @@
 """Keeps passwords and tokens that stand in URLs out of files and messages."""
 
+import json
 import re
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 
 # user:password@ after ://, and values of a query's keys such as those of signed URLs.
@@ -11,3 +15,19 @@ QUERY = re.compile(r"([?&][\w.%-]*(?:token|key|sig|signature|password|secret|cre
 def public(text: str) -> str:
     """Replaces passwords and tokens in the URLs of a text by ***."""
     return QUERY.sub(r"\1***", USER.sub("***@", text))
+
+
+def public_json(value: Any) -> Any:
+    """The same of all strings in what is, or becomes, JSON; other objects become strings."""
+    return json.loads(public(json.dumps(value, default=str)))
+
+
+def warn_of_secrets(arguments: Sequence[str]) -> None:
+    """Warns if words of the command line have a password or token: nothing takes it out of the list of processes."""
+    if any(public(word) != word for word in arguments):
+        print(
+            "WARNING: a URL of the command line has a password or token, which every user of this machine can see in "
+            "the list of processes. Put it into the environment, the store's own file of credentials, or a file for "
+            "--config.",
+            file=sys.stderr,
+        )

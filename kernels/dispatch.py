@@ -74,6 +74,14 @@ class Choice(NamedTuple):
     implementation: str
     others: dict[str, str | None]
 
+    def __str__(self) -> str:
+        """Says it in words. On a CPU, where kernels of other platforms are only interpreted, it says whose they are."""
+        known, names = implementations(self.operation), {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}
+        where = lambda name: " or ".join(names[each] for each in known[name].platforms)
+        could = lambda name: f"could, on {where(name)}" if known[name].platforms else "could, if asked for"
+        others = "; ".join(f"{name}: {why or could(name)}" for name, why in self.others.items())
+        return f"{self.operation} is served by {self.implementation}; {others}"
+
 
 # JAX's caches are keyed by these contexts, so a function is traced anew under another preference.
 _preferred = jax.make_user_context(())

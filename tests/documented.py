@@ -3,10 +3,13 @@
 They are the bash blocks of README.md and docs/, in one process, as they stand there but for what makes them large: a
 step, a few short rows, and the embedded model under the names of larger ones. So what one leaves is what the next
 finds, as for a reader who follows the pages. What needs other machines or other packages is told and left out; of
-commands that start others, only the words of the latter are looked at.
+commands that start others, only the words of the latter are looked at. The commands of transcripts run exactly as they
+stand there, and their output is compared with what the page shows (`tests/transcripts.py`).
 """
 
+import asyncio
 import contextlib
+import functools
 import io
 import os
 import pathlib
@@ -19,15 +22,16 @@ import socket
 import sys
 import tempfile
 import time
-import unittest.mock
+import urllib.parse
+import urllib.request
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import uvicorn
 
+from tests.transcripts import PAGES, ROOT, Transcript, transcripts
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 LIMIT = 120  # seconds for a command
 LARGE = ("qwen3-0.6b", "llama3.1-8b")  # for which the embedded model stands in
@@ -58,6 +62,7 @@ ELSEWHERE = {
     "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
+LONG = ("python -m train.sft", "python -m train.dpo")  # whose transcripts take minutes
 LAUNCHERS = ("gcloud", "xpk", "srun", "n=0; for host in", "for n in")
 
 
@@ -73,6 +78,7 @@ def write_data() -> None:
     chats, pairs = (
         (tiny / f"{name}.jsonl").read_text().splitlines(True)[:24] for name in ("instructions", "preferences")
     )
+    shutil.copy(tiny / "instructions.jsonl", "instructions.jsonl")
     for folder in ("chats", "corpus"):
         pathlib.Path(folder).mkdir()
     for name in ("chats.jsonl", "code.jsonl", "chats/train.jsonl", "prompts.jsonl"):
@@ -95,17 +101,38 @@ def parse(module: str, words: list[str]) -> None:
     tyro.cli(typing.get_type_hints(importlib.import_module(module).main)["o"], args=words)
 
 
-def run(module: str, words: list[str]) -> None:
-    """`python -m module words`, in this process, with eight devices where the command speaks of a mesh."""
+def run(
+    module: str, words: list[str], *, typed: Sequence[str] = ("Hello?",), ask: Callable[[int], None] = lambda port: None
+) -> str:
+    """Runs `python -m module words`, in this process, with eight devices where the command speaks of a mesh.
+
+    Types lines into it, and calls `ask` with the port of a server. Returns what it has printed.
+    """
     import pytest
     import rich
 
     from tests.train.conftest import devices
 
+    lines = iter(typed)
+
+    def read(prompt: str) -> str:
+        line = next(lines, None)
+        print(prompt + (line or ""))
+        if line is None:
+            raise EOFError
+        return line
+
+    async def start_and_stop(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        await startup(server, sockets)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        await asyncio.to_thread(ask, port)
+        server.should_exit = True
+
+    startup = uvicorn.Server.startup
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that the module has been imported before
         patch.setattr(sys, "argv", [module, *words])
-        patch.setattr("builtins.input", unittest.mock.Mock(side_effect=["Hello?", EOFError()]))
+        patch.setattr("builtins.input", read)
         if "--mesh" not in words:
             devices(patch, 1)
         patch.setattr(uvicorn.Server, "startup", start_and_stop)
@@ -116,14 +143,62 @@ def run(module: str, words: list[str]) -> None:
             except SystemExit as end:
                 if end.code:
                     raise
+    return said.getvalue()
 
 
-async def start_and_stop(
-    server: uvicorn.Server, sockets: list[socket.socket] | None = None, *, startup: Any = uvicorn.Server.startup
-) -> None:
-    """A server that ends as soon as it listens."""
-    await startup(server, sockets)
-    server.should_exit = True
+def curl(url: str, header: str, body: str) -> str:
+    """Starts `python -m zoo serve tiny`, and returns its answer to a request."""
+    path, answers = urllib.parse.urlsplit(url).path, []
+
+    def ask(port: int) -> None:
+        headers = dict([header.split(": ", 1)])
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body.encode(), headers)
+        with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+            answers.append(answer.read().decode())
+
+    run("zoo", ["serve", "tiny", "--port", "0"], ask=ask)
+    return answers[0]
+
+
+def compare(transcript: Transcript) -> str:
+    """Runs the command of a transcript and compares what it prints. Returns why, if it was left out.
+
+    Raises:
+        AssertionError: where the page shows something else than is printed.
+    """
+    import jax
+
+    if transcript.command.startswith(LONG):
+        return "it takes minutes; CONTRIBUTING.md says how to compare it"
+    typed = [line.removeprefix("> ") for line in transcript.shown if line.startswith("> ")]
+    hurry = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)  # or numbers are not those of users
+    try:
+        match shlex.split(transcript.command):
+            case ["curl", url, "-H", header, "-d", body]:
+                printed = curl(url, header, body)
+            case ["python", "-m", "zoo", *words]:
+                printed = run("zoo", words, typed=typed)
+            case ["python", "-m", module, *words]:
+                printed = run(module, words)
+            case _:
+                raise SystemExit("tests/documented.py does not know how to run this.")
+    finally:
+        jax.config.update("jax_disable_most_optimizations", hurry)
+    difference = transcript.difference(printed)
+    assert not difference, f"\n{difference}"
+    return ""
+
+
+def tasks() -> Iterator[tuple[str, str, Callable[[], str]]]:
+    """Yields the page, the command, and how to run it, of all there are."""
+    # The README begins with it, behind what sets up an environment.
+    yield "README.md", "python -m train.sft", lambda: do("python -m train.sft")
+    for page in PAGES:
+        for command in commands(page):
+            yield page.name, command, functools.partial(do, command)
+        for transcript in transcripts(page):
+            yield f"{page.name}:{transcript.line}", transcript.command, functools.partial(compare, transcript)
 
 
 def too_long(*_: Any) -> NoReturn:
@@ -185,15 +260,11 @@ def main() -> int:
         jax.config.update("jax_compilation_cache_dir", str(compiled.folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         write_data()
-        # The README begins with it, behind what sets up an environment.
-        for place, command in [
-            ("README.md", "python -m train.sft"),
-            *((page.name, command) for page in PAGES for command in commands(page)),
-        ]:
+        for place, command, act in tasks():
             started, end = time.monotonic(), ""
             signal.alarm(LIMIT)
             try:
-                end = do(command)
+                end = act()
                 mark = "only" if end else "ok"
             except (Exception, SystemExit) as error:
                 mark, end, failed = "FAILED", f"{type(error).__name__}: {error}", failed + 1

@@ -689,7 +689,8 @@ SCRIPTS = ("sft", "pretrain", "dpo", "grpo", "distill", "prepare", "inspect", "p
 HELP = """
 import contextlib, io, runpy, sys
 for name in sys.argv[1:]:
-    out, sys.argv = io.StringIO(), [name, "--help"]
+    plain = name in ("train.compare", "train.report", "train.tiny", "train.tiny.shapes")
+    out, sys.argv = io.StringIO(), [name, "--help" if plain else "--help-all"]
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     print("\\f" + name + "\\n" + out.getvalue())

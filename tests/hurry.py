@@ -6,14 +6,20 @@ another platform than the CPU, as JAX_PLATFORMS says.
 
 import importlib.metadata
 import os
+import pathlib
 
 
+CPU = pathlib.Path("/proc/cpuinfo")
+OLD = importlib.metadata.version("jaxlib") < "0.11"
 HURRY = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
 FLAGS = ""
 if HURRY:
     FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # one LLVM module a program, not 32
-    if importlib.metadata.version("jaxlib") < "0.11":
+    if OLD:
         FLAGS += " --xla_cpu_use_fusion_emitters=false"  # which take longer than LLVM; newer ones have no choice
+if OLD and CPU.exists() and "avx512f" not in CPU.read_text():
+    # Without YNNPACK: one of its transposes ends the delta rule over `context` with a segmentation fault there.
+    FLAGS += " --xla_cpu_experimental_ynn_fusion_type="
 
 
 def environment(*, devices: int = 1) -> dict[str, str]:

@@ -46,6 +46,15 @@ def test_nothing_heavy_is_imported(tmp_path):
     assert python(IMPORTS, ROOT, cwd=tmp_path).stdout.split(" ", 1)[1].strip() == "[]"
 
 
+def test_libtpu_is_quiet_unless_the_user_asks(tmp_path, monkeypatch):
+    """It reads its log levels when jax loads it, so they have to be there before."""
+    code = "import sys, os; sys.modules['jax'] = None\ntry: import zoo\nexcept ImportError: pass\n"
+    code += "print(os.environ['TPU_MIN_LOG_LEVEL'], os.environ['TPU_STDERR_LOG_LEVEL'])"
+    monkeypatch.delenv("TPU_MIN_LOG_LEVEL", raising=False)
+    monkeypatch.setenv("TPU_STDERR_LOG_LEVEL", "0")
+    assert python(code, ROOT, cwd=tmp_path).stdout.split() == ["3", "0"]
+
+
 @pytest.mark.slow
 def test_cost(tmp_path):
     assert float(python(IMPORTS, ROOT, cwd=tmp_path).stdout.split(" ", 1)[0]) < 5

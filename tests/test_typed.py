@@ -8,6 +8,7 @@ import tomllib
 import jaxtyping
 import pytest
 
+import kernels
 import zoo
 from tests import typed
 
@@ -26,7 +27,10 @@ def test_which_runs_check_types(monkeypatch):
 @pytest.mark.skipif(jaxtyping.config.jaxtyping_disable, reason="JAXTYPING_DISABLE leaves the checks out")
 def test_this_run_checks_them():
     with pytest.raises(jaxtyping.TypeCheckError):
-        zoo.config(1.0)
+        kernels.attention(1.0, 1.0, 1.0, scale=1.0)
+    modules = typed.shaped()
+    assert {"zoo.nn.layers", "zoo.models.qwen3", "kernels.attention", "train.step.loss"} <= {*modules}
+    assert not {"zoo", "train", "convert", "zoo.nn", "zoo.registry"} & {*modules}
     with pytest.raises(RuntimeError, match=r"zoo, .* was imported before"):
         typed.install()
 

@@ -1,10 +1,15 @@
-"""Whether a run checks the types and shapes of arguments and results, which are a quarter of its CPU seconds.
+"""Whether a run checks the types and shapes of arguments and results, and of which modules.
 
 It does where it has tests of the default tier. Slow and live tests alone, and a second Python (JAXTYPING_DISABLE=1, as
 .ci/run sets it), would only check the same calls again.
+
+It does for modules that import jaxtyping. Those without shapes read files, records and options; pyright has checked
+their types, and their functions are called most often: to check them, too, took a tenth of a run's CPU seconds.
 """
 
 import collections
+import pathlib
+import re
 import sys
 
 import jaxtyping
@@ -21,12 +26,22 @@ def wanted(expression: str) -> bool:
     )
 
 
+def shaped() -> list[str]:
+    """Returns the names of the modules that import jaxtyping; a package's name stands for all below it."""
+    root, found = pathlib.Path(__file__).parents[1], []
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        if re.search(r"^(from|import) jaxtyping\b", path.read_text(), re.M):
+            parts = path.relative_to(root).with_suffix("").parts
+            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return found
+
+
 def install() -> None:
-    """Lets imports of our packages add the checks, from now on.
+    """Lets imports of our modules with shapes add the checks, from now on.
 
     Raises:
         RuntimeError: if one has been imported without them.
     """
     if early := [name for name in PACKAGES if name in sys.modules]:
         raise RuntimeError(f"{', '.join(early)} was imported before tests/conftest.py could have its types checked.")
-    jaxtyping.install_import_hook(list(PACKAGES), "beartype.beartype")
+    jaxtyping.install_import_hook(shaped(), "beartype.beartype")

@@ -28,4 +28,4 @@ def compare(
 
 
 if __name__ == "__main__":
-    tyro.cli(compare)
+    tyro.cli(compare, prog="python -m train.compare")

@@ -21,6 +21,7 @@ import train.tiny
 import zoo
 from kernels.mesh import CONTEXT
 from train.base.command import command
+from train.base.help import Group, option
 from train.data.packing import TEXT, file_hashes, tokenizer_hash
 from train.data.pictures import refuse_vision
 from train.data.rows import Set, batches, order, reading
@@ -40,6 +41,7 @@ from zoo.weights.gather import gathered
 class DistillOptions(TextOptions, finetune.FineTuningOptions):
     """Distil a model. Run again with the same options, it goes on from the last checkpoint."""
 
+    help_group: ClassVar[Group] = Group.METHOD
     name: ClassVar[str] = "distill"
 
     teacher: str | None = None
@@ -48,18 +50,18 @@ class DistillOptions(TextOptions, finetune.FineTuningOptions):
     """Folder to write the teacher's logits to, for all --epochs of the data. Nothing is trained."""
     logits: pathlib.Path | None = None
     """Folder that --store has written. The model learns from it instead of --data."""
-    top_k: int = 64
+    top_k: int = option(64, rare=True)
     """Number of logits of each token that --store keeps; six bytes each."""
     data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
     """Files, folders of them, or prepared stores, as for train.sft."""
     completions_only: bool = True
     """Learn completions and what the assistant says, but not prompts."""
-    epochs: int = 1
+    epochs: int = option(1, group=Group.STEP)
     """Number of times through the data, if --steps is 0."""
     beta: float = 0.0
     """Kind of divergence. 0: the forward KL(teacher || student). 1: the reverse. In between: mixed as in GKD. Stored
     logits allow the forward KL alone."""
-    temperature: float = 1.0
+    temperature: float = option(1.0, rare=True)
     """Number that both models' logits are divided by. The loss is multiplied by its square (Hinton et al., 2015)."""
     weight: float = 1.0
     """Weight of the divergence, from 0 to 1. The rest is the weight of the cross-entropy of the data's own tokens."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 import train.tiny
 import zoo
 from train.base.command import command
+from train.base.help import Group, option
 from train.data.preferences import PAIRS, PREFERENCES
 from train.data.sets import DataOptions, open_data
 from train.run import finetune, loop, report
@@ -70,6 +71,7 @@ LOSSES = {
 class DPOOptions(DataOptions, finetune.FineTuningOptions):
     """Teach a model preferences. Run again with the same options, it goes on from the last checkpoint."""
 
+    help_group: ClassVar[Group] = Group.METHOD
     name: ClassVar[str] = "dpo"
 
     data: tuple[str, ...] = (str(train.tiny.PREFERENCES),)
@@ -83,12 +85,12 @@ class DPOOptions(DataOptions, finetune.FineTuningOptions):
     weight of the comparison (its lambda)."""
     label_smoothing: float = 0.0
     """Fraction of the preferences that are assumed to be wrong, for dpo (conservative DPO)."""
-    desirable_weight: float = 1.0
+    desirable_weight: float = option(1.0, rare=True)
     """Weight of desirable completions, for kto."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: float = option(1.0, rare=True)
     """Weight of undesirable completions, for kto. Both should be in inverse proportion to their numbers."""
-    epochs: int = 0
-    """Number of times through the data, if --steps is 0. 0: 1, but 4 for the embedded preferences."""
+    epochs: int = option(0, group=Group.STEP)
+    """Number of times through the data, if --steps is 0. 0: 1 epoch, but 4 for the embedded preferences."""
 
 
 def objective(

@@ -13,17 +13,20 @@ from typing import Any, ClassVar, Literal
 import grain
 import jax
 import jax.numpy as jnp
+import rich
 import tyro
 
 import train.tiny
 import zoo
 from train.base.command import command
+from train.base.help import Group, option
 from train.data import rewards
+from train.data.naming import ColumnOptions
 from train.data.packing import fingerprint
 from train.data.pictures import of_rows
 from train.data.prompts import encode
 from train.data.records import Record, open_records
-from train.methods.rollouts import empty, rollout
+from train.methods.rollouts import empty, rollout, try_rewards
 from train.run import finetune, loop
 from train.run.defaults import resolve_steps, width_lr
 from train.step import loss
@@ -36,55 +39,56 @@ from zoo.nn.stack import Reports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPOOptions(finetune.FineTuningOptions):
+class GRPOOptions(ColumnOptions, finetune.FineTuningOptions):
     """Teach a model by rewards. Run again with the same options, it goes on from the last checkpoint."""
 
+    help_group: ClassVar[Group] = Group.METHOD
     name: ClassVar[str] = "grpo"
 
-    data: str = str(train.tiny.INSTRUCTIONS)
+    data: str = option(str(train.tiny.INSTRUCTIONS), group=Group.DATA)
     """A file, a folder, a glob, a URL, or hf:NAME; docs/data.md lists the formats. A record has a prompt (a string or a
     list of messages), or messages, whose last one is the answer; rewards get all its fields."""
     reward: tuple[str, ...] = (r"regex:[^\n]+\.",)
     r"""Functions of completions: exact or number (against the record's answer), python (runs code with the record's
     tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""
-    reward_weights: tuple[float, ...] = ()
+    reward_weights: tuple[float, ...] = option((), rare=True)
     """Weight of each of several rewards. Without weights each has 1."""
-    correct: float | None = None
+    correct: float | None = option(None, rare=True)
     """Reward from which on a completion counts as correct in pass@1 and pass@k. None: the sum of the weights of the
     rewards, which is the full reward where each is at most 1."""
-    hold_out: float = 0.0
+    hold_out: float = option(0.0, group=Group.DATA)
     """Fraction of the prompts to evaluate on, from the end, where the data has no validation files: validation_reward
     and validation_pass@k are of these."""
-    eval_prompts: int = 64
+    eval_prompts: int = option(64, group=Group.VALIDATION, rare=True)
     """Largest number of prompts to evaluate on, each with a --group of completions. 0: all that are held out."""
-    prompts: int = 8
+    prompts: int = option(8, group=Group.STEP)
     """Number of prompts of a step."""
-    group: int = 8
+    group: int = option(8, group=Group.STEP)
     """Number of completions of each prompt."""
-    max_new_tokens: int = 32
+    max_new_tokens: int = option(32, group=Group.STEP)
     """Largest number of tokens of a completion."""
     temperature: float = 1.0
     """Temperature of sampling. The probabilities that are trained are those at this temperature, too."""
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
     """How losses of tokens are averaged. grpo: over a completion, then over completions. dapo: over all tokens.
     dr_grpo: their sum is divided by completions times --max-new-tokens."""
-    level: Literal["token", "sequence"] = "token"
+    level: Literal["token", "sequence"] = option("token", rare=True)
     """What has a ratio of probabilities: each token, or each whole completion (GSPO)."""
-    scale_rewards: bool = True
+    scale_rewards: bool = option(True, rare=True)
     """Divide advantages by the standard deviation of their group; Dr. GRPO does not."""
     epsilon: float = 0.2
     """Distance from 1 at which ratios of probabilities are clipped, below and above."""
-    epsilon_high: float = 0.0
+    epsilon_high: float = option(0.0, rare=True)
     """Distance above 1 at which they are clipped: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above. 0: --epsilon."""
     kl: float = 0.0
     """Weight of the divergence from the model that the run began with (GRPO's beta); 0.04 in DeepSeekMath."""
-    iterations: int = 1
+    iterations: int = option(1, rare=True)
     """Number of times that a step learns from its completions. All but the first are off-policy."""
-    minibatches: int = 1
+    minibatches: int = option(1, rare=True)
     """Number of updates in each of these times."""
-    rollout_batch: int = 64
+    rollout_batch: int = option(64, rare=True)
     """Number of completions that are sampled at a time."""
-    cache_dtype: Literal["auto", "int8"] = "auto"
+    cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
     """Data type of cached keys and values while sampling. auto: --compute-dtype."""
     steps: int = 100
     # Not to be chosen: batches follow from --prompts, --group and --minibatches.
@@ -150,11 +154,17 @@ def main(o: GRPOOptions) -> None:
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora) / 20)
 
     # ----------------------------------------------------------------------------------------------------------- data
-    records, held_out = open_records(o.data, o.hold_out)
+    records, held_out = open_records(o.data, o.hold_out, o.columns)
     room = o.seq_len + 1 - o.max_new_tokens
     looked_at = [encode(record, tokenizer) for record in itertools.islice(records, 200)]
     if not any(len(prompt.ids) <= room for prompt in looked_at):
         raise ValueError(f"No prompt has at most {room} tokens, --seq-len without --max-new-tokens; raise the former.")
+
+    if o.dry_run:
+        everything = itertools.chain(records, held_out or ())
+        prompts = ((record.where, encode(record, tokenizer)) for record in everything)
+        for name, worth in try_rewards(prompts, o, judges).items():
+            rich.print(f"The reward {name} gives {worth:g} for the first record's answer, and all have what it needs.")
 
     def batched(records: grain.MapDataset[Record]) -> grain.IterDataset:
         prompts = records.map(functools.partial(encode, tokenizer=tokenizer)).to_iter_dataset()
@@ -164,6 +174,7 @@ def main(o: GRPOOptions) -> None:
     validation = batched(held_out[: o.eval_prompts or None]) if held_out else None
     source = {"data": fingerprint(o.data, tokenizer), "seed": o.seed, "prompts": o.prompts, "seq_len": o.seq_len}
     source |= {"hold_out": o.hold_out} if o.hold_out else {}
+    source |= {"columns": " ".join(o.columns)} if o.columns else {}
     shown = max((prompt.images for prompt in looked_at if prompt.images), key=lambda i: len(i.patches), default=None)
     seen = of_rows([shown] * o.batch, o.seq_len, tokenizer) if o.vision else {}
 

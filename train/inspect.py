@@ -8,11 +8,13 @@ Samples show what is not learnt dimmed.
 """
 
 import pathlib
+import sys
 
 import jax
 import rich
-import tyro
 
+from convert.private import public, warn_of_secrets
+from train.base import runfile
 from train.data import store
 from train.run.inspection import Found, InspectOptions, of_records, of_store, page, show
 
@@ -21,7 +23,8 @@ def main(o: InspectOptions) -> list[Found]:
     """Prints what each --data has, and writes the page.
 
     Raises:
-        ValueError, OSError: the data cannot be read, or a store is of another tokenizer or not what was written.
+        ValueError, OSError: the data cannot be read, records cannot be learnt from (after all is printed), or a store
+            is of another tokenizer or not what was written.
     """
     for name, least in (("seq_len", 1), ("records", 0), ("samples", 0)):
         if getattr(o, name) < least:
@@ -36,12 +39,15 @@ def main(o: InspectOptions) -> list[Found]:
         new.write_text(page(found), encoding="utf-8")
         new.replace(o.html)
         rich.print(f"\nWritten to {o.html}.")
+    if bad := [each.title for each in found if each.problems]:
+        raise ValueError(f"{', '.join(bad)}: a run would refuse the records that cannot be learnt from, see above.")
     return found
 
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be at work for others
+    warn_of_secrets(sys.argv)
     try:
-        main(tyro.cli(InspectOptions))
+        main(runfile.parse(InspectOptions))
     except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+        raise SystemExit(public(f"{type(error).__name__}: {error}")) from error

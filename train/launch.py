@@ -11,17 +11,16 @@ such as Kubernetes' JobSet, is as good.
 import sys
 from collections.abc import Sequence
 
-import tyro
-
+from train.base import runfile
 from train.run.launcher import Launcher, LaunchOptions
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command after "--" with the options before it; returns the exit code."""
-    if "--" not in arguments and "--help" not in arguments and "-h" not in arguments:
+    if not {"--", "-h", "--help", "--help-all"}.intersection(arguments):
         raise ValueError("Write the command after --, as in: python -m train.launch --processes 2 -- python -m ...")
     mine = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
-    o = tyro.cli(LaunchOptions, args=mine)
+    o = runfile.parse(LaunchOptions, mine)
     say = lambda text: print(f"train.launch: {text}", file=sys.stderr, flush=True)
     return Launcher(o, arguments[len(mine) + 1 :], say).run()
 

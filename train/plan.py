@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import rich
-import tyro
 from jax.sharding import Mesh
 from rich.table import Column, Table
 
 import zoo
 from train import dpo, grpo, sft
-from train.base import program
-from train.base.chips import Chip, fleet
+from train.base import program, runfile
+from train.base.chips import Chip, fleet, size_of
 from train.planning import planner
 from train.planning.ahead import Program, frozen, parts_of, training
 from train.planning.hlo import by_axis
@@ -164,7 +163,11 @@ def rank(plans: list[Plan]) -> None:
 
 def main(o: Options) -> None:
     config = zoo.inspect(o.model)
-    chip, devices = fleet(o.topology)
+    try:
+        chip, devices = fleet(o.topology)
+    except ImportError:  # nobody is to install a compiler to be told that
+        planner.refuse(o, config, *size_of(o.topology), step)
+        raise
 
     def planned(o: Options, which: str = "") -> Plan:
         rich.print(f"Compiling the step of {o.model} for {o.topology}{which}, {o.mesh}: {DURATION}.")
@@ -190,6 +193,6 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # the fleet is not here
     jax.config.update("jax_enable_compilation_cache", False)  # XLA does not dump a program that comes from the cache
     try:
-        main(tyro.cli(Options))
+        main(runfile.parse(Options))
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error

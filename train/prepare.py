@@ -8,14 +8,16 @@ the data and the options alone, not on the number of workers.
 """
 
 import os
+import sys
 from typing import Any
 
 import jax
 import rich
 import rich.progress
-import tyro
 
 import zoo
+from convert.private import public, warn_of_secrets
+from train.base import runfile
 from train.base.lock import lock
 from train.data import packing, store
 from train.data.records import open_records
@@ -31,7 +33,7 @@ def main(o: PrepareOptions) -> dict[str, Any]:
     """
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    opened = [open_records(path, o.hold_out) for path in o.data]
+    opened = [open_records(path, o.hold_out, o.columns) for path in o.data]
     for path, (records, _) in zip(o.data, opened, strict=True):
         found = kind.survey(records, tokenizer, **shape)
         report.data(path, found, tokenizer, vocab_size=shape["vocab_size"], seq_len=o.seq_len, dry_run=False)
@@ -39,6 +41,7 @@ def main(o: PrepareOptions) -> dict[str, Any]:
         sources = [packing.fingerprint(path, tokenizer)["files"] for path in o.data]
     about = {"version": 1, "model": o.model, **store.identity(kind.name, tokenizer, shape)}
     about |= {"hold_out": o.hold_out, "seed": o.seed, "sources": [dict(files=files) for files in sources]}
+    about |= {"columns": " ".join(o.columns)} if o.columns else {}
     o.out.parent.mkdir(parents=True, exist_ok=True)
     if other := lock(o.out.with_name(f"{o.out.name}.lock"), o):
         raise OSError(f"{o.out} is being prepared by another command ({other}): wait until it has ended.")
@@ -63,7 +66,8 @@ def main(o: PrepareOptions) -> dict[str, Any]:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be at work for others
+    warn_of_secrets(sys.argv)
     try:
-        main(tyro.cli(PrepareOptions))
+        main(runfile.parse(PrepareOptions))
     except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+        raise SystemExit(public(f"{type(error).__name__}: {error}")) from error

@@ -11,6 +11,7 @@ import jax
 
 import zoo
 from train.base.command import command
+from train.base.help import Group
 from train.data.packing import TEXT, Packing
 from train.data.pictures import refuse_vision
 from train.data.sets import TextOptions, open_data, text_settings
@@ -27,6 +28,7 @@ from zoo.registry import family_of
 class PretrainOptions(TextOptions, LanguageModelingOptions):
     """Pre-train a model. Run again with the same options, it goes on from the last checkpoint."""
 
+    help_group: ClassVar[Group] = Group.MODEL
     name: ClassVar[str] = "pretrain"
 
     model: str

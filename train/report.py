@@ -21,4 +21,4 @@ def again(run: tyro.conf.Positional[pathlib.Path]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(again)
+    tyro.cli(again, prog="python -m train.report")

@@ -11,6 +11,7 @@ from typing import ClassVar
 import train.tiny
 import zoo
 from train.base.command import command
+from train.base.help import Group, option
 from train.data.packing import TEXT
 from train.data.sets import TextOptions, open_data, text_settings
 from train.run import finetune, loop, report
@@ -23,6 +24,7 @@ from zoo.mesh import make_mesh
 class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOptions):
     """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint."""
 
+    help_group: ClassVar[Group] = Group.METHOD
     name: ClassVar[str] = "sft"
 
     data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
@@ -31,8 +33,8 @@ class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOption
     the record by your function."""
     completions_only: bool = True
     """Learn completions and what the assistant says, but not prompts."""
-    epochs: int = 0
-    """Number of times through the data, if --steps is 0. 0: 3, but 8 for the embedded instructions."""
+    epochs: int = option(0, group=Group.STEP)
+    """Number of times through the data, if --steps is 0. 0: 3 epochs, but 8 for the embedded instructions."""
     neftune: float = 0.0
     """Size of the noise on the embeddings of tokens (NEFTune's alpha), such as 5 to 15. 0: no noise."""
 

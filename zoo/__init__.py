@@ -9,6 +9,7 @@ A model is named by a zoo name (`zoo.names()`), by a Hub repository "org/name", 
 
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import sys
 import warnings
@@ -60,6 +61,8 @@ def _import_own(name: str) -> None:
     own.loader.exec_module(sys.modules[name])
 
 
+for _name in ("TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL"):  # libtpu reads these as jax loads it, and else says a lot
+    os.environ.setdefault(_name, "3")
 for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)
 

@@ -68,6 +68,7 @@ if __name__ == "__main__":
                 "to-hub": to_hub,
                 "to-orbax": to_orbax,
             },
+            prog="python -m zoo",
             description=__doc__,
         )
     except (ValueError, OSError) as error:

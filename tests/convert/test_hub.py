@@ -159,11 +159,11 @@ def hub(tmp_path, nursery):
 
 CALL = """
 import itertools, sys, types
-from convert import hub
+from convert import hub, pacing
 
 weights, waits, repo, *revisions = sys.argv[1:]
 if waits == "False":  # a second passes with each piece of an answer, and nothing is waited for
-    hub.time = types.SimpleNamespace(sleep=lambda seconds: None, monotonic=itertools.count().__next__)
+    hub.time = pacing.time = types.SimpleNamespace(sleep=lambda seconds: None, monotonic=itertools.count().__next__)
 for revision in revisions:
     try:
         print(hub.folder(repo, revision or None, weights=weights == "True"))
@@ -397,7 +397,7 @@ def test_answers_that_the_hub_would_not_give(hub, tmp_path):
     answers = [
         ((200, b"<html>Log in</html>"), r"answers with what is no JSON \(.*\), such as a page of a proxy"),
         ((200, b"[" * 10**6), "answers with what is no JSON"),
-        ((200, b'"' + b" " * 2**25 + b'"'), "answers with more than 32 MiB where a few kB belong"),
+        ((200, b'"' + b" " * 2**25 + b'"'), "answers with more than 32 MiB, the most that belongs there"),
         ((200, b"{}"), "leaves out what it has to say .*"),
         ((200, b"[]"), "leaves out what it has to say .*"),
         ((200, json.dumps({"id": "org/one", "sha": out}).encode()), f"names the commit '{out}', which is no hash"),

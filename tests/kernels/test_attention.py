@@ -71,7 +71,8 @@ def test_logits_of_10_000(implementation):
     q, k, v, d_out = arrays(**shapes | dict(size=3000))
     greatest = SCALE * np.einsum("bshd,btd->bhst", q, k[:, :, 0]).max(axis=-1)
     out, _, _, dv = errors(run(implementation, q, k, v, d_out, **options), oracle(q, k, v, d_out, **options))
-    assert np.mean(greatest) > 1e4 and out < 1e-5 and dv < 3e-8 * np.mean(greatest)
+    # A logit is rounded by at most 6e-8 of it. Found: 3.4e-8 where the CPU has no AVX-512, else below 3e-8.
+    assert np.mean(greatest) > 1e4 and out < 1e-5 and dv < 4e-8 * np.mean(greatest)
 
 
 @functools.cache

@@ -70,6 +70,7 @@ def test_explain_names_the_choice_and_why_not_the_others():
     assert choice[:2] == ("attention", "xla")
     assert choice.others["reference"] is None
     assert choice.others["cudnn"] == "it is for NVIDIA GPUs, and this is a cpu"
+    assert str(choice).startswith("attention is served by xla; ") and "; tpu: could, on a TPU; " in str(choice)
     (choice,) = kernels.explain(kernels.attention, *QKV, scale=SCALE, implementation="reference")
     assert choice.implementation == "reference"
 

@@ -183,7 +183,7 @@ def test_more_steps_rewarm(base, tuned, tmp_path, capsys):
             r"identity\.lora\.scale \(alpha / rank\) is 2\.0, and now it is 1\.0",
         ),
         (dict(lora=Lora(rank=2, where="*.q_proj")), r"identity\.lora\.where is layers\.\*, and now .*q_proj"),
-        (dict(lora=LORA, quantize="int8"), r"identity\.quantize is none, and now it is int8"),
+        (dict(lora=LORA, quantize="int8"), r"--quantize was none and is int8"),
         (dict(), r"identity\.lora\.rank is 2, and now it is 0"),
     ],
 )
@@ -208,7 +208,7 @@ def test_another_base_is_refused(base, model, tuned, tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "fingerprint", lambda name, revision, fingerprint=zoo.fingerprint: fingerprint(name))
     adapted = lora.add(model, rank=2, alpha=4.0, key=jax.random.key(0))
     monkeypatch.setattr(finetune, "load", lambda *_, **__: adapted)
-    with pytest.raises(ValueError, match=r"identity\.revision is None, and now it is v2"):
+    with pytest.raises(ValueError, match=r"--revision was None and is v2"):
         run(base, tuned[0], lora=LORA, lr=3e-2, revision="v2")
 
 

@@ -1,5 +1,6 @@
 """When something goes wrong: bad steps, their replay, where the time goes, profiles, and processes that hang."""
 
+import dataclasses
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import resource
 import signal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ import train.run.options
 import zoo
 from tests.train.conftest import command, write_words
 from train.base import goodput, profiling
-from train.run import offending, watchdog
+from train.run import loop, offending, twice, watchdog
+from train.state.state import TrainState
 from train.step import nans
 from train.step.step import cross_entropy
 from train.watch.metrics import read_metrics
@@ -88,7 +91,10 @@ def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     assert "Lower --lr" in end.value.code
     assert "The first NaN is that of a test." in end.value.code
     assert (stops / "checkpoints" / str(nan)).is_dir()
-    command("train.sft", *options(bad, stops))
+    repeated = []
+    monkeypatch.setattr(loop, "twice", lambda step, n: repeated.append(n) or twice.twice(step, n))
+    command("train.sft", *options(bad, stops, "--check-replay-every", "2"))  # which changes nothing
+    assert repeated and repeated == [n for n in range(nan + 1, len(lines) + 1) if n % 2 == 0]
     again = [line for line in read_metrics(stops / "metrics.jsonl") if "loss" in line]
     assert [(a["step"], a["loss"], a["grad_norm"], a["learning_rate"]) for a in lines] == [
         (a["step"], a["loss"], a["grad_norm"], a["learning_rate"]) for a in again
@@ -104,6 +110,43 @@ def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     assert {path.name for path in skips.glob("offending-*")} == {f"offending-{nan}", f"offending-{spike}"}
     with pytest.raises(SystemExit, match="has no step to replay"):
         command("train.replay", skips / "offending-0")
+
+
+@pytest.mark.parametrize("fault, named", [(None, ""), (0, "model.weight"), (1, "loss")])
+def test_a_step_that_has_other_bits_the_second_time(fault, named):
+    """One bit of the state on one of eight devices, or of the loss: told, with the device."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.P("fsdp"))
+    weight = np.array([0, 1, jnp.nan, *range(13)], jnp.bfloat16)
+    state = TrainState(jnp.int32(4), Weight(jax.device_put(weight, place)), (jnp.zeros(2, bool),))
+    donating = jax.jit(lambda state: (jax.tree.map(lambda a: a, state), {"loss": jnp.float32(2)}), donate_argnums=0)
+    calls = []
+
+    def step(state, batch):
+        calls.append(batch)
+        new = list(donating(state))
+        if len(calls) == 2 and fault == 0:  # the last bit of what the sixth device has
+            bits = np.asarray(new[0].model.weight).copy()
+            bits.view(np.uint16)[11] ^= 1
+            new[0] = dataclasses.replace(new[0], model=Weight(jax.device_put(bits, place)))
+        if len(calls) == 2 and fault == 1:
+            new[1] = {
+                "loss": jax.device_put(np.nextafter(np.float32(2), np.float32(3)), jax.NamedSharding(mesh, jax.P()))
+            }
+        return tuple(new)
+
+    if fault is None:
+        new, numbers = twice.twice(step, 5)(state, "batch")
+        assert calls == ["batch"] * 2 and new.step == 4 and numbers["loss"] == 2
+        return
+    device = ", ".join(map(str, jax.devices()[5:6] if fault == 0 else jax.devices()))  # all have the loss
+    told = rf"Step 5 was computed twice .* 1 of 4 arrays .* \S*{named} first, in process 0 on {device}\. Its result"
+    with pytest.raises(FloatingPointError, match=told):
+        twice.twice(step, 5)(state, "batch")
+
+
+class Weight(eqx.Module):
+    weight: jax.Array
 
 
 def test_limits_follow_the_numbers():

@@ -285,3 +285,36 @@ def test_refusals(folder, tmp_path):
             grpo.main(dataclasses.replace(options(folder, tmp_path), **changes))
     with pytest.raises(ValueError, match="line 3: the record has neither a prompt nor messages"):
         prompts_.encode(Record("line 3", {"text": "x"}), zoo.tokenizer(folder / "model"))
+
+
+def test_a_dry_run_tries_the_rewards(folder, tmp_path, monkeypatch):
+    """It names the record that lacks what a reward needs, before a model is loaded."""
+    lines = [{"prompt": "a ", "answer": "1"}, {"prompt": "b ", "answer": "2"}, {"prompt": "c "}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "own.py").write_text("def fails(completion, record):\n    return record['no']\n")
+    start = lambda **changes: grpo.main(
+        dataclasses.replace(
+            options(folder, tmp_path / "out", dry_run=True), data=str(tmp_path / "data.jsonl"), **changes
+        )
+    )
+    monkeypatch.setattr(grpo.finetune, "run", lambda *_, **__: None)
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 3: The reward needs a field `answer` in the record"):
+        start(reward=("number",))
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 3: The reward needs a field `answer`"):
+        start(reward=("exact",), hold_out=0.3)  # where it is held out
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 1: The reward python needs a field `tests`"):
+        start(reward=("number", "python"))
+    with pytest.raises(ValueError, match=r"line 1: --reward \S+own\.py:fails raises KeyError: 'no'\.$"):
+        start(reward=(f"{tmp_path / 'own.py'}:fails",))
+
+
+def test_what_is_tried_of_rewards():
+    """A reward of the user's is called once, with the record's own answer; what it gives is told."""
+    calls = []
+    prompts = [(f"line {n}", prompts_.Prompt([0], {"answer": str(n)})) for n in range(3)]
+    own = lambda completion, record: calls.append((completion, record)) or 0.5
+    o = grpo.GRPOOptions(reward=("exact", "own.py:own"))
+    assert rollouts.try_rewards(prompts, o, [rewards.exact, own]) == {"exact": 1.0, "own.py:own": 0.5}
+    assert calls == [("0", {"answer": "0"})]
+    with pytest.raises(ValueError, match=r"line 0: --reward own\.py:own gives nan, and has to give a finite number"):
+        rollouts.try_rewards(prompts, o, [rewards.exact, lambda *_: float("nan")])

@@ -50,10 +50,11 @@ def test_numbers(data, tmp_path):
     (found,) = inspect.main(InspectOptions(data=(data,), seq_len=64, samples=8, html=tmp_path / "page.html"))
     table = found.table
     assert table["records"] == "8, of which 8 are looked at" and table["documents"] == "8"
-    assert table["cut at the row's end"] == f"2 (25.0 %) records, such as {data}, line 4"
+    assert table["cut at the row's end"] == f"2 (25.0 %) records, such as {data}, line 4; {data}, line 6"
     assert table["nothing to learn in"] == f"1 (12.5 %) records, such as {data}, line 4"
     assert (
-        table["the same again"] == f"3 (37.5 %) records have the tokens of one before; {data}, line 1 is there 3 times"
+        table["the same again"] == "3 (37.5 %) records have the tokens of one before, such as "
+        f"{data}, line 3; {data}, line 5; {data}, line 7; {data}, line 1 is there 3 times"
     )
     sizes = [sum(len(text) for text, _ in parts) for *_, ((_, parts),) in found.samples]
     assert [where.rpartition(" ")[2] for where, _ in found.samples] == [str(n) for n in range(1, 9)]
@@ -139,15 +140,37 @@ def test_pairs(tmp_path):
     assert kto.table["the same again"].startswith("1 (25.0 %) records")
 
 
+def test_bad_records(tmp_path, capsys):
+    """Each kind is counted and placed, and the rest is looked at; a run refuses them by the same sentences."""
+    wrong = {"query": "?"}
+    turn = {"messages": [{"role": "user"}]}
+    records = [chat("a", "b"), wrong, turn, wrong, chat("c", ""), wrong, chat("a", "b"), wrong, wrong]
+    path = write(tmp_path / "bad.jsonl", *records)
+    with pytest.raises(ValueError, match=r"bad\.jsonl: a run would refuse the records"):
+        inspect.main(InspectOptions(data=(path,), seq_len=64, samples=9, html=tmp_path / "page.html"))
+    shown = " ".join(capsys.readouterr().out.split())
+    first = f"{path}, line 2: the record has query (str), but must have messages"
+    others = f"So in 4 others: {path}, line 4; {path}, line 6; 2 more."
+    assert "cannot be learnt from 6 (66.7 %) records" in shown
+    for text in (shown, html.unescape((tmp_path / "page.html").read_text())):
+        assert first in text and others in text and "DATA@file.py:function makes fields of them" in text
+        assert f"{path}, line 3: " in text
+    assert f"1 (33.3 %) records have the tokens of one before, such as {path}, line 7" in html.unescape(text)
+    with pytest.raises(SystemExit) as refused:
+        command("train.sft", "--data", path, "--dry-run", "--hold-out", 0)
+    said = str(refused.value)
+    assert "6 of the 9 records looked at cannot be learnt from." in said and first in said and others in said
+
+
 def test_bad_input(data, tmp_path):
     command("train.inspect", data, "--samples", 0)
-    broken = write(tmp_path / "broken.jsonl", {"question": "?"})
+    broken = write(tmp_path / "broken.jsonl", {"query": "?"})
     incomplete = tmp_path / "store"
     incomplete.mkdir()
     (incomplete / "about.json").write_text("{}")
     for arguments, problem in [
         ((tmp_path / "none",), "none is neither a file nor a folder|There is no"),
-        ((broken,), r"broken.jsonl, line 1: the record has question \(str\), but must have messages"),
+        ((broken,), "broken.jsonl: a run would refuse the records that cannot be learnt from, see above"),
         ((data, "--verify"), "--verify: .* is no prepared store"),
         ((data, "--seq-len", 0), "--seq-len 0 must be at least 1"),
         ((data, "--records", -1), "--records -1 must be at least 0"),

@@ -51,6 +51,14 @@ def data_of(path):
     return json.loads(text)
 
 
+def test_the_slowest_process():
+    """By medians, since each process is late at times; of the present number of processes."""
+    lines = [{"step": n, "own_seconds": [0.1, 9.0 if n == 5 else 0.2, 0.9]} for n in range(1, 10)]
+    told = "process 2: 0.9 s of its own a step; the median process has 0.2 s"
+    assert page.slowest([{"step": 0, "own_seconds": [5.0] * 4}, *lines]) == {"slowest process": told}
+    assert page.slowest([{"step": 1, "loss": 2.0}]) == {}
+
+
 def test_a_run(tmp_path, capsys):
     run = write_run(tmp_path / "patient")
     (run / page.GOODPUT).write_text('{"seconds": {"step": 30.0, "compile": 10.0, "away": 5.0, "lost": 0.0}}')
@@ -81,6 +89,8 @@ def test_runs_compared(tmp_path):
     data = data_of(tmp_path / "both.html")
     assert [run["name"] for run in data["runs"]] == ["a", "b"] and data["refresh"] == page.REFRESH
     assert data["tables"][0]["title"] == "What differs"
+    drawn = (tmp_path / "both.html").read_text()
+    assert 'title === "What differs" ? "differs"' in drawn and drawn.index('id="differs"') < drawn.index('id="charts"')
     assert data["tables"][0]["rows"] == [["--lr", "0.001", "0.01"], ["--steps", "40", "60"]]
     (norms,) = next(section["charts"] for section in data["sections"] if section["title"] == "Layers")
     assert norms["title"] == "gradient_norm" and norms["keys"] == [f"gradient_norm/layers.{n:02d}" for n in range(12)]

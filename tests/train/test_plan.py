@@ -21,7 +21,7 @@ import zoo
 from tests import hurry
 from tests.zoo.programs import noise
 from train import plan as script
-from train.base.chips import CHIPS, chip_of, fleet, slice_of, slowest_link, target
+from train.base.chips import CHIPS, chip_of, fleet, size_of, slice_of, slowest_link, target
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
 from train.planning.ahead import Compiled, Program, TooLarge, compile_ahead, training
 from train.planning.breakdown import Part
@@ -264,7 +264,7 @@ def test_no_activation_is_replicated_in_silence():
     for text, times in ("replica=2,fsdp=2,tensor=2", 1), ("context=4,tensor=2", 2):
         split = compiled(*wide(text, jax.devices()))
         assert split.activations == pytest.approx(whole.activations * times / 8, rel=0.01)
-        assert split.temporaries < 1.6 * whole.temporaries / 8  # with what is gathered for one product at a time
+        assert split.temporaries < 1.65 * whole.temporaries / 8  # with what one product gathers; 1.63 without YNNPACK
 
 
 def test_bounds(config, made, monkeypatch):
@@ -526,6 +526,31 @@ def test_what_to_install(text, package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=rf"install {package}: pip install -e '\.\[compile\]'"):
         fleet(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        (dict(model="llama3.1-70b"), ValueError, r"70b is larger than the fleet: its state takes .* GB, and v6e:2x4"),
+        (
+            dict(model="llama3.1-8b", mesh="replica=8"),
+            ValueError,
+            r"a device holds 32\.12 GB of parameters and .* GB of",
+        ),
+        (dict(batch=3), ValueError, "3 sequences of a step can't be split by fsdp = 8"),
+        (dict(mesh="fsdp=3"), ValueError, "needs 3 devices; there are 8"),
+        (dict(), ImportError, "install libtpu"),
+    ],
+)
+def test_what_cannot_fit_needs_no_compiler(changes, error, sentence, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(error, match=sentence):
+        script.main(dataclasses.replace(TINY, **changes))
+
+
+def test_devices_of_a_topology():
+    sizes = {"v6e:2x4": 8, "tpu7x:2x2x2": 16, "v5p-128": 64, "h200:16": 16, "4090:2": 2}
+    assert {text: size_of(text)[1] for text in sizes} == sizes
 
 
 def test_a_mesh_that_does_not_divide(config):

@@ -17,8 +17,8 @@ import pytest
 import zoo
 from tests import hurry
 from tests.train.test_checkpoint import HOLDER
-from train import dpo, prepare, pretrain, sft
-from train.data import rows, store
+from train import dpo, inspect, prepare, pretrain, sft
+from train.data import rows, sets, store
 from train.data.packing import TEXT
 from train.data.records import open_records
 from train.run import finetune, preparation
@@ -92,6 +92,26 @@ def test_what_is_finished_is_not_made_again(data, tmp_path, small, monkeypatch):
     prepare.main(options(data, whole))
     (whole / "train-00005-of-00009.tmp").unlink()
     assert made == ["train-00002-of-00009", "train-00004-of-00009"] and contents(whole) == expected
+
+
+def test_columns(tmp_path, small):
+    """Preparing and looking rename columns, other names are another store, and a store has none to rename."""
+    own, ours = tmp_path / "own.jsonl", tmp_path / "ours.jsonl"
+    own.write_text('{"body": "a list of keys"}\n')
+    ours.write_text('{"text": "a list of keys"}\n')
+    prepare.main(options(own, tmp_path / "own", columns=("text=body",)))
+    prepare.main(options(ours, tmp_path / "ours"))
+    rows_of = lambda name: contents(tmp_path / name)["train-00000-of-00001.array_record"]
+    assert rows_of("own") == rows_of("ours")
+    with pytest.raises(ValueError, match="own was begun with other data or options: columns was text=body"):
+        prepare.main(options(own, tmp_path / "own", columns=("text=body", "label=body")))
+    (found,) = inspect.main(inspect.InspectOptions(data=(str(own),), columns=("text=body",)))
+    assert found.table["documents"] == "1"
+    with pytest.raises(ValueError, match=r"--columns: .*own is prepared already and has no columns; give it to train"):
+        inspect.main(inspect.InspectOptions(data=(str(tmp_path / "own"),), columns=("text=body",)))
+    o, tokenizer = sft.SFTOptions(data=(), columns=("text=body",)), zoo.tokenizer("tiny")
+    with pytest.raises(ValueError, match=r"--columns: .*own is prepared already"):
+        sets.open_set(o, str(tmp_path / "own"), tokenizer, TEXT, {}, seed=0, limit=None)
 
 
 def test_refusals(data, tmp_path, small):

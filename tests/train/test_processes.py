@@ -198,6 +198,8 @@ def test_fine_tuning(folder, two):
     alone(script("sft", folder / "sft-one", *FINE_TUNING, kind="script"))
     one, two, (first, second) = folder / "sft-one", folder / "sft-two", (output["sft"] for output in two)
     assert_same_run(two, one)
+    lines = [line for line in metrics(two) if "loss" in line]
+    assert len(lines) == 4 and all(len(line["own_seconds"]) == 2 for line in lines)
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     assert "step 4/4" in first and f'zoo.load("{two / "model"}")' in first
     # Gloo's threads write of their connections, and into each other's lines.

@@ -18,6 +18,10 @@ SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
 @pytest.mark.parametrize(
     ("code", "message"),
     [
+        (
+            "def f(fields): return {'text': 'x' * 90_000_000}",
+            r"line 1: .*own.py:f returned 86 MiB or more, and",
+        ),
         ("import sys\ndef f(fields): sys.exit()", r"line 1: .*own.py:f raised SystemExit"),
         ("raise SystemExit", r"own.py can't be imported: SystemExit"),
         ("def f(", r"own.py can't be imported: SyntaxError"),
@@ -236,7 +240,7 @@ def test_which_files_are_for_what(tmp_path):
     with pytest.raises(
         ValueError, match=r"nothing to train on: files must end in .jsonl, .json, .parquet, .txt, .array_r"
     ):
-        found("a.csv")
+        found("a.tsv")
     with pytest.raises(ValueError, match=r"nothing to train on"):
         found("test.jsonl")
     with pytest.raises(FileNotFoundError, match=r"nowhere is neither a file nor a folder"):

@@ -1,8 +1,10 @@
 """Rewards: what earns one, what does not, and that programs which run wild are ended."""
 
+import builtins
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from tests.train import test_data
 from tests.train.test_data import CHAT, HEAD
 from train import grpo
-from train.data import confine, rewards
+from train.data import confine, fair, rewards
 from train.data import prompts as prompts_
 from train.data.records import Record
 from train.methods import rollouts
@@ -98,6 +100,66 @@ def test_python(completion, worth):
 def test_only_tests_that_end_earn(program):
     """However the program ends, and whatever it redefines: the tests fail, or never run."""
     assert rewards.python(program, {"tests": "assert False  # '''"}) == 0
+
+
+LIAR = """
+class Liar(BASE):
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda *_: True
+    __hash__ = lambda _: 8
+    __sub__ = __abs__ = __len__ = __getitem__ = lambda *_: Liar()
+    __bool__ = lambda _: True
+import builtins
+builtins.type = builtins.issubclass = builtins.all = lambda *_: True
+double = lambda x: RETURNED
+"""
+
+
+@pytest.mark.parametrize("base", ["object", "int", "list", "dict", "str"])
+@pytest.mark.parametrize(
+    "returned, tests",
+    [
+        ("Liar()", "assert double(4) == 8"),
+        ("Liar()", "assert 8 == double(4)"),
+        ("Liar()", "assert double(4) in [8]"),
+        ("Liar()", "assert double(4) > 8"),
+        ("[Liar()]", "assert double(4) == [8]"),
+        ("{'a': Liar()}", "def check():\n    assert double(4) == {'a': 8}\ncheck()"),
+        ("{Liar()}", "assert double(4) == {8}"),
+    ],
+)
+def test_an_object_that_equals_all_others_earns_nothing(base, returned, tests):
+    program = LIAR.replace("BASE", base).replace("RETURNED", returned)
+    # In this process, where it takes no time; so its "builtins" are not the real ones.
+    space = {"__name__": "x", "__builtins__": vars(builtins) | {"__import__": lambda *_: types.SimpleNamespace()}}
+    exec(program, space)
+    with pytest.raises((AssertionError, TypeError)) as end:
+        exec(fair.fair(tests), space)
+    assert isinstance(end.value, AssertionError) or "order" in str(end.value) or ">" in str(end.value)
+    if base == "object":
+        exec(tests, space)  # by its own methods it passes
+
+
+def test_a_liar_in_its_process():
+    program = LIAR.replace("BASE", "object").replace("RETURNED", "Liar()")
+    assert rewards.python(program, {"tests": "assert double(4) == 8"}) == 0
+
+
+def test_what_equals_counts():
+    """What tests compare in good faith has the value that Python gives it."""
+    tests = """
+from collections import Counter, OrderedDict, namedtuple
+from fractions import Fraction
+P = namedtuple("P", "x y")
+assert 1 == 1.0 == True != 2 and 1 < 2 <= 2.0 < 3 and not 1 < 2 < 2
+assert Counter("aab") == {"a": 2, "b": 1} and OrderedDict(a=1) == dict(a=1) and P(1, 2) == (1, 2)
+assert [1, (2, {"a": [3]})] == [1, (2, {"a": [3]})] != [1, (2, {"a": [4]})] and [1] != (1,) and {1, 2} == {2, 1}
+assert {1} == frozenset({1}) and {1} < {1, 2} and [1, 2] < [1, 3] and "a" < "b" and "a" in "cab" and b"a" in b"cab"
+assert 1 in {1: 2} and 2 in {1: 2}.values() and 3 in range(5) and 7 not in (1, 2) and None == None is None
+assert Fraction(1, 2) == Fraction(2, 4) < Fraction(1) and [Fraction(1, 2)] == [Fraction(1, 2)] and len([1]) == 1
+assert [x for x in range(4) if x % 2 == 1] == [1, 3] and (lambda x: x == 1)(1) and str(8) == "8" and type(1) == int
+assert float("nan") != float("nan") and not 1 == "1" and [[]] == [[]] and max([1, 2], key=lambda x: x == 1) == 1
+"""
+    assert rewards.python("pass", {"tests": tests}) == 1
 
 
 SEARCH = """
@@ -254,6 +316,16 @@ def test_find(tmp_path):
             rewards.find(name)
 
 
+class Everything:
+    """It equals all others, and calls itself a number."""
+
+    def __eq__(self, other):
+        return True
+
+    def __float__(self):
+        return 1.0
+
+
 def test_rewards_that_raise_score_0(recwarn):
     """And are counted, with the first named; a record that lacks what a reward needs still ends the run."""
 
@@ -269,6 +341,12 @@ def test_rewards_that_raise_score_0(recwarn):
     assert warning == "The reward ratio raises ZeroDivisionError: division by zero, for ''. Such count as 0."
     found, errors = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_: float("nan"), rewards.exact])
     assert errors == 3 and not found.any()
+    for worth in ("1" * 90_000_000, Everything(), np.array([1.0]), None):
+        with pytest.warns(UserWarning, match=f"it returned a {type(worth).__name__}, and must return a number") as told:
+            found, errors = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_, w=worth: w, rewards.number])
+        assert errors == 3 and not found.any() and len(str(told[0].message)) < 200
+    found, _ = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_: np.float32(0.5), lambda *_: True])
+    assert (found == [0.5, 1]).all()
     with pytest.raises(rewards.BadRecord, match="needs a field `answer`"):
         rollouts.rewarded([["a", "b", "c"]], [prompts_.Prompt([1], {})], o, [ratio, rewards.exact])
 

@@ -1,16 +1,28 @@
 """Options of a run in a file: what is read, what wins, what is refused, and that a run's own file gives its options."""
 
 import dataclasses
+import json
 import pathlib
+import subprocess
 import sys
 
 import pytest
 
+import zoo
 from convert.private import public
-from train import grpo, pretrain, sft
-from train.base import cluster, runfile
-from train.run import defaults, folder
+from tests.train.conftest import command
+from train import distill, dpo, grpo, pretrain, sft
+from train.base import cluster, help, runfile
+from train.data import store
+from train.planning import planner
+from train.run import defaults, folder, inspection, report
+from train.run.inspection import InspectOptions
+from train.run.launcher import LaunchOptions
+from train.run.preparation import PrepareOptions
 from train.watch.watch import origin
+
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -99,6 +111,40 @@ def test_a_run_s_own_file(tmp_path, monkeypatch, options):
     assert (tmp_path / "run.yaml").read_text().startswith(text.splitlines()[0] + "\n# python -m train.sft --keep 2\n")
 
 
+URL = "https://me:pa55@127.0.0.1:9/a.jsonl?X-Amz-Signature=pa55"
+
+
+@pytest.mark.parametrize("script", ["train.prepare", "train.inspect", "train.sft"])
+def test_secrets_stay_out_of_messages(tmp_path, capsys, script):
+    """A script that cannot read the URL names it without them. It warns of the list of processes, once."""
+    with pytest.raises(SystemExit) as end:
+        data = ["--data", URL] if script == "train.sft" else [URL, "--model", "tiny"]
+        command(script, *data, *([] if script == "train.inspect" else ["--out", tmp_path / "out"]))
+    assert "https://***@127.0.0.1:9/a.jsonl?X-Amz-Signature=***" in str(end.value.code)
+    said = "".join(capsys.readouterr())
+    assert "pa55" not in said + str(end.value.code)
+    assert said.count("a URL of the command line has a password or token") == 1
+
+
+def test_secrets_stay_out_of_stores_and_tables(tmp_path, capsys):
+    """A store that an earlier version began with them goes on, as does one whose password is another now."""
+    about, other = ({"sources": [URL.replace("pa55", word)]} for word in ("pa55", "0ther"))
+    store.begin(tmp_path / "new", about)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / store.ABOUT).write_text(json.dumps(about))
+    for name in ("new", "old"):
+        store.begin(tmp_path / name, other)
+    store.end(tmp_path / "new", {})
+    assert "pa55" not in (tmp_path / "new" / store.STORE).read_text()
+    report.rows(f"Data: {URL}", {"files": URL})
+    assert "pa55" not in capsys.readouterr().out + (tmp_path / "new" / store.ABOUT).read_text()
+
+
+def test_secrets_stay_out_of_pages():
+    entry = inspection.Entry("https://me:pa55@h/a.jsonl, line 1", [], [], False)
+    assert inspection.sample(entry, zoo.tokenizer("tiny")).where == "https://***@h/a.jsonl, line 1"
+
+
 def test_secrets_of_urls_stay_out(tmp_path, monkeypatch):
     """Of a run's files, which are their owner's alone, and of messages."""
     url, shown = (
@@ -128,3 +174,69 @@ def test_secrets_of_urls_stay_out(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as error:
         cluster.end(f"OSError: {url} cannot be listed.")
     assert str(error.value) == f"OSError: {shown} cannot be listed."
+
+
+SCRIPTS = {
+    "sft": sft.SFTOptions, "pretrain": pretrain.PretrainOptions, "dpo": dpo.DPOOptions, "grpo": grpo.GRPOOptions,
+    "distill": distill.DistillOptions, "plan": planner.Options, "prepare": PrepareOptions,
+    "inspect": InspectOptions, "launch": LaunchOptions,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_help_is_two_screens_and_says_defaults_in_words(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as end:
+        runfile.parse(script, ["--help"])
+    brief = capsys.readouterr().out
+    assert end.value.code == 0 and len(brief.splitlines()) <= 100
+    assert max(len(line) for line in brief.splitlines()) <= 100
+    with pytest.raises(SystemExit):
+        runfile.parse(script, ["--help-all"])
+    everything = capsys.readouterr().out
+    found = help.options_of(script)
+    assert {each.name for each in found} >= {name.replace("_", "-") for name in help.kinds(script)} - {"lora", "chat"}
+    for each in found:
+        assert each.text, f"--{each.name} says nothing"
+        assert each.invocation in everything and (each.rare or each.invocation in brief)
+        said = each.default_in_words
+        assert said.split()[-1] not in ("None", "-1", "default:"), f"--{each.name} has {said}"
+    titles = [line for line in brief.splitlines() if line in list(help.Group)]
+    assert titles == [each for each in help.Group if each in titles]
+
+
+def test_help_of_a_run_begins_with_its_model_and_data(capsys):
+    with pytest.raises(SystemExit):
+        runfile.parse(sft.SFTOptions, ["-h"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: ") and "[options]" in said.splitlines()[0]
+    assert [said.index(part) for part in ("\nModel\n  --model", "\nData\n  --data", "\nOptimizer\n")] == sorted(
+        said.index(part) for part in ("\nModel\n  --model", "\nData\n  --data", "\nOptimizer\n")
+    )
+    words = {each.name: each.default_in_words for each in help.options_of(sft.SFTOptions)}
+    assert words["norms-every"] == "default: never" and words["eval-questions"] == "default: 200"
+    assert words["epochs"] == "default: 3 epochs, but 8 for the embedded instructions"
+
+
+def test_the_usage_names_the_module():
+    run = subprocess.run([sys.executable, "-m", "train.compare", "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout.startswith("usage: python -m train.compare")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--learning_rate", "--lr"), ("--learning-rate=1", "--lr"), ("--batch-size", "--batch"),
+        ("--seqlen", "--seq-len"), ("--output-dir", "--out"), ("--lora.alhpa", "--lora.alpha"),
+        ("--warmup_steps", "--warmup"), ("--no-completion-only", "--no-completions-only"),
+    ],
+)  # fmt: skip
+def test_the_option_that_is_meant(given, meant):
+    with pytest.raises(ValueError, match=f"has no option {given.partition('=')[0]}; do you mean {meant}\\?$"):
+        runfile.parse(sft.SFTOptions, [given, "1"])
+    assert runfile.parse(sft.SFTOptions, ["--seq_len", "8", "--lora.rank=2"]).seq_len == 8
+
+
+def test_an_option_that_is_like_none():
+    with pytest.raises(ValueError, match="has no option --frobnicate; --help-all lists"):
+        runfile.parse(sft.SFTOptions, ["--frobnicate"])

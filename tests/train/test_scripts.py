@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import equinox as eqx
 import jax
@@ -230,12 +231,13 @@ def test_fp8(words, stopped_at):
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["--batch", 8], "identity.data.batch is 4, and now it is 8"),
-        (["--seed", 8], "identity.data.seed is 0, and now it is 8"),
-        (["--seq-len", 24], "identity.data.seq_len is 32, and now it is 24"),
-        (["--packing", "off"], "identity.data.packing is fit, and now it is off"),
-        (["--hold-out", 0.1], "identity.data.hold_out is 0.05, and now it is 0.1"),
-        (["--no-completions-only"], "identity.data.completions_only is True, and now it is False"),
+        (["--batch", 8], "of another run: --batch was 4 and is 8. Set that back"),
+        (["--seed", 8], "--seed was 0 and is 8"),
+        (["--seq-len", 24], "--seq-len was 32 and is 24"),
+        (["--packing", "off"], "--packing was fit and is off"),
+        (["--hold-out", 0.1], "--hold-out was 0.05 and is 0.1"),
+        (["--columns", "prompt=prompt"], "--columns was missing and is prompt=prompt. Set that back"),
+        (["--no-completions-only"], "--completions-only was True and is False"),
         (["--model", "other"], "identity.data"),
     ],
 )
@@ -271,7 +273,7 @@ def test_a_mended_record(words, tmp_path, stopped_at, capsys):
     text = refused(*command_of("--data", tmp_path / "verbs.jsonl"))
     assert "verbs.jsonl is new, words.jsonl is gone" in text
     text = refused(*command_of("--data", tmp_path / "verbs.jsonl", "--accept-data", "--batch", 8))
-    assert "identity.data.batch is 4, and now it is 8" in text
+    assert "--batch was 4 and is 8" in text
 
 
 def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
@@ -293,7 +295,7 @@ def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["sft", "sft-2"]
 
 
-def test_the_folder_that_is_chosen(tmp_path, monkeypatch):
+def test_the_folder_that_is_chosen(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     about = lambda data="a", **new: {"identity": {"data": {"files": {"x": data}}}, "options": {"--lr": 1.0} | new}
     choose = lambda about, accept_data=False: str(folder.choose("sft", about, accept_data=accept_data))
@@ -309,6 +311,39 @@ def test_the_folder_that_is_chosen(tmp_path, monkeypatch):
     assert choose(about(**{"--lr": 2.0})) == choose(about(data="b")) == "runs/sft-2"
     assert choose(about(data="b"), accept_data=True) == "runs/sft-3"
     assert choose(about(data="b", **{"--lr": 2.0}), accept_data=True) == "runs/sft-2"
+    steps = lambda steps, decay: about(**{"--steps": steps, "--decay": decay})
+    (tmp_path / "runs" / "sft-5").mkdir()
+    folder.describe(tmp_path / "runs" / "sft-5", steps(100, 20), sft.SFTOptions())
+    capsys.readouterr()
+    choose(steps(40, 8))  # of which the user has given --steps alone
+    assert "runs/sft-5 has another run: --steps was 100 and is 40." in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_never(words, tmp_path, stopped_at):
+    """Neither the first step nor the end of a run has samples or evaluations then."""
+    out = tmp_path / "out"
+    stopped_at(1)
+    command("train.sft", *options(words, out, "--sample-every", "never", "--eval-every", "never"))
+    assert losses(out) and not any("validation_loss" in line for line in metrics(out))
+    samples = out / "samples.jsonl"
+    assert not samples.exists() or not samples.read_text()
+    assert not loop.Run.due(types.SimpleNamespace(ended=lambda: True), "never")
+    said = refused(*options(words, tmp_path / "best", "--eval-every", "never", "--best", "validation_loss"))
+    assert "leave out --eval-every never" in said
+    assert runfile.parse(sft.SFTOptions, ["--norms-every", "never", "--step-timeout", "never"]).step_timeout == "never"
+
+
+def test_what_follows_from_the_steps_is_not_told():
+    """The user has changed --steps alone, and is not told of --decay, unless one of its values was given."""
+    of = lambda steps, **more: folder.telling(defaults.resolve_steps(sft.SFTOptions(**more), steps))
+    before, now = of(100), of(40)
+    assert before["--decay"] == 20 and now["--decay"] == 8
+    assert folder.changes(before, now) == "--steps was 100 and is 40"
+    given = of(40, decay=5, warmup=1)
+    assert folder.changes(before, given) == (
+        "--decay was 20 and is 5, --steps was 100 and is 40, --warmup was 3 and is 1"
+    )
+    assert folder.changes(now, given) == "--decay was 8 and is 5, --warmup was 2 and is 1"
 
 
 def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsys):
@@ -509,7 +544,7 @@ def test_killed_and_resumed(words, record_property):
     ours, theirs = (convert.tensors.open_tensors(folder / "model") for folder in (out, words / "calm"))
     assert all(ours[name].view().tobytes() == theirs[name].view().tobytes() for name in theirs)
     output = finish(start(*options(words, out, *long, "--batch", "8")), code=1)
-    assert "identity.data.batch is 4, and now it is 8" in output.replace("\n", "") and "Traceback" not in output
+    assert "--batch was 4 and is 8" in " ".join(output.split()) and "Traceback" not in output
 
 
 @nightly

@@ -1,11 +1,15 @@
 """Sources beyond plain files: other formats, compressed files, globs, object stores, and data sets by name."""
 
+import contextlib
 import gzip
+import http.server
+import itertools
 import json
 import pathlib
 import struct
 import subprocess
 import sys
+import threading
 import types
 
 import fsspec
@@ -14,9 +18,10 @@ import numpy as np
 import pytest
 
 import zoo
+from convert import pacing
 from tests.train.test_records import cached, fields, tf_example  # noqa: F401
 from train.base import cache
-from train.data import files
+from train.data import files, web
 from train.data.formats import columns, ids, index
 from train.data.packing import Example, encode
 from train.data.record import Record
@@ -151,6 +156,25 @@ def test_npy(tmp_path, monkeypatch):
     for wrong in (np.ones(3), np.ones((1, 1, 1), int), np.array([{}])):
         np.save(file, wrong)
         refused(file, "a.npy")
+
+
+def test_csv(tmp_path):
+    """Quoted line breaks, a byte order mark, and rows of other lengths, which are refused by their line."""
+    file = tmp_path / "a.csv"
+    file.write_bytes(b'\xef\xbb\xbfquestion,answer,id\r\n"a ""b""\nc",d,1\r\n\r\ne,f\r\ng,h,\r\n')
+    records, _ = open_records(file, holdout=0.0)
+    assert records[0] == Record(f"{file}, line 3", {"question": 'a "b"\nc', "answer": "d", "id": "1"}, tmp_path)
+    assert records[2].fields == {"question": "g", "answer": "h", "id": ""}
+    refused(file, f"{file}, line 5 is broken: it has 2 fields, and the first row 3")
+    for content, words in (
+        (b"a,a\n1,2\n", "a.csv must name each of its columns differently"),
+        (b'a,b\n1,"2', "a.csv is broken after line 2: unexpected end of data"),
+        (b"a,b\n1,\xff\n", "a.csv is broken after line"),
+        (b"a,b\n", "The data set is empty"),
+        (b"", "The data set is empty"),
+    ):
+        file.write_bytes(content)
+        refused(file, words)
 
 
 def write_arrow(path: pathlib.Path, rows: list, make=pa.ipc.new_stream):
@@ -289,9 +313,109 @@ def test_object_stores_that_refuse(store, monkeypatch):
     store.pipe("/b/a.jsonl", lines("a", "b"))
     short = lambda self, path, to, **_: pathlib.Path(to).write_bytes(lines("a"))
     monkeypatch.setattr(type(store), "get_file", short)
-    refused("memory://b/a.jsonl", "memory:///b/a.jsonl came with 14 bytes of 28", kind=OSError)
+    refused("memory://b/a.jsonl", "memory:///b/a.jsonl cannot be copied: it came with 14 bytes of 28", kind=OSError)
     monkeypatch.setattr(type(store), "find", lambda *_, **__: 1 / 0)
     refused("memory://b", "memory://b cannot be listed: ZeroDivisionError", kind=OSError)
+    assert not list(cache.folder("data").rglob("*.jsonl*"))
+
+
+class Site(http.server.ThreadingHTTPServer):
+    """Serves `files` from memory: path -> the pieces of a body, and its headers. `sent` has the paths of whole ones."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Page)
+        self.files, self.sent, self.closing = {}, [], threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self):
+        pieces, headers = self.server.files.get(self.path, (None, {}))
+        self.send_response(404 if pieces is None else 200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the other side has had enough
+            for piece in pieces or ():
+                self.wfile.write(piece)
+            self.server.sent.append(self.path)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def site():
+    with Site() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.closing.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_files_of_web_servers(site, tmp_path):
+    """They are fetched again when any of the size, the ETag and the time of change differs, and only then."""
+    read = lambda path: [record["text"] for record in fields(f"{site.url}/{path}")]
+    old, new = {"ETag": '"1"', "Last-Modified": "Mon, 23 Nov 2026 10:00:00 GMT"}, {"ETag": '"2"'}
+    for headers in (old, old | new, old | {"Last-Modified": "Tue, 24 Nov 2026 10:00:00 GMT"}):
+        for text in ("a", "b"):  # the second is said to be the same, and so it is not read
+            site.files["/a.jsonl"] = [lines(text)], headers | {"Content-Length": "14"}
+            assert read("a.jsonl") == ["a"]
+    site.files["/a.jsonl"] = [lines("a", "c")], old | {"Content-Length": "28"}
+    assert read("a.jsonl") == ["a", "c"]
+    site.files["/b.jsonl?page=1/2"] = [lines("d")], new
+    assert read("b.jsonl?page=1/2") == ["d"], "without Content-Length"
+    packed = gzip.compress(lines("e", "f"))
+    site.files["/c.jsonl"] = [packed], new | {"Content-Encoding": "gzip", "Content-Length": str(len(packed))}
+    site.files["/d.jsonl.gz"] = site.files["/c.jsonl"]
+    assert read("c.jsonl") == read("d.jsonl.gz") == ["e", "f"]
+    write_megatron(tmp_path / "a", [[[7, 8]]])
+    for name in ("a.bin", "a.idx"):
+        site.files[f"/{name}"] = [(tmp_path / name).read_bytes()], new
+    assert fields(f"{site.url}/a.bin") == [{"tokens": [7, 8]}]
+    assert set(files.hashes(f"{site.url}/a.bin")) == {"a.bin", "a.idx"}
+
+
+def test_a_web_server_that_does_not_tell_files_apart(site):
+    site.files["/a.jsonl?token=abc"] = [lines("a")], {"Content-Length": "14"}
+    with pytest.warns(UserWarning) as warned:
+        fields(f"{site.url}/a.jsonl?token=abc")
+    (said,) = {str(warning.message) for warning in warned}
+    assert said.startswith(f"The server of {site.url}/a.jsonl?token=*** gives neither an ETag nor Last-Modified")
+
+
+def test_web_servers_that_refuse(site, monkeypatch):
+    """Each by one sentence, and nothing is left of what came."""
+    endless = lambda piece: iter(lambda: piece, None)
+    tag, whole = {"ETag": "1"}, gzip.compress(lines(*"abcdefgh" * 99))
+    cases = {
+        "drip": (endless(b"x"), tag | {"Content-Length": "1000000"}, r"its server sent [\d,]+ bytes in the last 80 s"),
+        "endless": (endless(b"x" * 2**18), tag, "its server answers with more than 1 MiB, the most that belongs there"),
+        "slow": (endless(b"x" * 2**18), tag, r"its server has not ended its answer after 1 hours, and [\d,]+ bytes"),
+        "bomb": ([gzip.compress(bytes(2**22))], tag | {"Content-Encoding": "gzip"}, "its server answers with more"),
+        "short": ([b"x" * 7], tag | {"Content-Length": "9"}, "it came with 7 bytes of 9; start again"),
+        "half": ([whole[:40]], tag | {"Content-Encoding": "gzip"}, "EOFError: Compressed file ended before"),
+        "br": ([b"x"], tag | {"Content-Encoding": "br"}, "its server sends it in the Content-Encoding br; only gzip"),
+        "stall": (iter(lambda: site.closing.wait() and b"", None), tag, "its server sent nothing for 0.05 seconds"),
+    }
+    for name, (pieces, headers, why) in cases.items():
+        site.files[f"/{name}.jsonl"] = pieces, headers
+        clock = itertools.count(step=20.0 if name in ("drip", "slow") else 0.0)  # what a piece takes
+        monkeypatch.setattr(pacing, "time", types.SimpleNamespace(monotonic=clock.__next__))
+        monkeypatch.setattr(web, "LARGEST", 2**40 if name == "slow" else 2**20)
+        monkeypatch.setattr(web, "SECONDS", 3600 if name == "slow" else 2**40)
+        monkeypatch.setattr(web, "TIMEOUT", 0.05 if name == "stall" else 30)
+        monkeypatch.setattr(pacing, "SLOWEST", 0 if name == "slow" else 10_000)
+        with pytest.raises(OSError, match=f"^{site.url}/{name}.jsonl cannot be copied: {why}"):
+            fields(f"{site.url}/{name}.jsonl")
+    with pytest.raises(OSError, match=f"^{site.url}/none.jsonl cannot be read: HTTP Error 404: Not Found"):
+        fields(f"{site.url}/none.jsonl")
     assert not list(cache.folder("data").rglob("*.jsonl*"))
 
 
@@ -421,6 +545,68 @@ def test_functions_of_the_user(tmp_path):
     assert fields(f"{tmp_path}/a.tfrecord@{code}:chat") == [{"q": "c", "n": [5], "raw": b"\xff"}]
     (tmp_path / "a.json").write_text("[1]")
     refused(f"{tmp_path}/a.json@{code}:chat", "a.json, record 1: a record must be a JSON object, not a int")
+
+
+def test_questions():
+    """They are chats, or without a chat template prompts with completions."""
+    tokenizer, plain = zoo.tokenizer("tiny"), zoo.tokenizer("tiny")
+    plain.chat_template = None
+    encoded = lambda tokenizer, **fields: encode(Record("a.csv, line 2", fields), tokenizer, vocab_size=2048)
+    chat = lambda asked: [{"role": "user", "content": asked}, {"role": "assistant", "content": "No."}]
+    for found, asked in (
+        ({"question": "Why?", "answer": "No.", "input": "-"}, "Why?"),
+        ({"instruction": "Why?", "input": "This.", "output": "No."}, "Why?\n\nThis."),
+        ({"instruction": "Why?", "input": "", "output": "No."}, "Why?"),
+        ({"instruction": "Why?", "output": "No."}, "Why?"),
+    ):
+        assert encoded(tokenizer, **found) == encoded(tokenizer, messages=chat(asked))
+        assert encoded(plain, **found) == encoded(plain, prompt=f"{asked}\n", completion="No.")
+
+
+def test_columns_of_the_user(tmp_path):
+    """Every format has its columns renamed before the record's shape is told, and before a function gets it."""
+    from pyarrow import parquet
+
+    rows, names = [{"q": "Why?", "said": "No.", "text": "-"}] * 2, ("prompt=q", "completion=said")
+    table = pa.Table.from_pylist(rows)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.csv").write_text("q,said,text\nWhy?,No.,-\nWhy?,No.,-\n")
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    tokenizer = zoo.tokenizer("tiny")
+    wanted = encode(Record("", {"prompt": "Why?", "completion": "No."}), tokenizer, vocab_size=2048)
+    for kind in "jsonl", "csv", "parquet", "arrow":
+        train, valid = open_records(tmp_path / f"a.{kind}", 0.5, names)
+        assert valid is not None and valid[0].fields == train[0].fields
+        assert train[0].fields == {"prompt": "Why?", "completion": "No.", "text": "-"}
+        assert encode(train[0], tokenizer, vocab_size=2048) == wanted
+        where = train[0].where
+        train, _ = open_records(tmp_path / f"a.{kind}", 0.5, ("text=answer",))
+        with pytest.raises(ValueError) as error:
+            train[0]
+        said = "there is no column 'answer', which --columns names text; it has q, said, text."
+        assert str(error.value) == f"{where}: {said}"
+    swapped, _ = open_records(tmp_path / "a.jsonl", 0.0, ("text=q", "prompt=text"))
+    assert swapped[0].fields == {"said": "No.", "text": "Why?", "prompt": "-"}
+    (tmp_path / "rows.py").write_text("shout = lambda fields: {'text': fields['prompt'].upper()}")
+    shouted, _ = open_records(f"{tmp_path}/a.csv@{tmp_path}/rows.py:shout", 0.0, names)
+    assert shouted[0].fields == {"text": "WHY?"}
+
+
+def test_columns_that_cannot_be(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines("a"))
+    for names, said in (
+        (("question",), "--columns 'question' must be FIELD=COLUMN, such as prompt=question"),
+        (("prompt=",), "--columns 'prompt=' must be FIELD=COLUMN"),
+        (("body=text",), "--columns 'body=text' names 'body', which is none of the fields: messages, conversations,"),
+        (("text=a", "text=b"), "--columns names 'text' twice, as 'a' and 'b'"),
+    ):
+        with pytest.raises(ValueError) as error:
+            open_records(tmp_path / "a.jsonl", 0.0, names)
+        assert str(error.value).startswith(said)
+    with pytest.raises(ValueError, match=r"--columns FIELD=COLUMN renames other keys, and DATA@file.py:function makes"):
+        encode(Record("a.jsonl, line 1", {"body": "a"}), zoo.tokenizer("tiny"), vocab_size=2048)
 
 
 def test_tokens():

@@ -60,7 +60,7 @@ def test_a_run_answers_questions(base, model, tokenizer, tmp_path, capsys):
     assert "eval_words: 0.500 at first, 0.500 at best, 0.500 of the model that is exported" in said
     exported = zoo.load(tmp_path / "out" / "model", dtype="float32")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), exported, model))
-    with pytest.raises(ValueError, match=r"identity\.best is eval_words, and now it is validation_loss"):
+    with pytest.raises(ValueError, match=r"--best was eval_words and is validation_loss"):
         run(base, tmp_path / "out", **options | dict(best="validation_loss", hold_out=0.1))
     with pytest.raises(ValueError, match=r"--best eval_math is no metric of the evaluations, which have eval_words\."):
         run(base, tmp_path / "other", **options | dict(best="eval_math"))

@@ -1,6 +1,8 @@
 """Continuous batching: each token against the plain forward pass, and against transformers; queue, keys, refusals."""
 
+import collections
 import contextlib
+import types
 
 import equinox as eqx
 import jax
@@ -13,7 +15,7 @@ from kernels.backends import compile_options
 from tests.zoo import tiny
 from tests.zoo.programs import forward, noise
 from zoo.generation import decoding
-from zoo.generation.engine import Engine, bucket, complete
+from zoo.generation.engine import Engine, _Group, bucket, complete
 from zoo.generation.sampling import Sampler, settings
 from zoo.mesh import make_mesh
 
@@ -195,6 +197,21 @@ def test_refusals(model):
     with pytest.raises(ValueError, match=r"5 tokens.*max_new_tokens=8.*max_tokens=12"):
         Engine(model, batch=1, max_tokens=12).submit(PROMPTS[0], max_new_tokens=8)
     assert complete(model, [], max_new_tokens=4) == []
+
+
+def test_prompts_of_all_lengths_share_few_programs(monkeypatch):
+    """As many as docs/serve.md says, for rows of 4,096 tokens."""
+    shapes, read = set(), object.__new__(decoding.State)
+    monkeypatch.setattr(
+        zoo.generation.engine, "prefill", lambda model, draft, prompts, *_: shapes.add(prompts.shape) or read
+    )
+    reader = types.SimpleNamespace(model=None, draft=None, cache_dtype=None, max_tokens=4096, _groups=[])
+    lengths = {length for n in range(13) for length in (2**n - 1, 2**n, 2**n + 1) if 0 < length < 4096}
+    for length in lengths:
+        for count in range(1, 11):
+            groups = [_Group(None, [1] * length, None, collections.deque()) for _ in range(count)]
+            Engine._prefill(reader, groups)
+    assert len(shapes) == 9 * 4
 
 
 def test_buckets():

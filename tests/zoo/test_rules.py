@@ -84,6 +84,7 @@ def test_axes_of_meshes_are_named_once():
 
 
 OWN = {"zoo/text/templates.py"}  # a process of ours for chat templates, which gets requests of its parent alone
+CONFINED = {"train/data/fair.py"}  # whose source runs in the process of train.data.confine, for the tests of records
 RUNS = {"eval", "exec", "compile", "__import__"}  # as names; and as attributes of these modules
 UNPICKLES = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "joblib": {"load"}, "marshal": {"loads"}}
 
@@ -99,7 +100,7 @@ def test_no_file_can_run_code():
                 if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
                     bad = not (isinstance(node.value, ast.Constant) and node.value.value is False)
                 elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                    bad = node.func.id in RUNS
+                    bad = node.func.id in RUNS and name not in CONFINED
                 elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                     bad = node.attr in UNPICKLES.get(node.value.id, ()) and name not in OWN
                 else:

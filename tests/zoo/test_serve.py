@@ -20,6 +20,7 @@ import types
 import unittest.mock
 
 import equinox as eqx
+import h11
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,11 +31,12 @@ from tests.zoo.programs import forward
 from tests.zoo.test_templates import ENDLESS
 from zoo.generation.engine import Engine
 from zoo.generation.generate import continuation
+from zoo.generation.sampling import Sampler
 from zoo.mesh import make_mesh
 from zoo.serve import serve
 from zoo.serve.listen import Listener, Timely
 from zoo.serve.server import STRIDE, Server
-from zoo.serve.worker import Worker
+from zoo.serve.worker import Ask, Reply, Worker
 from zoo.text import templates
 
 
@@ -504,6 +506,16 @@ def test_a_slow_template_holds_nobody_else_and_is_stopped(running, tokenizer, mo
     assert status == 400 and "takes more than 10 seconds" in json.loads(answer)["error"]["message"]
 
 
+def test_compiling_is_told_once(model, tokenizer, monkeypatch):
+    """The first reply waits for a compiler, and whoever watches the server knows why."""
+    told = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", told.append)
+    worker = Worker(model, lambda: types.SimpleNamespace(submit=lambda *_, **__: [object()]))
+    for _ in range(2):
+        worker._submit([Reply(0, Ask([1], 1, Sampler(), 0, (), False), tokenizer)], told.append)
+    assert told == ["Compiling the model for the first reply, which may take minutes."]
+
+
 def test_who_may_ask(model, tokenizer, running):
     """Pages in browsers may not: they reach this machine by names of their own, and send forms, but no JSON."""
     body = {"prompt": "a", "max_tokens": 1}
@@ -550,29 +562,33 @@ def test_refused_connections_are_closed(model, tokenizer, running):
 
 def test_bodies_must_arrive(running, monkeypatch):
     """Of a body that never ends a client hears, and its connection is closed."""
-    monkeypatch.setattr(Server, "SECONDS", 0.0)
+    monkeypatch.setattr(asyncio, "timeout_at", lambda deadline: asyncio.timeout(0))
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = running.exchange(head.encode() + b"Content-Length: 9\r\n\r\n{")
-    assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0 seconds" in answer
+    assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 30 seconds" in answer
+    assert b"\r\nconnection: close\r\n" in answer
 
 
 class Clock:
     """A loop that keeps what it is to do later, and a transport that keeps what is written."""
 
     def __init__(self, listener):
-        self.timers, self.left, self.ended = [], 0, []
+        self.timers, self.left, self.ended, self.now = [], 0, [], 0.0
         self.transport = types.SimpleNamespace(
             get_extra_info=lambda *_: None, set_write_buffer_limits=lambda high: None,
             get_write_buffer_size=lambda: self.left, is_closing=lambda: False, write=lambda data: None,
             close=lambda: self.ended.append("closed"), abort=lambda: self.ended.append("aborted"),
         )  # fmt: skip
-        state = types.SimpleNamespace(connections=set(), tasks=set(), default_headers=[])
+        state = types.SimpleNamespace(connections=set(), tasks=set(), default_headers=[], total_requests=0)
         self.protocol = Timely(listener.config, state, {}, _loop=self)
 
     def call_later(self, seconds, function, *arguments):
         timer = types.SimpleNamespace(go=lambda: function(*arguments), cancel=lambda: self.timers.remove(timer))
         self.timers.append(timer)
         return timer
+
+    def time(self):
+        return self.now
 
     def create_task(self, work):
         work.close()
@@ -611,6 +627,28 @@ def test_heads_must_arrive_and_answers_be_taken(running):
     clock.left -= Timely.LEAST - 1
     clock.ring()
     assert clock.ended == ["aborted"] and not clock.timers
+
+
+def test_a_request_has_one_limit(running):
+    """However its bytes drip, its body has only what the head left of the time; the next request has all of it."""
+    clock = Clock(running.uvicorn)
+    clock.protocol.connection_made(clock.transport)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n".encode()
+    for byte in head + b"{":
+        clock.now += 0.25
+        clock.protocol.data_received(bytes([byte]))
+        assert len(clock.timers) == (clock.protocol.scope is None)
+    assert clock.now > 10.0 and clock.protocol.scope["state"]["deadline"] == Server.SECONDS
+    clock.protocol.data_received(b"}")
+    assert clock.protocol.scope["state"]["deadline"] == Server.SECONDS
+    clock.protocol.cycle.response_complete = True
+    for event in h11.Response(status_code=200, headers=[("content-length", "0")]), h11.EndOfMessage():
+        clock.protocol.conn.send(event)
+    clock.protocol.on_response_complete()
+    ended = clock.now
+    clock.now += 1
+    clock.protocol.data_received(head)
+    assert clock.protocol.scope["state"]["deadline"] == ended + Server.SECONDS
 
 
 def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch, arrived):

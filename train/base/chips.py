@@ -1,6 +1,7 @@
 """The published figures of the chips that models train on, and topologies by name, such as "v5p:4x4x4" or "h200:16"."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -125,15 +126,14 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if same(chip)), None)
 
 
-def fleet(text: str) -> tuple[Chip, list[Any]]:
-    """Returns the chip of a topology, and its devices: they need not be at hand for programs to be compiled for them.
+def size_of(text: str) -> tuple[Chip, int]:
+    """Returns the chip of a topology, and its number of devices. It needs no compiler.
 
     `text` is a TPU's name and the shape of the slice in chips, such as "v6e:4x4"; a slice by Google Cloud's name, such
     as "v5litepod-16"; or a GPU's name and their number.
 
     Raises:
-        ValueError: there is no such chip, or it does not come in that shape.
-        ImportError: the compiler for it is not installed.
+        ValueError: there is no such chip, or it does not come in that number.
     """
     name, _, shape = slice_of(text).partition(":")
     chip = CHIPS.get(name)
@@ -144,15 +144,26 @@ def fleet(text: str) -> tuple[Chip, list[Any]]:
             f"v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2, {gpus}; or a TPU as Google Cloud names it, such "
             "as v6e-8, v5litepod-16 or v5p-128."
         )
+    count = math.prod(map(int, shape.split("x"))) * (2 if name == "tpu7x" else 1)
+    if chip.cores and count > NODE and count % NODE:
+        raise ValueError(f"The topology {text!r} is no whole number of nodes of {NODE} GPUs.")
+    if chip.cores and count > NODE and not chip.network:
+        raise ValueError(f"No network between hosts is published for {name}: {text!r} can have {NODE} at most.")
+    return chip, count
+
+
+def fleet(text: str) -> tuple[Chip, list[Any]]:
+    """Returns the chip of a topology, and its devices: they need not be at hand for programs to be compiled for them.
+
+    Raises:
+        ValueError: as `size_of`; or the chip does not come in that shape.
+        ImportError: the compiler for it is not installed.
+    """
+    (chip, count), (name, _, shape) = size_of(text), slice_of(text).partition(":")
     package = "jax_cuda13_plugin" if chip.cores else "libtpu"
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"To compile for {text}, install {package}: pip install -e '.[compile]'.")
     if chip.cores:
-        count = int(shape)
-        if count > NODE and count % NODE:
-            raise ValueError(f"The topology {text!r} is no whole number of nodes of {NODE} GPUs.")
-        if count > NODE and not chip.network:
-            raise ValueError(f"No network between hosts is published for {name}: {text!r} can have {NODE} at most.")
         nodes = f"1x{max(1, count // NODE)}x{min(count, NODE)}"
         found = topologies.get_topology_desc(platform="cuda", target_config=target(chip), topology=nodes)
         return chip, list(found.devices)

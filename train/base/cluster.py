@@ -107,6 +107,12 @@ def gather(values: Sequence[bool]) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(np.array(values, np.uint8))).reshape(-1, len(values)) > 0
 
 
+def of_each(number: float) -> list[float]:
+    """Returns the number of each process; all have to call it at the same point of the run."""
+    passing()
+    return np.asarray(multihost_utils.process_allgather(np.float32(number))).reshape(-1).tolist()
+
+
 def share(data: bytes, source: int) -> bytes:
     """Returns the `data` of the process `source`, in all processes, which have to call it at the same point."""
     mine = len(data) if jax.process_index() == source else 0

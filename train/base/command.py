@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import sys
 import traceback
 import typing
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from typing import Any, ClassVar
 import jax
 
 from convert import machine
-from convert.private import public
+from convert.private import public, warn_of_secrets
 from train.base import cache, cluster, runfile, stop
+from train.base.help import Group, option
 
 
 LOST = (
@@ -25,17 +27,18 @@ LOST = (
 class CommandOptions:
     """What `command` needs, in `Options`: a file of options, and how the processes of a run find each other."""
 
+    help_group: ClassVar[Group] = Group.DEVICES
     name: ClassVar[str]  # of the script
 
-    config: pathlib.Path | None = None
+    config: pathlib.Path | None = option(None, group=Group.RUN)
     """YAML file of any of these options, such as the run.yaml in the folder of another run. Those of the command line
     win."""
-    coordinator: str | None = None
+    coordinator: str | None = option(None, rare=True)
     """host:port of process 0. Only for several processes that were started by no launcher known to JAX: see
     docs/clusters.md."""
-    processes: int | None = None
+    processes: int | None = option(None, rare=True)
     """Number of processes."""
-    process: int | None = None
+    process: int | None = option(None, rare=True)
     """Which of them this one is, counted from 0."""
 
     def __post_init__(self) -> None:
@@ -57,6 +60,7 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
 
     Programs that XLA compiles are kept for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
     """
+    warn_of_secrets(sys.argv)
     try:
         o = runfile.parse(options)
     except (ValueError, OSError) as error:

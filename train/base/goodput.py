@@ -11,7 +11,8 @@
     away         between the end of one start of the run and the beginning of the next; not part of the whole
 
 goodput.json in the run's folder has them for each start of the run, and in all. A metrics line has "step_seconds" and
-"input_seconds" of its step.
+"input_seconds" of its step. Of several processes it has "own_seconds" too, a list with a number of each process: what
+it spent on all but the step and compiling. In the step all wait for the last one, so the slowest process has the most.
 """
 
 import collections
@@ -28,7 +29,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import rich
 
-from train.base import writing
+from train.base import cluster, writing
 
 
 FILE = "goodput.json"
@@ -124,7 +125,7 @@ class Goodput:
         self.first = self.last = step
         self.times: list[float] = []  # of steps
         self.slow: list[tuple[int, float]] = []
-        self._before = collections.Counter()  # seconds of steps and of input when a step began
+        self._before = collections.Counter()  # seconds of each kind when a step began
         self.starts: list[dict[str, Any]] = _earlier(self.path, step)
         self.marks: list[dict[str, Any]] = [self._mark()]
 
@@ -139,18 +140,24 @@ class Goodput:
         rich.print(self.line())
         begin()
 
-    def step(self, n: int, *, tokens: Any, **numbers: Any) -> dict[str, float]:
-        """Notes that step `n` is done. Returns its metrics; with a rollout, how fast the training on it was."""
-        seconds = self.clock.seconds
+    def step(self, n: int, *, tokens: Any, **numbers: Any) -> dict[str, Any]:
+        """Notes that step `n` is done. Returns its metrics; with a rollout, how fast the training on it was.
+
+        All processes call it at the same point.
+        """
         self.clock.change(self.clock.phase)
-        spent = {name: seconds[name] - self._before[name] for name in ("step", "input")}
-        self._before.update({name: spent[name] for name in spent})
+        spent = collections.Counter(self.clock.seconds)
+        spent.subtract(self._before)
+        self._before.update(spent)
         self.last = n
         if n > self.first + 1:  # the first one begins before it is compiled
             if len(self.times) >= 10 and spent["step"] > SLOW * self.median():
                 self.slow.append((n, spent["step"]))
             self.times.append(spent["step"])
-        found = {f"{name}_seconds": value for name, value in spent.items()}
+        found: dict[str, Any] = {f"{name}_seconds": spent[name] for name in ("step", "input")}
+        if jax.process_count() > 1:
+            own = sum(spent.values()) - spent["step"] - spent["compile"]
+            found["own_seconds"] = [round(seconds, 4) for seconds in cluster.of_each(own)]
         return found | ({"training_tokens_per_second": float(tokens) / spent["step"]} if "reward" in numbers else {})
 
     def median(self) -> float:

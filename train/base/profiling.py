@@ -7,10 +7,12 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import rich
+
+from train.base.help import Group, option
 
 
 TOP = 30  # kernels in the summary
@@ -20,10 +22,12 @@ TOP = 30  # kernels in the summary
 class ProfileOptions:
     """What is looked into, in `Options`."""
 
-    profile: str | None = None
+    help_group: ClassVar[Group] = Group.WATCHING
+
+    profile: str | None = option(None, rare=True)
     """Steps to record, the first and the last, such as 10:13. The folder of the run gets profile/, which xprof and
     Perfetto read, and profile/summary.txt: the time of each kernel or XLA operation."""
-    dump_hlo: bool = False
+    dump_hlo: bool = option(False, rare=True)
     """Write the step's program into hlo/ in the folder of the run: as it was traced (StableHLO) and as XLA compiled it.
     """
 

@@ -12,7 +12,7 @@ import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import jax
@@ -20,6 +20,7 @@ import rich
 from jax._src import compiler
 
 import zoo
+from train.base.help import Group, option
 
 
 # Packages whose executables differ from one version to the next, by platform. XLA for GPUs is in the plugin.
@@ -33,7 +34,9 @@ OTHERS = ("--eval-batches", "--eval-every", "--patience", "--hold-out", "--epoch
 class ProgramOptions:
     """Where the compiled step is from, in `Options`."""
 
-    program: pathlib.Path | None = None
+    help_group: ClassVar[Group] = Group.STEP
+
+    program: pathlib.Path | None = option(None, rare=True)
     """File of the compiled step, which train.plan --save wrote for these devices and options: nothing is compiled for
     the step then. It is machine code: take it only from those whose programs you would run. None: compile."""
 

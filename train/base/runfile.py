@@ -7,7 +7,6 @@ The file is YAML, but each of its values is read as the same word on the command
 
 import argparse
 import dataclasses
-import difflib
 import os
 import pathlib
 import shlex
@@ -20,7 +19,7 @@ import tyro
 import yaml
 
 from convert.private import public
-from train.base import writing
+from train.base import help, writing
 
 
 RUN = "run.yaml"  # in the folder of every run
@@ -35,17 +34,23 @@ class Counted(int):
 
 
 def parse(options: type[O], arguments: Sequence[str] | None = None) -> O:
-    """Returns the options of the command line, whose own win over those of its --config.
+    """Returns the options of the command line, whose own win over those of its --config; or prints the help.
 
     Raises:
-        ValueError: the file is no YAML of options, or has one that the script does not have, or has one twice.
+        ValueError: there is no such option; or the file is no YAML of options, or has one that the script does not
+            have, or has one twice.
         OSError: it cannot be read.
+        SystemExit: the help is printed, or a value is not of its option's type.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if asked := {"-h", "--help", "--help-all"}.intersection(arguments):
+        help.show(options, everything="--help-all" in asked)
+        sys.exit(0)
+    help.refuse_unknown(options, arguments)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", nargs="?")
     path = finder.parse_known_args(arguments)[0].config
-    return tyro.cli(options, args=[*(read(path, options) if path else []), *arguments])
+    return tyro.cli(options, prog=help.program(), args=[*(read(path, options) if path else []), *arguments])
 
 
 def read(path: str | os.PathLike, options: type[Any]) -> list[str]:
@@ -75,12 +80,13 @@ def _words(found: Any, options: type[Any], path: str | os.PathLike, group: str) 
     """`read` of one group's options."""
     if not isinstance(found, dict):
         raise ValueError(f"{path} has {found!r} where options with their names have to be, such as lr: 1e-4.")
-    kinds, words = _kinds(options), []
+    kinds, words = help.kinds(options), []
     for key, value in found.items():
         name, _, below = key.replace("-", "_").partition(".")
         if name not in kinds or name == "config" or bool(below) > dataclasses.is_dataclass(kinds[name]):
-            near = difflib.get_close_matches(name, kinds.keys() - {"config"}, n=1)
-            mean = f"; do you mean {group}{near[0]}?" if near and near[0] != name else "."
+            others = [each for each in help.options_of(options) if each.name not in ("config", key)]
+            near = help.nearest(f"--{name}".replace("_", "-"), others)
+            mean = f"; do you mean {group}{near.removeprefix('--')}?" if near else "."
             raise ValueError(f"{path} has {group}{key}, which is no option of this script{mean}")
         kind, option = kinds[name], f"--{group}{name}".replace("_", "-")
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -106,17 +112,10 @@ def _word(value: str) -> str:
     return {"": "None", "~": "None", "null": "None", ".inf": "inf", "-.inf": "-inf"}.get(value, value)
 
 
-def _kinds(options: type[Any]) -> dict[str, Any]:
-    """The type of every option that can be chosen."""
-    hints = typing.get_type_hints(options, include_extras=True)
-    fixed = lambda name: tyro.conf.Suppress in getattr(hints[name], "__metadata__", ())
-    return {field.name: hints[field.name] for field in dataclasses.fields(options) if not fixed(field.name)}
-
-
 def _plain(o: Any) -> dict[str, Any]:
     """The options by their names, as YAML has values."""
     found: dict[str, Any] = {}
-    for name in _kinds(type(o)):
+    for name in help.kinds(type(o)):
         value = getattr(o, name)
         if name in ONCE:
             continue

@@ -3,15 +3,18 @@
 A data set is named by a file, a folder, a glob ('data/*.jsonl'), a URL of an object store (gs://, s3://, hf://, or any
 other that fsspec knows) with a file, a folder or a glob, or by hf:NAME (`train.data.hub`); each of them may be followed
 by @file.py:function (`train.data.functions`). Files of a store, and compressed ones (.gz, .zst), are copied into the
-cache folder when they are opened, and anew once they have changed.
+cache folder when they are opened, and anew once they have changed. So are those of web servers (`train.data.web`).
 """
 
 import concurrent.futures
+import contextlib
+import dataclasses
 import glob
 import gzip
 import pathlib
 import re
 import shutil
+import urllib.parse
 import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,8 +25,9 @@ import jax
 import rich
 
 from convert import manifest
+from convert.private import public
 from train.base import cache
-from train.data import functions, hub
+from train.data import functions, hub, web
 from train.data.formats import READERS
 
 
@@ -97,6 +101,8 @@ def _list(path: str) -> tuple[dict[str, str], Literal["file", "glob", "folder"]]
 
 def _list_store(url: str) -> tuple[dict[str, str], Literal["file", "glob", "folder"]]:
     """`_list` of a URL."""
+    if web.is_url(url) and not re.search(r"[*\[]", url):
+        return {url: _last(url)}, "file"
     system, path = filesystem(url)
     try:
         if system.isfile(path):
@@ -119,7 +125,8 @@ def _fixed(pattern: str) -> str:
 
 
 def _last(name: str) -> str:
-    return name.rpartition("/")[2]
+    path = urllib.parse.urlsplit(name).path if web.is_url(name) else name  # without a query
+    return path.rpartition("/")[2]
 
 
 def kind(name: str) -> str:
@@ -173,32 +180,53 @@ def fetched(name: str) -> pathlib.Path:
     """Returns the path of a file on this machine, as it is in its store; an .idx lies beside its .bin."""
     if "://" not in name:
         return pathlib.Path(name)
-    system, path = filesystem(name)
-    parts = [path, f"{path.removesuffix('.bin')}.idx"] if kind(name) == ".bin" else [path]
-    try:
-        there = [part for part in parts if system.exists(part)]
-        key = " ".join([name, *map(system.ukey, there)])  # of a file's properties in its store
-    except Exception as error:
-        raise OSError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    parts = [name, f"{name.removesuffix('.bin')}.idx"] if kind(name) == ".bin" else [name]
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = [web.opened(part, stack) if web.is_url(part) else _Stored.of(part) for part in parts]
+        except Exception as error:
+            raise OSError(f"{public(name)} cannot be read: {_why(error)}") from error
+        there = [part for part in opened if part]
 
-    def copy(to: pathlib.Path) -> None:
-        for part in reversed(there):
-            place = to if part == path else to.with_name(_last(part))
-            bar = fsspec.callbacks.TqdmCallback({"desc": _last(part), "unit": "B", "unit_scale": True, "disable": None})
-            try:
-                system.get_file(part, str(place), callback=bar)
-                size = system.size(part)
-            except Exception as error:
-                raise OSError(f"{name} cannot be copied: {type(error).__name__}: {error}") from error
-            if place.stat().st_size != size:
-                raise OSError(f"{name} came with {place.stat().st_size:,} bytes of {size:,}: start again.")
+        def copy(to: pathlib.Path) -> None:
+            for part in reversed(there):
+                place = to if part.name == name else to.with_name(_last(part.name))
+                told = {"desc": public(_last(part.name)), "unit": "B", "unit_scale": True, "disable": None}
+                try:
+                    part.write(place, fsspec.callbacks.TqdmCallback(told))
+                except Exception as error:
+                    raise OSError(f"{public(name)} cannot be copied: {_why(error)}") from error
 
-    return cache.keep(key, _last(path), copy)
+        return cache.keep(" ".join([name, *(part.key for part in there)]), _last(name), copy)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A file of an object store, as `train.data.web.Opened` is one of a web server."""
+
+    name: str
+    system: Any
+    path: str
+    key: str  # of the file's properties in its store
+
+    @classmethod
+    def of(cls, name: str) -> "_Stored | None":
+        system, path = filesystem(name)
+        return cls(name, system, path, system.ukey(path)) if system.exists(path) else None
+
+    def write(self, to: pathlib.Path, bar: fsspec.callbacks.Callback) -> None:
+        self.system.get_file(self.path, str(to), callback=bar)
+        if (came := to.stat().st_size) != (size := self.system.size(self.path)):
+            raise OSError(f"it came with {came:,} bytes of {size:,}; start again")
 
 
 def unpack(path: pathlib.Path, name: str, to: pathlib.Path) -> None:
     """Writes what a compressed file holds to `to`."""
-    rich.print(f"Unpacking {name} into {to.parent}")
+    rich.print(f"Unpacking {public(name)} into {to.parent}")
     try:
         with _unpacked(path, name) as plain, open(to, "wb") as out:
             shutil.copyfileobj(plain, out, 2**20)

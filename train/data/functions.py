@@ -12,7 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train.data.record import Record
+from train.data.record import BadRecord, Record
+
+
+LARGEST = 2**26  # bytes of a record: at 64 MiB it would be some ten million tokens
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -53,11 +56,34 @@ class Mapped:
     def __call__(self, record: Record) -> Record:
         """Raises ValueError if the function fails or returns no dict; names the record."""
         if not isinstance(record.fields, dict):
-            raise ValueError(f"{record.where}: a record must be a JSON object, not a {type(record.fields).__name__}.")
+            raise BadRecord(record.where, f": a record must be a JSON object, not a {type(record.fields).__name__}.")
         try:
             fields = self.function(dict(record.fields))
         except (Exception, SystemExit) as error:  # of the user's making
-            raise ValueError(f"{record.where}: {self.name} raised {type(error).__name__}: {error}") from error
+            raise BadRecord(record.where, f": {self.name} raised {type(error).__name__}: {error}") from error
         if not isinstance(fields, Mapping):
-            raise ValueError(f"{record.where}: {self.name} returned {fields!r:.40}, and must return a dict of fields.")
+            raise BadRecord(record.where, f": {self.name} returned {fields!r:.40}, and must return a dict of fields.")
+        if (size := _size(fields)) > LARGEST:
+            raise BadRecord(
+                record.where,
+                f": {self.name} returned {size / 2**20:,.0f} MiB or more, and a record may have {LARGEST >> 20}. "
+                "Cut it into several records before.",
+            )
         return record._replace(fields=dict(fields))
+
+
+def _size(value: Any) -> int:
+    """Bytes of the texts and arrays in a record's fields, and of their numbers; it stops counting above LARGEST."""
+    size, left = 0, [value]
+    while left and size <= LARGEST:
+        value = left.pop()
+        if isinstance(value, str | bytes | bytearray):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            size += 8 * len(value)
+            left += [each for each in value if not isinstance(each, int | float)]
+        else:
+            size += getattr(value, "nbytes", 8)
+    return size

@@ -26,7 +26,7 @@ from jaxtyping import Int32, Shaped
 
 from convert import manifest
 from train.data import files, pictures
-from train.data.record import Record
+from train.data.record import BadRecord, Problems, Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
 from zoo.text import tiktoken
@@ -35,8 +35,10 @@ from zoo.text.tokenizer import Messages, Tokenizer
 
 FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), "
-    "prompt and completion (both strings or both lists of messages), text (a string), or tokens (a list of ids)"
+    "prompt and completion (both strings or both lists of messages), instruction, input and output (Alpaca), "
+    "question and answer, text (a string), or tokens (a list of ids)"
 )
+REMEDY = "--columns FIELD=COLUMN renames other keys, and DATA@file.py:function makes fields of them (docs/data.md)."
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 BINS = 64  # rows that are packed at a time: more leave less padding, and mix the epochs of a small data set more
@@ -86,7 +88,7 @@ def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions
                 f"is {tokenizer.folder} the model's tokenizer?"
             )
     except ValueError as error:
-        raise ValueError(f"{record.where}: {error}") from error
+        raise BadRecord(record.where, f": {error}") from error
     return examples
 
 
@@ -101,6 +103,10 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
             # Encoded together, since apart they can have other tokens: sentencepiece puts a space before each text.
             text, start = prompt + completion, len(prompt) if completions_only else 0
             ids, mask = tokenizer.encode_spans(text, [(start, len(text))])
+        case {"instruction": str(asked), "output": str(answer)} | {"question": str(asked), "answer": str(answer)}:
+            if "instruction" in fields and fields.get("input"):
+                asked = f"{asked}\n\n{fields['input']}"
+            return _encode(_asked(record, asked, answer, tokenizer), tokenizer, completions_only)
         case {"text": str(text)}:
             ids = tokenizer.encode(text)
             mask = [1] * len(ids)
@@ -108,7 +114,7 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
             return [Example(ids, _mask_of(fields, ids), whole=fields.get("loss_mask") is not None)]
         case dict():
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
-            raise ValueError(f"the record has {found or 'no keys'}, but must have {FORMATS}.")
+            raise ValueError(f"the record has {found or 'no keys'}, but must have {FORMATS}. {REMEDY}")
         case _:
             raise ValueError(f"a record must be a JSON object, not a {type(fields).__name__}.")
     if ids and ids[-1] in tokenizer.eos:
@@ -116,6 +122,14 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
     elif tokenizer.eos and not fields.get("continues"):
         ids, mask = [*ids, tokenizer.eos[0]], [*mask, 1]
     return [Example(ids, mask, whole="completion" in fields)]
+
+
+def _asked(record: Record, asked: str, answer: str, tokenizer: Tokenizer) -> Record:
+    """Returns a question with its answer as a chat, or as a prompt with a completion if there is no chat template."""
+    if tokenizer.chat_template is None:
+        return record._replace(fields={"prompt": f"{asked}\n", "completion": answer})
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return record._replace(fields={"messages": turns})
 
 
 def _mask_of(fields: dict[str, Any], ids: list[Any]) -> list[int]:
@@ -375,11 +389,20 @@ def survey(
     completions_only: bool = True,
     sample: int = 1000,
 ) -> Survey:
-    """Looks at up to `sample` records, evenly spread, as `pack` would with the same arguments."""
+    """Looks at up to `sample` records, evenly spread, as `pack` would with the same arguments.
+
+    Raises:
+        ValueError: some cannot be learnt from (names each problem with the number of records and the first places), or
+            there is nothing to learn.
+    """
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int)
-    chosen = [record for i in indices.tolist() if (record := records[i]) is not None]
     options: dict[str, Any] = dict(vocab_size=vocab_size, completions_only=completions_only)
-    found = [encode(record, tokenizer, **options) for record in chosen]
+    chosen, found, problems = [], [], Problems()
+    for i in indices.tolist():
+        with problems.noted():
+            found.append(encode(record := records[i], tokenizer, **options))
+            chosen.append(record)
+    problems.refuse(len(indices))
     limit = lambda example: kept(example.whole, seq_len=seq_len, packing=packing, long_texts=long_texts)
     learns = lambda example: any(example.mask[1 : limit(example)])
     examples = [example for of_record in found for example in of_record]

@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from train.data import pictures
-from train.data.packing import Example, Kind, Survey, encode, fill, prompt_of
-from train.data.records import Record
+from train.data.packing import REMEDY, Example, Kind, Survey, encode, fill, prompt_of
+from train.data.record import BadRecord, Problems, Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
 from zoo.text.tokenizer import Tokenizer, has_images
@@ -64,7 +64,7 @@ def completions(record: Record) -> list[Completion]:
         case {"chosen": chosen, "rejected": rejected} if _is_within(fields.get("prompt"), chosen, rejected):
             shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
             if shared is None:
-                raise ValueError(f"{record.where}: chosen and rejected are the same, or one begins with the other.")
+                raise BadRecord(record.where, ": chosen and rejected are the same, or one begins with the other.")
             shared -= chosen[shared - 1 : shared] == " "  # a space belongs to the completion: tokens begin with spaces
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         case {"prompt": prompt, "completion": completion, "label": bool(label)} if _alike(prompt, completion):
@@ -72,7 +72,7 @@ def completions(record: Record) -> list[Completion]:
         case _:
             items = fields.items() if isinstance(fields, dict) else ()
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in items)
-            raise ValueError(f"{record.where}: the record has {found or 'no keys'}, but must have {FORMATS}.")
+            raise BadRecord(record.where, f": the record has {found or 'no keys'}, but must have {FORMATS}. {REMEDY}")
     both = ((chosen, True), (rejected, False))
     return [Completion(prompt, completion, fields.get("tools"), label, record.where) for completion, label in both]
 
@@ -106,25 +106,26 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
     if unpaired:
         others = completions(other)
         if isinstance(own[0].prompt, str) != isinstance(others[0].prompt, str):
-            raise ValueError(f"{record.where} is text, but {other.where} has messages; KTO mixes the two.")
+            raise BadRecord(record.where, f" is text, but {other.where} has messages; KTO mixes the two.")
         mixed = [c._replace(completion=others[i % len(others)].completion) for i, c in enumerate(own)]
         return [Pair(example(c), example(m), c.desirable) for c, m in zip(own, mixed, strict=True)]
     if len(own) == 1:
-        raise ValueError(f"{record.where} has a completion and a label, which only --loss kto learns from.")
+        raise BadRecord(record.where, " has a completion and a label, which only --loss kto learns from.")
     chosen, rejected = map(example, own)
     return [Pair(chosen, rejected, True)]
 
 
 def _example(c: Completion, record: Record, tokenizer: Tokenizer, vocab_size: int) -> Example:
     if has_images([turn for turn in c.completion if isinstance(turn, dict)]):
-        raise ValueError(f"{c.where}: a completion holds an image, and only prompts may.")
+        raise BadRecord(c.where, ": a completion holds an image, and only prompts may.")
     fields = {"prompt": c.prompt, "completion": c.completion, "tools": c.tools}
     fields["images"] = record.fields.get("images")
     examples = encode(Record(c.where, fields, record.folder), tokenizer, vocab_size=vocab_size)
     if len(examples) > 1:
-        raise ValueError(
-            f"{c.where}: a completion has several answers, which the chat template of {tokenizer.folder} writes "
-            "differently once others follow. End it with the first, and put what comes before into the prompt."
+        raise BadRecord(
+            c.where,
+            f": a completion has several answers, which the chat template of {tokenizer.folder} writes "
+            "differently once others follow. End it with the first, and put what comes before into the prompt.",
         )
     return examples[0]
 
@@ -242,12 +243,16 @@ def survey(
     left out. The examples are the first pair.
     """
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int).tolist()
-    looked = [records[i] for i in indices]
     options: dict[str, Any] = dict(vocab_size=vocab_size, unpaired=unpaired)
-    found = [
-        encode_pairs(record, other, tokenizer, **options)
-        for record, other in zip(looked, looked[-1:] + looked[:-1], strict=True)
-    ]
+    looked, found, problems = [], [], Problems()
+    for i in indices:
+        with problems.noted():
+            completions(record := records[i])
+            looked.append(record)
+    for record, other in zip(looked, looked[-1:] + looked[:-1], strict=True):
+        with problems.noted():
+            found.append(encode_pairs(record, other, tokenizer, **options))
+    problems.refuse(len(indices))
     short = [[shorten(pair, seq_len + 2) for pair in pairs] for pairs in found]
     lost = sum(not all(map(is_learnt, pairs)) for pairs in short)
     if not any(map(is_learnt, itertools.chain(*short))):

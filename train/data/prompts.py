@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from train.data import pictures
-from train.data.packing import messages, tools_of
+from train.data.packing import REMEDY, messages, tools_of
 from train.data.records import Record
 from zoo.nn.model import Images
 from zoo.text.tokenizer import Tokenizer
@@ -43,4 +43,4 @@ def _encode(record: Record, tokenizer: Tokenizer) -> Prompt:
             ids = tokenizer.encode_prompt(shown.messages, tools=tools, expand=shown.expand)
             places = shown.places(ids, tokenizer)
             return Prompt(ids, fields, pictures.of_prompt(record, places, len(ids), shown.processor, turns))
-    raise ValueError("the record has neither a prompt nor messages.")
+    raise ValueError(f"the record has neither a prompt nor messages. {REMEDY}")

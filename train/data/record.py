@@ -1,9 +1,11 @@
 """What every format of data gives: records, each with the place where it stands."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 KEYS = (
     "messages", "conversations", "prompt", "completion", "text", "tokens", "loss_mask", "tools", "images",
     "chosen", "rejected", "label", "answer", "tests",
+    "question", "instruction", "input", "output",
 )  # fmt: skip
 
 
@@ -43,8 +46,63 @@ class Records:
         try:
             return Record(where, self.read(index), pathlib.Path(self.name).parent)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is broken: {error.msg} at column {error.colno}.") from error
+            raise BadRecord(where, f" is broken: {error.msg} at column {error.colno}.") from error
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+            raise BadRecord(where, f" is not UTF-8 text: {error}") from error
         except (ValueError, RuntimeError, OSError) as error:
-            raise ValueError(f"{where} is broken: {error}") from error
+            raise BadRecord(where, f" is broken: {error}") from error
+
+
+class BadRecord(ValueError):
+    """A record that cannot be learnt from: its place, and the rest of a sentence that begins with it."""
+
+    def __str__(self) -> str:
+        return "".join(self.args)
+
+
+PLACES = 3  # that are named of the records with the same problem
+
+
+@dataclasses.dataclass
+class Problem:
+    """What is wrong with records: the sentence of the first, and the places of the first few."""
+
+    told: str
+    count: int = 0
+    places: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        others, more = self.places[1:], self.count - len(self.places)
+        named = [*others, f"{more:,} more"] if more else others
+        return f"{self.told} So in {self.count - 1:,} others: {'; '.join(named)}." if others else self.told
+
+
+class Problems:
+    """Gathers what is wrong with records, so that one look at the data names all of it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Problem] = {}  # by the sentence without numbers and names
+
+    @property
+    def count(self) -> int:
+        """The number of bad records."""
+        return sum(problem.count for problem in self.found.values())
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Takes note of a bad record that is met within it, and goes on after it."""
+        try:
+            yield
+        except BadRecord as error:
+            where, why = error.args
+            problem = self.found.setdefault(re.sub(r"\d+|'[^']*'", "*", why), Problem(str(error)))
+            problem.count += 1
+            if len(problem.places) < PLACES:
+                problem.places.append(where)
+
+    def refuse(self, looked: int) -> None:
+        """Raises ValueError if there are any: a line for each kind, the most frequent first."""
+        if self.found:
+            kinds = sorted(self.found.values(), key=lambda problem: -problem.count)
+            head = f"{self.count:,} of the {looked:,} records looked at cannot be learnt from."
+            raise ValueError("\n".join([head, *map(str, kinds)]))

@@ -8,11 +8,11 @@ the same records in the same order. Opening is quick the second time: the cache 
 """
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grain
 
-from train.data import described, functions
+from train.data import described, functions, naming
 from train.data.files import find_files, kind, local
 from train.data.formats import READERS
 from train.data.formats.examples import check_array_records
@@ -24,7 +24,7 @@ __all__ = ["KEYS", "Record", "find_files", "open_records"]
 
 
 def open_records(
-    path: str | pathlib.Path, holdout: float = 0.02
+    path: str | pathlib.Path, holdout: float = 0.02, columns: Sequence[str] = ()
 ) -> tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None]:
     """Opens the records to train on, and those to validate on.
 
@@ -34,27 +34,32 @@ def open_records(
     Args:
         path: a file, a folder, a glob, a URL, or hf:NAME; see `train.data.files`. With @file.py:function that function
             makes each record's fields of those in the file.
+        columns: names of columns in the files for fields, see `train.data.naming`.
 
     Raises:
         OSError, ValueError, ImportError: as `find_files`; or a file cannot be read; or the data set is empty.
     """
     data, function = functions.split(str(path))
+    names = naming.parse(columns)
     train, valid = find_files(data)
-    records = _concatenated(train, function)
+    records = _concatenated(train, function, names)
     if valid:
-        return records, _concatenated(valid, function)
+        return records, _concatenated(valid, function, names)
     held = held_out(holdout, len(records))
     return (records[:-held], records[-held:]) if held else (records, None)
 
 
-def _concatenated(files: Sequence[str], function: str | None) -> grain.MapDataset[Record]:
+def _concatenated(files: Sequence[str], function: str | None, names: Mapping[str, str]) -> grain.MapDataset[Record]:
     paths = local(files)
     if kind(files[0]) == ".array_record":
         check_array_records(paths, files)
-    sources = [READERS[kind(file)](path, file, function is not None) for path, file in zip(paths, files, strict=True)]
+    every = function is not None or bool(names)
+    sources = [READERS[kind(file)](path, file, every) for path, file in zip(paths, files, strict=True)]
     described.check(files, [len(source) for source in sources])
     filled = [grain.MapDataset.source(source) for source in sources if len(source)]
     if not filled:
         raise ValueError(f"The data set is empty: no records in {', '.join(files)}.")
     records = grain.MapDataset.concatenate(filled)
+    if names:
+        records = records.map(naming.Renamed(names))
     return records.map(functions.Mapped(function, functions.load(function))) if function else records

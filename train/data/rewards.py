@@ -7,6 +7,7 @@
 
 import functools
 import json
+import pathlib
 import re
 import secrets
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from train.data import confine, functions
+from train.data import confine, fair, functions
 
 
 Reward = Callable[[str, Mapping[str, Any]], float]
@@ -32,7 +33,7 @@ SECONDS, BYTES = 10, 2**29  # most time and memory of a program
 # argv[1]. The code shares the process, so the secret has no name: it waits on the interpreter's stack, beside the
 # iterators that run both parts. The hook closes the ways to look there from Python, and cannot be reached itself.
 PROGRAM = """
-import json, os, sys
+import builtins, json, os, sys
 def refuse(event, args, *, denied=DENIED, native=NATIVE, error=PermissionError, absent=ImportError):
     if event.startswith(denied):
         raise error(event)
@@ -40,7 +41,11 @@ def refuse(event, args, *, denied=DENIED, native=NATIVE, error=PermissionError, 
         raise absent(args[0] + " is not allowed here")
 sys.addaudithook(refuse)
 del refuse
-parts = lambda: [compile(text, name, "exec") for name, text in json.load(open(0))]
+def parts():
+    source, completion, tests = json.load(open(0))
+    space = {"__name__": "fair", "__builtins__": dict(vars(builtins))}  # which the code cannot change
+    exec(source, space)
+    return compile(completion, "completion", "exec"), space["fair"](tests)
 os.write(int(sys.argv[1]), (os.read(0, 32), *map(exec, parts(), [{"__name__": "__main__"}] * 2))[0])
 """
 # Audit events to refuse, by how their names begin. PROGRAM also refuses modules that read any address. Where the system
@@ -121,8 +126,9 @@ def python(completion: str, record: Mapping[str, Any]) -> float:
     The code is the content of the first ``` fence, or the whole completion. An exit before the end earns 0, whatever
     its status; so tests must not exit either, as `unittest.main()` does. The process has 10 seconds, 512 MiB, an empty
     folder and no environment. The interpreter refuses new processes, signals and connections; Linux forbids these, and
-    the user's files, too: see `train.data.confine`. Code can still pass tests without solving anything, such as by an
-    object that equals all others, since both share the process.
+    the user's files, too: see `train.data.confine`. Comparisons in the tests are those of
+    `train.data.fair`, so an object that equals all others earns nothing. Code can still pass tests without solving
+    anything by other ways, since both share the process.
 
     Raises:
         BadRecord: the record has no `tests`.
@@ -130,7 +136,8 @@ def python(completion: str, record: Mapping[str, Any]) -> float:
     if "tests" not in record:
         raise BadRecord("The reward python needs a field `tests` in the record: code that fails if the answer does.")
     fenced = re.search(r"```(?:python|py)?\n(.*?)(?:```|\Z)", completion, re.DOTALL)
-    parts = ("completion", fenced[1] if fenced else completion), ("tests", str(record["tests"]))
+    source = pathlib.Path(fair.__file__).read_text(encoding="utf-8")
+    parts = source, fenced[1] if fenced else completion, str(record["tests"])
     secret = secrets.token_bytes(32)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as verdict:
         told = verdict.fileno()

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from kernels.mesh import BATCH, CONTEXT
 from train.data import pictures, store
+from train.data.naming import ColumnOptions
 from train.data.packing import TEXT, Chat, Example, Kind, LongTexts, Packing, Survey, fingerprint, prompt_of
 from train.data.preferences import PREFERENCES
 from train.data.records import Record, open_records
@@ -31,7 +32,7 @@ from zoo.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(ColumnOptions):
     """Which data a script learns from, and in which shares."""
 
     data: tuple[str, ...]
@@ -64,7 +65,7 @@ def text_settings(o: Any, vocab_size: int, *, completions_only: bool = True) -> 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowOptions:
+class RowOptions(ColumnOptions):
     """Data, and how rows are made of it."""
 
     data: tyro.conf.Positional[tuple[str, ...]]
@@ -173,6 +174,7 @@ def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Ma
         opening = _opening(sets.values(), 1, tokenizer, kind)
         validation = reading(batches(joined(held_out), phases[-1].batch, mesh=mesh, finish=opening))
     source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": o.hold_out, "seed": o.seed}
+    source |= {"columns": " ".join(o.columns)} if o.columns else {}
     source |= {**settings, **_telling(phases, list(sets), o)}
     data = grain.MapDataset.concatenate(parts) if len(parts) > 1 else parts[0]
     prompts = next((each.prompts for each in last if each.prompts), [])
@@ -199,7 +201,7 @@ def open_set(
     """
     if store.is_store(path):
         return _open_store(o, path, tokenizer, kind, shape, seed)
-    records, held = open_records(path, o.hold_out)
+    records, held = open_records(path, o.hold_out, o.columns)
     found = kind.survey(records, tokenizer, **shape)
     make = functools.partial(kind.pack, tokenizer=tokenizer, **shape)
     if o.dry_run and limit:  # without a limit the number of rows is the number of steps, which a dry run tells
@@ -216,6 +218,7 @@ def open_set(
 
 def _open_store(o: Any, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int) -> DataSet:
     folder = pathlib.Path(path)
+    refuse_columns(o, path)
     content = store.read(folder)
     store.refuse_other(folder, content, store.identity(kind.name, tokenizer, shape))
     if jax.process_index() == 0:
@@ -231,6 +234,12 @@ def _open_store(o: Any, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapp
     source = {"store": store.fingerprint(folder)}
     summary = dict(store.summary(content, "train"))
     return DataSet(path, shape["seq_len"], Set(rows, seed), held_out, source, prompts, None, summary, examples)
+
+
+def refuse_columns(o: ColumnOptions, path: str) -> None:
+    """Raises ValueError if columns are named of a store, which has rows and no columns."""
+    if o.columns:
+        raise ValueError(f"--columns: {path} is prepared already and has no columns; give it to train.prepare.")
 
 
 def documents(row: Row) -> Iterator[Example]:

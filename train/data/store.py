@@ -24,6 +24,7 @@ import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
 from convert import manifest
+from convert.private import public, public_json
 from train.base import cache, writing
 from train.base.differences import differences
 from train.data.packing import tokenizer_hash
@@ -53,13 +54,13 @@ def begin(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the folder is of another preparation, or has other files.
     """
-    new = json.loads(json.dumps(dict(about)))
+    new = public_json(dict(about))
     if not is_store(folder):
         if folder.exists() and any(path.name != f"{ABOUT}.tmp" for path in folder.iterdir()):
             raise ValueError(f"{folder} has other files: name a new folder by --out.")
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / ABOUT, new)
-    elif changed := differences(json.loads((folder / ABOUT).read_text()), new):
+    elif changed := differences(public_json(json.loads((folder / ABOUT).read_text())), new):
         name, (before, now) = next(iter(changed.items()))
         raise ValueError(f"{folder} was begun with other data or options: {name} was {before} and is {now}.")
 
@@ -122,7 +123,7 @@ def end(folder: pathlib.Path, shards: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def _write_json(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
-    writing.write(path, json.dumps(content, indent=1) + "\n")
+    writing.write(path, public(json.dumps(content, indent=1)) + "\n")
     return content
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+from train.base.help import Group, option
 from zoo.nn.model import AbstractModel
 
 
@@ -14,14 +15,16 @@ WRONG = 5  # answers that are shown of each task each time
 class TaskOptions:
     """What a model is asked whenever a run is validated, in `train.evaluate.validation.ValidationOptions`."""
 
+    help_group: ClassVar[Group] = Group.VALIDATION
+
     eval_tasks: tuple[str, ...] = ()
-    """Questions that the model answers at each evaluation, greedily: .jsonl files of them (docs/watching.md), or tasks
-    of lm-eval by their names or as YAML files or folders of them. The metric of math.jsonl is eval_math."""
-    eval_questions: int = 200
+    """Questions that the model answers at each evaluation, greedily. They are .jsonl files (docs/watching.md), or
+    tasks of lm-eval by their names or as YAML files or folders of them. The metric of math.jsonl is eval_math."""
+    eval_questions: int = option(200, rare=True)
     """Number of questions of each of --eval-tasks, from its beginning. 0: all."""
-    eval_tokens: int = 256
+    eval_tokens: int = option(256, rare=True)
     """Largest number of tokens of an answer, where a task of lm-eval does not say."""
-    eval_rows: int = 32
+    eval_rows: int = option(32, rare=True)
     """Number of answers that are written at a time. It is halved if the device's memory does not suffice."""
 
 

@@ -4,13 +4,14 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import rich
 from jax.sharding import Mesh
 
 from train.base.goodput import timed
+from train.base.help import Every, Group, option
 from train.evaluate.task import TaskOptions
 from train.evaluate.tasks import Tasks
 from train.state.checkpoint import Checkpoints
@@ -33,14 +34,18 @@ LOWER = (
 class ValidationOptions(TaskOptions):
     """When a run is validated, and what follows from it, in `Options`."""
 
-    eval_every: int = 0
-    """Number of steps between evaluations: losses on the validation data, and --eval-tasks. 0: a tenth of --steps."""
-    eval_batches: int = 50
+    help_group: ClassVar[Group] = Group.VALIDATION
+
+    eval_every: Every = 0
+    """Number of steps between evaluations: losses on the validation data, and --eval-tasks. 0: a tenth of --steps.
+    never: no evaluations."""
+    eval_batches: int = option(50, rare=True)
     """Largest number of batches of validation data that are used each time."""
     best: str | None = None
-    """Metric of the evaluations, such as validation_accuracy or eval_math, by which the best model is exported: that of
-    the lowest loss, or of the highest accuracy, reward or other metric. Checkpoints are then saved at each evaluation,
-    and the best is kept. None: the last model is exported, or with --patience that of the lowest validation_loss."""
+    """Metric of the evaluations, such as validation_accuracy or eval_math, by which the best model is exported. It is
+    that of the lowest loss, or of the highest accuracy, reward or other metric. Checkpoints are then saved at each
+    evaluation, and the best is kept. None: the last model is exported, or with --patience that of the lowest
+    validation_loss."""
     patience: int = 0
     """Number of evaluations in a row, none of them a new best by --best, after which the run ends. 0: it takes all
     --steps."""
@@ -67,6 +72,8 @@ class Validation:
 
     def __init__(self, o: Any, task: Any, config: AbstractConfig, tokenizer: Tokenizer, mesh: Mesh):
         self.metric = o.best or ("validation_reward" if task.rollout else "validation_loss")
+        if o.keeps_best and o.eval_every == "never":
+            raise ValueError("--best and --patience go by evaluations: leave out --eval-every never.")
         if o.patience and not o.best and task.validation is None:
             what = "higher reward on held-out prompts" if task.rollout else "lower loss on validation data"
             raise ValueError(

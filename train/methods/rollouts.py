@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,9 @@ from zoo.generation.engine import complete
 from zoo.generation.sampling import Sampler
 from zoo.nn.model import AbstractModel
 from zoo.text.tokenizer import Tokenizer
+
+
+NEEDS = {"exact": "answer", "number": "answer", "python": "tests"}  # fields of the records, by reward
 
 
 def rollout(
@@ -88,6 +91,35 @@ def rollout(
     return batches, numbers
 
 
+def try_rewards(prompts: Iterable[tuple[str, Prompt]], o: Any, judges: Sequence[Reward]) -> dict[str, float]:
+    """Looks before a run whether the records have what its rewards need. Returns what each gives for the first one.
+
+    The completion of that call is the record's answer, if it has one. A reward of the user's is called just once, and
+    code is run just once.
+
+    Args:
+        prompts: places of records, such as a file and a line, with their prompts.
+
+    Raises:
+        ValueError: a record lacks a field, or a reward fails or returns no finite number; names the record.
+    """
+    found: dict[str, float] = {}
+    for where, prompt in prompts:
+        for name, judge in zip(o.reward, judges, strict=True):
+            if name in found and (name not in NEEDS or NEEDS[name] in prompt.record):
+                continue
+            try:
+                worth = float(judge(str(prompt.record.get("answer", "")), prompt.record))
+            except BadRecord as error:
+                raise ValueError(f"{where}: {error}") from error
+            except Exception as error:  # the user's
+                raise ValueError(f"{where}: --reward {name} raises {type(error).__name__}: {error}.") from error
+            if not math.isfinite(worth):
+                raise ValueError(f"{where}: --reward {name} gives {worth}, and has to give a finite number.")
+            found.setdefault(name, worth)
+    return found
+
+
 def correct_from(o: Any) -> float:
     """The reward from which on a completion counts as correct: --correct, or what rewards of at most 1 add up to."""
     return sum(w for w in o.reward_weights or (1.0,) * len(o.reward) if w > 0) if o.correct is None else o.correct
@@ -134,7 +166,13 @@ def rewarded(
             }
             for at, call in calls.items():
                 try:
-                    worth = float(call.result())
+                    worth = call.result()
+                    if not isinstance(worth, np.bool_ | np.integer | np.floating) and type(worth) not in (
+                        float, int, bool,
+                    ):  # fmt: skip
+                        # Not float(worth), which an object may make of itself; and a text may be of any length.
+                        raise TypeError(f"it returned a {type(worth).__name__}, and must return a number")
+                    worth = float(worth)
                     if not math.isfinite(worth):
                         raise ValueError(f"it is {worth}")
                     found[at] = worth

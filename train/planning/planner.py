@@ -5,7 +5,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import tyro
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.base.chips import Chip, slowest_link
 from train.base.flops import flops_per_token, products_per_token
+from train.base.help import Group, option
 from train.planning.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
 from train.planning.breakdown import ASIDE, Part, parts
 from train.planning.fit import REMATS, kept, recomputed
@@ -36,13 +37,15 @@ from zoo.weights.checkpoint import skeleton
 class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
     """Plan a run: compile its step for devices that are not at hand, and print what it needs of each."""
 
-    model: tyro.conf.Positional[str]
+    help_group: ClassVar[Group] = Group.STEP
+
+    model: tyro.conf.Positional[str] = option(dataclasses.MISSING, group=Group.MODEL)
     """A zoo name, a folder with a config.json, or a Hub repository org/name; weights are not read."""
-    topology: str
+    topology: str = option(dataclasses.MISSING, group=Group.DEVICES)
     """TPUs by their slice's shape in chips, v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4 or tpu7x:2x2x2, or by Google Cloud's
     names, v6e-8, v5litepod-16 or v5p-128; GPUs by their number, t4:1, l4:8, 4090:2, a100-40gb:8, a100:8, h100:8,
     h200:16 or b200:64."""
-    mesh: str = "fsdp=-1"
+    mesh: str = option("fsdp=-1", group=Group.DEVICES)
     """Number of devices along each axis, as for training."""
     batch: int
     """Number of rows of a step, on all devices together; of GRPO, of an update."""
@@ -52,35 +55,35 @@ class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
     """What the backward pass recomputes, as for training."""
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another."""
-    method: Literal["sft", "dpo", "grpo"] = "sft"
+    method: Literal["sft", "dpo", "grpo"] = option("sft", group=Group.METHOD)
     """What is trained. sft: to predict tokens. dpo: preferences, beside a reference in bfloat16; with --lora.rank that
     is the model without its adapters. grpo: by rewards; a device needs the larger of what an update and what sampling
     needs."""
-    kl: float = 0.0
+    kl: float = option(0.0, group=Group.METHOD, rare=True)
     """For grpo, as there: weight of the divergence from the reference. 0: no reference."""
-    max_new_tokens: int = 0
+    max_new_tokens: int = option(0, group=Group.METHOD, rare=True)
     """For grpo: largest number of tokens of a completion; prompts have the rest of --seq. 0: half of --seq."""
-    rollout_batch: int = 64
+    rollout_batch: int = option(64, group=Group.METHOD, rare=True)
     """For grpo, as there: number of completions that are sampled at a time, each with a cache."""
-    group: int = 8
+    group: int = option(8, group=Group.METHOD, rare=True)
     """For grpo, as there: number of completions of each prompt."""
-    cache_dtype: Literal["auto", "int8"] = "auto"
+    cache_dtype: Literal["auto", "int8"] = option("auto", group=Group.METHOD, rare=True)
     """For grpo, as there: data type of cached keys and values while sampling. auto: bfloat16."""
     lora: Lora = NONE
-    quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
+    quantize: Literal["none", "int8", "fp8", "nf4"] = option("none", group=Group.MODEL)
     """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
     bits. nf4: four bits."""
-    images: int = 0
+    images: int = option(0, rare=True)
     """Number of images of a row. The model has its vision tower then, which is trained like the rest. The FLOPs of
     which MFU is counted leave the tower out; the table of kernels has it. 0: the text model."""
-    patches: int = 1024
+    patches: int = option(1024, rare=True)
     """Number of patches of an image, where the tower takes any shape; others have theirs. 1,024 are 512 x 512 pixels of
     Qwen3-VL or 448 x 448 of Mistral Small 3."""
     decode: bool = False
     """Plan the step that adds a token to each row, with weights in bfloat16, instead of training."""
     search: bool = False
     """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
-    save: pathlib.Path | None = None
+    save: pathlib.Path | None = option(None, group=Group.RUN)
     """File to write the compiled step to, which a run with the same options loads by --program."""
 
     @property
@@ -134,6 +137,22 @@ class Plan:
         return self.o.tokens / max(self.bounds.values())
 
 
+def refuse(o: Options, config: AbstractConfig, chip: Chip, count: int, step: Step) -> None:
+    """Raises a ValueError for what cannot fit `count` such devices, which need not be known to any compiler.
+
+    A device of this machine stands in for each. --search may find a mesh on which more fits than on --mesh.
+    """
+    mesh = make_mesh(o.mesh, jax.devices()[:1] * count)
+    program = _fitting(o, _program(o, config, mesh, step), chip, count)
+    held = {kind: size for kind, size in _bytes(program)[0].items() if kind != "batch"}
+    if sum(held.values()) > chip.memory and not o.search:
+        each = " and ".join(f"{gb(size)} of {kind}" for kind, size in held.items())
+        raise ValueError(
+            f"{o.model} does not fit: with --mesh {o.mesh} a device holds {each} before a step, and one of "
+            f"{o.topology} has {gb(chip.memory)}; split them over more devices, or train less of it (--lora.rank)."
+        )
+
+
 def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> Plan:
     """Compiles the step that the options describe, unless its arguments alone do not fit.
 
@@ -143,14 +162,8 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], ste
         ValueError: the mesh does not divide model and batch, or the model is larger than all devices together.
     """
     mesh = make_mesh(o.mesh, devices)
-    program = _program(o, config, mesh, step)
+    program = _fitting(o, _program(o, config, mesh, step), chip, len(devices))
     kinds, gradients = _bytes(program)
-    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments) if not is_on_host(a))
-    if whole > chip.memory * len(devices):
-        raise ValueError(
-            f"{o.model} is larger than the fleet: its state takes {gb(whole)}, and {o.topology} has "
-            f"{gb(chip.memory * len(devices))}; take at least {math.ceil(whole / chip.memory):,} such devices."
-        )
     compiled, needed, sampled, available = None, float(sum(kinds.values())), 0.0, float(chip.memory)
     if needed <= available:
         try:
@@ -170,6 +183,17 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], ste
     mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
     compiled = compiled if needed <= available else None
     return Plan(o, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
+
+
+def _fitting(o: Options, program: Program, chip: Chip, count: int) -> Program:
+    """Returns the program, unless its arguments are larger than all devices together."""
+    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments) if not is_on_host(a))
+    if whole > chip.memory * count:
+        raise ValueError(
+            f"{o.model} is larger than the fleet: its state takes {gb(whole)}, and {o.topology} has "
+            f"{gb(chip.memory * count)}; take at least {math.ceil(whole / chip.memory):,} such devices."
+        )
+    return program
 
 
 def _bytes(program: Program) -> tuple[dict[str, int], int]:

@@ -57,15 +57,26 @@ def width_lr(adapters: Lora) -> float:
     return 2e-4 if adapters.rank else 2e-5
 
 
+def of_steps(steps: int) -> dict[str, int]:
+    """The options that follow from the number of steps, where the user gives none."""
+    return {
+        "warmup": math.ceil(0.03 * steps),
+        "decay": math.ceil(0.2 * steps),
+        "eval_every": math.ceil(steps / 10),
+        "sample_every": math.ceil(steps / 4),
+    }
+
+
 def resolve_steps(o: O, steps: int) -> O:
     """`o` for a run of so many steps, which were counted if --steps is 0."""
+    follows = of_steps(steps)
     return dataclasses.replace(
         o,
         steps=steps if o.steps else Counted(steps),
-        warmup=math.ceil(0.03 * steps) if o.warmup < 0 else o.warmup,
-        decay=math.ceil(0.2 * steps) if o.decay < 0 else o.decay,
-        eval_every=o.eval_every or math.ceil(steps / 10),
-        sample_every=o.sample_every or math.ceil(steps / 4),
+        warmup=follows["warmup"] if o.warmup < 0 else o.warmup,
+        decay=follows["decay"] if o.decay < 0 else o.decay,
+        eval_every=o.eval_every or follows["eval_every"],
+        sample_every=o.sample_every or follows["sample_every"],
     )
 
 

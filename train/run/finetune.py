@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import rich
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import convert.hub
 import zoo
+from train.base.help import Group, option
 from train.run import defaults, folder, loop
 from train.run.options import Options
 from train.state import state
@@ -21,6 +22,8 @@ from zoo.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuningOptions(Options):
+    help_group: ClassVar[Group] = Group.MODEL
+
     model: str = "tiny"
     """Model to begin with: a zoo name, a Hub repository org/name, or a folder in the Hub's layout."""
     revision: str | None = None
@@ -29,7 +32,7 @@ class FineTuningOptions(Options):
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Format of the weights under adapters, which are not trained. none: --compute-dtype. int8 and fp8: eight bits.
     nf4: four bits (QLoRA)."""
-    push_to_hub: str | None = None
+    push_to_hub: str | None = option(None, group=Group.RUN, rare=True)
     """Repository org/name on the Hub that the result is uploaded to. It is made if it is missing, and private. Needs
     HF_TOKEN."""
 

@@ -14,10 +14,11 @@ import numpy as np
 import rich
 
 import zoo
-from convert.private import public
+from convert.private import public_json
 from train.base import runfile, writing
 from train.base.cluster import agree
 from train.base.differences import differences
+from train.run import defaults
 from train.run.options import Options
 from train.state.checkpoint import DATA
 from train.state.state import Trained
@@ -34,14 +35,14 @@ ROOT = pathlib.Path("runs")
 
 # Options that may change when a run goes on: the model learns the same, or what they name is compared by its contents.
 INCIDENTAL = {
-    "--accept-data", "--bin", "--check-nans", "--config", "--coordinator", "--data", "--dry-run", "--dump-hlo",
-    "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh", "--microbatches", "--model",
-    "--norms-every", "--offload", "--on-nonfinite", "--out", "--process", "--processes", "--profile", "--program",
-    "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens", "--save-every",
-    "--save-local-every", "--step-timeout", "--tracker",
+    "--accept-data", "--bin", "--check-nans", "--check-replay-every", "--config", "--coordinator", "--data",
+    "--dry-run", "--dump-hlo", "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh",
+    "--microbatches", "--model", "--norms-every", "--offload", "--on-nonfinite", "--out", "--process",
+    "--processes", "--profile", "--program", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every",
+    "--sample-tokens", "--save-every", "--save-local-every", "--step-timeout", "--tracker",
 }  # fmt: skip
 RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
-NEW = {"--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # and those that runs before 2026-11-23 did not
+NEW = {"--columns": [], "--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # and those that older runs did not
 
 
 def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
     # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with it.
     fixed = dict(identity) | {"patience": o.keeps_best} | ({"best": o.best} if o.best else {})
     fixed |= {"freeze": list(o.freeze)} if o.freeze else {}
-    return {"identity": json.loads(public(json.dumps(fixed))), "options": telling(o)}
+    return {"identity": public_json(fixed), "options": telling(o)}
 
 
 def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
@@ -73,7 +74,8 @@ def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int
     for number in sorted(taken, reverse=True):
         path = ROOT / (name if number == 1 else f"{name}-{number}")
         try:
-            changed = differences(_completed(json.loads((path / RUN).read_text())), _completed(about))
+            there = public_json(json.loads((path / RUN).read_text()))
+            changed = differences(_completed(there), _completed(about))
         except (OSError, ValueError, KeyError):
             why = why or f"{path} has other files."
             continue
@@ -83,7 +85,8 @@ def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int
         if not others:
             why = f"The data of {path} has changed since, with which --accept-data would go on."
             continue
-        key = min(others, key=lambda key: not key.startswith("options."))
+        following = _following(*(_completed(each)["options"] for each in (there, about)))
+        key = min(others, key=lambda key: (key.removeprefix("options.") in following, not key.startswith("options.")))
         old, new = changed[key]
         why = why or f"{path} has another run: {key.removeprefix('options.')} was {old} and is {new}."
     return next(number for number in range(1, len(taken) + 2) if number not in taken), why
@@ -114,14 +117,25 @@ def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
     for field in dataclasses.fields(o):
         name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
         found |= telling(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return {name: json.loads(public(json.dumps(found[name], default=str))) for name in found.keys() - INCIDENTAL}
+    return {name: public_json(found[name]) for name in found.keys() - INCIDENTAL}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Names the options that differ, in one line; empty if none does."""
-    before, now = with_new(before), with_new(now)
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    before, now = with_new(public_json(before)), with_new(now)  # earlier versions kept passwords in URLs
+    differs = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    names = sorted(differs - _following(before, now))
     return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
+
+
+def _following(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Returns the options that are in both what follows from others: the user has given only those others."""
+    follow = lambda options: (
+        {f"--{name.replace('_', '-')}": value for name, value in defaults.of_steps(options.get("--steps") or 0).items()}
+        | {"--lora.alpha": 2.0 * (options.get("--lora.rank") or 0)}
+    )
+    old, new = follow(before), follow(now)
+    return {name for name in old if before.get(name) == old[name] and now.get(name) == new[name]}
 
 
 def with_new(before: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,11 +24,13 @@ from rich.table import Table
 from rich.text import Text
 
 import zoo
+from convert.private import public
 from train.data import store
 from train.data.packing import TEXT, Example, Packing, encode, fill, kept, tokenizer_hash
 from train.data.preferences import PAIRS, encode_pairs, is_learnt, shorten
+from train.data.record import PLACES, Problems
 from train.data.records import Record, open_records
-from train.data.sets import RowOptions, documents
+from train.data.sets import RowOptions, documents, refuse_columns
 from train.run import report
 from zoo.text.tokenizer import Tokenizer
 
@@ -103,6 +105,7 @@ class Found:
     bars: list[tuple[int, int, int]]  # see `bars`
     longest: int  # ids of a unit that is not longer than a row
     samples: list[Sample]
+    problems: Sequence[str] = ()  # of records that cannot be learnt from
 
 
 def of_text(record: Record, before: Record, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> Entry:
@@ -144,31 +147,40 @@ def of_records(o: InspectOptions, path: str) -> Found:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
     tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **vars(o.chat))
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    records, valid = open_records(path, 0.0)
+    records, valid = open_records(path, 0.0, o.columns)
     numbers, is_text = spread(len(records), o.records).tolist(), kind is TEXT
 
-    def entries(chosen: Iterable[int]) -> Iterator[Entry]:
-        for n in chosen:  # KTO's other record is the one before
-            record, before = (records[numbers[i]] for i in (n, n - 1))
-            yield (of_text if is_text else of_pairs)(record, before, tokenizer, shape)
+    def entries(chosen: Iterable[int], problems: Problems) -> Iterator[tuple[int, Entry]]:
+        for n in chosen:
+            entry = None
+            with problems.noted():  # KTO's other record is the one before
+                record = records[numbers[n]]
+                before = record if is_text else records[numbers[n - 1]]
+                entry = (of_text if is_text else of_pairs)(record, before, tokenizer, shape)
+            if entry:
+                yield n, entry
 
-    tally, unit = count(entries(range(len(numbers))), len(numbers), path), "document" if is_text else "pair"
+    problems, unit = Problems(), "document" if is_text else "pair"
+    tally = count(entries(range(len(numbers)), problems), len(numbers), public(path))
     longest, part = o.seq_len + (1 if is_text else 2), fills(tally, is_text, shape)
     table = {
         "records": f"{len(records):,}, of which {len(numbers):,} are looked at",
+        "cannot be learnt from": share(problems.count, len(numbers)) + " records",
         **({"validation": f"{len(valid):,} records, which are not looked at"} if valid else {}),
         "documents": f"{tally.documents:,}",
         "tokens": f"{tally.tokens:,} in rows, of which {tally.learnt:,} are learnt",
         f"tokens of a {unit}": lengths(tally.sizes),
-        **notes(tally, lambda n: records[numbers[n]].where, "records", "records"),
+        **notes(tally, lambda n: public(records[numbers[n]].where), "records", "records"),
         "filled": ", ".join(f"{name} {100 * full:.1f} %" for name, full in part.items()) + " of the rows' tokens",
     }
-    samples = [sample(entry, tokenizer) for entry in entries(some(len(numbers), o.samples))]
-    return Found(path, table, unit, bars(tally.sizes, longest), longest, samples)
+    samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), o.samples), Problems())]
+    bad = [public(str(problem)) for problem in problems.found.values()]
+    return Found(public(path), table, unit, bars(tally.sizes, longest), longest, samples, bad)
 
 
 def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
     """Looks at the rows of each split of a prepared store."""
+    refuse_columns(o, str(folder))
     content, found = store.read(folder), []
     if o.verify:
         store.verify(folder, anew=True)
@@ -180,7 +192,7 @@ def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
             continue
         numbers, longest = spread(len(rows), o.records).tolist(), content["settings"]["seq_len"] + together
         entries = lambda chosen, rows=rows, numbers=numbers: (
-            of_row(numbers[n], rows[numbers[n]], together) for n in chosen
+            (n, of_row(numbers[n], rows[numbers[n]], together)) for n in chosen
         )
         tally = count(entries(range(len(numbers))), len(numbers), f"{folder}, {split}")
         noted = notes(tally, lambda n, numbers=numbers: f"row {numbers[n] + 1:,}", "rows", f"{unit}s")
@@ -191,7 +203,7 @@ def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
             **{name: noted[name] for name in ("nothing to learn in", "the same again")},
             **({"SHA-256": "as written"} if o.verify else {}),
         }
-        samples = [sample(entry, tokenizer) for entry in entries(some(len(numbers), o.samples))]
+        samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), o.samples))]
         found.append(Found(f"{folder}, {split}", table, unit, bars(tally.sizes, longest), longest, samples))
     if not found:
         raise ValueError(f"{folder} has no rows: prepare data in which there is something to learn.")
@@ -206,21 +218,21 @@ class Tally:
     documents: int
     tokens: int  # in rows, targets aside
     learnt: int
-    cut: list[int]  # of so many entries an end is left out, and the number of the first one
+    cut: list[int]  # of so many entries an end is left out, and the numbers of the first few
     unlearnt: list[int]  # the same of entries with nothing to learn
     sizes: Int[np.ndarray, " units"]  # ids, before anything is cut
     whole: Int[np.ndarray, " units"]  # 1: must not be cut into pieces
     columns: Int[np.ndarray, " units"]  # tokens in rows
-    copies: int  # what has the ids of one before
+    copies: list[int]  # so many have the ids of one before, and the numbers of the first few entries with one
     most: tuple[int, int]  # how often the most frequent one is there, and the number of its first entry
     compared: int
 
 
-def count(entries: Iterable[Entry], number: int, title: str) -> Tally:
-    """Goes through so many entries, and keeps but a few numbers of each."""
+def count(entries: Iterable[tuple[int, Entry]], number: int, title: str) -> Tally:
+    """Goes through entries, at most so many, by their numbers, and keeps but a few numbers of each."""
     sizes, columns, whole, digests, places = (array.array(kind) for kind in "QQQQQ")
-    found, learnt, cut, unlearnt = 0, 0, [0, 0], [0, 0]
-    for n, entry in enumerate(rich.progress.track(entries, f"Looking at {title}", number, transient=True)):
+    found, learnt, cut, unlearnt = 0, 0, [0], [0]
+    for n, entry in rich.progress.track(entries, f"Looking at {title}", number, transient=True):
         for unit in entry.units:
             sizes.append(sum(len(document.example.ids) for document in unit))
             columns.append(sum(document.tokens for document in unit))
@@ -232,7 +244,8 @@ def count(entries: Iterable[Entry], number: int, title: str) -> Tally:
             (cut, any(0 < document.end < len(document.example.ids) for document in inside)),
             (unlearnt, not entry.learnt),
         ):
-            what[:] = [what[0] + it_is, what[1] if what[0] or not it_is else n]
+            what[0] += it_is
+            what += [n] if it_is and len(what) <= PLACES else []
         for unit in entry.own:
             digest = hashlib.blake2b(digest_size=8)
             for document in unit:
@@ -242,10 +255,11 @@ def count(entries: Iterable[Entry], number: int, title: str) -> Tally:
     _, first, times = np.unique(np.array(digests), return_index=True, return_counts=True)
     top = int(np.argmax(times)) if len(times) else 0
     most = (int(times[top]), places[int(first[top])]) if len(times) else (0, 0)
+    again = sorted(np.delete(np.array(places), first).tolist())
     as_array = lambda values: np.array(values, np.int64)
     return Tally(
         number, found, sum(columns), learnt, cut, unlearnt, as_array(sizes), as_array(whole), as_array(columns),
-        len(digests) - len(times), most, len(digests),
+        [len(again), *list(dict.fromkeys(again))[:PLACES]], most, len(digests),
     )  # fmt: skip
 
 
@@ -270,16 +284,16 @@ def lengths(sizes: Int[np.ndarray, " units"]) -> str:
 
 
 def notes(tally: Tally, where: Callable[[int], str], entries: str, compared: str) -> dict[str, str]:
-    """What may be wrong with entries, and the place of the first of which it is so."""
-    of = lambda found: (
-        share(found[0], tally.entries) + f" {entries}" + (f", such as {where(found[1])}" if found[0] else "")
-    )
+    """What may be wrong with entries, and the places of the first few of which it is so."""
+    such = lambda found: f", such as {'; '.join(map(where, found[1:]))}" if found[0] else ""
+    of = lambda found: share(found[0], tally.entries) + f" {entries}" + such(found)
     times, first = tally.most
     often = f"; {where(first)} is there {times:,} times" if times > 1 else ""
     return {
         "cut at the row's end": of(tally.cut),
         "nothing to learn in": of(tally.unlearnt),
-        "the same again": f"{share(tally.copies, tally.compared)} {compared} have the tokens of one before{often}",
+        "the same again": f"{share(tally.copies[0], tally.compared)} {compared} have the tokens of one before"
+        f"{such(tally.copies)}{often}",
     }
 
 
@@ -322,12 +336,14 @@ def sample(entry: Entry, tokenizer: Tokenizer) -> Sample:
         more = f", of which the first {SHOWN:,} are shown" if len(ids) > SHOWN else ""
         title = f"{document.name + ', ' if document.name else ''}{len(ids):,} tokens, {document.learnt:,} learnt{more}"
         found.append((title, list(report.decoded(ids[:SHOWN], marks, tokenizer))))
-    return Sample(entry.where, found)
+    return Sample(public(entry.where), found)
 
 
 def show(found: Found) -> None:
     """Prints it."""
     report.rows(found.title, found.table)
+    for problem in found.problems:
+        rich.print(Text(problem, style="red"))
     table = Table(
         title=f"\nTokens of a {found.unit}", title_justify="left", box=None, show_header=False, padding=(0, 2)
     )
@@ -351,6 +367,7 @@ def page(found: Sequence[Found]) -> str:
     for each in found:
         rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in each.table.items())
         written.append(f"<h2>{escape(each.title)}</h2>\n<table>{rows}</table>\n")
+        written += [f"<p>{escape(problem)}</p>\n" for problem in each.problems]
         written.append(f"<h3>Tokens of a {each.unit}</h3>\n{picture(each)}\n")
         for where, parts in each.samples:
             written.append(f"<h3>{escape(where)}</h3>\n")

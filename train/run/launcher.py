@@ -11,8 +11,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from train.base.help import Group
 from train.base.preemption import FILE
 from train.base.stop import AGAIN, CODES, handled
 from train.watch.metrics import read_metrics
@@ -26,6 +27,8 @@ GRACE = 3.0  # seconds that processes have to end by themselves after one was lo
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """Start a training command in several processes, and again after one is lost. The command follows after --."""
+
+    help_group: ClassVar[Group] = Group.DEVICES
 
     processes: int = 1
     """Number of processes when no host is lost."""

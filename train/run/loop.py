@@ -16,12 +16,14 @@ from jax.sharding import Mesh
 from train.base import cluster, profiling, program
 from train.base.flops import flops_per_token
 from train.base.goodput import timed
+from train.base.help import Every
 from train.base.stop import StopRequest, stopped
 from train.evaluate.validation import Validation
 from train.run import folder, replay, report, resume
 from train.run.defaults import resolve_remat
 from train.run.offending import Guard
 from train.run.options import Options
+from train.run.twice import twice
 from train.run.watchdog import Watchdog
 from train.state import optim
 from train.state.checkpoint import Checkpoints
@@ -80,8 +82,10 @@ class Run:
     def ended(self) -> bool:
         return self.n >= self.o.steps or self.validation.waited(self.n)
 
-    def due(self, every: int) -> bool:
+    def due(self, every: Every) -> bool:
         """Whether it has ended, or done a multiple of `every` steps; with 0, whether no checkpoint is being saved."""
+        if every == "never":
+            return False
         return self.ended() or (self.n % every == 0 if every else self.checkpoints.idle())
 
 
@@ -104,8 +108,10 @@ def run(
     reason, dog, validation, metrics = "", Watchdog(o, run.out, run.n), run.validation, Watch(run)
     samples = Samples(tokenizer, task.prompts, o.sample_tokens, mesh, o.compute_dtype, metrics.sample)
     if run.new:
-        metrics.write(run.n, **validation.evaluate(run.model(), run.n, metrics.wrong))
-        samples.write(run.n, run.model())
+        if o.eval_every != "never":
+            metrics.write(run.n, **validation.evaluate(run.model(), run.n, metrics.wrong))
+        if o.sample_every != "never":
+            samples.write(run.n, run.model())
         if o.keeps_best:
             save(run)
     left = trained.abstract if o.freeze else None
@@ -120,9 +126,10 @@ def run(
             dog.begin(run.n + 1, batches)
             # -------------------------------------------------------------------------------------- as many updates
             updates: list[Any] = []
+            compute = twice(run.step, run.n + 1) if o.replays(run.n + 1) else run.step
             for batch in batches:
                 placed = put_batch(batch, mesh, run.state.model, task.reference)
-                run.state, update = run.step(run.state, placed, trained.frozen, task.reference, run.guard.limits())
+                run.state, update = compute(run.state, placed, trained.frozen, task.reference, run.guard.limits())
                 updates.append(update)
             updates, run.n = jax.device_get(updates), run.n + 1
             numbers |= mean_of_updates(updates)

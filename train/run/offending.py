@@ -25,6 +25,7 @@ import rich
 
 from train.base import runfile
 from train.base.cluster import agree
+from train.base.help import Group, option
 from train.data.rows import whole
 from train.state.checkpoint import CheckpointOptions, Checkpoints
 from train.state.mesh import put_batch
@@ -44,18 +45,26 @@ BATCHES = 20  # folders in all; what comes later is only counted
 class OffendingOptions(CheckpointOptions):
     """Which steps change nothing, in `Options`."""
 
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    help_group: ClassVar[Group] = Group.FAULTS
+
+    on_nonfinite: Literal["stop", "skip"] = option("stop", rare=True)
     """What to do after a step whose loss or gradients are not finite, which has changed nothing. stop: save and end;
     the same command goes on with the next batch. skip: go on, but end after 10 such steps in a row. The batch is kept
     in the run's folder, see docs/faults.md."""
-    skip_spikes: float = 0.0
+    skip_spikes: float = option(0.0, rare=True)
     """Deviations by which the loss, or the gradients' norm, may exceed its running mean, such as 6; a step above that
     changes nothing. Both are of about the last 128 steps. 0: such steps are like all others."""
-    check_nans: bool = False
+    check_nans: bool = option(False, rare=True)
     """After a step that is not finite, compute it once more to name the first gradient that is not, and the operation
     and its line of code. Costs nothing before."""
-    replay: pathlib.Path | None = None
+    check_replay_every: int = option(0, rare=True)
+    """Number of steps between those that are computed twice: if they have other bits, a device computes wrongly, and
+    the run ends without saving them. Such a step takes twice the time, and memory for one more state. 0: never."""
+    replay: pathlib.Path | None = option(None, rare=True)
     """Folder offending-... of a run, whose step is computed once more. Nothing is trained. See train.replay."""
+
+    def replays(self, n: int) -> bool:
+        return bool(self.check_replay_every) and n % self.check_replay_every == 0
 
 
 class Running:

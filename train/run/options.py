@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import pathlib
+from typing import ClassVar
 
 from train.base.command import CommandOptions
+from train.base.help import Group, option
 from train.data.packing import Chat
 from train.data.pictures import VisionOptions
 from train.evaluate.validation import ValidationOptions
@@ -24,6 +26,8 @@ class Options(
 ):  # fmt: skip
     """The options of every training script. Where 0 stands for a choice of ours, `train.run.defaults` makes it."""
 
+    help_group: ClassVar[Group] = Group.RUN
+
     out: pathlib.Path | None = None
     """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, report.html, loss.png, exported model or adapter.
     None: runs/NAME, or runs/NAME-2 and so on if another run has that; the same command finds its own again."""
@@ -31,14 +35,16 @@ class Options(
     """Seed of the order of the data, and of random weights."""
     dry_run: bool = False
     """Print the data, three examples (what is not learnt is dimmed), memory, mesh and disk, and train nothing."""
-    chat: Chat = dataclasses.field(default_factory=Chat)
+    chat: Chat = dataclasses.field(default_factory=Chat, metadata={"rare": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModelingOptions(MTPOptions, Options):
     """Options of the scripts that learn to predict the next token."""
 
-    z_loss: float = 0.0
+    help_group: ClassVar[Group] = Group.METHOD
+
+    z_loss: float = option(0.0, rare=True)
     """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM. 0: without it."""
 
     def objective(self) -> Objective:

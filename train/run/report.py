@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 from rich.text import Text
 
+from convert.private import public
 from train.data.packing import Example, Survey
 from train.data.records import find_files
 from train.data.sets import DataSet
@@ -23,9 +24,9 @@ from zoo.text.tokenizer import Tokenizer
 
 def rows(title: str, content: dict[str, Any]) -> None:
     """Prints a table of two columns."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table = Table(title=public(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in content.items():
-        table.add_row(name, str(value))
+        table.add_row(name, public(str(value)))
     rich.print(table)
 
 

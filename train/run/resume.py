@@ -1,20 +1,21 @@
 """Where a run begins: at its own last checkpoint, at the full state of another run, or at its model's weights."""
 
+import dataclasses
 import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orbax.checkpoint.experimental.v1 as ocp
 import rich
 
 from convert import manifest
+from convert.private import public_json
 from train.base.cluster import agree, together
 from train.base.differences import differences
 from train.run import folder
 from train.run.options import Options
-from train.state.checkpoint import Checkpoints, describe, unreadable
+from train.state.checkpoint import Checkpoints, describe, read_arrays, unreadable
 from train.state.state import TrainState
 
 
@@ -24,7 +25,7 @@ def checkpoints(o: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> C
         raise ValueError(f"--save-local-every {o.save_local_every} is not a number of steps: give 1 or more.")
     return Checkpoints(
         out / "checkpoints", identity=identity, keep=o.keep, bin=o.bin, accept_data=o.accept_data,
-        local=o.local_checkpoints,
+        options={field.name for field in dataclasses.fields(o)}, local=o.local_checkpoints,
     )  # fmt: skip
 
 
@@ -96,13 +97,13 @@ def load_state(
             f"{path} can't be the state of this run: its {name} is {old}, and here it is {new}. --load-state needs the "
             "same model, adapters, --optimizer, --moments and --weights-dtype."
         )
-    theirs, ours = meta["identity"], json.loads(json.dumps(identity))
+    theirs, ours = public_json(meta["identity"]), public_json(identity)
     if "lora" in ours and ours["lora"] == theirs.get("lora") and theirs.get("weights") != ours.get("weights"):
         raise ValueError(f"The adapters in {path} are of other weights than those of {ours['model']}.")
     saved = meta["data"] | {"looks": []}
     if theirs["data"] != ours["data"]:
         saved["data"] = None
-    return ocp.load(str(path / "arrays"), abstract), saved
+    return read_arrays(path, abstract), saved
 
 
 def _split(source: str) -> tuple[pathlib.Path, int | None]:

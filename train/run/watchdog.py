@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import jax
 
 from train.base import cluster
 from train.base.goodput import Goodput
+from train.base.help import Group, option
 from train.base.profiling import Profile, ProfileOptions
 from train.base.stop import AGAIN
 from train.run import offending
@@ -34,7 +35,9 @@ LEAST = 60.0  # seconds that a step may always take
 class WatchdogOptions(ProfileOptions, offending.OffendingOptions):
     """When a run that does not move is ended, in `Options`."""
 
-    step_timeout: float = 1800.0
+    help_group: ClassVar[Group] = Group.FAULTS
+
+    step_timeout: float | Literal["never"] = option(1800.0, rare=True)
     """Seconds without any progress (a batch, a step, a validation, a checkpoint, a sample; compiling is none), after
     which the process writes its stacks and ends with exit code 75. 0: never."""
 
@@ -80,7 +83,7 @@ class Watchdog:
             self.goodput.saving(n - 1)
         self.profile.begin(n)
 
-    def done(self, n: int, **numbers: Any) -> dict[str, float]:
+    def done(self, n: int, **numbers: Any) -> dict[str, Any]:
         """After step `n`, with its metrics. Returns those of `Goodput.step`."""
         self.last, self.batches = n, ()
         self.profile.done(n)
@@ -108,7 +111,7 @@ class Watchdog:
         clock, median = self.goodput.clock, self.goodput.median()
         waited = time.monotonic() - clock.moved
         hangs = clock.phase in ("step", "input") and median and waited > max(LEAST, HANGS * median)
-        stuck = bool(self.o.step_timeout) and waited > self.o.step_timeout
+        stuck = self.o.step_timeout not in (0, "never") and waited > self.o.step_timeout
         if (hangs and self._told != self.last) or stuck:
             self._told = self.last
             faulthandler.dump_traceback(self.stacks, all_threads=True)

@@ -25,8 +25,8 @@ import pathlib
 import shutil
 import socket
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,11 @@ import orbax.checkpoint.experimental.v1 as ocp
 import rich
 
 from convert import manifest
+from convert.private import public_json
 from train.base.cluster import agree, together
 from train.base.differences import MISSING, differences
 from train.base.goodput import timed
+from train.base.help import Group, option
 from train.state.local import LocalCheckpoints, LocalOptions
 from train.state.offload import in_turn
 from train.state.state import TrainState
@@ -49,6 +51,8 @@ DATA = "identity.data*.files.*"  # dotted paths of hashes of files; the last par
 EVERY = 2**31 - 1  # bytes of the lock file, one for each process that a run may have
 FAILURES = 3  # saves that may fail in a row before the run ends
 
+# Parts of an identity that have an option's name: a hash of the model, and whether there is a best checkpoint.
+UNLIKE = ("identity.weights", "identity.patience")
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks for each error that it raises
 
 
@@ -56,18 +60,20 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of trac
 class CheckpointOptions(LocalOptions):
     """When checkpoints are saved and used, in `Options`."""
 
+    help_group: ClassVar[Group] = Group.RUN
+
     save_every: int = 200
     """Number of steps between checkpoints. 0: continuously, each as soon as the last one is written."""
     keep: int = 2
     """Number of the newest checkpoints that are kept."""
-    bin: bool = False
+    bin: bool = option(False, rare=True)
     """Move checkpoints that make room for newer ones to checkpoints/bin, where you may delete them, and do not delete
     them. On a large shared file system deleting is slow."""
-    load_state: str | None = None
+    load_state: str | None = option(None, rare=True)
     """Begin with the full state of another run: RUN, its folder, for its newest checkpoint, or RUN@STEP. That is the
     weights, the optimizer, the number of the step, and the place in the data if that is the same. Options may differ,
     but for the model, adapters and the optimizer. --steps counts from the beginning of the other run."""
-    accept_data: bool = False
+    accept_data: bool = option(False, rare=True)
     """Resume although files of --data have changed since the checkpoint was saved, such as for a record that was
     mended. The run keeps its place in the order of the records. If their number or lengths have changed, some may come
     twice in this epoch, and some not at all."""
@@ -87,6 +93,7 @@ class Checkpoints:
         say: gets a line of text when something went wrong and the run can go on.
         accept_data: lets the run go on although files of the data have changed, that is hashes in `identity` whose
             dotted paths match DATA.
+        options: names of the run's options, by which a refusal calls what differs.
         local: a folder on each host's own disk for faster checkpoints (`train.state.local`), if there are to be any.
     """
 
@@ -99,10 +106,12 @@ class Checkpoints:
         bin: bool = False,
         say: Callable[[str], None] = rich.print,
         accept_data: bool = False,
+        options: Collection[str] = (),
         local: pathlib.Path | None = None,
     ):
         self.folder, self.identity = pathlib.Path(folder).resolve(), identity
         self.keep, self.bin, self.say, self.accept_data = keep, bin, say, accept_data
+        self.options = options
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: concurrent.futures.Future | None = None
         self._failures = 0
@@ -218,7 +227,7 @@ class Checkpoints:
                 meta = json.loads((path / "meta.json").read_text())
                 if step is None:  # a checkpoint asked for by its step was saved by this very run
                     self._refuse_another_run(abstract, path, meta)
-                found = ocp.load(str(path / "arrays"), abstract), meta
+                found = read_arrays(path, abstract), meta
         if self.local and step is None:
             self.local.begin()
         if found is None and step is None:
@@ -308,8 +317,10 @@ class Checkpoints:
 
     def _compare(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> str:
         """Returns why the run can't go on with a checkpoint; empty if it can."""
-        present = {"identity": self.identity} | describe(abstract)
-        changed = differences({key: meta[key] for key in present}, present)
+        present = {"identity": public_json(self.identity)} | describe(abstract)
+        before = {key: meta[key] for key in present}
+        # Earlier versions kept passwords in URLs, and these may be others now.
+        changed = differences(before | {"identity": public_json(meta["identity"])}, present)
         files = [name for name in changed if fnmatch.fnmatch(name, DATA)]
         if other := [name for name in changed if name not in files]:
             name, (old, new) = other[0], changed[other[0]]
@@ -318,8 +329,12 @@ class Checkpoints:
             remedy = "Set --optimizer and --moments back" if name.startswith("state.opt_state.") else remedy
             dtype_alone = name.startswith("state.model.") and old.partition("[")[1:] == new.partition("[")[1:]
             remedy = "Set --weights-dtype back" if dtype_alone else remedy
+            option = name.removeprefix("identity.").removeprefix("data.")
+            differs = f"its {name} is {old}, and now it is {new}"
+            if option in self.options and name not in UNLIKE:
+                differs = f"--{option.replace('_', '-')} was {old} and is {new}"
             return (
-                f"{path} is of another run: its {name} is {old}, and now it is {new}. {remedy} to go on with it, or "
+                f"{path} is of another run: {differs}. {remedy} to go on with it, or "
                 "start anew in another folder (--out)."
             )
         hashes = lambda old, new: "is new" if old == MISSING else "is gone" if new == MISSING else "has other contents"
@@ -363,6 +378,20 @@ class Checkpoints:
         if self._failures == FAILURES:
             raise OSError(text) from error
         self.say(f"WARNING: {text} The run goes on; the next save is tried as planned.")
+
+
+def read_arrays(path: pathlib.Path, abstract: TrainState) -> TrainState:
+    """Reads the arrays of a checkpoint, with the shardings of `abstract`, about one after another.
+
+    Orbax alone would read them all at a time, and each takes its bytes in files and in the host's memory beside those
+    on the devices. The limit is the least with which it reads the largest array.
+    """
+    context = ocp.Context()
+    context.memory.read_concurrent_bytes = 1 + max(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)
+    )
+    with context:
+        return ocp.load(str(path / "arrays"), abstract)
 
 
 def describe(state: TrainState) -> dict[str, Any]:

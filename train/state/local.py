@@ -28,7 +28,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ from convert import manifest
 from kernels.mesh import REPLICA
 from train.base import writing
 from train.base.cluster import agree, gather, share, together
+from train.base.help import Group, option
 from train.base.lock import lock
 from train.state.state import TrainState
 
@@ -51,10 +52,12 @@ META = "meta.json"
 class LocalOptions:
     """When checkpoints are saved on the hosts' own disks, in `Options`."""
 
-    local_checkpoints: pathlib.Path | None = None
+    help_group: ClassVar[Group] = Group.RUN
+
+    local_checkpoints: pathlib.Path | None = option(None, rare=True)
     """Folder on each host's own disk, or in its memory (/dev/shm/zoo), for fast checkpoints of its part of the state
     between those of --save-every. The newest complete one is used, wherever it is. None: none."""
-    save_local_every: int = 20
+    save_local_every: int = option(20, rare=True)
     """Number of steps between checkpoints in --local-checkpoints."""
 
     def local_due(self, n: int) -> bool:

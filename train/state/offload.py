@@ -5,12 +5,13 @@ A step moves them to its devices and back one after another (`train.step.step`),
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
 from jax.extend import core
 from jax.sharding import Sharding
 
+from train.base.help import Group, option
 from train.base.places import HostPlace
 
 
@@ -23,7 +24,9 @@ Space = jax.memory.Space
 class OffloadOptions:
     """What lies where between steps, in `Options`."""
 
-    offload: Literal["none", "optimizer"] = "none"
+    help_group: ClassVar[Group] = Group.STEP
+
+    offload: Literal["none", "optimizer"] = option("none", rare=True)
     """What is kept in the memory of the devices' host between steps. none: nothing. optimizer: all that the optimizer
     keeps, and the weights if they are float32; while a step runs, a device has a copy of these in --compute-dtype.
     Losses are the same, but for how XLA rounds last places. A step is longer by the time in which these bytes cross the

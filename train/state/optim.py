@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from kernels import mesh
+from train.base.help import Group, option
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.mtp import AbstractMTP
 from zoo.nn.stack import AbstractBlock
@@ -24,8 +25,10 @@ from zoo.surgery import is_stacked, path_name
 class OptimizerOptions:
     """How gradients become updates, in `Options`."""
 
-    steps: int = 0
-    """Number of optimizer steps of the whole run."""
+    help_group: ClassVar[Group] = Group.OPTIMIZER
+
+    steps: int = option(0, group=Group.STEP)
+    """Number of optimizer steps of the whole run. 0: those of --epochs."""
     lr: float = 0.0
     """Peak learning rate, reached after the warmup. 0: in inverse proportion to the model's width."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -33,22 +36,22 @@ class OptimizerOptions:
     --decay steps."""
     warmup: int = -1
     """Number of steps over which the learning rate rises to --lr. -1: 3 % of --steps."""
-    decay: int = -1
+    decay: int = option(-1, rare=True)
     """Number of steps over which wsd lowers the learning rate. -1: 20 % of --steps."""
-    rewarm: int = 0
+    rewarm: int = option(0, rare=True)
     """Number of steps over which a resumed run raises its learning rate, where a new schedule, such as that of more
     --steps, is above the old one. 0: the learning rate jumps."""
     optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
     """Algorithm that turns gradients into updates. muon: Muon for the matrices of the layers' linear maps, AdamW for
     all other parameters; its updates have AdamW's size, so --lr and --weight-decay mean the same. adafactor: without
     momentum. sgd: with a momentum of 0.9; it needs a far larger --lr. See docs/optimizers.md."""
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16"] = option("float32", rare=True)
     """Data type in which the optimizer keeps its moments between steps, at 4 or 2 bytes each. Updates are computed in
     float32."""
     weight_decay: float = -1.0
     """Fraction of each linear map's matrix that every step subtracts, times the learning rate, with any optimizer.
     -1: 0.1, but 0 for adapters."""
-    clip_norm: float = 1.0
+    clip_norm: float = option(1.0, rare=True)
     """Largest global norm of the gradients; larger gradients are scaled down to it."""
 
 

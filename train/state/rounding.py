@@ -7,12 +7,13 @@ exact, it moves as far on average as it should (arXiv:1502.02551, arXiv:2010.061
 
 import dataclasses
 import zlib
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int, Key
 
+from train.base.help import Group, option
 from zoo.surgery import path_name
 
 
@@ -20,7 +21,9 @@ from zoo.surgery import path_name
 class WeightsOptions:
     """In what weights are kept, in `Options`."""
 
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    help_group: ClassVar[Group] = Group.STEP
+
+    weights_dtype: Literal["float32", "bfloat16"] = option("float32", rare=True)
     """Data type in which trained weights are kept between steps, at 4 or 2 bytes each. bfloat16: an update is computed
     in float32 and rounded to one of the two nearest numbers at random, so that the mean is exact. Random bits depend on
     the number of the step alone. Not for adapters. See docs/optimizers.md."""

@@ -5,7 +5,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from kernels.mesh import REPLICA
+from train.base.help import Group, option
 from train.state.mesh import abstract_model, check_mesh
 from train.state.offload import host
 from train.state.remat import StepOptions
@@ -34,11 +35,13 @@ T = TypeVar("T")
 class Lora:
     """Adapters: small matrices beside those of the model, which are not trained."""
 
+    help_group: ClassVar[Group] = Group.MODEL
+
     rank: int = 0
     """Rank of the adapters; 8 to 64 is usual. 0: no adapters, and every weight is trained."""
-    alpha: float = 0.0
+    alpha: float = option(0.0, rare=True)
     """Scale of the adapters: what they add is multiplied by alpha / rank. 0: twice the rank."""
-    where: str = lora.LAYERS
+    where: str = option(lora.LAYERS, rare=True)
     """Pattern of the paths of the linear maps that get adapters, such as *.[qv]_proj for queries and values. The
     default is all of the layers, experts' too."""
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 import kernels
+from train.base.help import Group, option
 from train.state.mesh import next_token, positions_of
 from zoo.nn.model import AbstractModel
 from zoo.nn.mtp import module_of
@@ -17,7 +18,9 @@ from zoo.nn.mtp import module_of
 class MTPOptions:
     """Whether the module is trained, in `train.run.options.LanguageModelingOptions`."""
 
-    mtp_weight: float = 0.0
+    help_group: ClassVar[Group] = Group.METHOD
+
+    mtp_weight: float = option(0.0, rare=True)
     """Weight of the loss of the token after the next, for which models such as Qwen3.5 and DeepSeek V3 have a module;
     0.3, then 0.1 in DeepSeek V3's paper. 0: without that module."""
 

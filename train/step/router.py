@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from train.base.help import Group, option
 from zoo.nn.model import Family
 from zoo.nn.moe import Routing
 from zoo.nn.stack import Reports
@@ -19,14 +20,16 @@ from zoo.nn.stack import Reports
 class RouterOptions:
     """How the routers of a mixture of experts are kept balanced, in `Options`."""
 
-    router_balance: float = 0.0
+    help_group: ClassVar[Group] = Group.METHOD
+
+    router_balance: float = option(0.0, rare=True)
     """Weight of the load-balancing loss in a mixture of experts, on the scale of transformers' router_aux_loss_coef. If
     all experts are used alike, this loss is the number of experts that a token chooses. 0.01 in Switch Transformers,
     0.001 in Qwen3. 0: without it."""
-    router_z: float = 0.0
+    router_z: float = option(0.0, rare=True)
     """Weight of the router z-loss in a mixture of experts, which keeps the routers' logits from growing; 0.001 in
     ST-MoE. 0: without it."""
-    router_bias_rate: float = 0.0
+    router_bias_rate: float = option(0.0, rare=True)
     """Amount by which each step moves the biases of the routers of DeepSeek V3, Kimi K2 and Kimi Linear towards an even
     load; 0.001 in DeepSeek's paper. 0: they stay as they are."""
 

@@ -221,4 +221,4 @@ def main(out: tyro.conf.Positional[Path]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m train.tiny")

@@ -230,4 +230,4 @@ def main(out: tyro.conf.Positional[Path], drawings: int = 8000) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m train.tiny.shapes")

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
             if {"prompt", "text"} <= line.keys()
         ],
         "about": {
-            "Goodput": goodput(folder),
+            "Goodput": goodput(folder) | slowest(lines),
             "Options": options,
             "Data": flat(identity.get("data", {})),
             "Model": flat({name: value for name, value in identity.items() if name not in ("data", "config")})
@@ -179,6 +180,20 @@ def goodput(folder: pathlib.Path) -> dict[str, str]:
         name: f"{value:,.1f} s" + (f", {value / whole:.1%}" if name != "away" else "")
         for name, value in seconds.items()
         if value
+    }
+
+
+def slowest(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Names the process that the others waited for, by the medians of the last hundred steps' "own_seconds"."""
+    each = [line["own_seconds"] for line in lines[-100:] if "own_seconds" in line]
+    each = [own for own in each if len(own) == len(each[-1])]  # the number of processes may have changed
+    medians = [statistics.median(seconds) for seconds in zip(*each, strict=True)]
+    if not medians:
+        return {}  # of one process
+    most = max(medians)
+    return {
+        "slowest process": f"process {medians.index(most)}: {most:.3g} s of its own a step; the median process has "
+        f"{statistics.median(medians):.3g} s"
     }
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import Any, ClassVar, SupportsFloat
 
 import jax
 import rich
@@ -28,6 +28,7 @@ import zoo
 from convert.private import public
 from train.base import writing
 from train.base.goodput import timed
+from train.base.help import Every, Group, option
 from train.state.mesh import generating
 from train.state.offload import to_device
 from train.state.remat import REMAT
@@ -48,15 +49,18 @@ EVERY = 10.0  # seconds between two writings of the page, which take a hundredth
 class WatchOptions:
     """What is seen of a run while it goes on, in `Options`."""
 
-    sample_every: int = 0
-    """Number of steps between samples: texts that the model writes. 0: a quarter of --steps."""
-    sample_tokens: int = 64
+    help_group: ClassVar[Group] = Group.WATCHING
+
+    sample_every: Every = 0
+    """Number of steps between samples: texts that the model writes. 0: a quarter of --steps. never: no
+    samples."""
+    sample_tokens: int = option(64, rare=True)
     """Number of tokens of a sample."""
     tracker: tuple[str, ...] = ()
     """Where metrics and samples go, too: tensorboard, wandb, trackio, mlflow, or several of these."""
-    norms_every: int = 0
+    norms_every: Every = option(0, rare=True)
     """Number of steps between norms of each layer's activations and gradients, which cost a forward and a backward pass
-    of one microbatch. 0: never."""
+    of one microbatch. 0: never. The word is taken, too."""
 
 
 class Watch:
@@ -129,7 +133,8 @@ class Watch:
             if self._writes:
                 with contextlib.suppress(OSError, ValueError):  # as when the disk is full
                     _noted(self._out, lambda about: about["starts"][-1].update(memory=kinds))
-        if not run.o.norms_every or run.n % run.o.norms_every:
+        every = run.o.norms_every
+        if every in (0, "never") or run.n % every:
             return {}
         found = self._norms(to_device(run.state.model), run.trained.frozen, batch, run.task.reference)
         return {name: float(value) for name, value in jax.device_get(found).items()}

@@ -1,4 +1,4 @@
-"""Runs uvicorn with time limits that it lacks: for heads that never arrive, answers that nobody takes, and stopping."""
+"""Runs uvicorn with time limits that it lacks: for requests that never arrive, untaken answers, and stopping."""
 
 import asyncio
 import ipaddress
@@ -42,10 +42,15 @@ def is_own(host: str) -> bool:
 
 
 class Timely(H11Protocol):
-    """Closes a connection if the head of a request is not whole after `SECONDS`, or if its client takes fewer than
-    `LEAST` bytes of an answer in as many. uvicorn would wait for ever."""
+    """Closes a connection if the head of a request is not whole after `Server.SECONDS`, or if its client takes fewer
+    than `LEAST` bytes of an answer in `SECONDS`. uvicorn would wait for ever.
+
+    The time of a request begins when the connection opens, or when the answer before has ended. Its body has what the
+    head leaves of that time: `state.deadline` of the request tells the server until when, by the clock of the loop.
+    """
 
     SECONDS, LEAST = 30.0, 2**16
+    _deadline = 0.0
     _timer: asyncio.TimerHandle | None = None
     _taking: asyncio.TimerHandle | None = None
 
@@ -74,8 +79,11 @@ class Timely(H11Protocol):
         else:
             self._expect(left)
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+    def handle_events(self) -> None:
+        self._watch()
+        super().handle_events()
+        if self.scope is not None:
+            self.scope.setdefault("state", {})["deadline"] = self._deadline
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -86,7 +94,9 @@ class Timely(H11Protocol):
 
     def _watch(self) -> None:
         if self.conn.their_state is h11.IDLE:
-            self._timer = self._timer or self.loop.call_later(self.SECONDS, self.transport.close)
+            if self._timer is None:
+                self._deadline = self.loop.time() + Server.SECONDS
+                self._timer = self.loop.call_later(Server.SECONDS, self.transport.close)
         elif self._timer:
             self._timer.cancel()
             self._timer = None

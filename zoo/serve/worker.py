@@ -103,6 +103,7 @@ class Worker(threading.Thread):
         self._model, self._make_engine = model, make_engine
         self._engine: Any = make_engine()  # None after a failure, in which its arrays may have been lost
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._told = False  # that the first reply is compiled
         self._running: dict[Completion, tuple[Reply, Callable[[Any], Any]]] = {}
         self._open = True
         self._top = min(TOP, model.config.vocab_size)
@@ -197,6 +198,9 @@ class Worker(threading.Thread):
         return self._scorers[shape]
 
     def _submit(self, replies: Sequence[Reply], deliver: Callable[[Any], Any]) -> None:
+        if not self._told:
+            self._told = True
+            logging.getLogger("uvicorn.error").info("Compiling the model for the first reply, which may take minutes.")
         try:
             self._engine = self._engine or self._make_engine()
             for ask, group in itertools.groupby(replies, key=lambda reply: reply.ask):

@@ -9,7 +9,7 @@ from pathlib import Path
 from train.data.formats.columns import read_arrow, read_parquet
 from train.data.formats.examples import read_array_record, read_tfrecord
 from train.data.formats.ids import read_megatron, read_npy
-from train.data.formats.text import read_json, read_json_lines, read_text
+from train.data.formats.text import read_csv, read_json, read_json_lines, read_text
 from train.data.record import Records
 
 
@@ -23,4 +23,5 @@ READERS: dict[str, Callable[[Path, str, bool], Records]] = {
     ".arrow": read_arrow,
     ".bin": read_megatron,
     ".npy": read_npy,
+    ".csv": read_csv,
 }

@@ -1,5 +1,6 @@
-"""Reads JSON lines, JSON lists, and plain texts."""
+"""Reads JSON lines, JSON lists, CSV, and plain texts."""
 
+import csv
 import json
 import pathlib
 from collections.abc import Iterator
@@ -53,6 +54,31 @@ def read_json(file: pathlib.Path, name: str, every: bool) -> Records:
         except ValueError as error:
             raise ValueError(f"{name} is broken: {error}") from error
     return Records(name, len(items), items.__getitem__)
+
+
+def read_csv(file: pathlib.Path, name: str, every: bool) -> Records:
+    """Opens a table with commas, all in memory. Its first row names the columns, and values are strings.
+
+    A field in quotes may have line breaks. So a record's place is the line where it ends.
+    """
+    csv.field_size_limit(LINE)
+    with open(file, encoding="utf-8-sig", newline="") as lines:  # spreadsheets write a byte order mark
+        reader = csv.reader(lines, strict=True)
+        try:
+            rows = [(reader.line_num, row) for row in reader if row]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{name} is broken after line {reader.line_num}: {error}.") from error
+    (_, head), *rows = rows or [(0, [])]
+    if len(set(head)) < len(head) or not all(head):
+        raise ValueError(f"{name} must name each of its columns differently in its first row, which is {head}.")
+
+    def read(index: int) -> dict[str, str]:
+        values = rows[index][1]
+        if len(values) != len(head):
+            raise ValueError(f"it has {len(values)} fields, and the first row {len(head)}.")
+        return dict(zip(head, values, strict=True))
+
+    return Records(name, len(rows), read, lambda index: f"line {rows[index][0]}")
 
 
 def read_text(file: pathlib.Path, name: str, every: bool) -> Records:
