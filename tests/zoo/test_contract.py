@@ -23,7 +23,7 @@ from train.step.step import features
 from zoo import registry, surgery
 from zoo.generation.decoding import init_state
 from zoo.nn import cache as caches
-from zoo.nn.layers import AbstractLinear, Embedding, Linear
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import AbstractDecoderBlock, Stack
 
@@ -54,20 +54,25 @@ class State(caches.AbstractCache):
 
 
 class Recurrence(AbstractDecoderBlock):
-    """S_t = S_{t-1} / 2 + k_t v_t^T, and y_t = q_t S_t, in float32."""
+    """S_t = S_{t-1} / 2 + k_t v_t^T, and y_t = q_t S_t, in float32.
 
+    Of normed tokens: the product of three numbers would cube their size in each layer, and the logits' rounding.
+    """
+
+    norm: RMSNorm
     qkv: AbstractLinear
     out: AbstractLinear
     ordered: ClassVar[bool] = True
 
     def __init__(self, config, *, key):
         qkv, out = jax.random.split(key)
+        self.norm = RMSNorm(config.hidden_size, 1e-6)
         self.qkv = Linear(config.hidden_size, 3 * HEADS * DIM, std=0.3, key=qkv)
         self.out = Linear(HEADS * DIM, config.hidden_size, std=0.3, key=out)
 
     def __call__(self, x, cache, at):
         batch, seq, _ = x.shape
-        q, k, v = (a.reshape(batch, seq, HEADS, DIM) for a in jnp.split(self.qkv(x), 3, axis=-1))
+        q, k, v = (a.reshape(batch, seq, HEADS, DIM) for a in jnp.split(self.qkv(self.norm(x)), 3, axis=-1))
         real = jnp.ones((batch, seq), bool) if at.positions is None else at.positions >= 0
         new = jnp.zeros((batch, seq), bool)
         if at.segments is not None:
@@ -108,18 +113,20 @@ class Config(AbstractConfig):
 class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
+    norm: RMSNorm
     config: Config = eqx.field(static=True)
 
     def __init__(self, config, *, key):
         embed, layers = jax.random.split(key)
         self.config, self.embed_tokens = config, Embedding(config.vocab_size, config.hidden_size, std=1.0, key=embed)
+        self.norm = RMSNorm(config.hidden_size, 1e-6)
         self.layers = Stack(lambda n, *, key: Recurrence(config, key=key), ["recurrent"] * 3, key=layers)
 
     def hidden(self, tokens, cache=None, *, positions=None, segments=None):
         return self.layers(self.embed_tokens(tokens), cache, Tokens(positions, segments))
 
     def unembed(self, x):
-        return self.embed_tokens.attend(x)
+        return self.embed_tokens.attend(self.norm(x))
 
     def init_cache(self, batch, length, dtype):
         return self.layers.init_cache(batch, length, dtype)
@@ -131,7 +138,7 @@ FAMILY = Family(
     Model=Model,
     configs={},
     model_types=("recurrence",),
-    partition_rules={"embed_tokens": P("tensor", "fsdp"), "*qkv": P("tensor", "fsdp"), "*out": P("fsdp", "tensor")},
+    partition_rules={"embed_tokens": P("tensor", "fsdp"), "*qkv": P("tensor", "fsdp"), "*out": P("fsdp", "tensor"), "*norm.weight": P()},
     checkpoint_names={"*": "{}"},
     implied={},
 )
