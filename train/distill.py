@@ -108,7 +108,7 @@ def main(o: DistillOptions) -> None:
         raise ValueError(f"--beta {o.beta} needs all of the teacher's logits; of stored ones there is the forward KL.")
     mesh = make_mesh(o.mesh)
     refuse_vision(o, "stored logits have no images")
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
     config = zoo.config(tokenizer.folder)
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora))
     if o.teacher and (vocab := zoo.config(o.teacher).vocab_size) != config.vocab_size:

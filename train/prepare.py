@@ -31,7 +31,7 @@ def main(o: PrepareOptions) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the data cannot be learnt from, or the folder is of another preparation.
     """
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
     opened = [open_records(path, o.hold_out, o.columns) for path in o.data]
     for path, (records, _) in zip(o.data, opened, strict=True):

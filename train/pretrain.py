@@ -46,7 +46,7 @@ def main(o: PretrainOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
     refuse_vision(o, "texts have no images")
-    tokenizer = zoo.tokenizer(o.model, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, **o.chat.arguments)
     config = dataclasses.replace(zoo.config(o.model), source=tokenizer.folder)
     o = resolve(o, config, width_lr=3e-4)
 
@@ -61,7 +61,8 @@ def main(o: PretrainOptions) -> None:
     make = lambda: family.init_model(config, key=jax.random.key(o.seed), parts=o.parts)
     with jax.set_mesh(mesh):
         trained = state.to_train(jax.jit(make, out_shardings=places), o, o.model, config, mesh, parts=o.parts)
-        loop.run(o, trained, task, mesh, tokenizer, folder.identity(o.model, config, learnt.source, o.parts))
+        identity = folder.identity(o.model, config, learnt.source, o.parts, tokenizer.other_template)
+        loop.run(o, trained, task, mesh, tokenizer, identity)
 
 
 if __name__ == "__main__":

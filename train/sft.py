@@ -42,7 +42,7 @@ class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOption
 def main(o: SFTOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
     config = zoo.config(tokenizer.folder)
     embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # short and few, for a small model: other numbers do well
     rate = width_lr(o.lora)

@@ -2,6 +2,7 @@
 `to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`."""
 
 import pathlib
+import shutil
 import sys
 from typing import Annotated
 
@@ -54,6 +55,8 @@ def merge(
     for warning in peft.warnings_of(adapter, quantize=None, weights=zoo.fingerprint(source)):
         print(warning)
     zoo.save(lora.merge(peft.load(zoo.load(source), adapter)), out)
+    if template := peft.template_of(adapter):
+        shutil.copy(template, out)
     print(f'Merged; zoo.load("{out}") and transformers read it.')
 
 

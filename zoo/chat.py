@@ -73,7 +73,9 @@ def chat(
             transformers does.
     """
     console = rich.console.Console(highlight=False)
-    tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
+    tokenizer = zoo.tokenizer(
+        source, chat_template=zoo.peft.template_of(adapter), special_in_content=special_in_content
+    )
     opening = [] if system is None else [{"role": "system", "content": system}]
     # A template that cannot be used is refused here, before a long load.
     tokenizer.render_whole([*opening, {"role": "user", "content": "?"}])

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.quantized import STORED
 from zoo.text.prompts import processor_of
-from zoo.text.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer, chat_template_of
 
 
 def names() -> list[str]:
@@ -183,19 +184,50 @@ def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None) 
 
 
 def tokenizer(
-    source: str | os.PathLike[str], *, revision: str | None = None, parts: Sequence[str] = (), **options: Any
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    parts: Sequence[str] = (),
+    chat_template: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> Tokenizer:
     """Load a checkpoint's tokenizer, with its chat template and end tokens; for gpt3-*, one that fits the vocabulary.
 
-    With the part "vision" it has the checkpoint's `processor` of images. `options` go to `Tokenizer`.
+    With the part "vision" it has the checkpoint's `processor` of images.
+
+    Args:
+        chat_template: a jinja file, or another model (a zoo name, a Hub repository or a folder) whose template is
+            taken, such as the instruction-tuned model for a base model. It warns if this tokenizer has no token for
+            what the template writes after an answer, since then no reply of a model ends there.
+        options: go to `Tokenizer`.
 
     Raises:
-        ValueError: for the part "vision", if the family or the config has none.
+        OSError: the jinja file cannot be read.
+        ValueError: for the part "vision", if the family or the config has none; or the other model has no template.
     """
     folder = folder_of(source, revision, weights=False)
+    if chat_template is not None:
+        options["chat_template"] = _template(chat_template)
     if "vision" in parts:
         options["processor"] = processor_of(zoo.weights.checkpoint.skeleton(*family_and_config(folder), ("vision",)))
-    return Tokenizer(folder, **options)
+    found = Tokenizer(folder, **options)
+    if chat_template is not None and (end := found.end_without_token()):
+        warnings.warn(
+            f"The chat template {chat_template} writes {end!r} after an answer, which is no token of {source}: replies "
+            "may go on after it. Take a template of the same family.",
+            stacklevel=2,
+        )
+    return found
+
+
+def _template(source: str | os.PathLike[str]) -> str:
+    """Returns the text of a jinja file, or of another model's template."""
+    if os.fspath(source).endswith(".jinja") or pathlib.Path(source).is_file():
+        return pathlib.Path(source).read_text(encoding="utf-8")
+    folder = folder_of(source, None, weights=False)
+    if (template := chat_template_of(folder)) is None:
+        raise ValueError(f"{folder} has no chat template: name another model, or a .jinja file.")
+    return template
 
 
 def folder_of(

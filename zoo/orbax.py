@@ -21,6 +21,7 @@ from convert import machine, manifest
 from zoo.config import read, write
 from zoo.registry import FAMILIES, family_of
 from zoo.surgery import cast
+from zoo.text.tokenizer import Tokenizer
 from zoo.weights.checkpoint import skeleton
 
 
@@ -37,8 +38,9 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     identity = json.loads((folder / "meta.json").read_text())["identity"]
     family = FAMILIES[identity["config"]["model_type"]]
     # zoo.save copies the tokenizer's files from the folder that the run began with.
-    source = zoo.tokenizer(identity["model"], revision=identity.get("revision")).folder
-    config = read(family, identity["config"], source)
+    folder_of_model = zoo.tokenizer(identity["model"], revision=identity.get("revision")).folder
+    tokenizer = Tokenizer(folder_of_model, chat_template=identity.get("template"))
+    config = read(family, identity["config"], tokenizer.folder)
     abstract = skeleton(family, config, [part for part in family.parts if identity.get(part)])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract)
@@ -48,6 +50,7 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
         model = ocp.load(str(folder.resolve() / "arrays"), {"model": abstract})["model"]
     dtype = jnp.dtype(identity["config"].get("dtype") or identity["config"]["torch_dtype"])
     zoo.save(cast(model, dtype), out)
+    tokenizer.save_changes(out)
     print(f'{folder} is now {out}; it loads with zoo.load("{out}").')
 
 

@@ -19,10 +19,12 @@ import zoo.__main__
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
 from tests.zoo.programs import error, same
+from train.data.packing import Chat
 from train.run import finetune, folder, loop
 from train.state.optim import make_schedule
 from train.state.state import Lora
 from zoo import lora
+from zoo.orbax import to_hub
 from zoo.surgery import modules
 from zoo.weights import peft
 
@@ -84,6 +86,26 @@ def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned, capsys):
     zoo.__main__.merge(str(base / "model"), out / "adapter", out / "merged")
     assert "WARNING" not in capsys.readouterr().out
     assert error(forward(zoo.load(out / "merged"), tokens), logits) < 1e-5
+
+
+def test_another_chat_template(base, tmp_path):
+    """A run's folder has it with the adapter, or with the model from any checkpoint; and another one is another run."""
+    text = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    for name in ("a.jinja", "b.jinja"):
+        (tmp_path / name).write_text(text)
+    chat = Chat(template=str(tmp_path / "a.jinja"))
+    run(base, tmp_path / "out", lora=LORA, lr=3e-2, chat=chat)
+    assert (tmp_path / "out" / "adapter" / "chat_template.jinja").read_text() == text
+    zoo.__main__.merge(str(base / "model"), tmp_path / "out" / "adapter", tmp_path / "merged")
+    assert zoo.tokenizer(tmp_path / "merged").chat_template == text
+    run(base, tmp_path / "whole", chat=chat)
+    to_hub(tmp_path / "whole", tmp_path / "hub")
+    for out in (tmp_path / "whole" / "model", tmp_path / "hub"):
+        assert zoo.tokenizer(out).chat_template == text
+    run(base, tmp_path / "whole", chat=Chat(template=str(tmp_path / "b.jinja")))  # the same text of another file
+    (tmp_path / "b.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    with pytest.raises(ValueError, match=r"of another run: its identity.data.sets.0.tokenizer"):
+        run(base, tmp_path / "whole", chat=Chat(template=str(tmp_path / "b.jinja")))
 
 
 @pytest.fixture(scope="module")

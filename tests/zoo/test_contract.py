@@ -138,7 +138,12 @@ FAMILY = Family(
     Model=Model,
     configs={},
     model_types=("recurrence",),
-    partition_rules={"embed_tokens": P("tensor", "fsdp"), "*qkv": P("tensor", "fsdp"), "*out": P("fsdp", "tensor"), "*norm.weight": P()},
+    partition_rules={
+        "embed_tokens": P("tensor", "fsdp"),
+        "*qkv": P("tensor", "fsdp"),
+        "*out": P("fsdp", "tensor"),
+        "*norm.weight": P(),
+    },
     checkpoint_names={"*": "{}"},
     implied={},
 )

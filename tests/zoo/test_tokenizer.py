@@ -213,7 +213,7 @@ def test_the_token_that_ends_a_turn_ends_a_generation(tmp_path, template, ends):
     assert Tokenizer(path).eos == ends
     exported = tmp_path / "exported"
     shutil.copytree(path, exported)
-    Tokenizer(path).save_eos(exported)
+    Tokenizer(path).save_changes(exported)
     written = json.loads((exported / "generation_config.json").read_text())
     assert written == {"eos_token_id": 4 if ends == (4,) else list(ends), "do_sample": False}
     assert Tokenizer(exported).eos == ends
@@ -224,6 +224,36 @@ def test_where_the_template_comes_from(tmp_path):
     assert Tokenizer(path).chat_template == "plain"
     (path / "chat_template.jinja").write_text("file", encoding="utf-8")
     assert Tokenizer(path).render(CHAT) == "file"
+
+
+def test_another_template(tmp_path):
+    """Of a file or of another model. An export has it, and so has what merges an adapter."""
+    own = folder(tmp_path / "own", INST)
+    other = folder(tmp_path / "other", MARKED)
+    (tmp_path / "mine.jinja").write_text(HEADERS)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    zoo.tokenizer(own).save_changes(exported)
+    assert not (exported / "chat_template.jinja").exists()
+    for given, text in ((other, MARKED), (tmp_path / "mine.jinja", HEADERS)):
+        tokenizer = zoo.tokenizer(own, chat_template=given)
+        assert tokenizer.chat_template == text and tokenizer.eos == (*zoo.tokenizer(own).eos[:1], 3)
+        tokenizer.save_changes(exported)
+        assert (exported / "chat_template.jinja").read_text() == text
+        assert json.loads((exported / "generation_config.json").read_text()) == {"eos_token_id": list(tokenizer.eos)}
+    assert zoo.peft.template_of(exported) == exported / "chat_template.jinja"
+    assert zoo.peft.template_of(own) is None and zoo.peft.template_of(None) is None
+
+
+def test_another_template_that_does_not_fit(tmp_path):
+    own = folder(tmp_path / "own", INST)
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}")
+    with pytest.warns(UserWarning, match=r"mine.jinja writes '<\|end\|>' after an answer, which is no token of .*own"):
+        zoo.tokenizer(own, chat_template=tmp_path / "mine.jinja")
+    with pytest.raises(ValueError, match=r"none has no chat template: name another model, or a .jinja file"):
+        zoo.tokenizer(own, chat_template=folder(tmp_path / "none", None))
+    with pytest.raises(FileNotFoundError, match=r"absent.jinja"):
+        zoo.tokenizer(own, chat_template="absent.jinja")
 
 
 def test_rendered_text(tmp_path):

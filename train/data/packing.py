@@ -56,6 +56,14 @@ class Chat:
     special_in_content: bool = False
     """Read control tokens, such as <|im_end|>, from the same letters in what users and tools say, as transformers
     does. By default they stay text."""
+    template: str | None = None
+    """Jinja file, or another model (a zoo name, a Hub repository or a folder) whose chat template is taken, such as the
+    instruction-tuned model for a base model. The exported model has it. None: the model's own."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `zoo.tokenizer`."""
+        return {"date": self.date, "special_in_content": self.special_in_content, "chat_template": self.template}
 
 
 # ======================================================================================================================

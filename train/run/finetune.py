@@ -83,7 +83,7 @@ def run(
 
     `source` says what the data is, which must not change until the run has ended.
     """
-    identity = folder.identity(o.model, config, source, o.parts)
+    identity = folder.identity(o.model, config, source, o.parts, tokenizer.other_template)
     identity |= {"lora": o.lora.identity(), "quantize": o.quantize, "revision": o.revision}
     if o.lora.rank or o.freeze or task.reference is not None:  # a resumed run reads the model that it began with again
         identity["weights"] = folder.weights_hash(o.model, o.revision)

@@ -35,11 +35,11 @@ ROOT = pathlib.Path("runs")
 
 # Options that may change when a run goes on: the model learns the same, or what they name is compared by its contents.
 INCIDENTAL = {
-    "--accept-data", "--bin", "--check-nans", "--check-replay-every", "--config", "--coordinator", "--data",
-    "--dry-run", "--dump-hlo", "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh",
-    "--microbatches", "--model", "--norms-every", "--offload", "--on-nonfinite", "--out", "--process",
-    "--processes", "--profile", "--program", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every",
-    "--sample-tokens", "--save-every", "--save-local-every", "--step-timeout", "--tracker",
+    "--accept-data", "--bin", "--chat.template", "--check-nans", "--check-replay-every", "--config", "--coordinator",
+    "--data", "--dry-run", "--dump-hlo", "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh",
+    "--microbatches", "--model", "--norms-every", "--offload", "--on-nonfinite", "--out", "--process", "--processes",
+    "--profile", "--program", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens",
+    "--save-every", "--save-local-every", "--step-timeout", "--tracker",
 }  # fmt: skip
 RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
 NEW = {"--columns": [], "--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # and those that older runs did not
@@ -143,12 +143,22 @@ def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
     return NEW | telling(Options()) | {RENAMED.get(name, name): value for name, value in before.items()}
 
 
-def identity(name: str, config: AbstractConfig, data: Mapping[str, Any], parts: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns what must not change of a run between checkpoints, with all that its export needs."""
+def identity(
+    name: str,
+    config: AbstractConfig,
+    data: Mapping[str, Any],
+    parts: Sequence[str] = (),
+    template: str | None = None,
+) -> dict[str, Any]:
+    """Returns what must not change of a run between checkpoints, with all that its export needs.
+
+    `template` is the chat template that is used in place of the model's own.
+    """
     model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
     hub = write_config(config, family_of(config), export_dtype(config))
     # The model's optional parts. Earlier runs, which still go on, always say whether they have "mtp".
-    return {"model": model, "config": hub, "data": dict(data), "mtp": False} | dict.fromkeys(parts, True)
+    found = {"model": model, "config": hub, "data": dict(data), "mtp": False} | dict.fromkeys(parts, True)
+    return found | ({"template": template} if template else {})
 
 
 def weights_hash(source: str, revision: str | None = None) -> str:
@@ -166,10 +176,12 @@ def export(
     if trained.adapters:
         over = {name: identity[name] for name in peft.OVER}
         peft.save(model, out / "adapter", base=trained.name, over=over)
+        if jax.process_index() == 0:
+            tokenizer.save_template(out / "adapter")
         return out / "adapter"
     zoo.save(cast(model, export_dtype(trained.config)), out / "model")
     if jax.process_index() == 0:
-        tokenizer.save_eos(out / "model")
+        tokenizer.save_changes(out / "model")
     return out / "model"
 
 

@@ -145,7 +145,7 @@ def of_records(o: InspectOptions, path: str) -> Found:
     """Looks at the records of files."""
     if o.verify:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
-    tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **o.chat.arguments)
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
     records, valid = open_records(path, 0.0, o.columns)
     numbers, is_text = spread(len(records), o.records).tolist(), kind is TEXT
@@ -184,7 +184,7 @@ def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
     content, found = store.read(folder), []
     if o.verify:
         store.verify(folder, anew=True)
-    tokenizer = zoo.tokenizer(o.model or content["model"], revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model or content["model"], revision=o.revision, **o.chat.arguments)
     store.refuse_other(folder, content, {"tokenizer": tokenizer_hash(tokenizer)})
     unit, together = ("document", 1) if content["kind"] == TEXT.name else ("pair", 2)
     for split in content["splits"]:

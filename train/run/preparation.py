@@ -94,6 +94,6 @@ def make(o: PrepareOptions, shard: Shard) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def _opened(o: PrepareOptions) -> Any:
     """Opens tokenizer and data once in a process."""
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **vars(o.chat))
+    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
     return tokenizer, kind, shape, {path: open_records(path, o.hold_out, o.columns) for path in o.data}

@@ -76,7 +76,9 @@ def serve(
     model, drafting = load(
         source, adapter, draft, num_draft_tokens, images, dtype=dtype, quantize=quantize, mesh=devices
     )
-    tokenizer = zoo.tokenizer(source, special_in_content=special_in_content)
+    tokenizer = zoo.tokenizer(
+        source, chat_template=zoo.peft.template_of(adapter), special_in_content=special_in_content
+    )
     server = Server(
         source, model, tokenizer, batch=batch, max_tokens=max_tokens, draft=drafting,
         api_key=key, hosts=(host, *hosts),

@@ -36,6 +36,7 @@ Expand = Callable[[str, Spans], tuple[str, Spans]]
 # precedes a control token written by the template.
 OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
+TEMPLATE = "chat_template.jinja"
 TRUSTED = ("assistant", "system", "developer")  # roles whose messages may contain control tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that may hold its reasoning
 CALLS = ("tool_calls", "function_call")  # fields of a message that may hold its calls of tools
@@ -65,6 +66,7 @@ class Tokenizer:
         *,
         date: datetime.date | None = None,
         special_in_content: bool = False,
+        chat_template: str | None = None,
         processor: AbstractImageProcessor | None = None,
     ):
         """Read the folder's files.
@@ -72,9 +74,10 @@ class Tokenizer:
         Args:
             folder: in Hub layout.
             date: the date for chat templates that write one; None: today, at the time of rendering.
-            processor: prepares the images of chats that a model is trained on.
             special_in_content: encode spelled-out control tokens as control tokens in all messages, as transformers
                 does.
+            chat_template: a jinja template in place of the folder's own.
+            processor: prepares the images of chats that a model is trained on.
 
         Raises:
             FileNotFoundError: if the folder has neither tokenizer.json nor tiktoken.model.
@@ -99,11 +102,8 @@ class Tokenizer:
         self.repetition_penalty = self._repetition_penalty()
         self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None
 
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        file = self.folder / "chat_template.jinja"
-        self.chat_template = file.read_text(encoding="utf-8") if file.exists() else template
+        self._own_template = chat_template_of(self.folder)
+        self.chat_template = self._own_template if chat_template is None else chat_template
 
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
@@ -123,26 +123,45 @@ class Tokenizer:
 
     def _turn_end(self) -> int | None:
         """Id of the added token that the template writes after an answer, such as ChatML's <|im_end|>; None without."""
+        tail = self._after_answer().lstrip()
+        ends = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
+        ends = [token for token in ends if token.strip() and tail.startswith(token)]
+        return self._tokenizer.token_to_id(max(ends, key=len)) if ends else None
+
+    def end_without_token(self) -> str:
+        """Return what the template writes after an answer if no added token stands there; empty if one does."""
+        return "" if self._turn_end() is not None else self._after_answer().strip()
+
+    def _after_answer(self) -> str:
+        """Return what the template writes after an answer; nothing if it refuses a short chat."""
         ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Indeed."}
         try:
             text = self.render([ask, answer]) if self.chat_template else ""
         except ValueError:  # it may need a system message; a broken template raises again when used
-            return None
-        _, _, tail = text.rpartition(answer["content"])
-        ends = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
-        ends = [token for token in ends if token.strip() and tail.lstrip().startswith(token)]
-        return self._tokenizer.token_to_id(max(ends, key=len)) if ends else None
+            return ""
+        _, found, tail = text.rpartition(answer["content"])
+        return tail if found else ""
 
-    def save_eos(self, folder: str | os.PathLike[str]) -> None:
-        """Write `eos` into generation_config.json of an exported folder, unless this folder's files state the same.
+    def save_changes(self, folder: str | os.PathLike[str]) -> None:
+        """Write what differs from this folder's files into an exported folder that has copies of them.
 
-        Other libraries that generate from that folder then stop at the end of an answer, as the model has learnt.
+        That is `eos` into generation_config.json, so that other libraries stop at the end of an answer, as the model
+        has learnt; and a given `chat_template` into chat_template.jinja.
         """
         if self.eos != self._stated_eos():
             path = pathlib.Path(folder) / "generation_config.json"
-            content = _read_json(path) | {"eos_token_id": list(self.eos)}
-            path.with_suffix(".json.tmp").write_text(json.dumps(content, indent=2) + "\n")
-            os.replace(path.with_suffix(".json.tmp"), path)
+            _write(path, json.dumps(_read_json(path) | {"eos_token_id": list(self.eos)}, indent=2) + "\n")
+        self.save_template(folder)
+
+    @property
+    def other_template(self) -> str | None:
+        """The chat template if it was given and is not the folder's own; else None."""
+        return self.chat_template if self.chat_template != self._own_template else None
+
+    def save_template(self, folder: str | os.PathLike[str]) -> None:
+        """Write the chat template as chat_template.jinja if it was given."""
+        if self.other_template is not None:
+            _write(pathlib.Path(folder) / TEMPLATE, self.other_template)
 
     def _repetition_penalty(self) -> float:
         penalty = _read_json(self.folder / "generation_config.json").get("repetition_penalty")
@@ -250,8 +269,9 @@ class Tokenizer:
         present = [_reasoning(message) for message in present]
         if self.chat_template is None:
             raise ValueError(
-                f"{self.folder} has no chat template, so it cannot turn messages into text: put a chat_template.jinja "
-                "there (an instruction-tuned model of the same family has one), or use plain text."
+                f"{self.folder} has no chat template, so it cannot turn messages into text: name one to train with by "
+                "--chat.template (an instruction-tuned model of the same family has one), put a chat_template.jinja "
+                "into the folder, or use plain text."
             )
         now = datetime.datetime.combine(self.date, datetime.time()) if self.date else datetime.datetime.now()
         try:
@@ -699,6 +719,24 @@ def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def chat_template_of(folder: pathlib.Path) -> str | None:
+    """Read the chat template of a folder in Hub layout; None if it has none."""
+    file = folder / TEMPLATE
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Replace a file whole, so that no reader meets a part of it."""
+    new = path.with_name(f"{path.name}.tmp")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:

@@ -179,6 +179,12 @@ def base_name(source: str) -> str:
     return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).is_dir() else name
 
 
+def template_of(folder: str | os.PathLike[str] | None) -> pathlib.Path | None:
+    """Return the chat template in an adapter's folder, which is there if the model's own was not trained with."""
+    path = pathlib.Path(folder, "chat_template.jinja") if folder else None
+    return path if path and path.exists() else None
+
+
 def warnings_of(folder: str | os.PathLike[str], *, quantize: str | None, weights: str | None = None) -> list[str]:
     """List differences between the model that an adapter is loaded into and the one that it was trained over.
 
