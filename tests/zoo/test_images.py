@@ -24,6 +24,7 @@ from zoo.vision.processors.gemma3 import Gemma3
 from zoo.vision.processors.llama4 import Llama4
 from zoo.vision.processors.pixtral import Pixtral
 from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo, smart_resize
+from zoo.vision.towers import siglip
 
 
 GOLDEN = json.loads(make_golden_images.GOLDEN.read_text())
@@ -179,6 +180,10 @@ def test_gemma3_patches_are_those_of_the_tower(tmp_path, tower, size):
     (tmp_path / "config.json").write_text(json.dumps(dict(vision_config=tower)))
     patches = Gemma3.read(tmp_path)(np.zeros((224, 224, 3), np.uint8)).patches
     assert patches.shape == ((224 // size) ** 2, 3 * size**2)
+
+
+def test_gemma3_patches_by_default():
+    assert Gemma3.patch_of_tower == siglip.Config.patch_size
 
 
 def test_gemma3_crops(read):

@@ -9,7 +9,6 @@ from jaxtyping import Float32
 
 from zoo.vision.open import Image
 from zoo.vision.processors.base import AbstractImageProcessor, Rectangle, check_size, patchify, resize
-from zoo.vision.towers import siglip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class Gemma3(AbstractImageProcessor):
 
     marker: ClassVar[str] = "<start_of_image>"
     placeholder: ClassVar[str] = "<image_soft_token>"
-    patch_of_tower: ClassVar[int | None] = siglip.Config.patch_size
+    patch_of_tower: ClassVar[int | None] = 16  # of a vision_config that has none, as in `zoo.vision.towers.siglip`
 
     size: Rectangle
     image_seq_length: int = 256
