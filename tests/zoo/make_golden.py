@@ -26,6 +26,16 @@ def load(folder: pathlib.Path, dtype: str = "float32"):
     return model.eval()
 
 
+def with_rounded_routers(model):
+    """Rounds routers' weights to bfloat16, as released files have them; since 5.24 some families keep float32 ones."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
+    return model
+
+
 def _text_of_qwen3_vl(folder: pathlib.Path, dtype: str):
     """transformers has no class for it with its head: so it is that of a whole model, whose tower says nothing."""
     import safetensors.torch

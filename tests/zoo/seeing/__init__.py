@@ -146,7 +146,11 @@ class Checkpoint(abc.ABC):
     def theirs(self, folder: pathlib.Path, dtype: str = "float32") -> Any:
         """transformers' model, with its eager attention."""
         import transformers
+        from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+        # Llama 4's forward of 5.24 reads this attribute of its text model's output, which has none.
+        if "image_outputs" not in vars(MoeCausalLMOutputWithPast):
+            MoeCausalLMOutputWithPast.image_outputs = None
         options = dict(dtype=dtype, attn_implementation="eager", output_loading_info=True, **self.options)
         model, info = transformers.AutoModelForImageTextToText.from_pretrained(folder, **options)
         assert not any(info.values()), info
