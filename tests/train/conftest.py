@@ -34,10 +34,7 @@ class Bigram(AbstractModel):
     embed_tokens: Any = None
     layers: Any = None
 
-    def init_cache(self, batch, length, dtype):
-        raise NotImplementedError
-
-    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
+    def forward(self, tokens, cache, at):
         return self.table[tokens], None, ()
 
     def unembed(self, x):

@@ -39,10 +39,7 @@ class Given(AbstractModel):
     embed_tokens: Any = None
     layers: Any = None
 
-    def init_cache(self, batch, length, dtype):
-        raise NotImplementedError
-
-    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
+    def forward(self, tokens, cache, at):
         return self.logits, None, ()
 
     def unembed(self, x):

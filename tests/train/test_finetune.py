@@ -64,10 +64,7 @@ class PositionsFirst(AbstractModel):
     config: Any = None
     layers: Any = None
 
-    def init_cache(self, batch, length, dtype):
-        raise NotImplementedError
-
-    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
+    def forward(self, tokens, cache, at):
         return self.embed_tokens(tokens), None, ()
 
     def unembed(self, x):

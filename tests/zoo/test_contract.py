@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from kernels import Tokens
 from kernels.mesh import BATCH, TENSOR
 from train.base.flops import products_per_token
 from train.state.mesh import check_mesh, put_batch
@@ -122,14 +121,11 @@ class Model(AbstractModel):
         self.norm = RMSNorm(config.hidden_size, 1e-6)
         self.layers = Stack(lambda n, *, key: Recurrence(config, key=key), ["recurrent"] * 3, key=layers)
 
-    def hidden(self, tokens, cache=None, *, positions=None, segments=None):
-        return self.layers(self.embed_tokens(tokens), cache, Tokens(positions, segments))
+    def forward(self, tokens, cache, at):
+        return self.layers(self.embed_tokens(tokens), cache, at)
 
     def unembed(self, x):
         return self.embed_tokens.attend(self.norm(x))
-
-    def init_cache(self, batch, length, dtype):
-        return self.layers.init_cache(batch, length, dtype)
 
 
 FAMILY = Family(

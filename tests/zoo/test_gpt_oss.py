@@ -15,6 +15,7 @@ from tests.zoo import make_golden, tiny
 from tests.zoo.programs import TOKENS, error, forward, on_host, same
 from zoo.config import read
 from zoo.models import gpt_oss
+from zoo.nn.layers import Float32RMSNorm
 from zoo.quantized import quantize
 
 
@@ -101,7 +102,7 @@ def test_transformers_reads_the_same(checkpoint):
 def test_the_norm_rounds_once():
     """In bfloat16 the product with the weight is in float32, unlike Llama's."""
     x, weight = np.random.RandomState(0).standard_normal((2, 64)).astype(BF16)
-    norm = eqx.tree_at(lambda m: m.weight, gpt_oss.RMSNorm(64, 1e-5), jnp.asarray(weight))  # not compiled as one
+    norm = eqx.tree_at(lambda m: m.weight, Float32RMSNorm(64, 1e-5), jnp.asarray(weight))  # not compiled as one
     x64, weight64 = (np.asarray(a, np.float64) for a in (x, weight))
     exact = x64 / np.sqrt(np.mean(x64**2) + 1e-5) * weight64
     np.testing.assert_array_equal(norm(jnp.asarray(x)), exact.astype(BF16))

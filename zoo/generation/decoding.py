@@ -22,7 +22,7 @@ from kernels.backends.device import Device, device
 from kernels.mesh import BATCH
 from zoo.generation.sampling import HostArray, Settings
 from zoo.nn.cache import AbstractCache, partition_specs, split_over
-from zoo.nn.model import AbstractModel, Images, seeing
+from zoo.nn.model import AbstractModel, Images
 
 
 T = TypeVar("T")
@@ -81,9 +81,9 @@ def init_caches(
 
 def check_rewinds(model: AbstractModel) -> None:
     """Raises ValueError, naming a layer, unless every cache can take tokens back, as rejected ones must be."""
-    caches = eqx.filter_eval_shape(lambda model: model.init_cache(1, 2, jnp.float32), model)
+    caches = eqx.filter_eval_shape(lambda model: model.layers.init_cache(1, 2, jnp.float32), model)
     leaves = jax.tree.leaves(caches, is_leaf=lambda node: isinstance(node, AbstractCache))
-    for (layers, block), cache in zip(model.layers.blocks(), leaves, strict=False):  # others than layers' rewind
+    for (layers, block), cache in zip(model.layers.blocks(), leaves, strict=True):
         if not cache.rewinds:
             raise ValueError(
                 f"Layer {layers[0]} (a {type(block).__name__}) can't take back what it has read, as a draft's rejected "
@@ -105,10 +105,7 @@ def prefill(
     cache, draft_cache = init_caches(model, draft, len(prompts), max_tokens, cache_dtype)
     indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     positions = jnp.where(indices < lengths[:, None], indices, -1)
-    if images is None:
-        x, cache, _ = model.hidden(jnp.asarray(prompts), cache, positions=positions)
-    else:
-        x, cache, _ = seeing(model).hidden(jnp.asarray(prompts), cache, positions=positions, images=images)
+    x, cache, _ = model.hidden(jnp.asarray(prompts), cache, positions=positions, images=images)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     logits = model.unembed(last)[:, 0].astype(jnp.float32)
     draft_state, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)

@@ -26,12 +26,12 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
-    recomputed,
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import InterleavedRotary, YarnScaling
+from zoo.nn.routing import Float32Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -96,19 +96,6 @@ CONFIGS = {
 # fmt: on
 
 
-class Router(eqx.Module):
-    """Logits of all experts, in float32. Not a `Linear`, so that LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
-
-    @recomputed
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
-
-
 class MLP(eqx.Module):
     """One gated MLP for all rows; or one for each expert, where expert i takes the next `sizes[i]` rows."""
 
@@ -127,7 +114,7 @@ class MLP(eqx.Module):
 
 
 class MoE(eqx.Module):
-    gate: Router
+    gate: Float32Router
     experts: MLP  # one MLP for each expert
     shared_experts: MLP  # all of them as one wide MLP
     config: Config = eqx.field(static=True)
@@ -136,7 +123,7 @@ class MoE(eqx.Module):
         c, (gate, experts, shared) = config, jax.random.split(key, 3)
         each = lambda *sizes, key: ExpertLinear(c.n_routed_experts, *sizes, key=key)
         self.config = c
-        self.gate = Router(c, key=gate)
+        self.gate = Float32Router(c.hidden_size, c.n_routed_experts, key=gate)
         self.experts = MLP(each, c.hidden_size, c.moe_intermediate_size, key=experts)
         self.shared_experts = MLP(Linear, c.hidden_size, c.n_shared_experts * c.moe_intermediate_size, key=shared)
 
@@ -207,23 +194,15 @@ class Model(AbstractModel):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,16 +25,15 @@ from zoo.nn.layers import (
     AbstractLinear,
     Embedding,
     ExpertLinear,
-    Float32,
     Linear,
     RMSNorm,
-    recomputed,
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.rope import InterleavedRotary, YarnScaling
+from zoo.nn.routing import BiasedRouter, rebalance
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -106,21 +105,6 @@ CONFIGS = {
 # fmt: on
 
 
-class Router(eqx.Module):
-    """Logits of all experts, in float32. Not a `Linear`, so that LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-    e_score_correction_bias: Float32  # added for the choice, not in the weights; gets no gradient
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
-        self.e_score_correction_bias = Float32(jnp.zeros(config.n_routed_experts))
-
-    @recomputed
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
-
-
 class MLP(eqx.Module):
     """One gated MLP for all rows; or one for each expert, where expert i takes the next `sizes[i]` rows."""
 
@@ -139,7 +123,7 @@ class MLP(eqx.Module):
 
 
 class MoE(eqx.Module):
-    gate: Router
+    gate: BiasedRouter
     experts: MLP  # one MLP for each expert
     shared_experts: MLP  # all of them as one wide MLP
     config: Config = eqx.field(static=True)
@@ -148,7 +132,7 @@ class MoE(eqx.Module):
         c, (gate, experts, shared) = config, jax.random.split(key, 3)
         each = lambda *sizes, key: ExpertLinear(c.n_routed_experts, *sizes, key=key)
         self.config = c
-        self.gate = Router(c, key=gate)
+        self.gate = BiasedRouter(c.hidden_size, c.n_routed_experts, key=gate)
         self.experts = MLP(each, c.hidden_size, c.moe_intermediate_size, key=experts)
         self.shared_experts = MLP(Linear, c.hidden_size, c.n_shared_experts * c.moe_intermediate_size, key=shared)
 
@@ -157,12 +141,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
         scores = jax.nn.sigmoid(logits)
-        bias = jnp.broadcast_to(self.gate.e_score_correction_bias.value, scores.shape)
-        biased = (scores + bias).reshape(*x.shape[:2], c.n_group, -1)
-        best = moe.top_k(jnp.sum(moe.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # the best groups
-        kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
-        biased = jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape)
-        chosen = moe.top_k(biased, c.num_experts_per_tok)[1]
+        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=c.n_group, best=c.topk_group)
         weights = pick(scores, chosen)
         if c.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -262,35 +241,15 @@ class Model(AbstractMTPModel):
         self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
         self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
-
-
-def rebalance(model: Model, reports: Reports, rate: float) -> Model:
-    """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
-
-    `reports` holds the routers' loads in a step: from `Model.hidden`, and after them `MTP`'s.
-    """
-    sought = lambda m: isinstance(m, Router | moe.Routing)
-    find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
-    biases = lambda model: [router.e_score_correction_bias.value for router in find(model)]
-    signs = [jnp.sign(jnp.mean(r.load, axis=-1, keepdims=True) - r.load) for r in find(reports)]
-    return eqx.tree_at(biases, model, [b + rate * sign for b, sign in zip(biases(model), signs, strict=True)])
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:

@@ -144,24 +144,16 @@ class Model(AbstractModel):
         self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(3072) is 55.5 in bfloat16
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
 
 
 FAMILY = Family(

@@ -22,10 +22,10 @@ from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.fields import part_config, text_config, typed
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
-from zoo.nn.model import AbstractConfig, AbstractVisionModel, Family, Images, Released, causal_keys
+from zoo.nn.model import AbstractVisionModel, Family, Images, Released, causal_keys
 from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision.model import AbstractVision
+from zoo.vision.model import AbstractVision, AbstractVisionConfig, by_parts
 from zoo.vision.processors.gemma3 import Gemma3
 from zoo.vision.towers import siglip
 
@@ -49,7 +49,7 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractConfig):
+class Config(AbstractVisionConfig):
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -247,11 +247,7 @@ class Model(AbstractVisionModel):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
         """Initialise random weights, in float32, with these of `FAMILY.parts`."""
-        c, (embed, layers, head, vision) = config, jax.random.split(key, 4)
-        if "vision" not in parts:
-            c = dataclasses.replace(c, vision=None)
-        elif c.vision is None:
-            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
+        c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
@@ -259,20 +255,13 @@ class Model(AbstractVisionModel):
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
         self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
-        images: Images | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
+        x = self.embed_text(tokens, images)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(5376) is 73.5 in bfloat16
-        at = Tokens(positions, segments)
         if images is not None:
-            assert self.vision is not None, "seeing() has looked"
+            assert self.vision is not None, "`hidden` has refused images without a tower"
             x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
             at = at._replace(spans=images.image)
         x, cache, reports = self.layers(x, cache, at)
@@ -280,9 +269,6 @@ class Model(AbstractVisionModel):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
 
 
 # Keys beside text_config that repeat what it says, or that `standard_form` reads.

@@ -133,11 +133,18 @@ class MLP(eqx.Module):
         return self.c_proj(gelu(self.c_fc(x)))
 
 
+def check_length(length: int, n_positions: int) -> None:
+    """Refuses positions beyond the table: looking them up would silently give the last one's vector."""
+    if length > n_positions:
+        raise ValueError(f"{length} positions are asked for, but the model has learned {n_positions}.")
+
+
 class Block(AbstractDecoderBlock):
     ln_1: LayerNorm
     attn: Attention
     ln_2: LayerNorm
     mlp: MLP
+    n_positions: int = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         attention, mlp = jax.random.split(key)
@@ -145,6 +152,7 @@ class Block(AbstractDecoderBlock):
         self.attn = Attention(config, key=attention)
         self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config, key=mlp)
+        self.n_positions = config.n_positions
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
@@ -154,6 +162,7 @@ class Block(AbstractDecoderBlock):
         return x + self.mlp(self.ln_2(x)), cache, None
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
+        check_length(length, self.n_positions)
         heads, embed = self.attn.n_head, self.attn.c_proj.shape[-1]
         return KV.init(layers, batch, length, heads, embed // heads, dtype)
 
@@ -179,33 +188,18 @@ class Model(AbstractModel):
         """`wte`, by the name of the contract."""
         return self.wte
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.wte(tokens)
-        if positions is None:
-            self._check(x.shape[1])
-        x += split_lookup(self.wpe.weight, coordinates(Tokens(positions, segments), x.shape[1]))
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        if at.positions is None:
+            check_length(x.shape[1], self.config.n_positions)
+        x += split_lookup(self.wpe.weight, coordinates(at, x.shape[1]))
+        x, cache, reports = self.layers(x, cache, at)
         return self.ln_f(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.wte.attend(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        """An empty cache for positions 0 to `length` - 1. Raises ValueError if the model has fewer positions."""
-        self._check(length)
-        return self.layers.init_cache(batch, length, dtype)
-
-    def _check(self, length: int) -> None:
-        """Refuse positions beyond the table: looking them up would silently give the last one's vector."""
-        if length > self.config.n_positions:
-            raise ValueError(f"{length} positions are asked for, but the model has learned {self.config.n_positions}.")
 
 
 FAMILY = Family(

@@ -23,7 +23,15 @@ from kernels import Tokens
 from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, recomputed
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Float32RMSNorm,
+    Linear,
+    recomputed,
+)
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Rotary, YarnScaling
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -78,22 +86,6 @@ CONFIGS = {
     "gpt-oss-120b": Released(GPT_OSS_120B, "openai/gpt-oss-120b"),
 }
 # fmt: on
-
-
-class RMSNorm(eqx.Module):
-    """Root mean square norm (arXiv:1910.07467) that multiplies by its weight in float32 too, and rounds after that."""
-
-    weight: Float[Array, " dim"]
-    eps: float = eqx.field(static=True)
-
-    def __init__(self, dim: int, eps: float):
-        self.weight, self.eps = jnp.ones(dim), eps
-
-    @recomputed
-    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return (y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 class Attention(eqx.Module):
@@ -193,16 +185,16 @@ class MLP(eqx.Module):
 
 
 class Block(AbstractDecoderBlock):
-    input_layernorm: RMSNorm
+    input_layernorm: Float32RMSNorm
     self_attn: Attention
-    post_attention_layernorm: RMSNorm
+    post_attention_layernorm: Float32RMSNorm
     mlp: MLP
 
     def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
         attention, mlp = jax.random.split(key)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Float32RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, key=attention)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Float32RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, key=mlp)
 
     def __call__(
@@ -222,7 +214,7 @@ class Block(AbstractDecoderBlock):
 class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
-    norm: RMSNorm
+    norm: Float32RMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
     config: Config = eqx.field(static=True)
 
@@ -232,26 +224,18 @@ class Model(AbstractModel):
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), c.layer_types, key=layers)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,9 @@ from zoo.nn.layers import (
 )
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
+from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision.model import AbstractVision
+from zoo.vision.model import AbstractVision, AbstractVisionConfig, by_parts
 from zoo.vision.processors.llama4 import Llama4
 from zoo.vision.towers import llama4 as tiles
 
@@ -54,7 +55,7 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig):
+class Config(AbstractMixtureConfig, AbstractVisionConfig):
     vocab_size: int = 202_048
     hidden_size: int = 5120
     intermediate_size: int = 8192  # width of each expert, and of the shared one
@@ -211,19 +212,6 @@ class MLP(eqx.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class Router(eqx.Module):
-    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        shape = (config.num_local_experts, config.hidden_size)
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
-
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight)
-
-
 class Experts(eqx.Module):
     gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
     down_proj: AbstractExpertLinear
@@ -246,7 +234,7 @@ class MoE(eqx.Module):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         router, experts, shared = jax.random.split(key, 3)
-        self.router = Router(config, key=router)
+        self.router = Router(config.hidden_size, config.num_local_experts, key=router)
         self.experts = Experts(config, key=experts)
         self.shared_expert = MLP(config.hidden_size, config.intermediate_size, key=shared)
         self.top_k = config.num_experts_per_tok
@@ -336,11 +324,7 @@ class Model(AbstractVisionModel):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
         """Initialise random weights, in float32, with these of `FAMILY.parts`."""
-        c, (embed, layers, head, vision) = config, jax.random.split(key, 4)
-        if "vision" not in parts:
-            c = dataclasses.replace(c, vision=None)
-        elif c.vision is None:
-            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
+        c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         kinds = [(c.no_rope_layers[n], c.window(n), c.has_experts(n)) for n in range(c.num_hidden_layers)]
@@ -349,27 +333,14 @@ class Model(AbstractVisionModel):
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
         self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
-        images: Images | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
-        if images is not None:
-            assert self.vision is not None, "seeing() has looked"
-            x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(self.embed(tokens, images), cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
 
 
 # Keys beside text_config that have no effect on the model, or that `standard_form` reads.

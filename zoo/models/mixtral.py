@@ -20,6 +20,7 @@ from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -101,19 +102,6 @@ class Attention(eqx.Module):
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
-class Router(eqx.Module):
-    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        shape = (config.num_local_experts, config.hidden_size)
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
-
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight)
-
-
 class Experts(eqx.Module):
     w1: AbstractExpertLinear  # gate
     w2: AbstractExpertLinear  # down
@@ -136,7 +124,7 @@ class MoE(eqx.Module):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         gate, experts = jax.random.split(key)
-        self.gate = Router(config, key=gate)
+        self.gate = Router(config.hidden_size, config.num_local_experts, key=gate)
         self.experts = Experts(config, key=experts)
         self.top_k = config.num_experts_per_tok
 
@@ -194,23 +182,15 @@ class Model(AbstractModel):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
 
 
 FAMILY = Family(

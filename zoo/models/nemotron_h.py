@@ -27,10 +27,19 @@ from kernels.delta_rule.shared import state_products
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache, NoCache
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Float32, Linear, recomputed
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Float32RMSNorm,
+    Linear,
+    recomputed,
+)
 from zoo.nn.mamba2 import Mamba2
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
+from zoo.nn.routing import BiasedRouter, rebalance
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -139,22 +148,6 @@ CONFIGS = {
 # fmt: on
 
 
-class RMSNorm(eqx.Module):
-    """Root mean square norm (arXiv:1910.07467) that multiplies by its weight in float32 too, and rounds after that."""
-
-    weight: Float[Array, " dim"]
-    eps: float = eqx.field(static=True)
-
-    def __init__(self, dim: int, eps: float):
-        self.weight, self.eps = jnp.ones(dim), eps
-
-    @recomputed
-    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return (y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
-
-
 class Attention(eqx.Module):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
@@ -203,23 +196,8 @@ class MLP(eqx.Module):
         return self.down_proj(relu_squared(self.up_proj(x, *sizes)), *sizes)
 
 
-class Router(eqx.Module):
-    """Logits of all experts, in float32. Not a `Linear`, so that LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-    e_score_correction_bias: Float32  # added for the choice, not in the weights; gets no gradient
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (config.n_routed_experts, config.hidden_size))
-        self.e_score_correction_bias = Float32(jnp.zeros(config.n_routed_experts))
-
-    @recomputed
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), self.weight.astype(jnp.float32))
-
-
 class MoE(eqx.Module):
-    gate: Router
+    gate: BiasedRouter
     experts: MLP  # one MLP for each expert
     shared_experts: MLP
     fc1_latent_proj: AbstractLinear | None  # with moe_latent_size: to what experts read
@@ -232,7 +210,7 @@ class MoE(eqx.Module):
         each = lambda *sizes, key: ExpertLinear(c.n_routed_experts, *sizes, key=key)
         linear = lambda *sizes, key: Linear(*sizes, bias=c.mlp_bias, key=key)
         self.config = c
-        self.gate = Router(c, key=gate)
+        self.gate = BiasedRouter(c.hidden_size, c.n_routed_experts, key=gate)
         self.experts = MLP(each, latent, c.moe_intermediate_size, key=experts)
         self.shared_experts = MLP(linear, c.hidden_size, c.moe_shared_expert_intermediate_size, key=shared)
         self.fc1_latent_proj = linear(c.hidden_size, latent, key=into) if c.moe_latent_size else None
@@ -243,12 +221,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
         scores = jax.nn.sigmoid(logits)
-        bias = jnp.broadcast_to(self.gate.e_score_correction_bias.value, scores.shape)
-        biased = (scores + bias).reshape(*x.shape[:2], c.n_group, -1)
-        best = moe.top_k(jnp.sum(moe.top_k(biased, 2)[0], axis=-1), c.topk_group)[1]  # the best groups
-        kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
-        biased = jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape)
-        chosen = moe.top_k(biased, c.num_experts_per_tok)[1]
+        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=c.n_group, best=c.topk_group)
         weights = pick(scores, chosen)
         if c.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -261,13 +234,13 @@ class MoE(eqx.Module):
 
 
 class Block(AbstractDecoderBlock):
-    norm: RMSNorm
+    norm: Float32RMSNorm
     mixer: Mamba2 | Attention | MLP | MoE
     ordered: ClassVar[bool] = True
 
     def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
         c = config
-        self.norm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.norm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
         if kind == MAMBA:
             self.mixer = Mamba2(
                 c.hidden_size,
@@ -319,19 +292,19 @@ class MTP(AbstractMTP):
     computes it. `x` is from `Model.hidden`, so it is normed.
     """
 
-    enorm: RMSNorm
-    hnorm: RMSNorm
+    enorm: Float32RMSNorm
+    hnorm: Float32RMSNorm
     eh_proj: AbstractLinear
     layers: tuple[Block, Block]
-    final_layernorm: RMSNorm
+    final_layernorm: Float32RMSNorm
 
     def __init__(self, config: Config, *, keys: Sequence[PRNGKeyArray]):
         c, (project, attention, experts) = config, keys
-        self.enorm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.hnorm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.enorm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.hnorm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, key=project)
         self.layers = Block(c, ATTENTION, key=attention), Block(c, EXPERTS, key=experts)
-        self.final_layernorm = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.final_layernorm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
 
     def __call__(
         self,
@@ -352,7 +325,7 @@ class MTP(AbstractMTP):
 class Model(AbstractMTPModel):
     embed_tokens: Embedding
     layers: Stack
-    norm_f: RMSNorm
+    norm_f: Float32RMSNorm
     lm_head: AbstractLinear
     mtp: MTP | None
     config: Config = eqx.field(static=True)
@@ -370,39 +343,19 @@ class Model(AbstractMTPModel):
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, kinds[n], key=key), kinds, key=layers)
-        self.norm_f = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.norm_f = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
         self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm_f(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
-
-
-def rebalance(model: Model, reports: Reports, rate: float) -> Model:
-    """Move the bias of each expert by `rate`, up if its load is below the mean, down if above (arXiv:2408.15664).
-
-    `reports` holds the routers' loads in a step: from `Model.hidden`, and after them `MTP`'s.
-    """
-    sought = lambda m: isinstance(m, Router | moe.Routing)
-    find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
-    biases = lambda model: [router.e_score_correction_bias.value for router in find(model)]
-    signs = [jnp.sign(jnp.mean(r.load, axis=-1, keepdims=True) - r.load) for r in find(reports)]
-    return eqx.tree_at(biases, model, [b + rate * sign for b, sign in zip(biases(model), signs, strict=True)])
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:

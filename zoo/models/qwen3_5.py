@@ -43,7 +43,9 @@ from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Ima
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.recurrent import RecurrentCache, State, recur
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
+from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import qwen3_vl
 
 
@@ -68,7 +70,7 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig):
+class Config(AbstractMixtureConfig, AbstractVisionConfig):
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -310,18 +312,6 @@ class MLP(eqx.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class Router(eqx.Module):
-    """Logits of experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-
-    def __init__(self, experts: int, hidden: int, *, key: PRNGKeyArray):
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (experts, hidden))
-
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight)
-
-
 class Experts(eqx.Module):
     gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
     down_proj: AbstractExpertLinear
@@ -345,10 +335,10 @@ class MoE(eqx.Module):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         c, (gate, experts, shared, shared_gate) = config, jax.random.split(key, 4)
-        self.gate = Router(c.num_experts, c.hidden_size, key=gate)
+        self.gate = Router(c.hidden_size, c.num_experts, key=gate)
         self.experts = Experts(c, key=experts)
         self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size, key=shared)
-        self.shared_expert_gate = Router(1, c.hidden_size, key=shared_gate)
+        self.shared_expert_gate = Router(c.hidden_size, 1, key=shared_gate)
         self.top_k = c.num_experts_per_tok
 
     def __call__(
@@ -448,11 +438,7 @@ class Model(AbstractMTPModel, AbstractVisionModel):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
         """Initialise random weights, in float32, with these of `FAMILY.parts`."""
-        c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
-        if "vision" not in parts:
-            c = dataclasses.replace(c, vision=None)
-        elif c.vision is None:
-            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
+        c, (embed, layers, head, *mtp) = by_parts(config, parts), jax.random.split(key, 5)
         if "mtp" in parts and c.mtp_num_hidden_layers != 1:
             raise ValueError(f"The part mtp needs mtp_num_hidden_layers=1, not {c.mtp_num_hidden_layers}.")
         self.config = c
@@ -464,20 +450,11 @@ class Model(AbstractMTPModel, AbstractVisionModel):
         tower = jax.random.fold_in(key, 1)
         self.vision = None if c.vision is None else qwen3_vl.Tower(c.vision.tower, key=tower)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
-        images: Images | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
-        at, lag = Tokens(positions, segments), None
+        x, lag = self.embed(tokens, images), None
         if self.vision is not None:
-            if images is not None:
-                x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
             if cache is not None:
                 cache, (lag,) = cache[:-1], cache[-1]
             at, lag = qwen3_vl.placed(at, x, images, self.vision.config.spatial_merge_size, lag)
@@ -486,10 +463,6 @@ class Model(AbstractMTPModel, AbstractVisionModel):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        caches = self.layers.init_cache(batch, length, dtype)
-        return caches if self.vision is None else (*caches, (qwen3_vl.Lag.init(batch),))
 
 
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

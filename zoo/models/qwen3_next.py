@@ -39,6 +39,7 @@ from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.recurrent import RecurrentCache, State, recur
 from zoo.nn.rope import RopeScaling, Rotary
+from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
@@ -205,18 +206,6 @@ class GatedDeltaNet(eqx.Module):
         return self.out_proj(flat(self.norm(y, v_heads(z)))), cache
 
 
-class Router(eqx.Module):
-    """Logits of all experts, or of the shared one's gate. Not a `Linear`, so LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-
-    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, (experts, hidden))
-
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight)
-
-
 class MLP(eqx.Module):
     """One gated MLP for all rows; or one for each expert, where expert i takes the next `sizes[i]` rows."""
 
@@ -358,23 +347,15 @@ class Model(AbstractMTPModel):
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
         self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x, cache, reports = self.layers(x, cache, Tokens(positions, segments))
+        x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        return self.layers.init_cache(batch, length, dtype)
 
 
 FAMILY = Family(

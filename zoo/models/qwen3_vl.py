@@ -33,7 +33,9 @@ from zoo.nn.layers import (
 )
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
+from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import qwen3_vl
 
 
@@ -57,7 +59,7 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig):
+class Config(AbstractMixtureConfig, AbstractVisionConfig):
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of the MLP in dense layers
@@ -194,19 +196,6 @@ class MLP(eqx.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class Router(eqx.Module):
-    """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
-
-    weight: Float[Array, "experts embed"]
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        shape = (config.num_experts, config.hidden_size)
-        self.weight = 0.02 * jax.random.truncated_normal(key, -3, 3, shape)
-
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight)
-
-
 class Experts(eqx.Module):
     gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
     down_proj: AbstractExpertLinear
@@ -228,7 +217,7 @@ class MoE(eqx.Module):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         gate, experts = jax.random.split(key)
-        self.gate = Router(config, key=gate)
+        self.gate = Router(config.hidden_size, config.num_experts, key=gate)
         self.experts = Experts(config, key=experts)
         self.top_k = config.num_experts_per_tok
 
@@ -280,11 +269,7 @@ class Model(AbstractVisionModel):
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
         """Initialise random weights, in float32, with these of `FAMILY.parts`."""
-        c, (embed, layers, head, tower) = config, jax.random.split(key, 4)
-        if "vision" not in parts:
-            c = dataclasses.replace(c, vision=None)
-        elif c.vision is None:
-            raise ValueError('The config has no vision tower: leave parts=("vision",) out.')
+        c, (embed, layers, head, tower) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         deep = range(len(c.vision.tower.deepstack_visual_indexes) if c.vision else 0)
@@ -295,17 +280,10 @@ class Model(AbstractVisionModel):
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
         self.vision = None if c.vision is None else qwen3_vl.Tower(c.vision.tower, key=tower)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
-        images: Images | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
-        at, deep, lag = Tokens(positions, segments), [], None
+        x, deep, lag = self.embed_text(tokens, images), [], None
         if self.vision is not None:
             if images is not None:
                 features, *deep = self.vision.levels(jnp.asarray(images.patches), jnp.asarray(images.grids))
@@ -320,10 +298,6 @@ class Model(AbstractVisionModel):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        caches = self.layers.init_cache(batch, length, dtype)
-        return caches if self.vision is None else (*caches, (qwen3_vl.Lag.init(batch),))
 
 
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

@@ -268,6 +268,22 @@ class RMSNorm(eqx.Module):
         return scaled(y.astype(x.dtype), self.weight)
 
 
+class Float32RMSNorm(eqx.Module):
+    """Root mean square norm (arXiv:1910.07467) that multiplies by its weight in float32 too, and rounds after that."""
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.eps = jnp.ones(dim), eps
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
+
+
 class OffsetRMSNorm(eqx.Module):
     """Root mean square norm (arXiv:1910.07467) as in Gemma: scaled by 1 + weight, in float32 to the end."""
 

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from kernels import Tokens
 from kernels.mesh import split_lookup
+from zoo.nn.cache import AbstractCache
 from zoo.nn.layers import Embedding
 from zoo.nn.stack import Caches, Reports, Stack
 
@@ -143,6 +145,15 @@ class AbstractModel(eqx.Module):
     layers: eqx.AbstractVar[Stack]
 
     @abc.abstractmethod
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
+        """Computes what `hidden` returns, for tokens that stand where `at` says."""
+
+    @abc.abstractmethod
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Logits of the token that follows each, of features from `hidden`."""
+
     def hidden(
         self,
         tokens: Int[Array, "batch seq"],
@@ -150,6 +161,7 @@ class AbstractModel(eqx.Module):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
+        images: Images | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         """Features that `unembed` turns into logits, the new cache, and what the layers report of these tokens.
 
@@ -162,15 +174,23 @@ class AbstractModel(eqx.Module):
                 kernels need to know that tokens are in order.
             segments: numbers of the documents packed into a row, which do not see each other; 0 is padding, which no
                 report counts. The tokens of each document are neighbours.
+            images: tokens for which these have a feature are that feature, whatever their ids. With a cache, all tokens
+                of an image are in one call, whose keys later calls see.
+
+        Raises:
+            ValueError: for images, if the model takes none.
         """
+        at = Tokens(positions, segments)
+        return self.forward(tokens, cache, at) if images is None else seeing(self).forward(tokens, cache, at, images)
 
-    @abc.abstractmethod
-    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Logits of the token that follows each, of features from `hidden`."""
-
-    @abc.abstractmethod
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        """An empty cache for positions 0 to `length` - 1 of each row."""
+        """An empty cache for positions 0 to `length` - 1 of each row.
+
+        It has the caches of the layers, and behind them that of the tower if it has one (`AbstractTower.cache`).
+        """
+        caches = self.layers.init_cache(batch, length, dtype)
+        cache = self.vision.cache if sees(self) and self.vision is not None else None
+        return (*caches, (cache.init(batch),)) if cache else caches
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], *, images: Images | None = None
@@ -180,7 +200,7 @@ class AbstractModel(eqx.Module):
         Raises:
             ValueError: for images, if the model takes none.
         """
-        x, _, _ = self.hidden(tokens) if images is None else seeing(self).hidden(tokens, images=images)
+        x, _, _ = self.hidden(tokens, images=images)
         return self.unembed(x)
 
     def decode(
@@ -205,25 +225,50 @@ class AbstractModel(eqx.Module):
             ) from error
 
 
+class AbstractRowCache(AbstractCache):
+    """A cache of a few numbers for each row, which no layer owns."""
+
+    @classmethod
+    @abc.abstractmethod
+    def init(cls, batch: int) -> "AbstractRowCache":
+        """An empty cache."""
+
+
+class AbstractTower(eqx.Module):
+    """The part "vision", as a model calls it: `features = vision(patches, grids)`."""
+
+    cache: ClassVar[type[AbstractRowCache] | None] = None
+    """Keeps what later tokens need of a row's images; None: they need nothing."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, patches: Float[Array, "images patches pixels"], grids: Int[Array, "images 2"]
+    ) -> Float[Array, "images tokens embed"]:
+        """Features in the place of each image's tokens, in their order; see `Images` for `grids`."""
+
+
 class AbstractVisionModel(AbstractModel):
     """A model that takes images if it is made with the part "vision"."""
 
-    vision: eqx.AbstractVar[eqx.Module | None]
+    vision: eqx.AbstractVar[AbstractTower | None]
 
     @abc.abstractmethod
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        cache: Caches | None = None,
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segments: Int[Array, "batch seq"] | None = None,
-        images: Images | None = None,
+    def forward(
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        """As of `AbstractModel`. Tokens for which `images` have a feature are that feature, whatever their ids.
+        """Computes what `hidden` returns, for tokens that stand where `at` says."""
 
-        With a cache, all tokens of an image are in one call, whose keys later calls see.
-        """
+    def embed(self, tokens: Int[Array, "batch seq"], images: Images | None) -> Float[Array, "batch seq embed"]:
+        """Embeds tokens; those that stand for images become the tower's features."""
+        if images is None:
+            return self.embed_tokens(tokens)
+        assert self.vision is not None, "`hidden` has refused images without a tower"
+        x = self.embed_text(tokens, images)
+        return images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
+
+    def embed_text(self, tokens: Int[Array, "batch seq"], images: Images | None) -> Float[Array, "batch seq embed"]:
+        """Embeds tokens; those that stand for images, whose ids may be beyond the table, become that of token 0."""
+        return self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
 
 
 def sees(model: AbstractModel) -> TypeGuard[AbstractVisionModel]:

@@ -26,7 +26,7 @@ from kernels.sums import spread
 from kernels.tokens import first_of_document
 from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, recomputed
-from zoo.nn.model import Images
+from zoo.nn.model import AbstractRowCache, Images
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import AbstractBlock, Stack
 from zoo.vision.model import AbstractVision
@@ -194,6 +194,29 @@ class Merger(eqx.Module):
         return self.linear_fc2(erf_gelu(self.linear_fc1(x)))
 
 
+class Lag(AbstractRowCache):
+    """How far the positions by which text is rotated lag behind its slots: in each row, by what its images take up in
+    slots and not in positions."""
+
+    tokens: Int[Array, "layers batch"]
+    layer: Int[Array, ""]
+    rewinds: ClassVar[bool] = True  # what is taken back is text, which lags no further
+
+    @classmethod
+    def init(cls, batch: int) -> "Lag":
+        return cls(jnp.zeros((1, batch), jnp.int32), jnp.array(0, jnp.int32))
+
+    def partition_specs(self, sizes: Mapping[str, int]) -> "Lag":
+        rows = split_over(self.tokens.shape[1], BATCH, sizes)
+        return eqx.tree_at(lambda c: (c.tokens, c.layer), self, (P(None, rows), P()))
+
+    def in_int8(self) -> "Lag":
+        return self
+
+    def widened(self, more: int) -> "Lag":
+        return self
+
+
 class Tower(AbstractVision):
     """`features, *deep = tower.levels(patches, grids)`."""
 
@@ -205,6 +228,7 @@ class Tower(AbstractVision):
     config: Config = eqx.field(static=True)
     processor: ClassVar[type[Qwen3VL]] = Qwen3VL
     video: ClassVar[type[Qwen3VLVideo] | None] = Qwen3VLVideo
+    cache: ClassVar[type[Lag]] = Lag
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         """Initialise random weights, in float32."""
@@ -275,29 +299,6 @@ PARTITION_RULES = {  # under the tower's path
     "*.linear_fc2": P("fsdp", "tensor"),
     "*norm*": P(),
 }
-
-
-class Lag(AbstractCache):
-    """How far the positions by which text is rotated lag behind its slots: in each row, by what its images take up in
-    slots and not in positions."""
-
-    tokens: Int[Array, "layers batch"]
-    layer: Int[Array, ""]
-    rewinds: ClassVar[bool] = True  # what is taken back is text, which lags no further
-
-    @classmethod
-    def init(cls, batch: int) -> "Lag":
-        return cls(jnp.zeros((1, batch), jnp.int32), jnp.array(0, jnp.int32))
-
-    def partition_specs(self, sizes: Mapping[str, int]) -> "Lag":
-        rows = split_over(self.tokens.shape[1], BATCH, sizes)
-        return eqx.tree_at(lambda c: (c.tokens, c.layer), self, (P(None, rows), P()))
-
-    def in_int8(self) -> "Lag":
-        return self
-
-    def widened(self, more: int) -> "Lag":
-        return self
 
 
 def placed(

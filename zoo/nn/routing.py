@@ -1,0 +1,100 @@
+"""Routers of mixtures of experts, and how their experts are chosen where that is more than a top-k.
+
+A router is no `Linear`, so that LoRA and quantization leave it alone.
+"""
+
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from zoo.nn.layers import Float32, recomputed
+from zoo.nn.moe import Routing, top_k
+from zoo.nn.stack import Reports
+
+
+M = TypeVar("M", bound=eqx.Module)
+
+
+class Router(eqx.Module):
+    """Logits of the experts, in the dtype of the tokens."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
+        self.weight = _random(hidden, experts, key)
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return jnp.einsum("...d,ed->...e", x, self.weight)
+
+
+class Float32Router(eqx.Module):
+    """Logits of the experts, in float32."""
+
+    weight: Float[Array, "experts embed"]
+
+    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
+        self.weight = _random(hidden, experts, key)
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return _in_float32(x, self.weight)
+
+
+class BiasedRouter(eqx.Module):
+    """Logits of the experts, in float32, and a bias of each expert, which evens out their load without a loss.
+
+    The bias is added to the scores by which experts are chosen, but not to their weights (DeepSeek V3,
+    arXiv:2412.19437, section 2.1.2). It gets no gradient: `rebalance` moves it.
+    """
+
+    weight: Float[Array, "experts embed"]
+    e_score_correction_bias: Float32
+
+    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
+        self.weight = _random(hidden, experts, key)
+        self.e_score_correction_bias = Float32(jnp.zeros(experts))
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return _in_float32(x, self.weight)
+
+    def choose(
+        self, scores: Float[Array, "batch seq experts"], choices: int, *, groups: int, best: int
+    ) -> Int[Array, "batch seq choices"]:
+        """Returns the experts with the highest biased scores among those of the best groups.
+
+        The experts are divided into `groups` groups, of which `best` are kept: those whose two highest biased scores
+        have the largest sum.
+        """
+        bias = jnp.broadcast_to(self.e_score_correction_bias.value, scores.shape)
+        biased = (scores + bias).reshape(*scores.shape[:2], groups, -1)
+        kept = top_k(jnp.sum(top_k(biased, 2)[0], axis=-1), best)[1]
+        kept = jnp.any(jax.nn.one_hot(kept, groups, dtype=bool), axis=-2)
+        return top_k(jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape), choices)[1]
+
+
+def rebalance(model: M, reports: Reports, rate: float) -> M:
+    """Moves the bias of each expert by `rate`: up if its load is below the mean, down if above (arXiv:2408.15664).
+
+    Args:
+        reports: those of a step, from `Model.hidden`, and after them the report of the module for the token after the
+            next, if there is one. They hold the routers' loads, in the order of the routers in the model.
+    """
+    sought = lambda node: isinstance(node, BiasedRouter | Routing)
+    find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
+    biases = lambda model: [router.e_score_correction_bias.value for router in find(model)]
+    signs = [jnp.sign(jnp.mean(r.load, axis=-1, keepdims=True) - r.load) for r in find(reports)]
+    return eqx.tree_at(biases, model, [b + rate * sign for b, sign in zip(biases(model), signs, strict=True)])
+
+
+def _random(hidden: int, experts: int, key: PRNGKeyArray) -> Float[Array, "experts embed"]:
+    return 0.02 * jax.random.truncated_normal(key, -3, 3, (experts, hidden))
+
+
+def _in_float32(
+    x: Float[Array, "*batch embed"], weight: Float[Array, "experts embed"]
+) -> Float[Array, "*batch experts"]:
+    return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))
