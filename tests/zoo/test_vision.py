@@ -104,6 +104,18 @@ def test_logits_and_features(load_vision, name):
     assert_golden(case, logits, features)
 
 
+@pytest.mark.parametrize("name", TOWERS)
+def test_ids_of_image_tokens_may_be_beyond_the_table(load_vision, name):
+    """The embedding refuses such ids of text."""
+    case, model = seeing.CHECKPOINTS[name], load_vision(name)
+    images, beyond = case.images(), model.config.vocab_size + 5
+    assert (images.image >= 0).any()
+    tokens, prompts = jax.device_put((np.where(images.image < 0, case.prompts, beyond), case.prompts))
+    assert np.array_equal(model.embed_text(tokens, images), model.embed_text(prompts, images))
+    with pytest.raises(ValueError, match=str(beyond)):
+        model.embed_tokens(tokens)
+
+
 def located(documents):
     """Documents of a row, each after where it lies."""
     at = 0
