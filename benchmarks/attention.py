@@ -1,8 +1,8 @@
-"""How fast attention is, forward and backward: kernels.attention against jax.nn.dot_product_attention and torch's SDPA.
+"""Speed of attention, forward and backward: kernels.attention against jax.nn.dot_product_attention and torch's SDPA.
 
     python -m benchmarks.attention --help
 
-All get the same arrays, laid out in memory as a model's projections leave them: [batch, seq, heads, dim].
+All use the same arrays, in the memory layout that a model's projections produce: [batch, seq, heads, dim].
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Shape = tuple[int, int, int, int, int]  # batch, seq, heads, kv_heads, dim
 
 
 def arrays(shape: Shape) -> list[np.ndarray]:
-    """q, k, v and the gradient of the output."""
+    """Returns q, k, v and the gradient of the output."""
     batch, seq, heads, kv_heads, dim = shape
     rng = np.random.default_rng(0)
     return [rng.normal(size=(batch, seq, n, dim)).astype(np.float32) for n in (heads, kv_heads, kv_heads, heads)]
@@ -75,17 +75,17 @@ def main(
     rounds: int = 15,
     calls: int = 4,
 ) -> None:
-    """Time of causal self-attention with its gradients. The default is one layer of benchmarks.train_step.
+    """Times causal self-attention with its gradients. The default is one layer of benchmarks.train_step.
 
     Args:
         batch: sequences.
         seq: tokens in each.
-        heads: of the queries.
-        kv_heads: of the keys and values.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
         dim: width of a head.
-        dtype: of the arrays.
-        rounds: in which all take turns, after a first call each.
-        calls: in a turn.
+        dtype: dtype of the arrays.
+        rounds: rounds in which all take turns, after a first call each.
+        calls: calls in a turn.
     """
     shape = (batch, seq, heads, kv_heads, dim)
     builds = {

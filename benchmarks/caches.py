@@ -1,4 +1,4 @@
-"""What a row's cache takes by the number of its positions: hybrids beside models that attend in every layer.
+"""Size of a row's cache by the number of its positions: hybrids beside models with attention in every layer.
 
     python -m benchmarks.caches
 
@@ -34,7 +34,7 @@ PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "caches.png"
 
 
 def size(name: str, length: int) -> int:
-    """Bytes of the cache of one row with so many positions."""
+    """Returns the bytes of the cache of one row with `length` positions."""
     model = skeleton(family_of(CONFIGS[name]), CONFIGS[name])
     caches = eqx.filter_eval_shape(lambda model: init_cache(model, 1, length, jnp.bfloat16), model)
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))

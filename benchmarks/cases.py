@@ -1,7 +1,7 @@
-"""What `benchmarks.kernels` measures and `benchmarks.tune` tunes by: operations at the sizes of real models, as data.
+"""Operations at the sizes of real models, as data: `benchmarks.kernels` measures them, and `benchmarks.tune` uses them.
 
-Most important first: a run that is out of time leaves out the end. Nothing here knows JAX or torch; `in_jax` and
-`in_torch` make arrays and programs of a case.
+The most important come first, because a run that is out of time skips the end. Nothing here depends on JAX or torch;
+`in_jax` and `in_torch` build the arrays and programs of a case.
 """
 
 import abc
@@ -11,19 +11,19 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 
-TOKENS = 16_384  # in a batch of attention's, however long its sequences are
+TOKENS = 16_384  # tokens in a batch for attention, whatever the sequence length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(abc.ABC):
     """One operation at one size.
 
-    Of its `passes`, "forward" is the output, "all" forward and backward in one program, and the others gradients alone,
-    from what a forward pass has left. `in_jax` and `in_torch` name the opponents.
+    Among its `passes`, "forward" computes the output, and "all" runs forward and backward in one program. The others
+    compute only gradients, from the residuals of a forward pass. `in_jax` and `in_torch` name the opponents.
     """
 
     name: str
-    sets: int = 1  # of arguments, used in turns: enough that none is still in the L2 cache, nor a launch too short
+    sets: int = 1  # sets of arguments, used in turn: enough to miss the L2 cache, and to make a launch long enough
 
     operation: ClassVar[str]  # of `kernels`
     passes: ClassVar[tuple[str, ...]] = ("forward",)
@@ -32,20 +32,20 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def flops(self, which: str) -> float:
-        """Useful floating point operations of a pass: what masks hide does not count."""
+        """Returns the useful floating point operations of a pass; masked pairs do not count."""
 
     def bytes(self) -> float | None:
-        """Bytes that have to be read, where that is what takes the time."""
+        """Returns the bytes that must be read, if memory bounds the time; otherwise None."""
         return None
 
     @abc.abstractmethod
     def tiny(self) -> Self:
-        """The same at a size for a CPU that interprets kernels."""
+        """Returns the same case at a size for a CPU that interprets kernels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Case):
-    """A bfloat16 matrix product: the rate that others are compared with."""
+    """A bfloat16 matrix product, whose rate the others are compared with."""
 
     size: int = 8192
     operation = "matmul"
@@ -62,16 +62,16 @@ class Dense(Case):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention(Case):
     seq: int = 8192
-    batch: int = 0  # 0: as many sequences as TOKENS are
+    batch: int = 0  # 0: TOKENS / seq
     heads: int = 16
-    kv_heads: int = 0  # 0: as many as heads
+    kv_heads: int = 0  # 0: equal to heads
     dim: int = 128
-    v_dim: int = 0  # 0: as wide as dim
+    v_dim: int = 0  # 0: equal to dim
     causal: bool = True
     window: int = 0
     chunk: int = 0
-    documents: int = 0  # of one length, packed into each sequence
-    positions: bool = False  # are given, and begin anew in each document
+    documents: int = 0  # documents of equal length, packed into each sequence
+    positions: bool = False  # whether positions are given; they restart in each document
     softcap: float = 0.0
     sinks: bool = False
     dtype: str = "bfloat16"
@@ -94,7 +94,7 @@ class Attention(Case):
         return () if self.sinks else ("torch cudnn", "torch flash")
 
     def pairs(self, block: int = 1) -> int:
-        """Pairs of a query and a key that it sees, for one head of one sequence; or those in blocks that have any."""
+        """Returns the visible pairs of query and key for one head of one sequence, or all pairs in blocks with any."""
         if not self.causal:
             return self.seq**2
         query, first = np.arange(self.seq), np.zeros(self.seq, int)
@@ -119,7 +119,7 @@ class Attention(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decode(Case):
-    """One token of each sequence, over a cache that is full, or `ragged`: filled to lengths anywhere from 1/32 on."""
+    """One token of each sequence, over a full cache. If `ragged`, each cache has any length from 1/32 of full on."""
 
     batch: int = 16
     kv_seq: int = 32_768
@@ -146,14 +146,14 @@ class Decode(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grouped(Case):
-    """Rows times their expert's matrix. Routers send them anywhere alike, or if `skewed` as 1, 1/2, 1/3, ..."""
+    """Rows times their expert's matrix. Routers choose experts evenly or, if `skewed`, as 1, 1/2, 1/3, ..."""
 
     rows: int
     groups: int
     ins: int
     outs: int
     skewed: bool = False
-    int8: bool = False  # the matrices
+    int8: bool = False  # whether the matrices are int8
     operation = "ragged_dot"
     in_jax = ("lax.ragged_dot",)
     in_torch = ("torch grouped_mm",)
@@ -175,7 +175,7 @@ class Grouped(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts(Grouped):
-    """A SwiGLU of experts, `ins` wide outside and `outs` inside, on rows that are sorted: three products."""
+    """An expert's SwiGLU, from `ins` to `outs` and back, on sorted rows: three products."""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class Experts(Grouped):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantized(Case):
-    """A product with a matrix of 8 bits. `training`: it is quantised on the way, as gradients are on theirs."""
+    """A product with an 8-bit matrix. With `training`, it is quantised on the fly, like gradients."""
 
     dtype: str  # "int8" or "fp8"
     granularity: str
@@ -204,7 +204,7 @@ class Quantized(Case):
 
     @property
     def activations(self) -> bool:
-        """Whether the rows are quantised too: not where there are so few that reading the matrix takes the time."""
+        """Whether the rows are quantised, too. Few rows are not, since reading the matrix takes most of the time."""
         return self.rows > 64
 
     @property
@@ -234,7 +234,7 @@ class CrossEntropy(Case):
     in_jax = ("whole logits",)
 
     def logits_bytes(self) -> float:
-        """In float32, in which their softmax is."""
+        """Returns the bytes of the logits in float32, the dtype of their softmax."""
         return 4.0 * self.batch * self.seq * self.vocab
 
     def flops(self, which: str) -> float:
@@ -250,7 +250,7 @@ class DeltaRule(Case):
 
     seq: int = 8192
     batch: int = 1
-    heads: int = 16  # of queries and keys
+    heads: int = 16  # heads of queries and keys
     v_heads: int = 32
     dim: int = 128
     v_dim: int = 128
@@ -264,7 +264,7 @@ class DeltaRule(Case):
         return ("torch fla",) if self.erase else ("torch mamba_ssm",)
 
     def flops(self, which: str) -> float:
-        """Those of the recurrence, token by token; chunks compute up to twice as many."""
+        """Returns the operations of the recurrence, token by token; computing by chunks takes up to twice as many."""
         from kernels.delta_rule.shared import state_products  # imports JAX
 
         forward = 2.0 * self.batch * self.seq * self.v_heads * state_products(self.dim, self.v_dim, erase=self.erase)
@@ -290,7 +290,7 @@ CASES: tuple[Case, ...] = (
     DeltaRule(name="states of Qwen3.5-35B-A3B T8k"),
     DeltaRule(name="states of Kimi Linear T8k", heads=32, by_channel=True),
     DeltaRule(name="states of Nemotron 3 Nano T8k", heads=8, v_heads=64, v_dim=64, erase=False),
-    # What the plain causal case costs with more: the targets compare these with it.
+    # Cases that add something to the plain causal one: the targets compare their costs with it.
     Attention(name="sinks D128 T8k", sinks=True),
     Attention(name="softcap D128 T8k", softcap=50.0),
     Attention(name="8 documents D128 T8k", documents=8),

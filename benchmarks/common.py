@@ -1,4 +1,4 @@
-"""What the benchmarks share: contestants that take turns, weights for all of them, and the report. For Linux."""
+"""Shared parts of the benchmarks: contestants that take turns, weights for all of them, and the report. For Linux."""
 
 import contextlib
 import datetime
@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 
-# Contestants inherit these. Without the first, torch's threads spin between operations and take the time of whatever
-# else runs, so that a machine that is not quite idle slows torch down several times as much as JAX.
+# Contestants inherit these. Without the first, torch's threads spin between operations and take time from other
+# processes, so that even a slightly busy machine slows torch down several times as much as JAX.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a first call is to compile
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a first call must compile
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -33,7 +33,7 @@ REFERENCE: dict[str, Any] = dict(
 
 
 class Contestant:
-    """`build(*args)` in a fresh process on the CPU, which takes turns in calling the function that it returns.
+    """A fresh process on the CPU that runs `build(*args)`, and then calls the resulting function when it has a turn.
 
     `ready` is the number of seconds from the start of the process until it had that function, imports included.
     """
@@ -50,10 +50,10 @@ class Contestant:
         self.ready = time.perf_counter() - begin
 
     def turn(self, calls: int = 1) -> dict[str, Any]:
-        """Lets it make so many calls, and waits.
+        """Makes the process call its function `calls` times, and waits.
 
-        Returns "wall" and "cpu", the mean seconds of a call (the latter of all threads together), "outputs", a list of
-        what the calls returned, and "peak", the most memory that the process has had resident so far, in bytes.
+        Returns "wall" and "cpu", the mean seconds of a call (the latter summed over all threads), "outputs", a list of
+        the calls' results, and "peak", the process's peak resident memory so far, in bytes.
         """
         self._pipe.send(calls)
         return self._receive()
@@ -85,7 +85,9 @@ def _serve(pipe: Connection, build: Callable[..., Callable[[], Any]], args: tupl
 
 
 def alternate(turns: Mapping[str, Callable[[], dict[str, Any]]], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """What each returned in every round. The order turns round from one to the next, so nobody always goes first."""
+    """Returns each contestant's turns of all rounds. Every other round is in reverse order, so nobody always goes
+    first.
+    """
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
     for n in range(rounds):
         for name in list(turns)[:: -1 if n % 2 else 1]:
@@ -94,19 +96,19 @@ def alternate(turns: Mapping[str, Callable[[], dict[str, Any]]], rounds: int) ->
 
 
 def ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    """Round by round, so that a machine that gets slower or faster with time does not matter."""
+    """Returns the ratio of each round, so that slow changes in the machine's speed do not matter."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def memory(field: str) -> int:
-    """Bytes of this process: "VmRSS", resident; "RssAnon", of that not backed by a file; "VmHWM", the peak of VmRSS."""
+    """Returns bytes of this process: "VmRSS", resident; "RssAnon", that without files; "VmHWM", the peak of VmRSS."""
     status = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(status.split(f"{field}:")[1].split()[0])
 
 
 def import_transformers() -> Any:
-    """transformers as where it is alone: it looks for a package named `kernels`, and would import ours and JAX."""
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # as if it were not there
+    """Imports transformers without our package `kernels`, which it would take for another, importing JAX as well."""
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # treated as not installed
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -114,7 +116,7 @@ def import_transformers() -> Any:
 
 
 def write_checkpoint(folder: str, config: Mapping[str, Any], *, dtype: str = "float32", shard: str = "50GB") -> None:
-    """A model with random weights, in the Hub's layout, as transformers writes it."""
+    """Writes a model with random weights in the Hub's layout, by transformers."""
     import torch
 
     transformers = import_transformers()
@@ -141,7 +143,7 @@ def report(
     quantities = dict.fromkeys(quantity for values in results.values() for quantity in values)
     cells = {who: [cell(values.get(quantity, [])) for quantity in quantities] for who, values in results.items()}
     across, down = list(results), dict(zip(quantities, zip(*cells.values(), strict=True), strict=True))
-    if len(across) > len(down):  # many contestants: one a line
+    if len(across) > len(down):  # many contestants: one per line
         across, down = list(quantities), cells
     table = rich.table.Table("median \\[min..max]", *across, title=f"{name}, {device}", box=rich.box.SIMPLE)
     for each, values in down.items():
@@ -161,9 +163,9 @@ def report(
 
 
 def circumstances(packages: Iterable[str]) -> dict[str, Any]:
-    """What a result depends on: the machine, how busy it is, the commit, and the versions of what is installed."""
+    """Returns the conditions of a result: the machine, its load, the commit, and the versions of packages."""
     commit, versions = "", {"python": platform.python_version()}
-    with contextlib.suppress(FileNotFoundError):  # there may be no git
+    with contextlib.suppress(FileNotFoundError):  # git may be missing
         describe = ["git", "describe", "--always", "--dirty"]
         commit = subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
     cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
@@ -173,7 +175,7 @@ def circumstances(packages: Iterable[str]) -> dict[str, Any]:
     return {
         "processor": cpuinfo.split("model name")[1].split("\n")[0].strip("\t :") if "model name" in cpuinfo else "",
         "cores": len(os.sched_getaffinity(0)),
-        "load average": os.getloadavg(),  # a contestant counts as 1 or more; what exceeds the cores was in the way
+        "load average": os.getloadavg(),  # a contestant counts as 1 or more; a load above the cores' number interfered
         "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
         "commit": commit,
         "versions": versions,

@@ -1,9 +1,9 @@
-"""How fast data is prepared and read, against Hugging Face `datasets`, torch's DataLoader and grain alone.
+"""Speed of preparing and reading data, against Hugging Face `datasets`, torch's DataLoader and grain alone.
 
     python -m benchmarks.data --help
 
-Needs torch, transformers and datasets beside this project. Nothing is downloaded: the text is that of the pages in
-docs/, and the tokenizer the embedded model's. Tokens are counted alike by all.
+It needs torch, transformers and datasets beside this project. Nothing is downloaded: the text comes from the pages in
+docs/, and the tokenizer is the embedded model's. Tokens are counted in the same way for all.
 """
 
 import collections
@@ -32,7 +32,7 @@ from train.tiny import INSTRUCTIONS
 
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # as `train.data.rows.reading`
+READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # as in `train.data.rows.reading`
 
 
 # ======================================================================================================================
@@ -41,7 +41,7 @@ READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # as `tra
 
 
 def write_text(path: pathlib.Path, characters: int) -> None:
-    """Writes about so many characters of docs/, again and again from its beginning, as records of 200 to 4,000."""
+    """Writes about `characters` characters of docs/, repeated as needed, as records of 200 to 4,000 characters."""
     text, length = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md"))), random.Random(0)
     with path.open("w") as file:
         while characters > 0:
@@ -53,7 +53,7 @@ def write_text(path: pathlib.Path, characters: int) -> None:
 
 
 def prepares(path: str, seq_len: int, packing: Any) -> Callable[[], int]:
-    """Makes all files of a store, one after another, as one process of train.prepare does. Returns tokens."""
+    """Builds all files of a store, one after another, as a single process of train.prepare does. Returns tokens."""
     out = tempfile.mkdtemp()
     o = preparation.PrepareOptions(data=(path,), model="tiny", out=pathlib.Path(out), seq_len=seq_len, packing=packing)
     shards = preparation.shards_of(o, [open_records(path, o.hold_out)])
@@ -61,7 +61,7 @@ def prepares(path: str, seq_len: int, packing: Any) -> Callable[[], int]:
 
 
 def maps(path: str, seq_len: int, packed: bool) -> Callable[[], int]:
-    """`datasets.map` in batches: to ids and, if `packed`, these joined and cut into rows. Returns tokens."""
+    """Runs `datasets.map` in batches: texts to ids and, if `packed`, ids joined and cut into rows. Returns tokens."""
     transformers = import_transformers()
     import datasets
 
@@ -102,14 +102,14 @@ def write_store(folder: pathlib.Path, seq_len: int, tokens: int) -> None:
     )
     made = (
         dict(tokens=lines[n % 64, :-1], targets=lines[n % 64, 1:], **same) for n in range(tokens // seq_len)
-    )  # those that follow are the next 64 again: a store of them is as large as one of others
+    )  # later rows repeat these 64: such a store is as large as one of different rows
     store.begin(folder, {"version": 1, "settings": {"seq_len": seq_len}})
     name = store.shard_name("train", 0, 1)
     store.end(folder, {name: store.write_shard(folder, name, made, tokens // seq_len)})
 
 
 def source(folder: str) -> Any:
-    """The bytes of the rows of a store."""
+    """Returns the rows of a store as bytes."""
     shards = store.read(pathlib.Path(folder))["shards"]
     return grain.sources.ArrayRecordDataSource(
         [f"{folder}/{name}.array_record[0:{shard['rows']}]" for name, shard in shards.items()]
@@ -117,7 +117,7 @@ def source(folder: str) -> Any:
 
 
 def reads(folder: str, seq_len: int, batch: int) -> Callable[[], int]:
-    """As a run reads its store. Returns tokens."""
+    """Reads a store in the way that a run does. Returns tokens."""
     found = store.rows(pathlib.Path(folder), store.read(pathlib.Path(folder)), "train")
     assert found is not None
     batches = rows.reading(rows.batches(rows.order([rows.Set(found, seed=0)], epochs=1), batch))
@@ -125,7 +125,7 @@ def reads(folder: str, seq_len: int, batch: int) -> Callable[[], int]:
 
 
 def grain_reads(folder: str, seq_len: int, batch: int) -> Callable[[], int]:
-    """grain alone: the same bytes, shuffled and in lists, but not made into arrays. Returns the tokens in them."""
+    """Reads with grain alone: the same bytes, shuffled and batched as lists, not as arrays. Returns tokens."""
     batches = grain.MapDataset.source(source(folder)).shuffle(seed=0).batch(batch, batch_fn=list)
     return lambda: sum(len(each) for each in batches.to_iter_dataset(READ_AHEAD)) * seq_len
 
@@ -144,7 +144,7 @@ class Rows:
 
 
 def torch_reads(folder: str, seq_len: int, batch: int, workers: int) -> Callable[[], int]:
-    """torch's DataLoader with so many workers, 0: in this process. Bytes become rows as here. Returns tokens."""
+    """Reads with torch's DataLoader (0 workers: in this process), and decodes rows as ours. Returns tokens."""
     import torch.utils.data
 
     loader = torch.utils.data.DataLoader(
@@ -154,7 +154,7 @@ def torch_reads(folder: str, seq_len: int, batch: int, workers: int) -> Callable
 
 
 class Counted:
-    """The bytes of a store's rows, which counts what is read of them."""
+    """The rows of a store as bytes, with a count of the reads."""
 
     def __init__(self, folder: str):
         self.source, self.times, self.bytes = source(folder), collections.Counter(), 0
@@ -170,7 +170,7 @@ class Counted:
 
 
 def of_processes(folder: str, seq_len: int, batch: int, processes: int) -> dict[str, list[float]]:
-    """Reads an epoch as so many processes, one after another. Returns how often rows were read, and bytes of each."""
+    """Reads an epoch as each process in turn. Returns how often rows were read, and the bytes of each process."""
     counted, taken = Counted(folder), []
     order = rows.order([rows.Set(rows.of_bytes(counted, seq_len), seed=0)], epochs=1)
     for here in np.array_split(np.arange(batch), processes):
@@ -187,7 +187,7 @@ def of_processes(folder: str, seq_len: int, batch: int, processes: int) -> dict[
 
 
 def waiting(steps: int) -> dict[str, list[float]]:
-    """Seconds that the steps of a run on the embedded model wait for batches of a store, by its goodput.json."""
+    """Returns the seconds that a run on the embedded model waits for batches of a store, from its goodput.json."""
     with tempfile.TemporaryDirectory() as folder:
         python = functools.partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
         made, out, length = f"{folder}/store", pathlib.Path(folder, "run"), ["--seq-len", "512"]
@@ -201,9 +201,9 @@ def waiting(steps: int) -> dict[str, list[float]]:
 
 
 def take_turns(builds: dict[str, Callable[[], Callable[[], int]]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Millions of tokens that each makes or reads in a second, and in a second of all its cores together.
+    """Returns each contestant's millions of tokens per second, and per CPU second.
 
-    A first turn is not counted. CPU seconds are the process's own: none of those that it starts.
+    The first turn is not counted. CPU seconds exclude those of child processes.
     """
     with contextlib.ExitStack() as stack:
         contestants = {name: stack.enter_context(Contestant(build)) for name, build in builds.items()}
@@ -230,15 +230,15 @@ def main(
     steps: int = 30,
     rounds: int = 5,
 ) -> None:
-    """Throughput of preparing and of reading, one process each; many simulated processes; and a run.
+    """Measures the throughput of preparing and reading in one process each, many simulated processes, and a run.
 
     Args:
-        megabytes: of text that is prepared, in rows of 1,024 tokens.
-        tokens: of the stores that are read.
+        megabytes: size of the text to prepare, in rows of 1,024 tokens.
+        tokens: tokens of the stores that are read.
         seq_lens: tokens of a row of these.
         batch_tokens: tokens of a batch.
-        processes: that share the batches of the first store; simulated one after another.
-        steps: of the run on the embedded model.
+        processes: number of processes that share the batches of the first store; simulated one after another.
+        steps: steps of the run on the embedded model.
         rounds: turns of each contestant.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each

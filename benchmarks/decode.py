@@ -1,8 +1,9 @@
-"""How fast greedy text comes: zoo's engine against batches that wait for their longest, and transformers' generate.
+"""Speed of greedy decoding: zoo's engine against static batches, and transformers' generate.
 
     python -m benchmarks.decode --help
 
-All continue the same prompts with the same float32 weights, and must write the same tokens.
+All continue the same prompts with the same float32 weights, and must generate the same tokens. A static batch waits for
+its longest sequence.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import numpy as np
 from benchmarks.common import REFERENCE, Contestant, alternate, import_transformers, ratios, report, write_checkpoint
 
 
-Work = Sequence[tuple[list[int], int]]  # prompts, and how many tokens to write after each
+Work = Sequence[tuple[list[int], int]]  # prompts, each with the number of tokens to generate
 Generate = Callable[[], list[list[int]]]
 
 
@@ -82,17 +83,17 @@ def main(
     layers: int = 8,
     rounds: int = 7,
 ) -> None:
-    """Tokens per second, of all sequences together, from a small Qwen3; prefill is part of the time.
+    """Measures tokens per second over all sequences, for a small Qwen3; prefill is part of the time.
 
     Args:
-        equal: numbers of sequences of one length that are continued at once; each is measured by itself.
+        equal: batch sizes for sequences of one length; each is measured by itself.
         ragged: sequences in the last case, whose prompts have 8 to `prompt` tokens, and their continuations `new` / 32
             to `new` with the logarithm spread evenly: most are short, some long.
-        batch: of these sequences, how many are decoded at once.
+        batch: number of these sequences that are decoded at once.
         prompt: tokens of a prompt.
-        new: tokens to write.
-        layers: of the model.
-        rounds: in which all take turns, after a first call each.
+        new: tokens to generate.
+        layers: layers of the model.
+        rounds: rounds in which all take turns, after a first call each.
     """
     config, random = REFERENCE | dict(num_hidden_layers=layers), np.random.default_rng(0)
     some = lambda tokens: random.integers(config["vocab_size"], size=tokens).tolist()

@@ -1,8 +1,8 @@
-"""How fast the gated delta rule is on a CPU, forward and backward: kernels.delta_rule against transformers' torch path.
+"""Speed of the gated delta rule on a CPU, forward and backward: kernels.delta_rule against transformers' torch path.
 
     python -m benchmarks.delta_rule --help
 
-All get the same arrays, laid out in memory as a model's projections leave them: [batch, seq, heads, dim]. For a GPU
+All use the same arrays, in the memory layout that a model's projections produce: [batch, seq, heads, dim]. For a GPU
 `benchmarks.kernels --only "states*"` has the same three recurrences, against flash-linear-attention and mamba_ssm.
 """
 
@@ -17,9 +17,9 @@ from benchmarks.common import Contestant, alternate, import_transformers, ratios
 
 
 class Rule(NamedTuple):
-    """A recurrence, with the heads of a layer of this model or a part of them."""
+    """A recurrence, with all or some of the heads of a layer of the model."""
 
-    heads: int  # of queries and keys
+    heads: int  # heads of queries and keys
     v_heads: int
     dim: int
     v_dim: int
@@ -36,9 +36,9 @@ Shape = tuple[int, int]  # batch, seq
 
 
 def arrays(rule: Rule, shape: Shape) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """q, k, v, decay and beta, distributed about as in models, and the gradient of the output.
+    """Returns q, k, v, decay and beta, distributed about as in models, and the gradient of the output.
 
-    Mamba-2's beta is the step of a head. Its decay is left out: minus the head's number times the step.
+    Mamba-2's beta is the step of a head. Its decay is left out: it is minus the head's number times the step.
     """
     rng, r = np.random.default_rng(0), rule
     normal = lambda *each: rng.normal(size=(*shape, *each)).astype(np.float32)
@@ -88,7 +88,7 @@ def with_transformers(rule: Rule, shape: Shape) -> Callable[[], list[np.ndarray]
 
     def run(q: Any, k: Any, v: Any, beta: Any, decay: Any = None) -> Any:
         if not rule.erase:
-            return mamba2_chunk_scan(v, beta, rates, k, q, chunk_size=256)  # of Mamba-2 and Nemotron-H
+            return mamba2_chunk_scan(v, beta, rates, k, q, chunk_size=256)  # for Mamba-2 and Nemotron-H
         chunks = chunk_kimi_delta_attention if rule.by_channel else torch_chunk_gated_delta_rule
         return chunks(q, k, v, decay, beta)[0]
 
@@ -107,14 +107,14 @@ def main(
     rounds: int = 9,
     calls: int = 2,
 ) -> None:
-    """Time of the recurrence with its gradients, in float32, with a part of the heads of real layers.
+    """Times the recurrence with its gradients, in float32, with some of the heads of real layers.
 
     Args:
         batch: sequences.
         seq: tokens in each.
-        rules: the decay of a head, that of a channel, and without erasing.
-        rounds: in which both take turns, after a first call each.
-        calls: in a turn.
+        rules: a decay for each head, a decay for each channel, and a rule without erasing.
+        rounds: rounds in which both take turns, after a first call each.
+        calls: calls in a turn.
     """
     builds = {"kernels, xla": with_kernels, "transformers": with_transformers}
     results: dict[str, dict[str, list[float]]] = {name: {} for name in builds}

@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs share: a process that may fail, time on the device, and the report."""
+"""Shared parts of the GPU benchmarks: a process that may fail, time on the device, and the report."""
 
 import contextlib
 import dataclasses
@@ -30,23 +30,23 @@ PACKAGES = (
 
 
 class Failed(Exception):
-    """Why a worker has no result."""
+    """Raised if a worker has no result; the message is the reason."""
 
 
 class Worker:
     """A process that calls functions for this one, one at a time, and is replaced once it has failed.
 
-    For a kernel that reads where it must not, or never ends, spoils the process that it runs in, and nothing else.
+    A kernel that reads out of bounds, or never ends, then harms only the process that it runs in.
     """
 
     def __init__(self):
         self._process: Any = None
 
     def __call__(self, function: str, *args: Any, patience: float, **options: Any) -> Any:
-        """What `function`, such as "benchmarks.in_jax.measure", returns for these arguments; it is imported there.
+        """Imports and calls `function`, such as "benchmarks.in_jax.measure", in the process. Returns its result.
 
         Raises:
-            Failed: if it raised, with what; if its process died; or if it took longer than `patience`, in seconds.
+            Failed: if the function raised, if its process died, or if it took longer than `patience` seconds.
         """
         if self._process is None:
             context = multiprocessing.get_context("spawn")
@@ -82,7 +82,7 @@ class Worker:
 
 
 def work(pipe: Connection) -> None:
-    """Answers the calls that come through the pipe, until its other end is closed."""
+    """Serves the calls that come through the pipe, until its other end is closed."""
     with contextlib.suppress(EOFError):  # the other end has been closed
         while True:
             function, args, options = pipe.recv()
@@ -90,7 +90,7 @@ def work(pipe: Connection) -> None:
             try:
                 pipe.send((None, getattr(importlib.import_module(module), name)(*args, **options), True))
             except Exception as error:
-                # JAX and torch raise RuntimeErrors once a device has failed, and then all that follows fails too.
+                # JAX and torch raise RuntimeErrors once a device has failed, and then all later calls fail, too.
                 usable = isinstance(error, NotImplementedError) or not isinstance(error, RuntimeError)
                 reason = " ".join(str(error).split())[:200]
                 missing = isinstance(error, ModuleNotFoundError) and f"not installed: {error.name}"
@@ -98,13 +98,13 @@ def work(pipe: Connection) -> None:
 
 
 def regions(queue: Callable[[int], float], *, seconds: float, count: int) -> list[float]:
-    """Milliseconds that one call takes on the device, measured so many times.
+    """Returns `count` measurements of the milliseconds that one call takes on the device.
 
-    `queue(n)` puts n calls into the device's queue, waits for the last, and returns the seconds that they took. There
-    are so many in a region that it lasts `seconds` at least: then its start and its end weigh nothing. Where a call
-    takes long, there are three regions.
+    `queue(n)` puts n calls into the device's queue, waits for the last, and returns the seconds that they took. A
+    region has enough calls to last `seconds` at least, so that the overhead of its start and its end is negligible. If
+    a call takes long, there are at most three regions.
     """
-    calls, took = 1, queue(1)  # the first one is also to warm up
+    calls, took = 1, queue(1)  # the first call also warms up
     while took < seconds:
         calls = max(2 * calls, round(1.1 * calls * seconds / took)) if took < seconds / 2 else calls + calls // 8 + 1
         took = queue(calls)
@@ -112,19 +112,19 @@ def regions(queue: Callable[[int], float], *, seconds: float, count: int) -> lis
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether the name is one of those that the patterns, such as "*D128*", stand for."""
+    """Whether the name matches one of the patterns, such as "*D128*"."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def prepare(rehearse: bool, memory: float) -> None:
-    """What processes inherit: JAX takes GPU memory as it needs it, up to this fraction; or all is on the CPU."""
+    """Sets child processes' environment: JAX allocates on demand, up to this fraction. A rehearsal is on the CPU."""
     os.environ.update(XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_PYTHON_CLIENT_MEM_FRACTION=str(memory))
     if rehearse:
         os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
 
 
 def device(worker: Worker, rehearse: bool) -> str:
-    """The kind of GPU that JAX has, or "rehearsal"."""
+    """Returns the kind of GPU that JAX has, or "rehearsal"."""
     platform, kind = worker("benchmarks.in_jax.platform", patience=120)
     if rehearse:
         return "rehearsal"
@@ -134,7 +134,7 @@ def device(worker: Worker, rehearse: bool) -> str:
 
 
 def driver() -> str:
-    """The card, its driver, and its limit of power, as nvidia-smi says."""
+    """Returns the card, its driver and its power limit, from nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,memory.total", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -143,7 +143,7 @@ def driver() -> str:
 
 
 def folder(out: pathlib.Path | None, rehearse: bool) -> pathlib.Path:
-    """Where results go, if nobody said: those of a rehearsal are of no interest."""
+    """Returns the folder for results: `out`, or by default RESULTS, or a temporary one for a rehearsal."""
     return out or (pathlib.Path(tempfile.mkdtemp()) if rehearse else RESULTS)
 
 
@@ -159,7 +159,7 @@ def report(
 ) -> None:
     """Prints a table of the rows and one of the targets, and writes both to out/<name>-<device>-<date>.json.
 
-    A column says what of a row it shows: a number, a text, or None. The last one may be cut short.
+    A column is a function from a row to the cell: a number, a text, or None. The last column may be cut short.
     """
     console = rich.console.Console(width=200)
     table = rich.table.Table(title=f"{name}, {device}", box=rich.box.SIMPLE)
@@ -190,7 +190,7 @@ def report(
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A number to reach, which is better the larger it is."""
+    """A number to reach; larger is better."""
 
     name: str
     value: float | None  # None: it was not measured
@@ -205,7 +205,7 @@ class Target:
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
-    """None where either was not measured."""
+    """Returns a / b, or None if either was not measured."""
     return a / b if a and b else None
 
 

@@ -1,8 +1,8 @@
-"""The programs of `benchmarks.programs` on the device: whether their results are right, and their times.
+"""Checks and times the programs of `benchmarks.programs` on the device.
 
-JAX has no events of the device. So the host puts as many calls into its queue as take 20 ms or more together, and waits
-for the last: the time on its clock, over their number. Nothing is subtracted. Of what takes little time, one program
-does several, one after the other on arrays of their own, so that the device never waits for the host.
+JAX offers no device events. So the host queues as many calls as take 20 ms or more together, waits for the last, and
+divides its clock's time by their number. Nothing is subtracted. If a pass takes little time, one program makes several
+passes, one after the other on different arrays, so that the device never waits for the host.
 """
 
 import functools
@@ -28,12 +28,12 @@ BOUNDS = {"bfloat16": (4e-3, 1e-2), "float32": (1e-5, 1e-5)}
 
 
 def platform() -> tuple[str, str]:
-    """What the default device is, such as ("gpu", "NVIDIA H200")."""
+    """Returns the default device's platform and kind, such as ("gpu", "NVIDIA H200")."""
     return device().platform, device().kind
 
 
 def refusals(case: Case) -> dict[str, str | None]:
-    """Our implementations of a case's operation that a GPU may use, each with why it can't take it, or None."""
+    """Returns our implementations of a case's operation for GPUs, each with its reason to refuse the case, or None."""
     if case.operation not in dispatch.operations():
         return {}
     program = program_of(case)
@@ -43,10 +43,11 @@ def refusals(case: Case) -> dict[str, str | None]:
 
 
 def measure(case: Case, name: str, which: str, *, seconds: float, count: int) -> dict[str, Any]:
-    """Of a pass: "ms" of a call (a list), "error", its "bound", and bytes of "memory" beside arguments and results.
+    """Returns "ms" of a call (a list), "error", its "bound", and the bytes of "memory" beside arguments and results of
+    a pass.
 
     Raises:
-        MemoryError: if the device has less.
+        MemoryError: if the device's memory is too small.
     """
     program = program_of(case, name)
     sets, d_outs = _arrays(type(program), case)
@@ -75,7 +76,7 @@ def _queue(compiled: Callable[..., Any], given: Any, calls: int) -> float:
 
 @functools.lru_cache(maxsize=1)
 def _arrays(kind: type[Program], case: Case) -> tuple[list[Arrays], list[Any]]:
-    """The sets of arguments, and for each the gradient of its output: normally distributed."""
+    """Returns the sets of arguments, and for each the gradient of its output; all are normally distributed."""
     program, keys = kind(case), jax.random.split(jax.random.key(time.time_ns() % 2**32), (case.sets, 2))
     sets = [jax.jit(program.arguments)(key) for key, _ in keys]
     out = jax.eval_shape(program.function("reference"), *sets[0])
@@ -86,7 +87,7 @@ def _arrays(kind: type[Program], case: Case) -> tuple[list[Arrays], list[Any]]:
 def _launch(
     program: Program, function: Callable[..., Any], which: str, sets: list[Arrays], d_outs: list[Any]
 ) -> tuple[Any, list[Any]]:
-    """A jitted program that makes one pass over each of the sets, and what to call it with."""
+    """Returns a jitted program that makes one pass over each set, and its argument."""
     if which == "forward":
         return jax.jit(functools.partial(_each, lambda *arguments: function(*arguments))), sets
 
@@ -103,7 +104,7 @@ def _launch(
 def pull_back(
     program: Program, function: Callable[..., Any], which: str, arguments: Arrays
 ) -> tuple[Any, Callable[..., Any]]:
-    """The output, and what makes the gradients of a pass of the output's gradient."""
+    """Returns the output, and the function from the output's gradient to the gradients of a pass."""
 
     def of(*some: Any) -> Any:
         every = dict(enumerate(arguments)) | dict(zip(program.gradients[which], some, strict=True))
@@ -113,7 +114,7 @@ def pull_back(
 
 
 def _each(function: Callable[..., Any], sets: list[Any]) -> list[Any]:
-    """`function(*arguments)` for each, one after the other: XLA can neither fuse them nor run two at once."""
+    """Calls `function(*arguments)` for each set, in order: XLA can neither fuse the calls nor overlap them."""
     outs: list[Any] = []
     for arguments in sets:
         if outs:
@@ -123,7 +124,7 @@ def _each(function: Callable[..., Any], sets: list[Any]) -> list[Any]:
 
 
 def _checked(program: Program, which: str, arguments: Arrays, out: Any) -> list[Any]:
-    """Of a pass's result, the parts of which `_truth` is known."""
+    """Returns the parts of a pass's result that can be compared with `_truth`."""
     if which == "forward":
         return [program.part_of_output(out)]
     gradients = dict(zip(program.gradients[which], out[0] if which == "all" else out, strict=True))
@@ -133,7 +134,7 @@ def _checked(program: Program, which: str, arguments: Arrays, out: Any) -> list[
 
 @functools.lru_cache(maxsize=4)
 def _truth(kind: type[Program], case: Case, which: str) -> list[Any]:
-    """The reference's results on the parts, in float32."""
+    """Returns the reference's results on the parts, in float32."""
     program, (sets, d_outs) = kind(case), _arrays(kind, case)
     wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     part, d_out = jax.tree.map(wide, (program.part(sets[0]), program.part_of_output(d_outs[0])))

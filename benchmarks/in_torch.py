@@ -1,8 +1,8 @@
 """The opponents in torch: SDPA with cuDNN and FlashAttention, FlexAttention (Triton), grouped and 8-bit products, and
 the recurrences of flash-linear-attention and mamba_ssm.
 
-They are timed between two events of the device, over as many calls as `in_jax` queues. Their results are compared with
-float32 on a part of the data, to see that they do the same work.
+They are timed between two device events, over as many calls as `in_jax` queues. Their results are compared with float32
+on a part of the data, to make sure that they do the same work.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -22,11 +22,11 @@ from benchmarks.gpu import regions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = {"torch cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
-Pass = tuple[Callable[[], Any], float]  # a call, and its relative error
+Pass = tuple[Callable[[], Any], float]  # a function, and the relative error of its result
 
 
 def measure(case: Case, name: str, which: str, *, seconds: float, count: int) -> dict[str, Any]:
-    """Of one pass: "ms" of a call (a list) and "error", as `in_jax.measure` has them."""
+    """Returns "ms" of a call (a list) and "error" of one pass, like `in_jax.measure`."""
     torch.manual_seed(time.time_ns() % 2**32)
     calls = [BUILDERS[type(case)](case, name, which) for _ in range(case.sets)]
     times = regions(functools.partial(_queue, lambda: [call() for call, _ in calls]), seconds=seconds, count=count)
@@ -82,10 +82,10 @@ def attention(case: Attention, name: str, which: str) -> Pass:
             options["score_mod"] = lambda score, *_: c.softcap * torch.tanh(score / c.softcap)
         options["block_mask"] = create_block_mask(seen, None, None, c.seq, c.seq, device=DEVICE)
         plain = functools.partial(flex_attention, **options)
-        torch.compiler.reset()  # what was compiled for other cases counts, and after 8 it would go on uncompiled
+        torch.compiler.reset()  # programs of other cases count, and beyond 8 torch would run uncompiled
         function = torch.compile(plain, dynamic=False) if DEVICE == "cuda" else plain
 
-    group = c.heads // c.kv_heads  # the part is the last sequence and key/value head
+    group = c.heads // c.kv_heads  # the checked part is the last sequence and key/value head
     part = [x[-1:, -n:].float() for x, n in ((q, group), (k, 1), (v, 1), (d_out, group))]
     if which == "forward":
         return lambda: function(q, k, v), _error([function(q, k, v)[-1:, -group:]], [plain(*part[:3])])
@@ -146,7 +146,7 @@ def experts(case: Experts, name: str, which: str) -> Pass:
 
 
 def quantized(case: Quantized, name: str, which: str) -> Pass:
-    """The product alone, of what is quantised already."""
+    """Computes the product alone; its arguments are quantised before."""
     c, fp8 = case, case.dtype == "fp8"
     largest, dtype = (448, torch.float8_e4m3fn) if fp8 else (127, torch.int8)
 
@@ -173,7 +173,7 @@ def quantized(case: Quantized, name: str, which: str) -> Pass:
         out = torch._int_mm(x8, w8.mT).float() * x_scale * w_scale.mT
         return lambda: torch._int_mm(x8, w8.mT), _error([out], [true])
     if c.granularity == "block":
-        x_scale = x_scale.mT.contiguous().mT  # cuBLASLt wants the pieces' scales so
+        x_scale = x_scale.mT.contiguous().mT  # cuBLASLt needs this layout of the scales
     options = dict(scale_a=x_scale, scale_b=w_scale.mT, out_dtype=torch.bfloat16)
     call = lambda: torch._scaled_mm(x8, w8.mT, **options)
     return call, _error([call()], [true])
@@ -212,7 +212,7 @@ def delta_rule(case: DeltaRule, name: str, which: str) -> Pass:
             outs.append(torch.einsum("bhdv,bhd->bhv", state, q[:, n]))
         return torch.stack(outs, 1) * (c.dim**-0.5 if c.erase else 1.0)
 
-    # What the first tokens of the last head give and what their queries' gradients are depends on no later token.
+    # For the first tokens of the last head, neither outputs nor the queries' gradients depend on later tokens.
     cut = lambda x, heads: x[-1:, :first, -heads:].float()
     part = [cut(q, 1), cut(k, 1), cut(v, group), cut(decay, group) if c.erase else decay[-group:], cut(beta, group)]
     if which == "forward":
@@ -234,12 +234,12 @@ BUILDERS: dict[type[Case], Callable[..., Pass]] = {
 
 
 def _grouped_mm(*arguments: Any, **options: Any) -> Any:
-    """Public since torch 2.10."""
+    """Calls grouped_mm, which is public since torch 2.10."""
     return (getattr(F, "grouped_mm", None) or torch._grouped_mm)(*arguments, **options)
 
 
 def _last_group(case: Grouped) -> tuple[tuple[slice, int], Any]:
-    """The rows of the last group that has any, and its number; and where all groups end."""
+    """Returns the rows of the last group that has any, with the group's number, and the ends of all groups."""
     ends = torch.from_numpy(case.group_sizes()).cumsum(0).to(torch.int32)
     group = int(torch.nonzero(torch.from_numpy(case.group_sizes()))[-1])
     return (slice(int(ends[group - 1]) if group else 0, int(ends[group])), group), ends.to(DEVICE)

@@ -1,9 +1,9 @@
-"""How fast and how exact the kernels are on the GPU at hand, against cuDNN, XLA and torch in the same run.
+"""Speed and accuracy of the kernels on this machine's GPU, against cuDNN, XLA and torch in the same run.
 
     python -m benchmarks.kernels --help
 
-It goes through `benchmarks.cases` in order. In each, all implementations of ours that do not refuse it, and all
-opponents, compute on fresh random data; their results are compared with float32, and then they are timed. JAX and torch
+It goes through `benchmarks.cases` in order. For each case, all our implementations that do not refuse it, and all
+opponents, compute on fresh random data. Their results are compared with float32, and then they are timed. JAX and torch
 have a process each, which is replaced if a kernel fails or never ends. A wrong result of ours makes the run fail.
 """
 
@@ -37,7 +37,7 @@ class Results:
         self.rows.append(row)
 
     def best(self, case: str, which: str, **who: Any) -> dict[str, Any] | None:
-        """The quickest that is right, of those whose row has these values; None: there is none."""
+        """Returns the fastest correct row with these values; None if there is none."""
         wanted = {"case": BY_NAME[case].name, "pass": which, "note": ""} | who
         rows = [row for row in self.rows if "ms" in row and wanted.items() <= {k: row[k] for k in wanted}.items()]
         return min(rows, key=lambda row: row["ms"], default=None)
@@ -51,7 +51,7 @@ def rate(row: dict[str, Any] | None) -> float | None:
 
 
 def targets(r: Results) -> list[Target]:
-    """What is aimed at on one H200, from the run's own numbers."""
+    """Returns the goals for one H200, computed from the run's own numbers."""
     plain, ours = "causal D128 T8k", dict(ours=True)
     cudnn, triton = rate(r.best(plain, "forward", by="jax.nn cudnn")), r.best(plain, "forward", by="triton")
     own = [rate(r.best(plain, "backward", by=name)) or 0 for name in ("triton", "mosaic")]
@@ -65,7 +65,7 @@ def targets(r: Results) -> list[Target]:
     documents = ("8 documents D128 T8k", "8 documents with positions D128 T8k")
     for name in ("sinks D128 T8k", "softcap D128 T8k", *documents, "window 1024 D128 T8k"):
         for which in ("forward", "backward"):
-            # Blocks of 128 x 128 that have to be visited, in the time that they take.
+            # The number of 128 x 128 blocks that must be visited, divided by the time.
             speeds = []
             for case in (name, plain):
                 row = r.best(case, which, by="triton")
@@ -88,7 +88,7 @@ def targets(r: Results) -> list[Target]:
 
 
 def contest(case: Case, by: Sequence[str], jax: Worker, torch: Worker, results: Results, **timing: Any) -> None:
-    """Adds the rows, for a case, of all contestants whose names these patterns match."""
+    """Adds the rows of a case: one for each contestant whose name matches one of the patterns `by`."""
     contestants = [(jax, "in_jax", name, False) for name in case.in_jax]
     contestants += [(torch, "in_torch", name, False) for name in case.in_torch]
     try:
@@ -106,7 +106,7 @@ def contest(case: Case, by: Sequence[str], jax: Worker, torch: Worker, results: 
         for worker, module, name, ours in contestants:
             try:
                 values = worker(f"benchmarks.{module}.measure", case, name, which, patience=PATIENCE, **timing)
-                wrong = "" if values["error"] <= values.get("bound", 3e-2) else "WRONG"  # nor is a NaN right
+                wrong = "" if values["error"] <= values.get("bound", 3e-2) else "WRONG"  # a NaN is wrong, too
                 results.add(case, which, name, ours, note=wrong, **values)
             except Failed as failure:
                 results.add(case, which, name, ours, note=str(failure))
@@ -121,14 +121,14 @@ def main(
     rehearse: bool = False,
     out: pathlib.Path | None = None,
 ) -> None:
-    """Errors and times of all kernels of ours on this machine's GPU, beside those of others.
+    """Measures errors and times of all our kernels on this machine's GPU, beside those of others.
 
     Args:
         only: cases whose names one of these patterns matches, such as "*D128*" "gpt-oss*".
         by: contestants whose names one of these patterns matches, such as triton mosaic "torch*".
-        seconds: after so many no further case is begun; those left out are listed.
-        regions: measurements of each time, of which the table has the median, and the file all.
-        region: milliseconds that each of them lasts at least.
+        seconds: no case starts later than this; skipped cases are listed.
+        regions: measurements of each time; the table has the median, and the file all of them.
+        region: least milliseconds of a measurement.
         rehearse: on the CPU, one case of each kind, very small, with interpreted kernels: shows that it runs.
         out: folder for the file with the results; None: benchmarks/results, or of a rehearsal a temporary one.
     """

@@ -3,8 +3,8 @@
     python -m benchmarks.largest                                      # all that is missing; hours on two cores
     python -m benchmarks.largest --cards l4:1 a100:1 --columns lora dpo
 
-Of each card and method it compiles the largest model that is estimated to fit and, while one does not fit, the next
-smaller. What a program needs on another GPU is the best estimate. Each compiled program is a row of
+For each card and method it compiles the largest model that should fit by an estimate, and then the next smaller, until
+one fits. The best estimate is a program's memory on another GPU. Each compiled program is a row of
 results/largest.json, written as soon as it is known and not computed again.
 """
 
@@ -37,8 +37,8 @@ MODELS = (
     "llama3.3-70b", "qwen3-32b", "gemma3-27b", "mistral-small-3.1-24b", "qwen3-14b", "gemma3-12b", "qwen3-8b",
     "llama3.1-8b", "qwen3-4b", "llama3.2-3b", "qwen3-1.7b", "llama3.2-1b", "qwen3-0.6b",
 )  # fmt: skip
-# JAX takes three quarters of a GPU by default; with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 it takes this share. What a TPU
-# keeps for itself is not in the figure that its compiler compares with.
+# JAX takes three quarters of a GPU by default; with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 it takes this share. A TPU's
+# memory limit, as its compiler has it, already excludes the part that the TPU reserves.
 SHARE = 0.95
 
 CARDS = {
@@ -62,12 +62,12 @@ def options(card: str, method: str, model: str) -> Options:
 
 
 def available(chip: Chip) -> float:
-    """Bytes that a run may take of a card or chip."""
+    """Returns the bytes that a run may use on a card or chip."""
     return chip.memory * (SHARE if chip.cores else 1.0)
 
 
 def estimate(o: Options, devices: Sequence[Any]) -> float:
-    """Bytes that the update is estimated to need, by `train.planning.fit`."""
+    """Returns the estimated bytes of the update, from `train.planning.fit`."""
     config = CONFIGS[o.model]
     mesh = make_mesh(o.mesh, devices)
     program = step(o, config, family_of(config), mesh)
@@ -81,7 +81,7 @@ def estimate(o: Options, devices: Sequence[Any]) -> float:
 
 
 def measure(o: Options, chip: Chip, devices: list[Any]) -> dict[str, Any]:
-    """What `train.plan` says."""
+    """Returns the memory that `train.plan` computes, and whether it fits."""
     made = plan(o, CONFIGS[o.model], chip, devices)
     fits = made.compiled is not None and made.needed <= available(chip)
     gb = lambda size: round(size / 1e9, 2)
@@ -89,8 +89,10 @@ def measure(o: Options, chip: Chip, devices: list[Any]) -> dict[str, Any]:
 
 
 def candidates(card: str, method: str, chip: Chip, devices: list[Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Models that may fit, the largest first: by what other GPUs need for them, or else by the estimate, which is up to
-    21 % too high with adapters and 11 % without (docs/plan.md)."""
+    """Returns models that may fit, the largest first, judged by their memory on other GPUs or else by the estimate.
+
+    The estimate is up to 21 % too high with adapters and 11 % without (docs/plan.md).
+    """
     most, found = available(chip), []
     for model in MODELS:
         alike = [
@@ -106,7 +108,7 @@ def candidates(card: str, method: str, chip: Chip, devices: list[Any], rows: Seq
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: of each card and method the largest model that fits, with the gigabytes that it needs."""
+    """Returns a Markdown table: the largest model that fits by card and method, with its memory in gigabytes."""
     fitting = [row for row in rows if row["fits"]]
     lines = [f"| | memory | {' | '.join(name for name, _ in METHODS.values())} |", "|---" * (len(METHODS) + 2) + "|"]
     for card, name in CARDS.items():

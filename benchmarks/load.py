@@ -1,4 +1,4 @@
-"""How long a checkpoint takes to load: zoo.load, transformers' from_pretrained, and a plain read of the same bytes.
+"""Time to load a checkpoint: zoo.load, transformers' from_pretrained, and a plain read of the same bytes.
 
     python -m benchmarks.load --help
 
@@ -22,12 +22,12 @@ import numpy as np
 from benchmarks.common import Contestant, alternate, import_transformers, memory, ratios, report, write_checkpoint
 
 
-THREADS = min(8, os.cpu_count() or 1)  # as zoo.load
+THREADS = min(8, os.cpu_count() or 1)  # as in zoo.load
 PIECE = 2**24  # bytes of one read
 
 
 def measure(load: Callable[[], Any], arrays: Callable[[Any], Iterable[np.ndarray]]) -> dict[str, float]:
-    """Loads, and then reads one byte of every page: what is memory-mapped is only then read in."""
+    """Loads, and then reads one byte of every page, because memory-mapped pages are read only on access."""
     resident, private = memory("VmRSS"), memory("RssAnon")
     begin = time.perf_counter()
     loaded = load()
@@ -46,7 +46,7 @@ def zoo_load(folder: str, quantize: Literal["int8"] | None = None) -> Callable[[
 
     import zoo
 
-    jax.devices()  # starts the backend, which is no part of loading
+    jax.devices()  # starts the backend, which is not part of loading
     return lambda: measure(
         lambda: jax.block_until_ready(zoo.load(folder, quantize=quantize)),
         lambda m: map(np.asarray, jax.tree.leaves(m)),
@@ -57,7 +57,7 @@ def transformers_load(folder: str) -> Callable[[], dict[str, float]]:
     import torch
 
     (name,) = json.loads((pathlib.Path(folder) / "config.json").read_text())["architectures"]
-    model = getattr(import_transformers(), name)  # imported only by being asked for
+    model = getattr(import_transformers(), name)  # importing it takes an access by name
     return lambda: measure(
         lambda: model.from_pretrained(folder, dtype="auto"),
         lambda model: (parameter.detach().view(torch.uint8).numpy() for parameter in model.parameters()),
@@ -82,7 +82,7 @@ def plain_read(folder: str, threads: int) -> Callable[[], dict[str, float]]:
     return lambda: measure(load, iter)
 
 
-# Width and depth make the size: a layer's parameters, and those of the two ends.
+# Width and depth determine the size: a layer's parameters, and those of embedding and head.
 LLAMA = dict(
     model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_attention_heads=32,
     num_key_value_heads=8, head_dim=64, tie_word_embeddings=False,
@@ -98,13 +98,13 @@ def main(
     int8: bool = False,
     rounds: int = 5,
 ) -> None:
-    """Load times and memory of a checkpoint with random weights.
+    """Measures load time and memory of a checkpoint with random weights.
 
     Args:
         gigabytes: the checkpoint's size, roughly: layers are added to a model of a fixed width.
         model: a dense model, or a mixture of 8 experts, each of whose matrices is a tensor of its own.
-        dtype: of the weights.
-        sharded: in files of at most 0.3 GB, with an index.
+        dtype: dtype of the weights.
+        sharded: split into files of at most 0.3 GB, with an index.
         int8: also load with quantize="int8".
         rounds: loads by each contestant.
     """
@@ -124,8 +124,8 @@ def main(
     }
 
     def turn(build: Callable) -> dict[str, float]:
-        # A virtual machine's host takes back what is free, and how much differs from turn to turn: 0.5 s or 5 s for the
-        # same load were seen. So as much memory as a load needs is touched and freed right before each.
+        # The host of a virtual machine reclaims free memory, by amounts that differ from turn to turn: the same load
+        # took 0.5 s or 5 s. So as much memory as a load needs is touched and freed right before each.
         np.full(2 * size, 1, np.uint8)
         with Contestant(build, folder) as contestant:
             return contestant.turn()["outputs"][0]
@@ -134,7 +134,7 @@ def main(
         write_checkpoint(folder, config, dtype=dtype, shard="300MB" if sharded else "50GB")
         files = list(pathlib.Path(folder).glob("*.safetensors"))
         size = sum(path.stat().st_size for path in files)
-        # Where the tensors begin, in each file. Only at a multiple of 64 bytes can JAX use the mapped file as it is.
+        # The alignment of the tensors in each file. JAX can use the mapped file directly only at multiples of 64 bytes.
         starts = [(8 + int(np.fromfile(path, "<u8", 1)[0])) % 64 for path in files]
         taken = alternate({name: functools.partial(turn, build) for name, build in builds.items()}, rounds)
     results = {name: {key: [t[key] for t in turns] for key in turns[0]} for name, turns in taken.items()}

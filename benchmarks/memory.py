@@ -4,7 +4,7 @@
     python -m benchmarks.memory --large     # and 70B over 256 chips
 
 Both compile ahead of time for the same TPU topology: AdamW in float32, products in bfloat16, FSDP, 8,192 tokens a row.
-The peer's figures are those of the tool of MaxText 0.2.5, `train_compile`, on two cores, with its published settings.
+The peer's figures come from `train_compile` of MaxText 0.2.5, on two cores, with its published settings.
 """
 
 import datetime
@@ -32,7 +32,7 @@ class Peer(NamedTuple):
     seconds: int
 
 
-# Rows are those of a chip. None: it refused, since the program took 31.60 GiB of the 31.24 GiB that there are.
+# The third field is rows of a chip. A peer of None refused: its program took 31.60 GiB of 31.24 GiB.
 CASES: list[tuple[str, str, int, Any, Peer | None]] = [
     ("llama3.1-8b", "v6e:2x4", 2, "full", Peer(12.05, 24.43, 91)),
     ("llama3.1-8b", "v6e:2x4", 3, "full", None),
@@ -47,7 +47,7 @@ def main(*, large: bool = False) -> None:
     """Prints a table and writes it to results/memory-v6e-DATE.json.
 
     Args:
-        large: also 70B over 256 chips, which takes minutes more.
+        large: also compile 70B over 256 chips, which takes minutes more.
     """
     table = rich.table.Table("model", "chips", "rows", "remat", "", "arguments", "temporaries", "seconds")
     table.title, table.box, rows = "GB of a chip", rich.box.SIMPLE, []

@@ -1,4 +1,4 @@
-"""Plans of models on the fleets that others have published results of, without any hardware: the table of docs/plan.md.
+"""Plans of models on the fleets for which others published results, without any hardware: the table of docs/plan.md.
 
     python -m benchmarks.plans            # the peers' configurations; hours on two cores
     python -m benchmarks.plans --all      # and every other model of the zoo, on H100s
@@ -31,7 +31,7 @@ from zoo.weights.checkpoint import skeleton
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "plan.md"
 BEGIN, END = "<!-- the table of benchmarks/plans.py -->\n", "<!-- its end -->\n"
 
-# Model, topology, mesh, rows of a device, tokens of a row, remat. Cloud TPU's names count the cores of a v5p, two a
+# Model, topology, mesh, rows of a device, tokens of a row, remat. Cloud TPU's names count the cores of a v5p, two per
 # chip: 8x8x8 is a v5p-1024, 4x4x4 a v5p-128. Each chip of TPU7x is two devices.
 PEERS: list[tuple[str, str, str, int, int, Any]] = [
     ("llama3.1-8b", "v6e:16x16", "fsdp=-1", 3, 8192, "full"),
@@ -56,7 +56,7 @@ PEERS: list[tuple[str, str, str, int, int, Any]] = [
 
 @functools.cache
 def shapes(model: str) -> tuple[Any, ...]:
-    """What two models have in common whose steps are the same program, but for constants."""
+    """Returns a key that is equal for two models if their steps are the same program except for constants."""
     config = CONFIGS[model]
     parameters = jax.tree.leaves(skeleton(family_of(config), config))
     seq = min(4096, config.max_position_embeddings)
@@ -64,9 +64,9 @@ def shapes(model: str) -> tuple[Any, ...]:
 
 
 def others() -> list[tuple[str, str, str, int, int, Any]]:
-    """The first name of each other group of models of the same shapes, on as few H100s as hold the state twice.
+    """Returns one model for each further group of equal shapes, on as few H100s as hold the state twice.
 
-    Experts lie within a node, which has eight.
+    Its experts lie within a node, which has eight H100s.
     """
     planned, found = {shapes(model) for model, *_ in PEERS}, []
     for name, config in CONFIGS.items():
@@ -81,7 +81,7 @@ def others() -> list[tuple[str, str, str, int, int, Any]]:
 
 
 def measure(model: str, topology: str, mesh: str, rows: int, seq: int, remat: Any) -> dict[str, Any]:
-    """What `train.plan` says, or the sentence with which it refuses."""
+    """Returns the plan's figures, or the message with which `train.plan` refuses."""
     chip, devices = fleet(topology)
     o = Options(model=model, topology=topology, mesh=mesh, batch=rows * len(devices), seq=seq, remat=remat)
     try:
@@ -98,7 +98,7 @@ def measure(model: str, topology: str, mesh: str, rows: int, seq: int, remat: An
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown of all rows."""
+    """Returns a Markdown table of all rows."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name in CONFIGS:
         alike.setdefault(shapes(name), []).append(name)
@@ -107,7 +107,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         model, topology, mesh, count, seq, remat = row["case"]
-        # A model of the peers may have several rows; what is alike is named in the first.
+        # A peer's model may have several rows; models of equal shapes are named in the first.
         names = ", ".join([model, *(name for name in alike.pop(shapes(model), []) if name != model)])
         cells = [names, topology, mesh, f"{count} x {seq:,} a device", remat]
         if "refused" in row:
@@ -127,7 +127,7 @@ def main(*, all: bool = False, only: str = "") -> None:
     """Computes the rows that are missing, and writes the table.
 
     Args:
-        all: also the models that no peer has published results of.
+        all: also the models for which no peer published results.
         only: part of the names of models to compute.
     """
     path = RESULTS / "plans.json"

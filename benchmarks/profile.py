@@ -1,9 +1,9 @@
-"""Where the time of our training steps goes on the GPU at hand: milliseconds of a step, kernel by kernel.
+"""Time of our training steps on this machine's GPU, kernel by kernel.
 
     python -m benchmarks.profile --help
 
-Takes three steps under JAX's profiler and adds up its events on the device. A kernel's name tells what it is; kernels
-that differ by a number alone, as XLA's fusions do, are one row. The profiler itself slows steps down by a little.
+It takes three steps under JAX's profiler and adds up the events on the device. A kernel's name tells its kind. Kernels
+whose names differ only in a number, such as XLA's fusions, share a row. The profiler itself slows steps down a little.
 """
 
 import collections
@@ -19,11 +19,11 @@ from benchmarks.train import EXPERTS, LORA, MIDDLE, SMALL, Arithmetic, Model
 
 
 STEPS = 3
-LEAST = 0.002  # of the kernels' time: what takes less is only in the sum of its kind
-PATIENCE = 400  # seconds for one model, most of them to compile
+LEAST = 0.002  # of the kernels' time: kernels below this count only in the sum of their kind
+PATIENCE = 400  # seconds for one model, mostly for compiling
 MODELS = (MIDDLE, EXPERTS, LORA, SMALL)
 
-# What a kernel does, by its name: the first pattern that matches. cuBLAS calls its kernels nvjet, cutlass or xmma.
+# Kinds of kernels, by the first pattern that matches the name. cuBLAS calls its kernels nvjet, cutlass or xmma.
 KINDS = {
     "products": r"gemm|cublas|cutlass|nvjet|xmma|cudnn.*matmul|^dot|dot_fusion|ynn_",
     "attention": r"attention|flash|fmha|sdpa|dkv|^dq",
@@ -49,8 +49,8 @@ def kind(name: str) -> str:
 
 
 def of_one_thread(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Each event's name, and the time that it did not spend in events within it, as a loop does in its body."""
-    open_: list[list[Any]] = []  # [event, nanoseconds of what is within it]
+    """Yields each event's name, and its time without the events nested in it, such as those of a loop's body."""
+    open_: list[list[Any]] = []  # [event, nanoseconds of the events within it]
     for event in (*sorted(events, key=lambda event: (event.start, -event.duration)), Event("", float("inf"), 0)):
         while open_ and open_[-1][0].start + open_[-1][0].duration <= event.start:
             done, within = open_.pop()
@@ -61,7 +61,8 @@ def of_one_thread(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
 
 
 def device_events(trace: pathlib.Path) -> Iterator[list[Event]]:
-    """The events of each stream of a GPU in the profiler's file, or of each thread of a CPU that ran parts of programs.
+    """Yields the events of each stream of a GPU in the profiler's file, or of each CPU thread that ran parts of
+    programs.
 
     Raises:
         FileNotFoundError: if the profiler has written none.
@@ -76,13 +77,13 @@ def device_events(trace: pathlib.Path) -> Iterator[list[Event]]:
     for plane in on_gpu or planes:
         for line in plane.lines:
             if on_gpu and not line.name.startswith("Stream"):
-                continue  # such lines repeat what is in the streams, by module or by operation
+                continue  # such lines repeat the streams' events, by module or by operation
             events = [e for e in line.events if on_gpu or any(name == "hlo_op" for name, _ in e.stats)]
             yield [Event(event.name, event.start_ns, event.duration_ns) for event in events]
 
 
 def summed(lines: Iterable[list[Event]], steps: int) -> list[dict[str, Any]]:
-    """Kernels, the longest first: "kernel", "kind", "calls" and "ms" of a step, and "share" of the time of all."""
+    """Returns the kernels, the longest first: "kernel", "kind", "calls" and "ms" of a step, and "share" of all time."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for line in lines:
         for name, ns in of_one_thread(line):
@@ -96,8 +97,11 @@ def summed(lines: Iterable[list[Event]], steps: int) -> list[dict[str, Any]]:
 
 
 def profiled(model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str) -> dict[str, Any]:
-    """In a process of its own: the "rows" of `summed`, milliseconds of a step by the host's clock without the profiler
-    ("ms") and with it ("profiled"), and "how" kernels serve."""
+    """Profiles steps in a process of its own.
+
+    Returns the "rows" of `summed`, milliseconds of a step by the host's clock without the profiler ("ms") and with it
+    ("profiled"), and "how" kernels serve.
+    """
     import jax
 
     from benchmarks.train import zoo_steps
@@ -121,15 +125,15 @@ def main(
     rehearse: bool = False,
     out: pathlib.Path | None = None,
 ) -> None:
-    """Milliseconds of our training steps by kernel, under JAX's profiler, on this machine's GPU.
+    """Measures milliseconds of our training steps by kernel, under JAX's profiler, on this machine's GPU.
 
     Args:
         only: models whose names one of these patterns matches, of llama3.2-3b, llama3.2-1b, qwen3-8b with LoRA, and six
             layers of qwen3-30b-a3b.
         arithmetic: bf16, int8 or fp8.
-        tokens: of a step.
+        tokens: tokens of a step.
         seq: tokens of a sequence.
-        remat: what is computed again to save memory: none, dots or full.
+        remat: how much is recomputed to save memory: none, dots or full.
         rehearse: on the CPU, very small models: shows that it runs.
         out: folder for the file with the results; None: benchmarks/results, or of a rehearsal a temporary one.
     """

@@ -1,4 +1,4 @@
-"""The cases of `benchmarks.cases` in JAX: their arrays, who computes with them, and by which part they are checked."""
+"""The cases of `benchmarks.cases` in JAX: arrays, implementations, and the parts on which results are checked."""
 
 import functools
 import types
@@ -20,10 +20,10 @@ Arrays = tuple[Any, ...]
 
 
 class Program:
-    """A case in JAX. `arguments` are arrays, and `function(name)` is who computes with them.
+    """A case in JAX. `arguments` returns arrays, and `function(name)` an implementation that computes with them.
 
-    `gradients` says by which arguments each pass differentiates. `part` is a part of the arguments, whose outputs and
-    gradients, for the arguments in `checked`, are the same parts of the whole's.
+    `gradients` lists the arguments by which each pass differentiates. `part` returns a part of the arguments. Its
+    outputs, and its gradients for the arguments in `checked`, equal the same parts of the whole result.
     """
 
     gradients: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
@@ -99,7 +99,7 @@ class Attention(Program):
         return attention
 
     def part(self, arguments: Arrays) -> Arrays:
-        """The last sequence, and its last key/value head with the queries' that share it."""
+        """Returns the last sequence's last key/value head, with the query heads that share it."""
         q, k, v, sinks = arguments
         group = self.case.heads // self.case.kv_heads
         return q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], None if sinks is None else sinks[-group:]
@@ -148,7 +148,7 @@ class Grouped(Program):
         return self.product(name)
 
     def part(self, arguments: Arrays) -> Arrays:
-        """The last group with rows, and its rows."""
+        """Returns the last group with rows, and its rows."""
         x, *matrices, sizes = arguments
         group, rows = self._last()
         return x[rows], *(w[group : group + 1] for w in matrices), sizes[group : group + 1]
@@ -200,7 +200,7 @@ class Quantized(Program):
 
 class CrossEntropy(Program):
     gradients = types.MappingProxyType({"all": (0, 1)})
-    checked = (0,)  # those of the matrix are sums over all tokens
+    checked = (0,)  # the matrix's gradients are sums over all tokens
 
     def arguments(self, key: jax.Array) -> Arrays:
         c, keys = self.case, jax.random.split(key, 3)
@@ -223,10 +223,10 @@ class CrossEntropy(Program):
 
 class DeltaRule(Program):
     gradients = types.MappingProxyType({"backward": (0, 1, 2, 3, 4)})
-    checked = (0, 1, 2, 4)  # the decays' are small differences of long sums
+    checked = (0, 1, 2, 4)  # the decays' gradients are small differences of long sums
 
     def arguments(self, key: jax.Array) -> Arrays:
-        """q, k, v, decay and beta, as models make them; of Mamba-2 the decay is the heads' A, and beta the step."""
+        """Returns q, k, v, decay and beta, distributed as in models. For Mamba-2, decay is A, and beta the step."""
         c, keys = self.case, jax.random.split(key, 5)
         normal = lambda key, *shape: jax.random.normal(key, (c.batch, c.seq, *shape))
         q, k, v = normal(keys[0], c.heads, c.dim), normal(keys[1], c.heads, c.dim), normal(keys[2], c.v_heads, c.v_dim)
@@ -250,7 +250,7 @@ class DeltaRule(Program):
         return delta_rule
 
     def part(self, arguments: Arrays) -> Arrays:
-        """The last sequence, and its last query/key head with the value heads that share it."""
+        """Returns the last sequence's last query/key head, with the value heads that share it."""
         q, k, v, decay, beta = arguments
         group = self.case.v_heads // self.case.heads
         decay = decay[-1:, :, -group:] if self.case.erase else decay[-group:]
@@ -261,7 +261,7 @@ class DeltaRule(Program):
 
 
 class NotQuantized(Quantized):
-    """What a `Quantized` is compared with: the same product in bfloat16."""
+    """The same product in bfloat16, with which a `Quantized` is compared."""
 
     def arguments(self, key: jax.Array) -> Arrays:
         c, (x, w) = self.case, jax.random.split(key)

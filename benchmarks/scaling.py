@@ -1,9 +1,9 @@
-"""What a training step takes of each device as devices and batch grow together, and its compile time with depth.
+"""Memory of a training step per device, as devices and batch grow together, and compile time by depth.
 
     python -m benchmarks.scaling
 
-On fake devices of this CPU, for which XLA compiles and says how many bytes it needs; nothing is computed. The state is
-to shrink with the number of devices where a mesh splits it, and the rest to stay as it is. Draws docs/scaling.png.
+XLA compiles for fake devices of this CPU and reports the bytes needed; nothing is computed. The state should shrink
+with the number of devices where a mesh splits it, and the rest should stay the same. Draws docs/scaling.png.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "scaling.png"
 
 
 def compiled(text: str, devices: int, **changes: Any) -> Compiled:
-    """The step, with full remat, over so many devices that have `ROWS` rows each."""
+    """Compiles the step, with full remat, for `devices` devices that have `ROWS` rows each."""
     config = dataclasses.replace(CONFIGS[MODEL], **changes)
     mesh = make_mesh(text, jax.devices()[:devices])
     size = dict(batch=ROWS * devices, seq=SEQ, remat="full", microbatches=1)
@@ -46,7 +46,7 @@ def main(*, layers: int = 16) -> None:
     """Prints tables, draws the figure, and writes results/scaling-cpu-DATE.json.
 
     Args:
-        layers: of the model whose bytes are asked for.
+        layers: layers of the model that is measured.
     """
     gb = lambda found: {"state": found.arguments / 1e9, "temporaries": found.temporaries / 1e9}
     table = rich.table.Table("devices, by", "number", "state, GB", "temporaries, GB")

@@ -1,10 +1,10 @@
-"""How fast text is written on the GPU at hand, against the time that reading the weights and the cache must take.
+"""Speed of generation on this machine's GPU, against the least time for reading the weights and the cache.
 
     python -m benchmarks.serve --help
 
 Models have real shapes and random weights, made on the device. `zoo.Engine` fills its batch with prompts and decodes
-them; the time of a step is what its caller waits. Each token needs the weights once for all rows, and each row's cache:
-how quickly these could be read is measured in the same process, by copying an array on the device.
+them; the time of a step is the caller's waiting time. Each token needs the weights once for all rows, and each row's
+cache. The device's memory speed is measured in the same process, by copying an array.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Serving:
     model: Model
     batch: int
     prompt: int = 1024
-    room: int = 4096  # tokens of a row, prompt included, that the cache has room for
+    room: int = 4096  # the cache's capacity in tokens of a row, prompt included
     weights: Literal["bf16", "int8"] = "bf16"
 
     @property
@@ -39,7 +39,7 @@ class Serving:
 
 DENSE, EXPERTS = Model("qwen3-8b"), Model("qwen3-30b-a3b", layers=8)
 
-# Most important first: a run that is out of time leaves out the end.
+# The most important come first, because a run that is out of time skips the end.
 CASES = (
     Serving(DENSE, 1),
     Serving(EXPERTS, 1),
@@ -51,8 +51,11 @@ CASES = (
 
 
 def measured(case: Serving, steps: int) -> dict[str, Any]:
-    """In a process of its own: milliseconds of a "prefill" of one prompt, and of a token of all rows ("ms", a list);
-    the bytes that a token must read ("weights" and "cache"), and those a second that a copy reads and writes."""
+    """Measures a case in a process of its own.
+
+    Returns milliseconds of a "prefill" of one prompt, and of a token of all rows ("ms", a list). Also returns the bytes
+    that a token must read ("weights" and "cache"), and the bytes per second that a copy reads and writes.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -77,7 +80,7 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
     for prompt in prompts:
         engine.submit(prompt.tolist(), max_new_tokens=case.room - case.prompt)
     begin = time.perf_counter()
-    engine.step()  # compiles, reads the prompts, and writes the first tokens
+    engine.step()  # compiles, prefills the prompts, and decodes the first tokens
     first = time.perf_counter() - begin
     ms = []
     for _ in range(steps):
@@ -93,14 +96,14 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
     prefilled = 1e3 * (time.perf_counter() - begin)
 
     size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree) if hasattr(a, "dtype"))
-    # Of the experts, those that some row's token goes to, if routers choose all equally often.
+    # Counts the experts that some row's token goes to, if routers choose all equally often.
     is_experts = lambda node: isinstance(node, AbstractExpertLinear)
     experts = size([node for node in jax.tree.leaves(model, is_leaf=is_experts) if is_experts(node)])
     embedding = size(model.embed_tokens) * (model.lm_head is not None)  # one row of it for each token
     weights = size(model) - experts - embedding
     if experts:
         weights += experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** case.batch)
-    seen = case.prompt + round(STRIDE * (1 + (steps + 1) / 2))  # positions, on average over the steps that are timed
+    seen = case.prompt + round(STRIDE * (1 + (steps + 1) / 2))  # positions, on average over the timed steps
     cache = size(jax.eval_shape(lambda: model.init_cache(case.batch, seen, jnp.bfloat16)))
     engine = read = None  # frees the cache
     rate = _copy_rate()
@@ -115,7 +118,7 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
 
 
 def _copy_rate(gigabytes: float = 2.0) -> float:
-    """Bytes a second that the device reads and writes while it copies an array."""
+    """Returns the bytes per second that the device reads and writes while it copies an array."""
     import jax
     import jax.numpy as jnp
 
@@ -138,12 +141,12 @@ def main(
     rehearse: bool = False,
     out: pathlib.Path | None = None,
 ) -> None:
-    """Tokens a second that zoo.Engine writes on this machine's GPU, and the part of the time that memory explains.
+    """Measures tokens per second of zoo.Engine on this machine's GPU, and the share of the time that memory explains.
 
     Args:
         only: cases whose names one of these patterns matches, such as "qwen3-8b*" "*batch 1".
-        seconds: after so many no further case is started; those left out are listed.
-        steps: of the engine that are timed, each of 32 tokens for every row.
+        seconds: no case starts later than this; skipped cases are listed.
+        steps: timed steps of the engine, each of 32 tokens for every row.
         rehearse: on the CPU, very small models: shows that it runs.
         out: folder for the file with the results; None: benchmarks/results, or of a rehearsal a temporary one.
     """

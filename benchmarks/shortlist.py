@@ -1,10 +1,10 @@
-"""Finds sizes of blocks worth trying on a GPU before one is at hand, and writes them to benchmarks/shortlist.json.
+"""Finds block sizes worth trying on a GPU that is not at hand, and writes them to benchmarks/shortlist.json.
 
     python -m benchmarks.shortlist --help
 
 A candidate differs from the sizes in use by one step (`benchmarks.tune.neighbours`). It is listed if it compiles for
-the card, within its shared memory, without a spilled register, and with the card's instructions for matrices wherever
-the sizes in use have them. This needs the `compile` extra, and takes some minutes.
+the card, within its shared memory, without a spilled register, and with the card's matrix instructions wherever the
+sizes in use have them. This needs the `compile` extra, and takes some minutes.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ TUNED = ("8 documents D128 T8k", "Qwen3-30B-A3B up", "Qwen3-30B-A3B down")
 
 
 def compiled(case: Case, name: str, which: str, lookup: Lookup, sizes: Sizes, card: str, dump: pathlib.Path) -> Any:
-    """The kernels of a pass with these sizes, as tests/kernels/gpu.py reads them; or {"error"}."""
+    """Compiles a pass with these sizes. Returns its kernels as tests/kernels/gpu.py reads them, or {"error": ...}."""
     import jax
     import jax.numpy as jnp
 
@@ -46,7 +46,7 @@ def compiled(case: Case, name: str, which: str, lookup: Lookup, sizes: Sizes, ca
 
 
 def products(found: dict[str, Any]) -> dict[str, bool]:
-    """For each kernel, whether it multiplies by the instructions that cards have for matrices at full speed."""
+    """Returns, for each kernel, whether it uses the matrix instructions that run at full speed."""
     from tests.kernels.gpu import MULTIPLY
 
     kinds = {kind for kinds in MULTIPLY.values() for kind in kinds}
@@ -56,7 +56,7 @@ def products(found: dict[str, Any]) -> dict[str, bool]:
 def main(only: tuple[str, ...] = TUNED, card: str = "h200", out: pathlib.Path = SHORTLIST) -> None:
     """Compiles candidates for a card that need not be at hand, and lists those worth trying.
 
-    Kernels that the file has already stay as they are; remove the file to begin anew.
+    Kernels that the file already contains are skipped; delete the file to start afresh.
 
     Args:
         only: cases whose names one of these patterns matches.
@@ -71,7 +71,7 @@ def main(only: tuple[str, ...] = TUNED, card: str = "h200", out: pathlib.Path = 
 
         from tests.kernels import gpu
 
-        anything = gpu.Case(abs, (), (), 2**62, card)  # with no demands of its own
+        anything = gpu.Case(abs, (), (), 2**62, card)  # without limits of its own
         listed: dict[str, list[Sizes]] = json.loads(out.read_text()) if out.exists() else {}
         for case in (case for case in CASES if matches(case.name, only)):
             case = dataclasses.replace(case, sets=1)

@@ -1,10 +1,10 @@
-"""How fast whole training steps are on the GPU at hand: train.step against transformers, peft and torch.compile.
+"""Speed of whole training steps on this machine's GPU: train.step against transformers, peft and torch.compile.
 
     python -m benchmarks.train --help
 
-Shapes are those of real models, with random weights made on the device. Each contestant has a process of its own, one
-after the other. Ours keeps float32 weights and moments, and computes in bfloat16. So does "torch, float32 weights";
-plain "torch" keeps weights and moments in bfloat16, which is less to read and write. With LoRA the base is frozen, in
+Shapes are those of real models, with random weights made on the device. Contestants run one after the other, each in a
+process of its own. Ours keeps float32 weights and moments, and computes in bfloat16. So does "torch, float32 weights";
+plain "torch" keeps weights and moments in bfloat16, and so reads and writes less. With LoRA the base is frozen, in
 bfloat16.
 """
 
@@ -65,7 +65,7 @@ class Model:
 SMALL, MIDDLE = Model("llama3.2-1b"), Model("llama3.2-3b")
 LORA, EXPERTS = Model("qwen3-8b", lora=True), Model("qwen3-30b-a3b", layers=6)
 
-# Most important first: a run that is out of time leaves out the end.
+# The most important come first, because a run that is out of time skips the end.
 RUNS = (
     (MIDDLE, "zoo"), (MIDDLE, "torch"), (LORA, "zoo"), (LORA, "torch"), (EXPERTS, "zoo"), (EXPERTS, "torch"),
     (SMALL, "zoo"), (SMALL, "torch"), (MIDDLE, "zoo, fp8"), (MIDDLE, "zoo, int8"), (SMALL, "torch, float32 weights"),
@@ -73,9 +73,10 @@ RUNS = (
 
 
 def describe(model: Model, seq: int) -> dict[str, Any]:
-    """In JAX's process: "hub", its config.json, "flops" of a token, and "peak_flops" of the device, if it is known.
+    """Runs in JAX's process. Returns the config.json ("hub"), "flops" of a token, and the device's "peak_flops", if
+    known.
 
-    Of LoRA's frozen weights there is no gradient, so their third product does not count; nor do the adapters.
+    LoRA's frozen weights have no gradient, so their third product does not count. The adapters do not count, either.
     """
     from train.base.flops import flops_per_token, peak_flops
     from zoo.config import write
@@ -90,9 +91,10 @@ def describe(model: Model, seq: int) -> dict[str, Any]:
 def zoo_steps(
     model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str
 ) -> tuple[Callable[[int], float], dict[str, Any]]:
-    """`queue(steps)`, which takes so many of our steps (`train.step.step.jit_train_step`) and returns their seconds.
+    """Returns `queue(steps)`, which runs that number of our steps (`train.step.step.jit_train_step`) and returns the
+    seconds.
 
-    Also what is known of them: "parameters", how many are "trained", the "losses" so far, and "how" kernels serve.
+    Also returns facts about them: "parameters", the number "trained", the "losses" so far, and "how" kernels serve.
     """
     import equinox as eqx
     import jax
@@ -138,7 +140,7 @@ def zoo_steps(
         begin = time.perf_counter()
         for _ in range(steps):
             state, metrics = step(state, data, frozen)
-        losses.append(float(metrics["loss"]))  # waits for it
+        losses.append(float(metrics["loss"]))  # waits for the step
         return time.perf_counter() - begin
 
     return queue, known
@@ -147,7 +149,7 @@ def zoo_steps(
 def with_zoo(
     model: Model, arithmetic: Arithmetic, batch: int, seq: int, remat: str, timing: dict[str, Any]
 ) -> dict[str, Any]:
-    """In a process of its own: our steps, timed."""
+    """Times our steps in a process of its own."""
     import jax
 
     queue, known = zoo_steps(model, arithmetic, batch, seq, remat)
@@ -160,8 +162,8 @@ def with_zoo(
 def with_torch(
     model: Model, hub: dict[str, Any], weights: str, batch: int, seq: int, compiled: bool, timing: dict[str, Any]
 ) -> dict[str, Any]:
-    """In a process of its own: transformers', with fused AdamW. The quickest of torch's attentions, then compiled."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # empty: the first step is to compile
+    """Times transformers' steps with fused AdamW, in their own process: torch's fastest attention, then compiled."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # empty, since the first step must compile
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -199,7 +201,7 @@ def with_torch(
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
                 optimizer.step()
-        losses.append(loss.item())  # waits for it
+        losses.append(loss.item())  # waits for the step
         return time.perf_counter() - begin
 
     def run(forward: Callable[[], Any], backends: list[Any]) -> dict[str, Any]:
@@ -239,17 +241,17 @@ def main(
     rehearse: bool = False,
     out: pathlib.Path | None = None,
 ) -> None:
-    """Tokens a second, use of the device's peak, memory and start of training steps on this machine's GPU.
+    """Measures tokens per second, share of the device's peak, memory and start of training steps on this machine's GPU.
 
     Args:
         only: models whose names one of these patterns matches, such as "llama*" "*LoRA*".
         by: contestants whose names one of these patterns matches, such as zoo "zoo, fp8".
-        seconds: after so many no further contestant is started; those left out are listed.
-        tokens: of a step.
+        seconds: no contestant starts later than this; skipped ones are listed.
+        tokens: tokens of a step.
         seq: tokens of a sequence.
-        remat: what ours computes again to save memory: none, dots or full. The others keep all.
+        remat: how much ours recomputes to save memory: none, dots or full. The others keep all.
         compiled: tries torch.compile too, beside eager torch; its first step takes half a minute or more.
-        region: seconds that each of three measurements lasts at least.
+        region: least seconds of each of three measurements.
         rehearse: on the CPU, very small models, no torch.compile: shows that it runs.
         out: folder for the file with the results; None: benchmarks/results, or of a rehearsal a temporary one.
     """
@@ -311,7 +313,7 @@ def main(
 def contestant(
     model: Model, who: str, size: tuple[int, int], remat: str, compiled: bool, timing: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `with_zoo` or `with_torch` returns, and `describe`. `size` is the batch's: sequences, tokens of each."""
+    """Returns the results of `with_zoo` or `with_torch`, and of `describe`. `size`: sequences, tokens of each."""
     name, _, how = who.partition(", ")
     with Worker() as worker:
         known = worker("benchmarks.train.describe", model, size[1], patience=PATIENCE)

@@ -1,5 +1,5 @@
-"""How long a training step takes, and the first one: train.step against transformers and torch, eager and compiled.
-With --lora, of adapters alone: against peft.
+"""Time of a training step, and of the first one: train.step against transformers and torch, eager and compiled. With
+--lora, only adapters are trained, against peft.
 
     python -m benchmarks.train_step --help
 
@@ -21,13 +21,13 @@ from benchmarks.common import REFERENCE, Contestant, alternate, import_transform
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.95)
 EPS = 1e-8
-WEIGHT_DECAY = 0.1  # of the linear maps' matrices
+WEIGHT_DECAY = 0.1  # for the matrices of linear layers
 CLIP_NORM = 1.0
 ADAPTER = "adapter"  # a folder beside the model's files
 
 
 def write_adapter(folder: str, rank: int) -> Callable[[], None]:
-    """A new adapter for the checkpoint in a folder, in PEFT's layout."""
+    """Writes a new adapter for the checkpoint in a folder, in PEFT's layout."""
     import jax
 
     import zoo
@@ -74,7 +74,7 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
 
 
 def torch_step(folder: str, tokens: np.ndarray, compiled: bool) -> Callable[[], float]:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)  # empty: the first step is to compile
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)  # empty, since the first step must compile
     import torch
 
     model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
@@ -83,7 +83,7 @@ def torch_step(folder: str, tokens: np.ndarray, compiled: bool) -> Callable[[], 
 
         model = peft.PeftModel.from_pretrained(model, f"{folder}/{ADAPTER}", is_trainable=True)
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # it was the memory-mapped file, which is slower to write to
+        parameter.data = parameter.data.clone()  # replaces the memory-mapped file, which is slower to write to
     linears = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
     matrices = [matrix for matrix in linears if matrix.requires_grad]
     others = [p for p in model.parameters() if p.requires_grad and all(p is not matrix for matrix in matrices)]
@@ -121,17 +121,17 @@ def main(
     compiled: bool = True,
     lora: int = 0,
 ) -> None:
-    """Seconds of a training step, seconds to the first, and memory, of a small Qwen3.
+    """Measures seconds of a training step, seconds to the first, and memory, of a small Qwen3.
 
     Args:
         batch: sequences in a batch.
         seq: tokens of a sequence.
-        layers: of the model.
-        rounds: in which all take turns.
-        steps: in each turn.
+        layers: layers of the model.
+        rounds: rounds in which all take turns.
+        steps: steps in each turn.
         starts: fresh processes of each, for the time to the first step.
-        compiled: takes torch.compile along, which needs a C++ compiler and has long starts.
-        lora: the rank of adapters over all linear maps of the layers, which alone are trained; 0: all weights are.
+        compiled: includes torch.compile, which needs a C++ compiler and starts slowly.
+        lora: rank of adapters on all linear layers, the only weights that are trained; 0: all weights are.
     """
     tokens = np.random.default_rng(0).integers(REFERENCE["vocab_size"], size=(batch, seq + 1), dtype=np.int32)
     config = REFERENCE | dict(num_hidden_layers=layers)

@@ -1,13 +1,13 @@
-"""Fills the tables of block sizes in kernels/ for the GPU at hand: the quickest sizes, found by trying.
+"""Fills the tables of block sizes in kernels/ for this machine's GPU: the fastest sizes, found by trying.
 
     python -m benchmarks.tune --help
 
-`benchmarks.cases` are run in order, and which sizes their kernels look up is watched. For each kernel, bytes of an
-element and class of shapes that was not seen yet, the search starts from the sizes in use, and goes from the best to
-its neighbours: one side of a block, or the number of warps, doubled or halved, or one stage more or less; until none is
-better. A candidate that does not compile, fails on the device or is wrong is left out, and its process replaced. What
-beats the sizes in use by more than chance would is written for the card's compute capability. All else in the files
-stays.
+It runs `benchmarks.cases` in order, and records which sizes their kernels look up. There is one search for each new
+combination of kernel, bytes of an element and class of shapes. The search starts from the sizes in use, and moves from
+the best sizes to their neighbours, until none is better: one side of a block, or the number of warps, doubled or
+halved, or one stage more or less. A candidate that does not compile, fails on the device or is wrong is skipped, and
+its process replaced. Sizes that beat those in use by more than chance are written for the card's compute capability.
+All else in the files stays.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ Sizes = dict[str, int]
 TABLES = pathlib.Path(__file__).parents[1] / "kernels"
 SHORTLIST = pathlib.Path(__file__).with_name("shortlist.json")
 PATIENCE = 60  # seconds for one candidate
-GAIN = 0.02  # of the time: what is less may be chance
+GAIN = 0.02  # of the time; a smaller gain may be chance
 
 
 @contextlib.contextmanager
 def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
-    """In a worker: these sizes in place of the tables', and the sizes that are looked up."""
+    """Runs in a worker. Replaces sizes of the tables with `sizes`, and yields the sizes that are looked up."""
     import jax
 
     from kernels.backends import blocks
@@ -49,7 +49,7 @@ def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
         used[key] = sizes.get(key) or look_up(module, kernel, dtype, shape_class)
         return used[key]
 
-    jax.clear_caches()  # or nothing would be looked up again
+    jax.clear_caches()  # otherwise nothing would be looked up again
     blocks.sizes = replaced
     try:
         yield used
@@ -58,7 +58,7 @@ def watched(sizes: Mapping[Lookup, Sizes]) -> Iterator[dict[Lookup, Sizes]]:
 
 
 def row() -> str:
-    """In a worker: the name of the rows to write. Cards of one compute capability share them."""
+    """Runs in a worker. Returns the name of the rows to write, which cards of one compute capability share."""
     from kernels.backends import blocks
     from kernels.backends.device import device
 
@@ -66,7 +66,7 @@ def row() -> str:
 
 
 def lookups(case: Case, name: str, which: str) -> dict[Lookup, Sizes]:
-    """In a worker: what a pass looks up, without running it."""
+    """Runs in a worker. Returns the sizes that a pass looks up, without running it."""
     import jax
     import jax.numpy as jnp
 
@@ -88,7 +88,7 @@ def lookups(case: Case, name: str, which: str) -> dict[Lookup, Sizes]:
 
 
 def trial(case: Case, name: str, which: str, lookup: Lookup, sizes: Sizes, timing: dict[str, Any]) -> dict[str, Any]:
-    """In a worker: `in_jax.measure` with these sizes."""
+    """Runs in a worker. Returns `in_jax.measure` with these sizes."""
     from benchmarks import in_jax
 
     with watched({lookup: sizes}):
@@ -96,7 +96,7 @@ def trial(case: Case, name: str, which: str, lookup: Lookup, sizes: Sizes, timin
 
 
 def neighbours(sizes: Sizes) -> list[Sizes]:
-    """The sizes that differ in one thing by one step."""
+    """Returns the sizes that differ in one value by one step."""
     found = []
     for name, value in sizes.items():
         if name.endswith(("stages", "slots")):
@@ -108,7 +108,7 @@ def neighbours(sizes: Sizes) -> list[Sizes]:
 
 
 def search(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: int) -> tuple[Sizes, float]:
-    """The best sizes, and their time as a part of that of `start`, both measured once more."""
+    """Returns the best sizes, and their time relative to that of `start`; both are measured again for it."""
     times = {json.dumps(start): milliseconds(start)}
     best, moved = start, True
     while moved:
@@ -121,14 +121,14 @@ def search(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: int
 
 
 def quickest(milliseconds: Callable[[Sizes], float], start: Sizes, candidates: Sequence[Sizes]) -> tuple[Sizes, float]:
-    """As `search`, but among these candidates alone."""
+    """Returns the same as `search`, but tries only these candidates."""
     times = {json.dumps(sizes): milliseconds(sizes) for sizes in (start, *candidates)}
     best = json.loads(min(times, key=lambda key: times[key]))
     return best, 1.0 if best == start else milliseconds(best) / milliseconds(start)
 
 
 def write(folder: pathlib.Path, chip: str, lookup: Lookup, sizes: Sizes) -> None:
-    """Puts one row into its file."""
+    """Writes one row into its file."""
     module, kernel, width, shape_class = lookup
     name = pathlib.Path(*module.split(".")).with_suffix(".json")
     path = folder / name
@@ -151,17 +151,17 @@ def main(
     rehearse: bool = False,
     out: pathlib.Path = TABLES,
 ) -> None:
-    """Tries sizes of blocks on this machine's GPU, and writes the best into the tables that the kernels read.
+    """Tries block sizes on this machine's GPU, and writes the best into the tables that the kernels read.
 
     Args:
         only: cases whose names one of these patterns matches, such as "causal*".
-        kernels: what to tune, as patterns of module.kernel, such as "attention.triton.*" or "*.dkv".
-        candidates: that are tried at most, for each kernel, bytes of an element and class of shapes.
-        shortlist: tries only what benchmarks/shortlist.json has, in which `python -m benchmarks.shortlist` has put the
-            sizes that compile for an H200 without spilled registers; a kernel that is not there stays as it is.
-        seconds: after so many no further candidate is tried.
+        kernels: kernels to tune, as patterns of module.kernel, such as "attention.triton.*" or "*.dkv".
+        candidates: most candidates for each kernel, bytes of an element and class of shapes.
+        shortlist: tries only the sizes in benchmarks/shortlist.json. `python -m benchmarks.shortlist` writes there the
+            sizes that compile for an H200 without spilled registers; other kernels stay as they are.
+        seconds: no candidate is tried later than this.
         regions: measurements of each candidate's time, of which the median counts.
-        region: milliseconds that each of them lasts at least.
+        region: least milliseconds of a measurement.
         rehearse: on the CPU, with interpreted kernels and very small cases: shows that it runs. Give `out` with it.
         out: folder of the tables, each in the folder of its operation.
     """
@@ -179,7 +179,7 @@ def main(
             chip = worker("benchmarks.tune.row", patience=120)
 
         def ask(function: str, *arguments: Any) -> dict[Any, Any]:
-            """What it returns in the worker, or nothing, and says why."""
+            """Calls a function in the worker. Returns its result, or {} after printing the failure."""
             try:
                 return worker(f"benchmarks.{function}", *arguments, patience=PATIENCE)
             except Failed as failure:

@@ -1,7 +1,7 @@
 """Dequantises weights as they are read, in the formats of bitsandbytes, compressed-tensors, GPTQ and AWQ.
 
-Each class follows its library's formula: scales and products in float32, rounded once to the dtype asked for. In words
-of 32 bits the first value is in the lowest bits.
+Each class follows its library's formula: scales and products in float32, rounded once to the dtype asked for. The first
+value of a 32-bit word is in its lowest bits.
 """
 
 import abc
@@ -18,7 +18,7 @@ from convert.tensors import DTYPES, Tensor
 
 FLOATS = DTYPES["F16"], DTYPES["BF16"], DTYPES["F32"]
 INT32 = np.dtype(np.int32)
-AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in its word of the first, second, ... of eight neighbours, in AWQ
+AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an AWQ word holds the first, second, ... of its eight values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class Bnb8(_Matrix):
     Source: int8_vectorwise_dequant in bitsandbytes/functional.py.
     """
 
-    layout: Tensor | None = None  # a number; 0 is row by row
+    layout: Tensor | None = None  # a number for the order of the codes; 0 is row by row
 
     @property
     def fits(self) -> bool:
@@ -127,9 +127,10 @@ class Bnb8(_Matrix):
 
 @dataclass(frozen=True, kw_only=True)
 class _Affine(_Matrix):
-    """Weights (code - zero) * scale, with a scale, and perhaps a zero point, for each group of columns of a row.
+    """A weight (code - zero) * scale, with a scale, and perhaps a zero point, for each group of columns of a row.
 
-    `group_size` is the number of columns of a group, None for all. `groups`, if there, has the group of each column.
+    `group_size` is the number of columns in a group; None: one group has all columns. `groups`, if given, has the group
+    of each column.
     """
 
     zeros: Tensor | None = None
@@ -162,7 +163,7 @@ class _Affine(_Matrix):
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(_Affine):
-    """compressed-tensors' float8 and int8: a scale for the whole tensor, for each row, group of a row, or block.
+    """compressed-tensors' float8 and int8: one scale for the tensor, or one per row, per group of a row, or per block.
 
     codes float8_e4m3fn or int8 [out, in]; scales [], [1], [1, 1], [out], [out, 1], [out, groups] or, for blocks of
     `block_rows` x `group_size`, [row blocks, column blocks]; zeros like scales. Source: _process_quantization in
@@ -172,7 +173,7 @@ class Blocks(_Affine):
     block_rows: int | None = None
 
     def _table(self, tensor: Tensor) -> tuple[int, int]:
-        """Returns the shape of scales as two axes."""
+        """Returns the shape of the scales, padded with ones to two axes."""
         rows, columns, *_ = (*tensor.shape, 1, 1)
         return rows, columns
 
@@ -194,7 +195,7 @@ class Blocks(_Affine):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedIntegers(_Affine):
-    """compressed-tensors' "pack-quantized": signed integers of `bits` bits, shifted to be unsigned, in words of 32.
+    """compressed-tensors' "pack-quantized": signed integers of `bits` bits, shifted to be unsigned, in 32-bit words.
 
     codes int32 [out, words]; scales [out, groups]; zeros int32 [words, groups], packed along out. Source:
     unpack_from_int32 in compressed_tensors/compressors/pack_quantized/helpers.py.
@@ -218,7 +219,7 @@ class PackedIntegers(_Affine):
         taken = slice(rows.start, rows.stop)
         scales = self.scales.view()[taken]
         zeros = np.full(scales.shape, 1 << (self.bits - 1), np.uint8)
-        if self.zeros:  # they are shifted as the codes are
+        if self.zeros:  # zero points are shifted like the codes
             zeros = unpacked_columns(self.zeros.view().T, self.bits, rows).T
         return unpacked(self.codes.view()[taken], self.bits), scales, zeros
 
@@ -228,7 +229,7 @@ class Gptq(_Affine):
     """GPTQ's (arXiv:2210.17323) integers, stored as (in, out); with `desc_act`, columns are grouped by importance.
 
     codes int32 [in words, out]; scales [groups, out]; zeros int32 [groups, out words]; groups int32 [in]. Files of
-    `version` 1 store each zero point less one. Source: QuantLinear in AutoGPTQ's
+    `version` 1 store each zero point minus one. Source: QuantLinear in AutoGPTQ's
     auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py.
     """
 
@@ -274,7 +275,7 @@ class Awq(Gptq):
 
 
 def unpacked(words: Int[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows columns"]:
-    """Unpacks unsigned integers of 2, 4 or 8 bits from words of 32, the first from the lowest bits."""
+    """Unpacks unsigned integers of 2, 4 or 8 bits from 32-bit words; the first is in the lowest bits."""
     taken = np.ascontiguousarray(words).view(np.uint8)[..., None]  # the lowest byte is the first
     shifts, mask = np.arange(0, 8, bits, dtype=np.uint8), np.uint8((1 << bits) - 1)
     return ((taken >> shifts) & mask).reshape(len(words), -1)
@@ -283,7 +284,7 @@ def unpacked(words: Int[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarra
 def unpacked_columns(
     words: Int[np.ndarray, "rows words"], bits: int, columns: range, order: list[int] | None = None
 ) -> UInt8[np.ndarray, "rows columns"]:
-    """Unpacks only some columns; `order` lists the place of each column in its word, if not in order."""
+    """Unpacks only these columns; `order` lists where a word holds its first, second, ... column (None: in order)."""
     per = 32 // bits
     first = columns.start // per
     values = unpacked(words[:, first : -(-columns.stop // per)], bits)

@@ -1,6 +1,7 @@
-"""Tells from quantization_config in config.json how a checkpoint stores quantised weights, by one table of methods.
+"""Finds out from quantization_config in config.json how a checkpoint stores quantised weights.
 
-A `Layout` says how the tensors of one weight are named, by the ends of their names, and what dequantises them.
+`METHODS` has a function for each quant_method, which returns layouts. A `Layout` holds the suffixes of the names of the
+tensors that store one weight, and the class that dequantises them.
 """
 
 import functools
@@ -22,18 +23,18 @@ INTEGERS = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of one weight are named: by the weight's name without `stands_for`, plus an end of their own.
+    """The names of the tensors that store one weight: the weight's name without `stands_for`, plus a suffix for each.
 
-    A tensor whose name ends with `codes` holds codes if its dtype is in `dtypes`; with no `dtypes`, if the checkpoint
-    also has the first of its `parts`.
+    A tensor whose name ends with `codes` holds codes if its dtype is in `dtypes`. Without `dtypes` it holds codes if
+    the checkpoint also has the first of its `parts`.
     """
 
     make: Callable[..., Packed]
     codes: str
     dtypes: tuple[np.dtype, ...]
-    parts: Mapping[str, str]  # argument of `make` -> the end of its tensor's name
+    parts: Mapping[str, str]  # argument of `make` -> suffix of its tensor's name
     optional: Mapping[str, str] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()  # ends of tensors not read: they round activations and caches, or repeat others
+    dropped: tuple[str, ...] = ()  # suffixes not read: they quantise activations and caches, or repeat a shape
     stands_for: str = ".weight"
 
 
@@ -49,10 +50,10 @@ ACTIVATIONS = tuple(f".{of}_{what}" for of in ("input", "output", "k", "v") for 
 
 
 def layouts(stored: Mapping[str, Any] | None) -> list[Layout]:
-    """Returns the layouts of a checkpoint with this quantization_config; None: config.json has none.
+    """Returns the layouts of a checkpoint with this quantization_config (None: config.json has none).
 
     Raises:
-        ValueError: the quantization is not supported; names the key and value.
+        ValueError: the quantization is not supported; the message names the key and value.
     """
     stored = stored or {"quant_method": "mxfp4"}
     method = stored.get("quant_method")
@@ -66,10 +67,11 @@ def layouts(stored: Mapping[str, Any] | None) -> list[Layout]:
 def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = None) -> dict[str, Tensor | Packed]:
     """Joins the tensors that together store one weight into one `Packed`, by the quantization_config `stored`.
 
-    Weights are dequantised to the dtype of the largest tensor that is not quantised, unless another is asked for.
+    A weight's default dtype is that of the largest tensor that is not quantised.
 
     Raises:
-        ValueError: a tensor has no scales, scales have no tensor, or some do not fit together; names them.
+        ValueError: a tensor has no scales, scales have no tensor, or tensors do not fit together; the message names
+            them.
     """
     rest, packed = dict(tensors), {}
     for layout in layouts(stored):
@@ -150,7 +152,7 @@ def _bitsandbytes(stored: Mapping[str, Any]) -> list[Layout]:
 
 
 def _group_size(stored: Mapping[str, Any], default: Any = None) -> int | None:
-    """Returns the number of columns of a group; None, for all, where it is -1."""
+    """Returns the number of columns in a group; None (-1 in the file) means that one group has all columns."""
     size = stored.get("group_size", default)
     if size in (-1, None):
         return None

@@ -1,4 +1,4 @@
-"""Finds a checkpoint's folder in the Hub's layout: a local one, or a download in huggingface_hub's cache."""
+"""Finds the folder of a checkpoint in the Hub's layout: a local folder, or a download in huggingface_hub's cache."""
 
 import collections
 import concurrent.futures
@@ -66,14 +66,14 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's own, sha256
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's SHA-1, or SHA-256
 T = TypeVar("T")
-BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which to ask again
-LARGEST = 2**25  # most bytes of JSON in a file or an answer; the list of a repository's files takes 200 for each
+BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a request is retried
+LARGEST = 2**25  # most bytes of JSON in a file or a response; a repository's listing takes 200 for each file
 
 
 class NotTheHub(HTTPError):
-    """The server behaves as the Hub would not: it may be a proxy, or a mirror that is broken."""
+    """An error of a server that behaves as the Hub would not, such as a proxy or a broken mirror."""
 
 
 def folder(
@@ -82,17 +82,17 @@ def folder(
     """Returns the local folder that holds a checkpoint, after downloading it if need be.
 
     Args:
-        source: a folder, which is returned as it is, or a Hub repository "org/name". Of a repository, config.json,
-            the COMPANIONS and the safetensors are downloaded to huggingface_hub's cache, all from one commit. HF_TOKEN,
-            HF_HOME, HF_HUB_OFFLINE and the like mean what they mean to that library. Each file is checked against the
-            Hub's hash, also where another program or an interrupted download left it in the cache.
+        source: a folder, which is returned as it is, or a Hub repository "org/name". A repository's config.json,
+            COMPANIONS and safetensors are downloaded to huggingface_hub's cache, all from one commit. HF_TOKEN,
+            HF_HOME, HF_HUB_OFFLINE and the like have the same effect as in that library. Each file is checked against
+            the Hub's hash, even if another program or an interrupted download left the file in the cache.
         revision: a branch, tag or commit of the repository; None is its main branch.
         weights: False leaves out the safetensors.
         companions: False leaves out the COMPANIONS.
 
     Raises:
-        OSError: there is no such folder or repository, or it cannot be had; the message says what to do.
-        ValueError: a revision of a local folder is asked for, or the repository has no safetensors.
+        OSError: the folder or repository does not exist, or cannot be downloaded; the message says what to do.
+        ValueError: `revision` is given for a local folder, or the repository has no safetensors.
     """
     path = pathlib.Path(os.path.expanduser(source))
     if path.is_dir():
@@ -130,7 +130,7 @@ def create(repo: str) -> None:
     """Creates a private repository "org/name" on the Hub, unless it exists.
 
     Raises:
-        OSError: it cannot be made, or HF_TOKEN may not write to it.
+        OSError: the repository cannot be created, or HF_TOKEN may not write to it.
     """
     try:
         with _guarded():
@@ -140,10 +140,10 @@ def create(repo: str) -> None:
 
 
 def push(folder: pathlib.Path, repo: str) -> str:
-    """Uploads the files of a folder to a repository on the Hub, in one commit. Returns its address.
+    """Uploads the files of a folder to a repository on the Hub, in one commit. Returns the commit's URL.
 
     Raises:
-        OSError: with what to do, if they cannot be uploaded; the folder stays as it is.
+        OSError: the files cannot be uploaded; the message says what to do, and the folder stays as it is.
     """
     try:
         with _guarded():
@@ -155,11 +155,11 @@ def push(folder: pathlib.Path, repo: str) -> str:
 
 
 def headers(repo: str, commit: str) -> SafetensorsRepoMetadata:
-    """Reads the headers of a repository's safetensors: some 100 kB of each file, however large it is.
+    """Reads the headers of a repository's safetensors: some 100 kB of each file, whatever the file's size.
 
     Raises:
-        OSError: they cannot be had; the message says what to do.
-        ValueError: the repository has no safetensors, or one of them has no whole header.
+        OSError: the headers cannot be downloaded; the message says what to do.
+        ValueError: the repository has no safetensors, or a file's header is not complete.
     """
     try:
         return _patiently(lambda: get_safetensors_metadata(repo, revision=commit), repo, commit)
@@ -177,11 +177,11 @@ def _no_safetensors(repo: str) -> ValueError:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the JSON object in a file. Infinity may be written as by Python, or as by transformers 5: an object of it.
+    """Reads the JSON object in a file. Infinity may be Python's literal, or transformers 5's {"__float__": "Infinity"}.
 
     Raises:
-        ValueError: it is malformed (the message names the line), is not an object, has a key twice, or holds NaN or
-            -Infinity; or the file is larger than LARGEST, or not a regular file.
+        ValueError: the JSON is malformed (the message names the line), is not an object, has a key twice, or holds NaN
+            or -Infinity; or the file is larger than LARGEST, or not a regular file.
     """
     if (size := regular(path)) > LARGEST:
         raise ValueError(f"{path} has {size:,} bytes, where a few kB of JSON belong.")
@@ -213,11 +213,11 @@ def _constant(literal: str) -> float:
 
 
 def regular(path: str | os.PathLike[str]) -> int:
-    """Returns the size of a regular file, and refuses others: a pipe may never be opened, a device never end.
+    """Returns the size of a regular file, and refuses others: opening a pipe may block, and a device may have no end.
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is not a regular file.
+        ValueError: the path is not a regular file.
     """
     state = os.stat(path)
     if not stat.S_ISREG(state.st_mode):
@@ -226,10 +226,10 @@ def regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Reads tensor name -> name of its file from a model.safetensors.index.json.
+    """Reads a model.safetensors.index.json, and returns tensor name -> name of its file.
 
     Raises:
-        ValueError: it is malformed, empty, or names anything but a .safetensors file of its own folder.
+        ValueError: the index is malformed, empty, or names anything but a .safetensors file of its own folder.
     """
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index:
@@ -241,7 +241,7 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _fetch(repo: str, snapshot: pathlib.Path, names: Iterable[str]) -> None:
-    """Downloads files to a snapshot of the cache, several at a time, unless they are there and whole."""
+    """Downloads those files that a snapshot of the cache lacks or has damaged, several at a time."""
 
     def fetch(name: str) -> None:
         for _ in range(2):
@@ -260,7 +260,7 @@ def _fetch(repo: str, snapshot: pathlib.Path, names: Iterable[str]) -> None:
 
 
 def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
-    """Returns the Hub's answer; while the Hub is busy, asks again, up to three times."""
+    """Returns the result of `ask()`, a request to the Hub; retries up to three times while the Hub is busy."""
     pauses = iter((1, 2, 4))
     while True:
         try:
@@ -277,7 +277,7 @@ def _patiently(ask: Callable[[], T], repo: str, revision: str | None) -> T:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Within it, answers to huggingface_hub that are too slow, too large or malformed raise NotTheHub.
+    """Makes responses to huggingface_hub that are too slow, too large or malformed raise NotTheHub, within the block.
 
     The library itself has no limits (see `convert.pacing`), and names files as the server says.
     """
@@ -290,11 +290,11 @@ def _guarded() -> Iterator[None]:
 
 
 def _check(response: Any) -> None:
-    """Checks the headers of an httpx.Response, whose body is still to come, and has the body checked as it comes."""
+    """Checks the headers of an httpx.Response, and wraps its body, which is checked while it arrives."""
     api = str(response.url).startswith(f"{constants.ENDPOINT}/api/") or response.is_error
     response.iter_raw = functools.partial(_paced, response.iter_raw, LARGEST if api else None)
     for key in ("X-Repo-Commit", "X-Linked-Etag", "ETag"):
-        value = pathlib.PurePosixPath(response.headers.get(key, "").lstrip("W/").strip('"'))  # as the library does
+        value = pathlib.PurePosixPath(response.headers.get(key, "").lstrip("W/").strip('"'))  # as the library parses it
         if value.is_absolute() or ".." in value.parts:
             raise NotTheHub(f"gives a file the {key} {str(value)!r}, which would lead out of the cache")
     if api and response.is_success and response.request.method != "HEAD":
@@ -307,21 +307,21 @@ def _check(response: Any) -> None:
 
 
 def _paced(read: Callable[..., Iterator[bytes]], largest: int | None, *size: int | None) -> Iterator[bytes]:
-    """Yields the pieces of a body, as long as they come fast enough and add up to at most `largest` bytes."""
+    """Yields the pieces of a body, as long as they arrive fast enough and add up to at most `largest` bytes."""
     return paced(read(*size), NotTheHub, largest=largest)
 
 
 def _is_whole(repo: str, path: pathlib.Path) -> bool:
     """Whether a file of a snapshot has the Hub's hash: the one that names its blob, or else the API's.
 
-    The library compares sizes only. A whole file is noted beside the blobs, with its size and time of change, and is
+    The library compares sizes only. A whole file is noted beside the blobs, with its size and modification time, and is
     not read again.
 
     Raises:
-        OSError: the Hub has to be asked for the hash, and cannot be.
+        OSError: the hash has to come from the Hub, which does not answer or is not to be asked (HF_HUB_OFFLINE).
     """
     name = path.readlink().name if path.is_symlink() else ""
-    # A blob named by its hash is noted once for all commits; other names do not tell the contents.
+    # A blob that is named by its hash is noted once for all commits. Other names do not identify the contents.
     note = path.parents[2] / "verified" / (name if HASH.fullmatch(name) else f"{path.parent.name}-{path.name}")
     state = path.stat()
     seen = f"{state.st_size} {state.st_mtime_ns}"
@@ -346,7 +346,7 @@ def _is_whole(repo: str, path: pathlib.Path) -> bool:
 
 
 def _matches(path: pathlib.Path, digest: str) -> bool | None:
-    """Whether a file has this hash: sha256, or git's own for files that git itself stores. None: it is not a hash."""
+    """Whether a file has this hash: SHA-256, or git's SHA-1 for files not in LFS. None if `digest` is no hash."""
     if not HASH.fullmatch(digest):
         return None
     start = hashlib.sha256 if len(digest) == 64 else lambda: hashlib.sha1(b"blob %d\0" % path.stat().st_size)

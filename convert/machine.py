@@ -1,4 +1,4 @@
-"""Paths of this machine: what is written is replaced, locked and hashed, which object stores cannot do."""
+"""Paths to write to, which must be on this machine: object stores cannot replace, lock and hash files."""
 
 import os
 import pathlib
@@ -9,12 +9,12 @@ def path(name: str, value: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the path of a folder or file to write.
 
     Args:
-        name: of the option or argument, for the message.
+        name: the name of the option or argument, for the message.
 
     Raises:
-        ValueError: it is a URL.
+        ValueError: `value` is a URL.
     """
-    if re.match(r"\w{2,}:/", str(value)):  # pathlib has made one slash of two
+    if re.match(r"\w{2,}:/", str(value)):  # pathlib turns two slashes into one
         raise ValueError(
             f"{name} {value} is in an object store, and must be a path of this machine: mount the store there "
             "(gcsfuse, mountpoint-s3), or copy what was written when it is whole. Only data is read from URLs."

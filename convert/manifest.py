@@ -1,4 +1,4 @@
-"""Writes the hashes of a folder's files into the folder, and verifies them: a changed file is refused by name."""
+"""Writes the hashes of a folder's files into the folder, and verifies them: the error names the changed file."""
 
 import concurrent.futures
 import hashlib
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 NAME = "manifest.json"
-# Missing files, and wrong contents. Other errors may be a file server's, and pass.
+# Errors of missing files and wrong contents. Others may come from a file server, and be temporary.
 DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError)
 
 
@@ -22,8 +22,8 @@ def verify(folder: pathlib.Path) -> None:
     """Checks every file that manifest.json lists.
 
     Raises:
-        OSError: a file is missing, or the manifest is; or one cannot be read. Names it.
-        ValueError: a file has changed; names it.
+        OSError: a file or the manifest is missing or cannot be read; the message names the file.
+        ValueError: a file has changed; the message names the file.
     """
     manifest = json.loads((folder / NAME).read_text())
     for name, digest in hashes(folder, manifest).items():
@@ -32,13 +32,13 @@ def verify(folder: pathlib.Path) -> None:
 
 
 def hashes(folder: pathlib.Path, files: Iterable[str]) -> dict[str, str]:
-    """Returns name -> SHA-256 of files, named relative to the folder; several are read at a time."""
+    """Returns name -> SHA-256 of files that are named relative to the folder; reads several at a time."""
 
     def sha256(name: str) -> str:
         try:
             with (folder / name).open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:  # of reading: has no name
+        except OSError as error:  # an error of reading lacks the file's name
             raise OSError(error.errno, error.strerror, str(folder / name)) from error
 
     with concurrent.futures.ThreadPoolExecutor() as pool:

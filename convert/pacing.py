@@ -1,6 +1,6 @@
-"""Reads the body of a server's answer as long as it comes fast enough, and not more than belongs there.
+"""Limits how slow and how large the body of a server's response may be.
 
-Libraries wait for ever as long as a byte comes now and then.
+Libraries wait for ever as long as a byte arrives now and then.
 """
 
 import time
@@ -14,11 +14,13 @@ SLOWEST = 10_000  # bytes a second: slower servers are refused
 def paced(
     pieces: Iterable[bytes], error: type[Exception], *, largest: int | None = None, seconds: int | None = None
 ) -> Iterator[bytes]:
-    """Yields the pieces of a body.
+    """Yields the pieces of a body, as long as they stay within the limits.
 
     Args:
-        error: is raised, with what the server does as its message, if these come more slowly than `SLOWEST`, add up to
-            more than `largest` bytes, or take more than so many seconds.
+        error: raised, with a message such as "sent 10 bytes in the last 61 seconds", if the pieces arrive more slowly
+            than `SLOWEST`, exceed `largest` bytes in total, or take longer than `seconds`.
+        largest: the most bytes in total (None: no limit).
+        seconds: the most seconds in total (None: no limit).
     """
     start = since = time.monotonic()
     total = before = 0

@@ -1,7 +1,8 @@
 """Dequantises weights in float8 blocks and MXFP4 as they are read, and only the parts that are read.
 
-They are stored as bytes, with a scale for each block. A byte is looked up in a table made for its scale, of products in
-float64 rounded once to the dtype asked for. That is exact, and faster than casting and multiplying each value.
+Weights are stored as bytes, with a scale for each block. Each byte is looked up in a table for its scale. The table
+holds the products of all byte values with the scale, computed in float64 and rounded once to the dtype asked for. This
+is exact, and faster than casting and multiplying each value.
 """
 
 import abc
@@ -24,7 +25,7 @@ PAIRS = 16  # bytes, of two values each, that share a scale in MXFP4
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(abc.ABC):
-    """A quantised tensor, stored as several: its codes, and scales and the like. Any thread may read it."""
+    """A quantised tensor, stored as several tensors: codes, scales and the like. Any thread may read it."""
 
     name: str
     dtype: np.dtype = BF16  # the dtype it is dequantised to, unless another is asked for
@@ -41,12 +42,12 @@ class Packed(abc.ABC):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors that it is stored as."""
+        """Returns the tensors that store this one."""
         return [tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)]
 
     @property
     def nbytes(self) -> int:
-        """Returns its size as stored."""
+        """Returns the bytes of all the tensors that store this one."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -63,8 +64,8 @@ class Packed(abc.ABC):
 class Fp8Blocks(Packed):
     """A matrix in float8 with a scale for each block of 128 x 128; the last rows and columns of blocks may be smaller.
 
-    codes float8_e4m3fn [out, in]; scales [ceil(out / 128), ceil(in / 128)], to multiply by, although they are called
-    weight_scale_inv. Source: README_WEIGHTS.md of github.com/deepseek-ai/DeepSeek-V3.
+    codes float8_e4m3fn [out, in]; scales [ceil(out / 128), ceil(in / 128)], which multiply the codes, although files
+    call them weight_scale_inv. Source: README_WEIGHTS.md of github.com/deepseek-ai/DeepSeek-V3.
     """
 
     @property
@@ -90,11 +91,11 @@ class Fp8Blocks(Packed):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4(Packed):
-    """The experts of gpt-oss in float4_e2m1fn with a power of two for each 32 values, in the bfloat16 releases' shape.
+    """The experts' weights of gpt-oss in float4_e2m1fn, with a power of two as the scale of each 32 values.
 
     codes uint8 [experts, out, in / 32, 16], the first of two values in the low bits; scales uint8 [experts, out,
-    in / 32], exponents plus 127. Dequantised they are [experts, in, out]. Source: gpt_oss/torch/weights.py of
-    github.com/openai/gpt-oss.
+    in / 32], exponents plus 127. The dequantised shape is [experts, in, out], as in the bfloat16 releases. Source:
+    gpt_oss/torch/weights.py of github.com/openai/gpt-oss.
     """
 
     @property
@@ -108,7 +109,7 @@ class Mxfp4(Packed):
         return shapes_fit and self.codes.dtype == self.scales.dtype == np.uint8
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """Dequantises the part at `index` (slices without steps) to `dtype`, as a transposed view; reads only that."""
+        """Dequantises only the part at `index` (slices without steps), to `dtype`, as a transposed view."""
         experts, columns, rows = ranges(index, self.shape)
         _, height, width, _ = self.codes.shape
         groups = range(columns.start // (2 * PAIRS), -(-columns.stop // (2 * PAIRS)))
@@ -130,7 +131,7 @@ def quantize_blocks(
 ) -> tuple[Float8e4m3fn[np.ndarray, "out in"], Float32[np.ndarray, "row_blocks column_blocks"]]:
     """Quantises to the codes and scales of `Fp8Blocks`: each block's largest magnitude becomes 448.
 
-    Values are rounded to the nearest, ties to even. No scale is subnormal, and that of a block of zeros is 1.
+    Values are rounded to the nearest, ties to even. No scale is subnormal, and a block of zeros has the scale 1.
 
     Raises:
         ValueError: the weight holds infinities or NaN.
@@ -148,7 +149,7 @@ def quantize_blocks(
 
 
 def ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:
-    """Returns the range that an index, which may be shorter than the shape, takes of each axis."""
+    """Returns the range of each axis that `index` selects; axes that the index leaves out are taken whole."""
     whole = (slice(None),) * (len(shape) - len(index))
     ranges = [range(size)[taken] for size, taken in zip(shape, (*index, *whole), strict=True)]
     if any(taken.step != 1 for taken in ranges):
@@ -167,8 +168,8 @@ def _bytes(tensor: Tensor, width: int, rows: range, columns: range) -> UInt8[np.
 
 
 def _table(values: Float64[np.ndarray, "byte n"], factors: Float64[np.ndarray, " m"], dtype: np.dtype) -> np.ndarray:
-    """Makes a table: item 256 f + b is the n values of byte b, times scale f."""
-    with np.errstate(over="ignore"):  # products that overflow may never be looked up
+    """Returns a table whose item 256 f + b holds the n values of byte b, multiplied by factor f."""
+    with np.errstate(over="ignore"):  # an overflowing product may never be looked up
         products = (factors[:, None, None] * values[None]).astype(dtype)
     return products.view(f"V{values.shape[1] * products.itemsize}").reshape(-1)
 

@@ -1,4 +1,4 @@
-"""Keeps passwords and tokens that stand in URLs out of files and messages."""
+"""Keeps passwords and tokens in URLs out of files and messages."""
 
 import json
 import re
@@ -18,12 +18,12 @@ def public(text: str) -> str:
 
 
 def public_json(value: Any) -> Any:
-    """The same of all strings in what is, or becomes, JSON; other objects become strings."""
+    """Applies `public` to all strings of a JSON value. Objects that JSON does not have become strings."""
     return json.loads(public(json.dumps(value, default=str)))
 
 
 def warn_of_secrets(arguments: Sequence[str]) -> None:
-    """Warns if words of the command line have a password or token: nothing takes it out of the list of processes."""
+    """Warns if an argument holds a password or token, which nothing can remove from the list of processes."""
     if any(public(word) != word for word in arguments):
         print(
             "WARNING: a URL of the command line has a password or token, which every user of this machine can see in "

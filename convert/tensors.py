@@ -87,7 +87,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    offset: int  # bytes of the file before its first
+    offset: int  # bytes of the file before the tensor's first byte
     _file: _File = field(repr=False)
 
     @property
@@ -100,31 +100,31 @@ class Tensor:
 
     @property
     def readable(self) -> bool:
-        """Whether its values can be read: False if only its file's header was downloaded."""
+        """Whether the values can be read: False if only the file's header was downloaded."""
         return not isinstance(self._file, _Remote)
 
     def view(self, *, own: bool = False) -> np.ndarray:
         """Maps the file into memory: the array is read-only, not copied, and read from disk where it is touched.
 
         The mapping outlives the file's removal or replacement, but not its truncation. All tensors of a file share one
-        mapping, whose pages stay in memory. With `own`, this array has its own, which is freed with it.
+        mapping, whose pages stay in memory. With `own`, the array gets a mapping of its own, which is freed with it.
         """
         return np.ndarray(self.shape, self.dtype, self._file.map() if own else self._file.mapped, self.offset)
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns `view()[index]` as `dtype`: still the mapped file where nothing has to be converted.
+        """Returns `view()[index]` as `dtype`, without a copy if the dtype is right already.
 
-        An index that is shorter than the shape takes the axes that it leaves out whole.
+        Axes that the index leaves out are taken whole.
         """
         return self.view()[(*index, ...)].astype(dtype, copy=False)  # the ellipsis keeps a scalar an array
 
     def read_into(self, out: np.ndarray, start: int = 0) -> None:
-        """Reads straight into `out`, a C-contiguous array of this dtype: as many rows as it has, from row `start` on.
+        """Fills `out`, a C-contiguous array of this dtype, with rows from `start` on, straight from the file.
 
-        Rows are along the first axis: an `out` of this tensor's shape takes all of it.
+        Rows are along the first axis: an `out` of this tensor's shape is filled with the whole tensor.
 
         Raises:
-            ValueError: `out` is of another dtype or shape, or has more rows than there are.
+            ValueError: `out` has another dtype or shape, or more rows than there are from `start` on.
             OSError: the file cannot be read, or has become shorter.
         """
         alike = (out.ndim, out.shape[1:], out.dtype) == (len(self.shape), self.shape[1:], self.dtype)
@@ -151,7 +151,7 @@ def open_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such folder, it has no safetensors, or the index names a file that is not there.
-        ValueError: a file is damaged, or the index and the files disagree; names the file and the tensor.
+        ValueError: a file is damaged, or the index and the files disagree; the message names the file and the tensor.
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
@@ -181,11 +181,11 @@ def verify_files(folder: str | os.PathLike[str], share: slice = slice(None)) -> 
     """Checks that a checkpoint's files are those that `save_tensors` wrote together, by the hashes in its manifest.
 
     A folder without a manifest, written by another program, passes. Several files are hashed at a time, each at about
-    1.8 GB/s on a core with instructions for SHA-256. `share` takes only some of the files, for several processes that
+    1.8 GB/s on a core with instructions for SHA-256. `share` selects some of the files, so that several processes can
     share the work.
 
     Raises:
-        ValueError: a file has changed since, or is of another export; names it.
+        ValueError: a file has changed since, or belongs to another export; the message names the file.
     """
     folder = pathlib.Path(folder)
     if not (folder / MANIFEST).exists():
@@ -201,10 +201,10 @@ def verify_files(folder: str | os.PathLike[str], share: slice = slice(None)) -> 
 
 
 def verify_hashes(folder: pathlib.Path, listed: str, names: Sequence[str]) -> None:
-    """Checks files of a folder by the hashes in its file `listed`.
+    """Checks files of a folder against the hashes in its file `listed`.
 
     Raises:
-        ValueError: a file has other bytes; names it.
+        ValueError: a file's hash differs; the message names the file.
     """
     written = read_json(folder / listed)
     for name, digest in manifest.hashes(folder, names).items():
@@ -219,7 +219,7 @@ def remote_tensors(repo: str, commit: str) -> dict[str, Tensor]:
     """Returns every tensor of a repository on the Hub, from headers alone: the values cannot be read.
 
     Raises:
-        OSError, ValueError: as `convert.hub.headers`, or for a dtype that is not one of DTYPES.
+        OSError, ValueError: as in `convert.hub.headers`; a ValueError also if a dtype is not one of DTYPES.
     """
     tensors = {}
     for file, header in headers(repo, commit).files_metadata.items():
@@ -237,12 +237,12 @@ def save_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Lazy], *,
     model.safetensors.manifest.json then has the SHA-256 of each file of tensors, for `verify_files`.
 
     All files are first written beside those of the folder. Then one rename makes them the folder's checkpoint, and the
-    files of the earlier one are removed. So however this ends, by an error, a full disk or a kill, the folder loads as
-    the earlier checkpoint or as the new one. The tensors may come from the very files that are replaced.
+    files of the earlier one are removed. So after an error, a full disk or a kill, the folder loads as the earlier
+    checkpoint or as the new one. The tensors may come from the very files that are replaced.
 
     Raises:
-        ValueError: there is nothing to write, safetensors has no such dtype, or a tensor is not made in the shape and
-            dtype that were announced.
+        ValueError: there is nothing to write, safetensors has no such dtype, or a tensor is not made in the announced
+            shape and dtype.
         OSError: a file cannot be written; the folder keeps what it held.
     """
     if not tensors:
@@ -299,7 +299,7 @@ def open_file(path: pathlib.Path) -> list[Tensor]:
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error}.") from error
     file, offset, tensors = _File(path), 8 + header, []
-    for name, code, shape in layout:  # the library has checked that they fill the file without gaps
+    for name, code, shape in layout:  # the library has checked that tensors fill the file without gaps
         if code not in DTYPES:
             raise _unknown_dtype(name, path, code)
         try:
@@ -318,7 +318,7 @@ def _unknown_dtype(name: str, file: pathlib.Path, code: str) -> ValueError:
 def write_file(path: pathlib.Path, tensors: Mapping[str, Lazy]) -> str:
     """Writes one safetensors file, and returns its SHA-256.
 
-    Its data start at a multiple of 64 bytes: from there jax.device_put need not copy them.
+    The data start at a multiple of 64 bytes, so that jax.device_put need not copy them.
     """
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1][1].itemsize))  # aligns each to its own item size
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -368,11 +368,11 @@ def write_json(path: pathlib.Path, value: dict) -> None:
 
 
 def _publish_shards(folder: pathlib.Path, plan: StateDictSplit, prefix: str) -> None:
-    """Makes the shards that are in the folder under prefixed names its checkpoint, then removes the prefix."""
+    """Makes the shards with prefixed names the folder's checkpoint, then removes the prefix from their names."""
     index, files = folder / f"{prefix}{INDEX}", list(plan.filename_to_tensors)
     os.replace(index, folder / INDEX)
     _remove_others(folder, {INDEX, f"{prefix}{MANIFEST}", *(prefix + file for file in files)})
-    # From here on the folder is whole. The final names are free: each file has both names until the index is replaced.
+    # From here on the folder loads, and the final names are free. Each file has both names until the index is replaced.
     for file in files:
         try:
             os.link(folder / f"{prefix}{file}", folder / file)
@@ -401,7 +401,7 @@ def _new_file(path: pathlib.Path) -> Iterator[Callable[[bytes | memoryview], Non
 
 @contextlib.contextmanager
 def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Adds the file's name to errors of the system, which lack it where only a descriptor is used."""
+    """Adds the file's name to the system's errors, which lack the name if only a descriptor was used."""
     try:
         yield
     except OSError as error:
@@ -417,7 +417,7 @@ def _remove_others(folder: pathlib.Path, keep: set[str]) -> None:
 
 
 def _instead(folder: pathlib.Path) -> str:
-    """Tells of the pickle files that a folder without safetensors holds, if any, for an error message."""
+    """Returns a clause for an error message, if the folder holds pickle files in place of safetensors, else ""."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
     if pickles:
         return (

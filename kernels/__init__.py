@@ -1,7 +1,7 @@
 """Fast operations on arrays: one signature each, several implementations, all tested against the operation's reference.
 
-Each operation is a folder: its signature and meaning stand in `__init__`, its definition in plain JAX in `reference`,
-and each of the other implementations is one more file, which `kernels.dispatch` finds there.
+Each operation is a folder. `__init__` has the signature and its meaning, `reference` the definition in plain JAX. Each
+other implementation is one more file, which `kernels.dispatch` finds there.
 
 Under a mesh (`jax.set_mesh`) whose axes have the names in `kernels.mesh`, each device computes its share.
 

@@ -21,15 +21,15 @@ def causal_conv(
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch before channels"]]:
     """Sums, for each token, its own and the `width` - 1 earlier inputs of its document, times the channel's weights.
 
-    The last column of `weight` is the token's own. Inputs before the row's first are those of `tail`, or zeros. Sums
-    are in float32. Padding (segment 0, or a position below 0) counts as zeros; it stands at the end of a row, or at its
-    beginning where there is no tail. Tokens that are split over a mesh must be in order: each device gets the last
-    inputs of the one before it.
+    The last column of `weight` is for the token's own input. Inputs before the row's first are those of `tail`, or
+    zeros. Sums are in float32. Padding (segment 0, or a position below 0) counts as zeros. Padding must be at the end
+    of a row, or, without a tail, at its beginning. Tokens that are split over a mesh must be in order: each device gets
+    the last inputs of the device before it.
 
     Returns the sums in the dtype of x, and the new tail: the last `width` - 1 inputs that are not padding.
 
     Raises:
-        ValueError: for a tail together with segments: it is of one document.
+        ValueError: both a tail and segments are given: a tail belongs to one document.
     """
     if tail is not None and at.segments is not None:
         raise ValueError("A tail is of one document a row: leave segments out where there is one, or the tail.")
@@ -56,14 +56,14 @@ def _convolved(
     tail: Float[Array, "batch before channels"],
     devices: int = 1,
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch before channels"]]:
-    """The sums and the new tail. Of several devices along `CONTEXT` each has its part of the row."""
+    """Returns the sums and the new tail. With several devices along `CONTEXT`, each has its part of the row."""
     seq, before = x.shape[1], tail.shape[1]
-    inputs, first = jnp.concatenate([tail, x], axis=1), 0  # the first input's place in the row, tail included
+    inputs, first = jnp.concatenate([tail, x], axis=1), 0  # the first input's index in the row, tail included
     read = jnp.max(jnp.where(blank, 0, jnp.arange(1, seq + 1)), axis=1, keepdims=True)
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (before, 0)))
     if devices > 1:
-        # The last inputs of the device before, instead of the row's tail.
+        # The previous device's last inputs take the place of the row's tail.
         first = jax.lax.axis_index(CONTEXT) * seq
         read = jax.lax.pmax(jnp.where(read > 0, first + read, 0), CONTEXT)
         left = lambda a: jax.lax.ppermute(a[:, seq:], CONTEXT, [(n, n + 1) for n in range(devices - 1)])

@@ -1,8 +1,9 @@
-"""Chooses the implementation that serves a call, by what each says of itself and by its `refusal`.
+"""Chooses the implementation for a call, by the platforms and the rank that each declares, and by its `refusal`.
 
-Each operation is a folder of this package, and `reference.py` in it defines it. Every file there that says `PLATFORMS`
-and `RANK` at its top is an implementation: it has a function with the operation's name, and `refusal` with the same
-arguments, which returns why it cannot take them, or None. The reference takes everything, and has none.
+Each operation is a folder of this package, whose `reference.py` defines the operation. Every file there that sets
+`PLATFORMS` and `RANK` at its top is an implementation: it has a function with the operation's name, and `refusal` with
+the same arguments, which returns why the implementation cannot take them, or None. The reference takes everything, and
+has no `refusal`.
 """
 
 import ast
@@ -26,33 +27,33 @@ EVERYWHERE = {"cpu", "gpu", "tpu"}
 
 
 class Implementation(NamedTuple):
-    """The two lines at the top of an implementation's file."""
+    """The platforms and the rank that an implementation's file declares."""
 
-    platforms: tuple[str, ...]  # where it is asked; with none, it serves only where it is asked for by name
-    rank: int  # of those for a platform, the one of the lowest rank is asked first
+    platforms: tuple[str, ...]  # where it is tried; if empty, it is used only if asked for by name
+    rank: int  # on a platform, the implementation of the lowest rank is tried first
 
     @property
     def split_by_xla(self) -> bool:
-        """Whether XLA itself can split it over a mesh.
+        """Whether XLA itself can split the implementation over a mesh.
 
-        It can where all is plain JAX, as it is in what serves every platform. It cannot split a Pallas kernel: it would
-        gather its arguments.
+        XLA can split plain JAX, and an implementation for every platform is plain JAX. XLA cannot split a Pallas
+        kernel: it would gather the kernel's arguments.
         """
         return set(self.platforms) == EVERYWHERE
 
 
 @functools.cache
 def operations() -> tuple[str, ...]:
-    """Returns the names of the operations: of the folders that define one."""
+    """Returns the names of the operations, which are the folders that have a `reference.py`."""
     return tuple(sorted(path.parent.name for path in FOLDER.glob("*/reference.py")))
 
 
 @functools.cache
 def implementations(operation: str) -> dict[str, Implementation]:
-    """Returns an operation's implementations by name, the plainest first.
+    """Returns an operation's implementations by name, the highest rank first, which is the reference's.
 
-    Files are read and not imported: to import Mosaic takes most of a second, and what JAX has moved or removed fails
-    only the implementations that are written in it.
+    Files are read and not imported. Importing Mosaic takes most of a second, and a name that JAX has moved or removed
+    fails only the implementations that use it.
     """
     found = {}
     for path in sorted(FOLDER.joinpath(operation).glob("*.py")):
@@ -63,7 +64,7 @@ def implementations(operation: str) -> dict[str, Implementation]:
 
 
 def preference(operation: str, platform: str) -> list[str]:
-    """Returns the implementations to ask on a platform, in order: the first that does not refuse serves."""
+    """Returns the implementations to try on a platform, in order: the first that does not refuse is used."""
     return [name for name, said in reversed(implementations(operation).items()) if platform in said.platforms]
 
 
@@ -75,7 +76,7 @@ class Choice(NamedTuple):
     others: dict[str, str | None]
 
     def __str__(self) -> str:
-        """Says it in words. On a CPU, where kernels of other platforms are only interpreted, it says whose they are."""
+        """Describes the choice in words. Others' platforms are named: on a CPU their kernels are only interpreted."""
         known, names = implementations(self.operation), {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}
         where = lambda name: " or ".join(names[each] for each in known[name].platforms)
         could = lambda name: f"could, on {where(name)}" if known[name].platforms else "could, if asked for"
@@ -89,19 +90,19 @@ _explained = jax.make_user_context(None)
 
 
 class _Log:
-    """Collects the choices of one `explain`. It is not a list, since JAX hashes the values of contexts."""
+    """The choices that one `explain` collects. It is not a list, because JAX hashes the values of contexts."""
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
 
 
 def prefer(*names: str) -> AbstractContextManager[None]:
-    """In `with prefer("triton"):`, asks these implementations first, in order, in all calls that name none.
+    """Makes calls that name no implementation try these first, in order, within `with prefer("triton"):`.
 
-    Where they cannot serve, ranks decide as usual; `explain` tells which one serves.
+    If these cannot serve, ranks decide as usual; `explain` lists the choices.
 
     Raises:
-        ValueError: naming an implementation that no operation has.
+        ValueError: no operation has an implementation of such a name.
     """
     known = sorted({name for operation in operations() for name in implementations(operation)})
     for name in names:
@@ -132,10 +133,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
 
 def run(operation: str, implementation: str | None, *args: Any, first: str | None = None, **kwargs: Any) -> Any:
-    """Runs the implementation asked for; for None, the first that can of `prefer`'s, `first` and `preference`.
+    """Runs the implementation asked for; for None, the first of `prefer`'s, `first` and `preference` that can serve.
 
     Raises:
-        ValueError: if the implementation asked for cannot take these arguments, with its reason and who can.
+        ValueError: the implementation asked for cannot take these arguments; the message says why, and which can.
     """
     known = implementations(operation)
     refusal = lambda name: _refusal(operation, name, *args, **kwargs)
@@ -154,7 +155,7 @@ def run(operation: str, implementation: str | None, *args: Any, first: str | Non
 
 
 def first(operation: str, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """Returns the module of the first of these implementations that can serve; of the last, if none of the others."""
+    """Returns the module of the first of these implementations that can serve, or of the last if no other can."""
     able = (name for name in names[:-1] if _refusal(operation, name, *args, **kwargs) is None)
     return _module(operation, next(able, names[-1]))
 
@@ -165,7 +166,7 @@ def _refusal(operation: str, implementation: str, *args: Any, **kwargs: Any) -> 
         return f"it is for one device, and the arrays may be split over a mesh of {axes}: call it in jax.shard_map"
     try:
         module = _module(operation, implementation)
-    except ImportError as error:  # JAX moves and removes what these kernels are written in
+    except ImportError as error:  # JAX moves and removes names that these kernels use
         return f"jax {jax.__version__} does not have what it is written in ({error})"
     return None if implementation == "reference" else module.refusal(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Attention masks as values such as `Causal() & Window(1024)`, never held as a [seq, kv_seq] matrix.
 
-A mask answers two questions, and every implementation is made from these. `visible`: does this query see this key?
+A mask answers two questions, from which every implementation is made. `visible`: does this query see this key?
 `bounds`: in this pair of blocks, may any query see any key, and does every query see every key? So kernels skip blocks
-that nobody sees, and apply no mask within blocks that everybody sees.
+that no query sees, and apply no mask within blocks that all queries see in full.
 """
 
 import abc
@@ -17,7 +17,7 @@ from kernels.tokens import Tokens, given
 
 
 class Extent(NamedTuple):
-    """The least and the greatest position, segment and span among the tokens of a block."""
+    """The smallest and the largest position, segment and span among the tokens of a block."""
 
     least: Tokens
     most: Tokens
@@ -27,7 +27,7 @@ Bound = Bool[Array, "..."]
 
 
 class Mask(abc.ABC):
-    """Says which queries see which keys. Masks combine: `a & b` shows what both show, `a | b` what either shows."""
+    """A rule for which queries see which keys. Masks combine: `a & b` shows keys of both, `a | b` keys of either."""
 
     @abc.abstractmethod
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
@@ -38,7 +38,7 @@ class Mask(abc.ABC):
         """Returns (some, every) for pairs of blocks, whose arrays broadcast against each other.
 
         `some` is False only where no query sees any key, `every` True only where every query sees every key. Where
-        `some` holds and `every` does not, `visible` has to be asked for each token.
+        `some` holds and `every` does not, `visible` decides for each token.
         """
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -125,8 +125,8 @@ class Segments(Mask):
 class Spans(Mask):
     """A query in a span sees that span's keys: `Causal() | Spans()` sees both ways within an image (Gemma 3).
 
-    A span is an id of 0 or more. Tokens with a negative id are in no span: this mask shows them nothing, and shows them
-    to nobody.
+    A span is an id of 0 or more. Tokens with a negative id are in no span: with this mask they see nothing, and no
+    query sees them.
     """
 
     def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
@@ -187,8 +187,8 @@ def block_classes(
 ) -> Int8[Array, "batch q_blocks kv_blocks"]:
     """Classifies each pair of blocks: SKIP (no query sees any key), FULL (all see all) or PARTIAL (mask each token).
 
-    The arrays of `q` and `kv` are (batch or 1, tokens). An incomplete last block of keys is never FULL, so kernels have
-    to mind keys beyond the end only where they mask anyway.
+    The arrays of `q` and `kv` are (batch or 1, tokens). An incomplete last block of keys is never FULL, so kernels
+    check for keys beyond the end only where they mask anyway.
     """
     q_extent, kv_extent = _extent(q, q_block, axis=2), _extent(kv, kv_block, axis=1)
     some, every = mask.bounds(q_extent, kv_extent)
@@ -199,11 +199,11 @@ def block_classes(
 
 
 class Schedule(NamedTuple):
-    """For each block of one side, the blocks of the other side to visit: FULL ones first, then PARTIAL ones."""
+    """The blocks of one side that each block of the other side has to visit: FULL ones first, then PARTIAL ones."""
 
     order: Int[Array, "*batch blocks others"]
-    full: Int[Array, "*batch blocks"]  # how many are FULL
-    met: Int[Array, "*batch blocks"]  # how many are FULL or PARTIAL; those after them in `order` are not visited
+    full: Int[Array, "*batch blocks"]  # the number of FULL blocks
+    met: Int[Array, "*batch blocks"]  # the number of FULL or PARTIAL blocks; later ones in `order` are not visited
 
     @classmethod
     def of(cls, classes: Int8[Array, "*batch blocks others"]) -> "Schedule":
@@ -225,6 +225,6 @@ def _extent(tokens: Tokens, block: int, axis: int) -> Extent:
 
 
 def _overlap(q_least: Array, q_most: Array, kv_least: Array, kv_most: Array) -> tuple[Bound, Bound]:
-    """Returns the bounds of "both have the same id", from the least and greatest ids of each block."""
+    """Returns the bounds of "both have the same id", from the smallest and largest ids of each block."""
     one_id = (q_least == q_most) & (kv_least == kv_most)
     return (kv_least <= q_most) & (q_least <= kv_most), one_id & (q_least == kv_least)

@@ -20,7 +20,7 @@ from kernels.sums import lookup
 from kernels.tokens import Tokens
 
 
-# The axes of a mesh, and what each splits. zoo.mesh.make_mesh says it to users.
+# The axes of a mesh, and what each splits. zoo.mesh.make_mesh documents them for users.
 REPLICA = "replica"  # sequences of the batch; each replica has all parameters and its share of the optimizer's state
 FSDP = "fsdp"  # sequences of the batch, parameters and optimizer state
 TENSOR = "tensor"  # heads, the features of hidden layers, the words of the vocabulary
@@ -35,7 +35,7 @@ PARAMETERS = (FSDP, EXPERT, CONTEXT, STAGE)  # parameters are split over these, 
 def free() -> dict[str, int]:
     """Returns the axes of the mesh in scope, with their sizes, that no enclosing `shard_map` has made manual.
 
-    Axes of size 1 are among them. On one device, or where all axes are manual, there are none: there a kernel can be
+    Axes of size 1 are included. On one device, or if all axes are manual, the result is empty: then a kernel can be
     called directly.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -44,12 +44,12 @@ def free() -> dict[str, int]:
 
 
 def split(axis: str) -> int:
-    """Returns over how many devices a free axis splits, or 1 for an axis that is not free."""
+    """Returns the number of devices along a free axis, or 1 for an axis that is not free."""
     return free().get(axis, 1)
 
 
 def manual(axis: str) -> int:
-    """Returns over how many devices an enclosing `shard_map` splits along an axis, or 1 if none does."""
+    """Returns the number of devices along an axis that an enclosing `shard_map` has made manual, or 1 if none has."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if axis in mesh.manual_axes else 1
 
@@ -60,7 +60,7 @@ def splitting(size: int, *axes: str) -> tuple[str, ...]:
 
 
 def fitting(size: int, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Chooses axes in order: each whose size divides what is left of `size` after division by those chosen before."""
+    """Chooses axes in order. An axis is taken if its size divides `size` / the sizes of the axes taken before it."""
     chosen: tuple[str, ...] = ()
     for axis, devices in axes.items():
         if size % devices == 0:
@@ -86,16 +86,16 @@ def split_attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Runs `attend` on each device, with the device's share of the sequences, the heads and the queries.
 
-    Where the tokens of a sequence are split, each device all-gathers the sequence's keys and values, which are small
-    with grouped heads (Llama 3, arXiv:2407.21783, section 3.3.2). Masks compare positions, so tokens may be in any
-    order. Query heads are split. Key/value heads that the devices do not divide are repeated until they do: 2 heads
-    over 3 devices are repeated three times each, and a device gets the 2 that its query heads need. A single one, such
-    as a latent, is whole on each. An axis of the mesh that does not divide an axis of the arrays leaves it whole, and
-    the tokens of a cache (`Stacked`) are not split.
+    If the tokens of a sequence are split, each device all-gathers the sequence's keys and values, which are small with
+    grouped heads (Llama 3, arXiv:2407.21783, section 3.3.2). Masks compare positions, so tokens may be in any order.
+    Query heads are split. Key/value heads that the devices do not divide are repeated until they do: 2 heads over 3
+    devices are repeated three times each, and a device gets the 2 that its query heads need. A single key/value head,
+    such as a latent, is whole on each device. An axis of the mesh that does not divide an axis of the arrays leaves it
+    whole, and the tokens of a cache (`Stacked`) are not split.
 
-    `grows`: later queries see more keys, as under a causal mask alone. Where tokens are in order, the last device would
-    then do most of the work. So each exchanges the later half of its queries with its counterpart: of n devices, number
-    i with number n - 1 - i. Those early in the row and those late in it then add up to the same for all.
+    `grows`: later queries see more keys, as under a causal mask alone. If tokens are in order, the last device would
+    then do most of the work. So of n devices, device i exchanges the later half of its queries with device n - 1 - i.
+    Then each device's early and late queries see about as many keys in total as every other device's.
     """
     if not (axes := free()):
         return attend(q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
@@ -106,7 +106,7 @@ def split_attention(
     devices = split(CONTEXT)
     unbalanced = grows and seq and q_tokens.in_order and q.shape[1] % (2 * devices) == 0
     if heads and k.shape[2] != 1 and k.shape[2] % split(TENSOR):
-        times = math.lcm(k.shape[2], split(TENSOR)) // k.shape[2]  # both divide the query heads, so this does, too
+        times = math.lcm(k.shape[2], split(TENSOR)) // k.shape[2]  # both divide the query heads, so the lcm does
 
         def repeated(a: Array | Stacked) -> Any:
             wide = jnp.repeat(read(a), times, axis=2)
@@ -115,7 +115,7 @@ def split_attention(
         k, v = repeated(k), None if v is None else repeated(v)
 
     def given(tokens: Tokens) -> Tokens:
-        """Makes positions an array where sequences are split: an index on a device is then no position."""
+        """Makes positions an array if sequences are split, because an index on a device is then no position."""
         return tokens._replace(positions=jnp.asarray(tokens.positions)) if seq and tokens.in_order else tokens
 
     def spec(ids: Any) -> P:
@@ -143,7 +143,7 @@ def split_attention(
         k, v, kv_ids = jax.tree.map(gather, (k, v, kv_ids))
         q, q_ids = jax.tree.map(exchanged, (q, q_ids))
         tokens = dict(q_tokens=merge(q_tokens, q_ids), kv_tokens=merge(kv_tokens, kv_ids))
-        return exchanged(attend(q, k, v, sinks=sinks, **tokens))  # back again
+        return exchanged(attend(q, k, v, sinks=sinks, **tokens))  # returns outputs to the queries' devices
 
     # Positions in numpy, known when tracing, are not split.
     arrays = lambda tokens: tuple(ids for ids in tokens if isinstance(ids, jax.Array))

@@ -1,4 +1,4 @@
-"""One layer's array, or its rows' states, named by where they lie in the array of all layers of their kind."""
+"""References to one layer's array, or to its rows' states, within the array of all layers."""
 
 import dataclasses
 import math
@@ -13,26 +13,26 @@ from jaxtyping import Array, Bool, Shaped
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """`stack[layer]`, not yet read.
+    """A reference to `stack[layer]`, not read yet.
 
     A Pallas kernel is opaque to XLA, which copies `stack[layer]` whole before the kernel may read a part of it: in
     decoding that is all experts of a layer, or all of its cache, at every token. A kernel that is given the stack and
-    the number of the layer reads what it needs.
+    the index of the layer reads only what it needs.
 
-    The keys or values of a cache may be in 8 bits: then `scale` has what their integers are to be multiplied by.
+    The keys or values of a cache may be in 8 bits: then `scale` has the factors of their integers.
     """
 
-    stack: Any  # [layers, ...]; like all pytrees it also holds what JAX puts in place of arrays, such as Refs and specs
+    stack: Any  # [layers, ...]; as in all pytrees, JAX may replace the array by another object, such as a Ref or a spec
     layer: Any  # int32 []
-    scale: Any = None  # float32 [layers, batch, slots, heads * parts]; None: `stack` has the numbers themselves
+    scale: Any = None  # float32 [layers, batch, slots, heads * parts]; None: `stack` is not in 8 bits
     parts: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
-    """How many neighbouring features of a vector share each of its scales."""
+    """The number of neighbouring features that share a scale, for each scale of a vector."""
     wide: Any = dataclasses.field(default=None, metadata=dict(static=True))
     """The dtype in which the integers times their scales are read."""
 
     @classmethod
     def of(cls, x: "Shaped[Array, '...'] | Stacked") -> "Stacked":
-        """An array as the only layer of a stack, for a kernel that takes both in one way."""
+        """Returns an array as the only layer of a stack, so that a kernel takes arrays and stacks in one way."""
         return x if isinstance(x, Stacked) else cls(x[None], jnp.zeros((), jnp.int32))
 
     @property
@@ -52,7 +52,7 @@ class Stacked:
         return self.stack.dtype if self.scale is None else np.dtype(self.wide)
 
     def read(self) -> Shaped[Array, "..."]:
-        """The layer's array. Products of XLA's own read it in place; a Pallas kernel gets a copy."""
+        """Returns the layer's array. XLA's own products read it in place; a Pallas kernel gets a copy."""
         of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
         return self.widened(of_layer(self.stack), None if self.scale is None else of_layer(self.scale))
 
@@ -69,42 +69,42 @@ class Stacked:
 class Slots:
     """The states of one layer for the rows of a batch, in a cache that has several slots for each row.
 
-    As with `Stacked`, a kernel that is given the cache reads and writes these states alone, and in place.
+    As with `Stacked`, a kernel that is given the cache reads and writes only these states, and in place.
     """
 
     stack: Any  # [layers, batch, slots, ...]
     layer: Any  # int32 []
     before: Any  # int32 [batch]: the slot that has the row's state; below 0 the state is zeros, whatever the slots have
-    after: Any  # int32 [batch]: the slot for the next state. A row of padding alone names the slot that it has read
+    after: Any  # int32 [batch]: the slot for the next state. For a row of padding only, the slot that it has read
 
     @property
     def fresh(self) -> Bool[Array, " batch"]:
-        """Whether the state of a row begins as zeros."""
+        """Whether each row's state begins as zeros."""
         return self.before < 0
 
     def read(self) -> Shaped[Array, "batch ..."]:
-        """The states themselves."""
+        """Returns the states."""
         kept = self.stack[self._where(jnp.maximum(self.before, 0))]
         return jnp.where(jnp.expand_dims(self.fresh, range(1, kept.ndim)), 0, kept)
 
     def write(self, states: Shaped[Array, "batch ..."]) -> "Slots":
-        """The same place in a cache with these states."""
+        """Returns a reference to the same slots of a cache that holds these states."""
         stack = self.stack.at[self._where(self.after)].set(states.astype(self.stack.dtype))
         return dataclasses.replace(self, stack=stack)
 
     def _where(self, slot: Any) -> tuple[Any, ...]:
         rows, slots = self.stack.shape[1:3]
-        # With one slot there is nothing to look up: XLA cuts it out and puts it back.
+        # With one slot there is nothing to look up: XLA slices the cache, and updates the slice.
         return (self.layer, slice(None), 0) if slots == 1 else (self.layer, jnp.arange(rows), slot)
 
 
 def read(x: Shaped[Array, "..."] | Stacked) -> Shaped[Array, "*shape"]:
-    """The array itself, for an implementation that takes no stack."""
+    """Returns the array itself, for an implementation that takes no stack."""
     return x.read() if isinstance(x, Stacked) else x
 
 
 def gradient(x: Shaped[Array, "..."] | Stacked, of_layer: Shaped[Array, "..."]) -> Any:
-    """The gradient of `x`, of whose array it is `of_layer`: zero in the other layers of a stack."""
+    """Returns the gradient of `x`, given its array's gradient `of_layer`: zero in the other layers of a stack."""
     if not isinstance(x, Stacked):
         return of_layer
     return Stacked(jnp.zeros_like(x.stack).at[x.layer].set(of_layer), np.zeros((), jax.dtypes.float0))

@@ -1,9 +1,9 @@
 """Look-ups, permutations, biases and scales whose gradients are summed in float32 and rounded once.
 
-Many tokens share a row of a table, a bias or a norm's weight, and its gradient is the sum of theirs. XLA sums in the
-dtype of the arrays, and in bfloat16 a sum stops growing at 256 times what is added. Forward, these functions give what
-indexing, `+` and `*` give, bit for bit; only their gradients are summed differently. None of them scatters: on GPUs a
-scatter of floats is a loop of atomic operations, in no fixed order.
+Many tokens share a row of a table, a bias or a norm's weight, whose gradient is the sum of the tokens' gradients. XLA
+sums in the dtype of the arrays, and in bfloat16 a sum stops growing at 256 times its terms. The forward results of
+these functions equal those of indexing, `+` and `*`, bit for bit; only the gradients are summed differently. None of
+them scatters: on GPUs a scatter of floats is a loop of atomic operations, in no fixed order.
 """
 
 import functools
@@ -68,7 +68,7 @@ def permuted(
 ) -> Float[Array, " results ..."]:
     """Computes `x[index]`, or 0 where the index is beyond the last row.
 
-    `back` lists for each row the results that it became, filled up with indices beyond the last result.
+    `back` lists, for each row, the results that are copies of it, padded with indices beyond the last result.
     """
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
@@ -119,10 +119,10 @@ largest.defvjp(_largest, lambda _, residuals, gradients: (_pick_backward(residua
 def sums_of_rows(
     rows: Float[Array, "rows features"], index: Int[Array, " rows"], count: int
 ) -> Float[Array, "count features"]:
-    """Sums, for each of `count` indices, the rows that have it, in float32 (float64 for float64 rows).
+    """Sums, for each of `count` indices, the rows with that index, in float32 (float64 for float64 rows).
 
     For more than `BLOCK` indices the rows are sorted by index, and the runs of equal indices are summed block by block.
-    Either way sums are matrix products with zeros and ones, so a row that is not finite spoils the sums of others.
+    Either way sums are matrix products with zeros and ones. So a row that is not finite may also make other sums NaN.
     """
     if count <= BLOCK:
         return _product("rc,rf->cf", jax.nn.one_hot(index, count, dtype=bool), rows)
@@ -138,11 +138,11 @@ def _sums_of_runs(rows: Array, index: Array, first: Array) -> Array:
     rest = -len(rows) % size
     index = jnp.pad(index, (0, rest), mode="edge").reshape(-1, size)
     rows = jnp.pad(rows, ((0, rest), (0, 0))).reshape(*index.shape, -1)
-    parts = _product("bij,bjf->bif", index[:, :, None] == index[:, None, :], rows)  # of each row's run, in its block
+    parts = _product("bij,bjf->bif", index[:, :, None] == index[:, None, :], rows)  # sums of runs, by block
     sums = parts.reshape(-1, rows.shape[-1])[first]
     if len(index) == 1:
         return sums
-    # A run that goes on in later blocks has its further parts in their first rows, which make runs again.
+    # A run that continues in later blocks has its further parts in the blocks' first rows, which form runs again.
     begins, ends = index[:, 0], index[:, -1]
     goes_on = jnp.pad(begins[1:] == ends[:-1], (1, 0))
     after = jnp.minimum(
@@ -155,7 +155,7 @@ def _sums_of_runs(rows: Array, index: Array, first: Array) -> Array:
 
 
 def _product(formula: str, which: Array, rows: Array) -> Array:
-    """Sums rows by a product with booleans, in highest precision: a float32 must not be rounded to multiply it by 1."""
+    """Sums rows by a product with booleans, in highest precision: multiplying a float32 by 1 must not round it."""
     highest = jax.lax.Precision.HIGHEST
     return jnp.einsum(formula, which.astype(rows.dtype), rows, precision=highest, preferred_element_type=_wide(rows))
 

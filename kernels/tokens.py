@@ -1,4 +1,4 @@
-"""Positions and documents of tokens: `Tokens`, and the questions that operations ask about them."""
+"""Positions and documents of tokens: `Tokens`, and the properties of tokens that operations need."""
 
 from typing import Any, NamedTuple
 
@@ -12,17 +12,17 @@ Ids = Int[Array, "..."] | Int[np.ndarray, "..."]
 
 
 class Tokens(NamedTuple):
-    """Where tokens stand: a model hands this from its first layer to the kernels, which hand it to the masks.
+    """The positions and documents of tokens. A model passes them to the kernels, which pass them to the masks.
 
     The arrays are [batch, seq], or broadcast to that.
 
     - `positions`: the order of a row's tokens. Masks compare them, and they choose the slots of a cache. They count
       from 0, and may restart in packed documents; padding has negative ones. None: tokens are in order, and those of
-      each document count from 0 (`counted`). Prefer that where it is so: the fastest kernels need to know it.
+      each document count from 0 (`counted`). Prefer None for such tokens: the fastest kernels need to know the order.
     - `segments`: numbers of the documents packed into a row, which do not see each other. None: one document a row.
     - `spans`: ids of tokens that see each other both ways, for masks with `Spans()`. None: there are none.
-    - `rotary`: the coordinates by which rotary embeddings turn, where they are not the positions: [batch, seq], or
-      [batch, seq, axes] as for the patches of an image. Kernels do not read them.
+    - `rotary`: the coordinates for rotary embeddings, if they differ from the positions: [batch, seq], or [batch, seq,
+      axes], as for the patches of an image. Kernels do not read them.
     """
 
     positions: Int[Array, "..."] | None = None
@@ -72,7 +72,7 @@ def last_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq
 def each_in_one_piece(q: Tokens, kv: Tokens) -> Bool[Array, ""]:
     """Whether queries and keys are in the same documents, and each document's tokens are neighbours.
 
-    It says yes to ids that only rise, until the 0 of padding.
+    True only if ids never fall, except to the 0 of padding at the end.
     """
     ids = jnp.where(given(q.segments) == 0, jnp.iinfo(jnp.int32).max, given(q.segments))
     return jnp.all(ids[:, 1:] >= ids[:, :-1]) & jnp.all(given(q.segments) == given(kv.segments))

@@ -5,14 +5,14 @@
     python -m tests.affected HEAD~3..              # what these commits changed
     python -m tests.affected --list                # print the tests' files, and run none
 
-What follows `--` goes to pytest (`-- -x`). A change reaches a test file that imports the changed file, or imports what
-does, over any number of files. Names that a package's __init__ hands on count for the file that has them, and fixtures
-for their conftest.py.
+Arguments after `--` go to pytest (`-- -x`). A change reaches a test file that imports the changed file, directly or
+through other files. A name that a package's __init__ re-exports counts for the file that defines it. A fixture counts
+for its conftest.py.
 
-Families, backends of kernels, and formats of data are each one of a choice (CHOICES). A table imports all of them, and
-nothing else in the library depends on one. So a change of one reaches the tests that import it, and the cases of other
-tests that are about it: of a family those with one of its checkpoints in their names, of a backend those with its name.
-Other tests may take it as an example, so the whole suite still has the last word.
+Families, kernel backends and data formats are alternatives (CHOICES). A table imports all of them, and nothing else in
+the library depends on a single one. So a change of one reaches the tests that import it, and the cases of other tests
+that are about it: for a family, the cases with one of its checkpoints in their names; for a backend, the cases with its
+name. Other tests may use it as an example, so the whole suite still has the last word.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from tests.zoo import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("zoo", "kernels", "convert", "train", "tests", "benchmarks")
-CHECKPOINTS = ("tests/zoo/tiny/__init__.py", "tests/zoo/programs.py")  # of which tests have the names of all
-ALL = ("pyproject.toml", "tests/conftest.py", "tests/hurry.py", "tests/compiled.py")  # on which every test depends
+CHECKPOINTS = ("tests/zoo/tiny/__init__.py", "tests/zoo/programs.py")  # tests take all checkpoints' names from these
+ALL = ("pyproject.toml", "tests/conftest.py", "tests/hurry.py", "tests/compiled.py")  # every test depends on these
 NONE = (".ci/*", "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "SECURITY.md", ".gitignore")
 FAMILY = re.compile(r"(?:zoo/models|tests/zoo/tiny|tests/zoo/golden)/(?!__init__)(\w+)\.(?:py|npz)")
 BACKEND = re.compile(r"kernels/(?!backends/)(\w+)[_/](xla|triton|tpu|cudnn|mosaic)\.py")
@@ -52,7 +52,7 @@ DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 
 
 class House:
-    """The files of a checkout, and which of them names which."""
+    """The files of a checkout, and which files use which."""
 
     def __init__(self, root: pathlib.Path = ROOT):
         files = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
@@ -63,12 +63,12 @@ class House:
 
     @functools.cached_property
     def names(self) -> Mapping[str, set[str]]:
-        """By file: the dotted names that it has."""
+        """Maps each file to the dotted names in it."""
         return {file: set(self._names(file)) for file in self.trees}
 
     @functools.cached_property
     def users(self) -> Mapping[str, set[str]]:
-        """By file: the files that name it."""
+        """Maps each file to the files that use it."""
         users = collections.defaultdict(set)
         for file, names in self.names.items():
             named = {one for name in names for one in self.resolve(name)} | set(self._conftests(file))
@@ -77,9 +77,9 @@ class House:
         return users
 
     def _names(self, file: str) -> Iterator[str]:
-        """Yields dotted names of modules and their attributes that a file has: imported, used, or as strings."""
+        """Yields the dotted names of modules and attributes that a file imports, uses, or writes in strings."""
         aliases = self.aliases[file]
-        if not file.endswith("__init__.py"):  # which import for others
+        if not file.endswith("__init__.py"):  # an __init__ imports for others
             yield from self.imports(file)
         for node in ast.walk(self.trees[file]):
             match node:
@@ -91,11 +91,11 @@ class House:
                     yield text
 
     def imports(self, file: str) -> set[str]:
-        """Returns the dotted names that a file imports: of `import zoo.mesh` not zoo, though that is what it binds."""
+        """Returns the dotted names that a file imports. `import zoo.mesh` binds zoo, but counts only as zoo.mesh."""
         return {name for alias, name in self.aliases[file].items() if "." in name or alias.startswith("import ")}
 
     def _conftests(self, file: str) -> Iterator[str]:
-        """Yields the conftest.py files with fixtures that a file of tests takes."""
+        """Yields the conftest.py files whose fixtures a test file uses."""
         taken = {
             a.arg for node in ast.walk(self.trees[file]) if isinstance(node, ast.FunctionDef) for a in node.args.args
         }
@@ -105,7 +105,7 @@ class House:
                 yield conftest
 
     def resolve(self, name: str) -> set[str]:
-        """Returns the files of a dotted name: where it is defined, and the __init__ files that hand it on."""
+        """Returns the files of a dotted name: the one that defines it, and the __init__ files that re-export it."""
         parts = name.split(".")
         for n in range(len(parts), 0, -1):
             if file := self.files.get(".".join(parts[:n])):
@@ -123,7 +123,7 @@ class House:
         return {file}
 
     def reached(self, changed: Iterable[str], but: Iterable[str] = ()) -> set[str]:
-        """Returns the files that a change of these files can reach, and these; `but` not by way of those."""
+        """Returns the given files and all that a change of them can reach, without going through the files in `but`."""
         seen, left = set(but), list(changed)
         while left:
             file = left.pop()
@@ -136,13 +136,13 @@ class House:
         return seen - set(but)
 
     def naming(self, module: str) -> set[str]:
-        """Returns the files with names that begin so, as they may name what is no longer there."""
+        """Returns the files that use a module by name, even if the module no longer exists."""
         return {
             file for file, names in self.names.items() if any(f"{name}.".startswith(f"{module}.") for name in names)
         }
 
     def mention(self, text: str) -> set[str]:
-        """Returns the files that have this text in one of their strings."""
+        """Returns the files in which a string contains this text."""
         has = lambda node: isinstance(node, ast.Constant) and isinstance(node.value, str) and text in node.value
         return {file for file, tree in self.trees.items() if any(map(has, ast.walk(tree)))}
 
@@ -161,7 +161,7 @@ def _module(file: pathlib.Path) -> str:
 
 
 def _dotted(node: ast.expr) -> list[str]:
-    """Returns ["a", "b", "c"] for the expression a.b.c, and [""] for one that begins otherwise."""
+    """Returns ["a", "b", "c"] for the expression a.b.c. Its first part is "" unless a name begins the expression."""
     attributes = []
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
@@ -170,7 +170,7 @@ def _dotted(node: ast.expr) -> list[str]:
 
 
 def _origin(module: str, file: str, node: ast.ImportFrom) -> str:
-    """Returns the absolute name of the module that an import is from."""
+    """Returns the absolute name of the module that a `from` import takes names from."""
     if not node.level:
         return node.module or ""
     parts = module.split(".")
@@ -179,7 +179,7 @@ def _origin(module: str, file: str, node: ast.ImportFrom) -> str:
 
 
 def _aliases(module: str, file: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yields the names that imports bind, at the top of a file or within functions, and what they stand for."""
+    """Yields the names that imports bind, at the top of a file or within functions, each with its full dotted name."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names):
@@ -201,7 +201,7 @@ def _fixtures(tree: ast.Module) -> Iterator[str]:
 
 
 def _stars(module: str, file: str, tree: ast.Module) -> Iterator[str]:
-    """Yields the modules that a file imports everything from."""
+    """Yields the modules of which a file imports everything (`import *`)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             yield _origin(module, file, node)
@@ -211,7 +211,7 @@ class Cases(NamedTuple):
     """The cases of a test file that are about some families, or some backends."""
 
     only: frozenset[str]
-    rest: bool  # and those about no family, or no backend
+    rest: bool  # also the cases about no family, or no backend
 
     def have(self, nodeid: str) -> bool:
         family, words = group(nodeid), set(nodeid.rstrip("]").partition("[")[2].split("-"))
@@ -224,7 +224,7 @@ Selection = dict[str, Cases | None]
 
 
 def select(changed: Iterable[str], house: House) -> Selection | None:
-    """Returns the test files that a change of these files can reach, and which of their cases. None are all tests."""
+    """Returns the test files that a change of these files can reach, each with its cases. None stands for all tests."""
     starts, families = set(), set()
     for file in changed:
         path = pathlib.Path(file)
@@ -238,7 +238,7 @@ def select(changed: Iterable[str], house: House) -> Selection | None:
             starts |= {"tests/test_readme.py"} | house.mention(path.name)
         elif file.endswith(".py"):
             starts |= {file} if file in house.trees else house.naming(_module(path))
-        else:  # data, which somebody opens by the name of the file or of its folder
+        else:  # data, whose readers contain its name or its folder's name
             readers = house.mention(path.name) or house.mention(path.parent.name)
             if not readers:
                 return None
@@ -254,7 +254,7 @@ def select(changed: Iterable[str], house: House) -> Selection | None:
             selection[file] = WHOLE if mixed else Cases(old.only | cases.only, old.rest or cases.rest)
 
     if families:
-        # Tests get the names of all checkpoints from these two.
+        # Tests get the names of all checkpoints from these two files.
         add((user for file in CHECKPOINTS for user in house.users[file]), Cases(frozenset(families), rest=False))
         add(house.reached(modules), Cases(frozenset(families), rest=True))
     reached = house.reached(starts, but=modules)
@@ -271,7 +271,7 @@ def _words(file: str) -> set[str]:
 
 
 def changes(what: list[str]) -> list[str]:
-    """Returns the paths that are named, or those that differ in a range of commits, or from main."""
+    """Returns the given paths, or the paths that differ in a given range of commits or, by default, from main."""
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     if what and all((ROOT / one).exists() or one.endswith(".py") for one in what):
         files = [str((ROOT / one).relative_to(ROOT)) for one in what]
@@ -303,7 +303,7 @@ def _read(path: str) -> str:
 
 
 def main() -> int:
-    """Prints the test files with what is known of their CPU seconds, and runs them."""
+    """Prints the test files that are selected, with their known CPU seconds, and runs them."""
     mine, theirs = sys.argv[1:], []
     if "--" in mine:
         cut = mine.index("--")

@@ -1,9 +1,9 @@
-"""The folder of programs that XLA compiled for tests, which all checkouts of a user share.
+"""The cache folder of programs that XLA compiled for tests, which all checkouts of a user share.
 
-It lies in XDG_CACHE_HOME or ~/.cache, as equinox-zoo/tests/xla-KEY. JAX finds a program in it by its code, XLA's flags,
-the version of jaxlib, and the CPU. The key of the folder adds the versions of Python and jax, and the CPU as Linux
-describes it: XLA loads a program of another CPU with no more than a warning, and may then die of an illegal
-instruction. The folders are safe to delete.
+It is equinox-zoo/tests/xla-KEY in XDG_CACHE_HOME or ~/.cache. JAX finds a program in it by its code, XLA's flags, the
+version of jaxlib, and the CPU. KEY also depends on the versions of Python and jax, and on the CPU as Linux describes
+it: XLA only warns when it loads a program of another CPU, and may then die of an illegal instruction. The folders are
+safe to delete.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ import jaxlib
 
 MOST_BYTES = 3 << 30  # of the programs of all keys
 CPU = pathlib.Path("/proc/cpuinfo")
-CHECKED = ".checked"  # the file whose time of change says when `tidy` last looked at its folder
+CHECKED = ".checked"  # this file's modification time is when `tidy` last checked its folder
 
 
 def home() -> pathlib.Path:
-    """Returns the path of the folder that has a folder for each key."""
+    """Returns the path of the folder that contains a folder for each key."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "equinox-zoo" / "tests"
 
 
 def folder() -> pathlib.Path:
-    """Returns the path of the folder for this machine and these versions, which it makes."""
+    """Creates the folder for this machine and these versions, if it is missing, and returns its path."""
     parts = (platform.python_version_tuple()[:2], jax.__version__, jaxlib.__version__, cpu())
     path = home() / f"xla-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what lies in it, so nobody else may write there
@@ -37,7 +37,7 @@ def folder() -> pathlib.Path:
 
 
 def cpu() -> str:
-    """Returns the name of the CPU with the instructions that it has, or the machine's name where Linux does not say."""
+    """Returns the CPU's name and instruction sets, or the machine's name if Linux does not describe the CPU."""
     if not CPU.exists():
         return " ".join((platform.machine(), platform.processor(), platform.node()))
     lines = CPU.read_text().split("\n\n")[0].splitlines()
@@ -47,10 +47,10 @@ def cpu() -> str:
 
 
 def tidy() -> None:
-    """Removes programs that were written in part, and beyond MOST_BYTES those that were last used longest ago.
+    """Removes programs that were written in part, and the least recently used ones beyond MOST_BYTES.
 
-    JAX writes a program straight to its file. A process that is killed meanwhile leaves a part, which JAX would refuse
-    to load and never replace. A process that reads a program when it is removed compiles it.
+    JAX writes a program straight to its file. If the process is killed meanwhile, the file is incomplete: JAX would
+    refuse to load it, and never replace it. A process that wants to read a removed program compiles it again.
     """
     programs = []
     for place in home().glob("xla-*"):
@@ -74,7 +74,7 @@ def tidy() -> None:
 
 
 def _is_part(program: bytes) -> bool:
-    """Whether the end is missing, as zlib tells; JAX takes zstandard in its place where that is installed."""
+    """Whether the end is missing, as zlib tells. Where JAX uses zstandard instead, only an empty file counts."""
     if program[:1] != b"\x78":
         return not program
     try:

@@ -1,8 +1,8 @@
-"""Set before jax starts: eight fake CPU devices, every way in which JAX can be strict about types and shapes, and
-compilers that hurry (hurry.py). `JAX_PLATFORMS=cuda,cpu pytest tests/kernels -k triton` tests kernels on a GPU instead.
+"""Settings that must precede the start of jax: eight fake CPU devices, all of JAX's strict checks of types and shapes,
+and fast compilation (hurry.py). `JAX_PLATFORMS=cuda,cpu pytest tests/kernels -k triton` tests kernels on a GPU instead.
 
-What was compiled is kept in the user's cache folder (compiled.py), which all workers and all checkouts share;
-`pytest --cache-clear` empties it. The types of arguments and results are checked in the default tier (typed.py).
+Compiled programs are kept in the user's cache folder (compiled.py), which all workers and all checkouts share; `pytest
+--cache-clear` empties it. The types of arguments and results are checked in the default tier (typed.py).
 """
 
 import gc
@@ -15,8 +15,8 @@ import pytest
 from tests import hurry
 
 
-# What JAX and the tests bring with them is most of what there is, and stays: with Python's own thresholds a tenth of a
-# run would be looking through it for garbage.
+# Most objects come from importing JAX and the tests, and stay. With Python's default thresholds a tenth of a run would
+# be spent on searching them for garbage.
 gc.set_threshold(10_000, 10, 10)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -38,11 +38,11 @@ if hurry.HURRY:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-pytest_plugins = ("tests.groups", "tests.affected", "tests.flaky")  # in which each imports those before
+pytest_plugins = ("tests.groups", "tests.affected", "tests.flaky")  # each of these imports those before it
 
 
 def pytest_addoption(parser, pluginmanager):
-    # The first hook that is called, and so before other conftest.py files import our packages.
+    # pytest calls this hook first, and so before other conftest.py files import our packages.
     if typed.wanted(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr):
         typed.install()
     parser.addoption("--seconds", metavar="FILE", help="write the CPU seconds of each file and family to this file")
@@ -77,13 +77,13 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def untyped(monkeypatch):
-    """As users run the code: without the types that are checked in tests, which would be the first to object."""
+    """Disables runtime type checks, as for users. In tests the checks would otherwise raise before our own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs_end_before_there_are_too_many():
-    """Each holds memory maps, of which Linux gives a process 65,530."""
+    """Clears JAX's caches in time: each program holds memory maps, of which Linux gives a process 65,530."""
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:

@@ -1,10 +1,10 @@
 """Runs the commands of every page of the documentation, page after page, in one folder: `python -m tests.documented`.
 
-They are the bash blocks of README.md and docs/, in one process, as they stand there but for what makes them large: a
-step, a few short rows, and the embedded model under the names of larger ones. So what one leaves is what the next
-finds, as for a reader who follows the pages. What needs other machines or other packages is told and left out; of
-commands that start others, only the words of the latter are looked at. The commands of transcripts run exactly as they
-stand there, and their output is compared with what the page shows (`tests/transcripts.py`).
+The commands are the bash blocks of README.md and docs/. They run in one process, as they are written, but made small: a
+single step, a few short rows, and the embedded model under the names of larger ones. So each command finds what earlier
+ones left, as for a reader who follows the pages. Commands that need other machines or other packages are listed and
+skipped. For a command that starts other commands, only the options of the latter are parsed. The commands of
+transcripts run exactly as they are written, and their output is compared with the page's (`tests/transcripts.py`).
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from tests.transcripts import PAGES, ROOT, Transcript, transcripts
 
 
 LIMIT = 120  # seconds for a command
-LARGE = ("qwen3-0.6b", "llama3.1-8b")  # for which the embedded model stands in
+LARGE = ("qwen3-0.6b", "llama3.1-8b")  # the embedded model stands in for these
 SHORT = "--seq-len 128 --sample-tokens 1 --sample-every 9 --steps 1 --eval-every 9"
 SMALL = {
     "train.sft": f"{SHORT} --batch 4 --eval-batches 1",
@@ -62,18 +62,18 @@ ELSEWHERE = {
     "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
-LONG = ("python -m train.sft", "python -m train.dpo")  # whose transcripts take minutes
+LONG = ("python -m train.sft", "python -m train.dpo")  # transcripts of these take minutes
 LAUNCHERS = ("gcloud", "xpk", "srun", "n=0; for host in", "for n in")
 
 
 def commands(page: pathlib.Path) -> list[str]:
-    """The lines of a page's bash blocks, those that end with a backslash joined."""
+    """Returns the lines of a page's bash blocks; a line that ends with a backslash is joined with the next."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def write_data() -> None:
-    """The files that commands speak of, where they look for them."""
+    """Writes the files that the commands read, at the paths that they name."""
     tiny = ROOT / "train" / "tiny"
     chats, pairs = (
         (tiny / f"{name}.jsonl").read_text().splitlines(True)[:24] for name in ("instructions", "preferences")
@@ -92,7 +92,7 @@ def write_data() -> None:
 
 
 def parse(module: str, words: list[str]) -> None:
-    """Whether a script takes these options."""
+    """Parses a script's options, and raises SystemExit if they are invalid."""
     import importlib
     import typing
 
@@ -104,9 +104,9 @@ def parse(module: str, words: list[str]) -> None:
 def run(
     module: str, words: list[str], *, typed: Sequence[str] = ("Hello?",), ask: Callable[[int], None] = lambda port: None
 ) -> str:
-    """Runs `python -m module words`, in this process, with eight devices where the command speaks of a mesh.
+    """Runs `python -m module words` in this process, with eight devices if the command uses a mesh.
 
-    Types lines into it, and calls `ask` with the port of a server. Returns what it has printed.
+    Types `typed` as input lines, and calls `ask` with a server's port. Returns the output.
     """
     import pytest
     import rich
@@ -130,7 +130,7 @@ def run(
 
     startup = uvicorn.Server.startup
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that the module has been imported before
+        warnings.simplefilter("ignore", RuntimeWarning)  # the warning that the module was imported before
         patch.setattr(sys, "argv", [module, *words])
         patch.setattr("builtins.input", read)
         if "--mesh" not in words:
@@ -161,10 +161,10 @@ def curl(url: str, header: str, body: str) -> str:
 
 
 def compare(transcript: Transcript) -> str:
-    """Runs the command of a transcript and compares what it prints. Returns why, if it was left out.
+    """Runs the command of a transcript and compares the output. Returns the reason if the command was skipped, else "".
 
     Raises:
-        AssertionError: where the page shows something else than is printed.
+        AssertionError: if the page's output differs.
     """
     import jax
 
@@ -172,7 +172,7 @@ def compare(transcript: Transcript) -> str:
         return "it takes minutes; CONTRIBUTING.md says how to compare it"
     typed = [line.removeprefix("> ") for line in transcript.shown if line.startswith("> ")]
     hurry = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)  # or numbers are not those of users
+    jax.config.update("jax_disable_most_optimizations", False)  # without optimizations, numbers differ from users'
     try:
         match shlex.split(transcript.command):
             case ["curl", url, "-H", header, "-d", body]:
@@ -191,8 +191,8 @@ def compare(transcript: Transcript) -> str:
 
 
 def tasks() -> Iterator[tuple[str, str, Callable[[], str]]]:
-    """Yields the page, the command, and how to run it, of all there are."""
-    # The README begins with it, behind what sets up an environment.
+    """Yields every page, command, and function that runs the command."""
+    # The README starts with this command, in the block that also sets up an environment.
     yield "README.md", "python -m train.sft", lambda: do("python -m train.sft")
     for page in PAGES:
         for command in commands(page):
@@ -206,7 +206,7 @@ def too_long(*_: Any) -> NoReturn:
 
 
 def do(command: str) -> str:
-    """Runs one command. Returns why, if it was left out or only looked at.
+    """Runs one command. Returns the reason if the command was skipped or only parsed, else "".
 
     Raises:
         Exception, SystemExit: as the command ends.

@@ -1,22 +1,22 @@
-"""Hashes of all that a change must leave as it is if it only moves code: `python -m tests.fingerprints --out FILE`.
+"""Hashes of everything that a change must preserve if it only moves code: `python -m tests.fingerprints --out FILE`.
 
-It prints a line `name sha256` for each of these, and the same lines again in a tree with the same numbers, so that
-`diff` compares two trees:
+It prints a line `name sha256` for each of these. A tree with the same numbers prints the same lines, so that `diff`
+compares two trees:
 
 - `names`: zoo names, their configs, and the repositories that they stand for;
-- `checkpoints`: of each of `tests.zoo.tiny`, its weights as they are loaded, where a mesh places them, logits,
-  gradients of packed documents, logits of a decode, and every file that `zoo.save` writes; and quantised ones;
-- `vision`: the same of models that see, pixels as they are prepared, and what is written about an image;
+- `checkpoints`: for each of `tests.zoo.tiny`, the loaded weights, their places on a mesh, logits, gradients of packed
+  documents, logits of decoding, and every file that `zoo.save` writes; also for quantised ones;
+- `vision`: the same for models with vision, preprocessed pixels, and the text generated about an image;
 - `kernels`: outputs and gradients of each operation, by each implementation that runs on a CPU;
 - `generation`: tokens, log-probabilities and rendered chats;
 - `help`: options of the scripts;
 - `scripts`: losses, exports and checkpoints of short runs, and what the tools write.
 
-`begin FOLDER` leaves such runs half done, and `resume FOLDER` goes on with them, in another tree perhaps: it prints how
-what follows compares with what had followed undisturbed. FOLDER itself stays as it is.
+`begin FOLDER` leaves such runs half done. `resume FOLDER` continues them, perhaps in another tree, and prints how the
+results compare with those of the uninterrupted runs. It does not change FOLDER.
 
-It takes numbers by public names and by the commands of scripts alone, which outlive a move of modules. Hashes are equal
-only on one machine, with the same Python and the same packages.
+The numbers come only through public names and the commands of scripts, which outlive a move of modules. Hashes are
+equal only on one machine, with the same Python and the same packages.
 """
 
 # ruff: noqa: E402 (JAX reads the environment when it starts)
@@ -41,7 +41,7 @@ from importlib import metadata
 from typing import Any
 
 
-# Programs are compiled in a hurry, one LLVM module each.
+# Programs are compiled with few optimizations, in one LLVM module each.
 FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 if metadata.version("jaxlib") < "0.11":
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
@@ -50,7 +50,7 @@ os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-    "JAX_COMPILATION_CACHE_DIR": str(SCRATCH / "compiled"),  # of this run alone
+    "JAX_COMPILATION_CACHE_DIR": str(SCRATCH / "compiled"),  # for this run only
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {FLAGS}",
     "TPU_LOG_DIR": "disabled",
@@ -77,7 +77,7 @@ from zoo.nn.model import Images
 
 ROOT = pathlib.Path(__file__).parents[1]
 Value = str | bytes | Mapping[str, Any]  # a text, or arrays and texts by their names
-Found = Iterator[tuple[str, Callable[[], Value]]]  # names, and what makes the value of each
+Found = Iterator[tuple[str, Callable[[], Value]]]  # names, each with the function that makes its value
 
 
 # ======================================================================================================================
@@ -86,7 +86,7 @@ Found = Iterator[tuple[str, Callable[[], Value]]]  # names, and what makes the v
 
 
 def digest(value: Value) -> str:
-    """Returns the SHA-256 of a value: of arrays also names, dtypes and shapes, in the order of their names."""
+    """Returns the SHA-256 of a value. For arrays it covers names, dtypes and shapes, too, in the order of the names."""
     found = hashlib.sha256()
     for name, item in sorted(value.items()) if isinstance(value, Mapping) else [("", value)]:
         if isinstance(item, str | bytes):
@@ -98,7 +98,7 @@ def digest(value: Value) -> str:
 
 
 def keep(folder: pathlib.Path, name: str, value: Value) -> None:
-    """Writes a value into a folder, so that two trees can be compared more closely than by hashes."""
+    """Writes a value into a folder, for comparisons of two trees that need more than hashes."""
     path = folder / re.sub(r"[^\w.=-]+", "_", name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(value, bytes):
@@ -115,19 +115,19 @@ def keep(folder: pathlib.Path, name: str, value: Value) -> None:
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree by their paths; and the dtypes of those that are numbers of Python."""
+    """Returns the leaves of a tree by their paths."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def plain(text: str, **places: pathlib.Path) -> str:
-    """A text without the paths of this machine: names stand for these places, and for the tree."""
+    """Returns a text with paths of this machine replaced by names: `places`, the tree, and the scratch folder."""
     for name, path in (places | dict(ROOT=ROOT, SCRATCH=SCRATCH)).items():
         text = text.replace(str(path), name)
     return text
 
 
 def files(folder: pathlib.Path) -> dict[str, Any]:
-    """What lies in a folder: tensors of safetensors, and the bytes of all else."""
+    """Returns the contents of a folder: tensors of safetensors files, and the bytes of all others."""
     found: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = str(path.relative_to(folder))
@@ -139,7 +139,7 @@ def files(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def tensors(data: bytes) -> dict[str, Any]:
-    """Those of a safetensors file; what numpy has no dtype for is bytes."""
+    """Returns the tensors of a safetensors file; those whose dtype numpy lacks are returned as bytes."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     found: dict[str, Any] = {"metadata": repr(header.pop("__metadata__", None))}
@@ -151,7 +151,7 @@ def tensors(data: bytes) -> dict[str, Any]:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The sentence by which a call is refused, or what it returns."""
+    """Returns the error with which a call is refused, or else the result's repr."""
     try:
         return repr(call())
     except (OSError, ValueError, ImportError) as error:
@@ -159,7 +159,7 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """`make`, called but once: later calls return what it returned, or raise what it raised."""
+    """Returns a function that calls `make` only once: later calls return, or raise, what the first did."""
     known: list[tuple[Any, Exception | None]] = []
 
     def call() -> Any:
@@ -195,7 +195,7 @@ def names() -> Found:
     yield "sorted", lambda: "\n".join(sorted(zoo.names()))
     yield "nothing", lambda: refused(lambda: zoo.load("qwen3-0.6"))
     for name in zoo.names():
-        # Its repository is not on this machine, so these end in a sentence that names it.
+        # The repository is not on this machine, so these calls end in an error that names it.
         calls = [] if name == "tiny" else [zoo.tokenizer, zoo.load]
         parts = [lambda name=name: plain(repr(zoo.config(name))), *(functools.partial(call, name) for call in calls)]
         yield name, lambda parts=parts: "\n".join([parts[0](), *map(refused, parts[1:])])
@@ -214,8 +214,10 @@ PREFILLED, DECODED = 23, 5
 
 @eqx.filter_jit
 def computed(model: Any) -> dict[str, Any]:
-    """Logits and gradients of packed documents, of which the last fills a row, and what their routers report; and
-    logits of a prefill and a decode."""
+    """Returns logits, gradients and router reports of packed documents, and logits of a prefill and a decode step.
+
+    The last document fills a row.
+    """
 
     def loss(model: Any) -> tuple[jax.Array, Any]:
         x, _, reports = model.hidden(TOKENS, segments=SEGMENTS)
@@ -262,12 +264,12 @@ def checkpoints() -> Found:
 
 
 def placed(model: Any) -> Value:
-    """Where a mesh has the weights."""
+    """Returns the sharding of each weight on a mesh."""
     return "\n".join(f"{path} {getattr(leaf.sharding, 'spec', None)}" for path, leaf in sorted(leaves(model).items()))
 
 
 def saved(model: Any, **options: Any) -> Value:
-    """The files that a model is written into."""
+    """Returns the files that `zoo.save` writes for a model."""
     with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
         zoo.save(model, folder, **options)
         return files(pathlib.Path(folder))
@@ -293,8 +295,8 @@ QWEN_PIXELS = dict(
 )  # fmt: skip
 QWEN_TOKENS = ("<|vision_start|><|image_pad|><|vision_end|>", {"<|image_pad|>": 60, "<|vision_start|>": 62})
 QWEN_TOKENS[1]["<|vision_end|>"] = 59
-# Family's checkpoint of tiny/ -> config.json beside its text, preprocessor_config.json, what its template writes for an
-# image, the ids of its tokens, the pixels of a patch, and the grids of three images.
+# Name of a checkpoint in tests/zoo/tiny -> its config.json except the text model's, its preprocessor_config.json, what
+# its template writes for an image and the ids of those tokens, the pixels of a patch, and the grids of three images.
 SEEING: dict[str, Any] = {
     "gemma3-pattern": (
         dict(
@@ -378,7 +380,7 @@ SEEING: dict[str, Any] = {
 
 
 def seeing(name: str) -> pathlib.Path:
-    """Writes a tiny checkpoint that sees, with the weights that the family begins with, and all that chats take."""
+    """Writes a tiny checkpoint with vision: the family's initial weights, and all files that chats need."""
     outer, pixels, (marker, ids), *_ = SEEING[name]
     folder = SCRATCH / "seeing" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -402,7 +404,7 @@ def seeing(name: str) -> pathlib.Path:
 
 @eqx.filter_jit
 def seen(model: Any, tokens: jax.Array, images: Images) -> tuple[jax.Array, Any]:
-    """Logits with images, and the gradients of their sum."""
+    """Returns logits of rows with images, and the gradients of their sum."""
 
     def loss(model: Any) -> tuple[jax.Array, jax.Array]:
         logits = model(tokens, images=images)
@@ -412,7 +414,7 @@ def seen(model: Any, tokens: jax.Array, images: Images) -> tuple[jax.Array, Any]
 
 
 def images_of(name: str) -> tuple[jax.Array, Images]:
-    """Rows of tokens with no image, with one, and with two, and these images."""
+    """Returns rows of tokens with no image, with one, and with two, and these images."""
     *_, pixels, grids, features = SEEING[name]
     grids, chance = np.array(grids), np.random.RandomState(4)
     counts = [features or int(np.prod(grid)) // 4 for grid in grids]
@@ -443,7 +445,7 @@ def vision() -> Found:
 
 
 def prepared(folder: pathlib.Path, pictures: Sequence[np.ndarray]) -> Value:
-    """What a checkpoint's processor makes of images."""
+    """Returns a checkpoint's processor, and its outputs for images."""
     processor = zoo.tokenizer(folder, parts=("vision",)).processor
     found: dict[str, Any] = {"processor": repr(processor)}
     for n, picture in enumerate(pictures):
@@ -454,7 +456,7 @@ def prepared(folder: pathlib.Path, pictures: Sequence[np.ndarray]) -> Value:
 
 
 def written(folder: pathlib.Path, model: Any, pictures: Sequence[np.ndarray]) -> Value:
-    """What a model writes about images of a chat: one of Pillow, and one in a file."""
+    """Returns the text that a model generates about a chat's two images: a Pillow image, and a file."""
     from PIL import Image
 
     first, second = (Image.fromarray(picture.astype(np.uint8)) for picture in pictures)
@@ -475,7 +477,7 @@ IMPLEMENTATIONS = ("reference", "xla", "tpu", "triton", "cudnn", "mosaic", None)
 
 
 def differentiated(function: Callable[..., Any], arrays: Mapping[str, jax.Array]) -> Callable[[], Value]:
-    """The outputs of a function, and the gradients of these arrays, compiled; or the sentence that refuses them."""
+    """Returns a function for a call's outputs and the gradients of these arrays, or for the error that refuses it."""
 
     def run() -> Value:
         def both(arrays: Mapping[str, jax.Array]) -> Any:
@@ -492,7 +494,7 @@ def differentiated(function: Callable[..., Any], arrays: Mapping[str, jax.Array]
 
 
 def facts(text: str) -> str:
-    """The parts of a sentence that lists why others cannot serve, in whatever order."""
+    """Returns the parts of a sentence that lists why other implementations cannot serve, sorted."""
     return "\n".join(sorted(re.split(r"[;:.] ", text.removesuffix("."))))
 
 
@@ -519,8 +521,8 @@ def operations() -> Found:
     }
     for case, (arrays, options) in attention.items():
         for name in IMPLEMENTATIONS:
-            slow = name in ("tpu", "triton") and case not in ("causal", "packed", "bfloat16")  # which are interpreted
-            if slow or (case, name) == ("bfloat16", "xla"):  # XLA's products of these want its optimizations
+            slow = name in ("tpu", "triton") and case not in ("causal", "packed", "bfloat16")  # these are interpreted
+            if slow or (case, name) == ("bfloat16", "xla"):  # XLA needs its optimizations for bfloat16 products
                 continue
             call = functools.partial(kernels.attention, scale=0.25, implementation=name, **options)
             yield f"attention {case} {name}", differentiated(call, arrays)
@@ -713,7 +715,7 @@ def command(*arguments: Any, devices: int = 1) -> str:
 
 
 def help() -> Found:
-    """The words of each script's help, without the boxes around them, whose lines depend on the tree's path."""
+    """Returns the text of each script's help, without the boxes around it, whose lines depend on the tree's path."""
     modules = [*(f"train.{name}" for name in SCRIPTS), "train.tiny", "train.tiny.shapes"]
     asked = once(lambda: command("-c", HELP, *modules))
     for number, name in enumerate(modules, 1):
@@ -730,7 +732,7 @@ def help() -> Found:
 
 
 def write_data(folder: pathlib.Path) -> None:
-    """Writes what the runs learn, and from: two tiny models with a tokenizer, and data of each kind."""
+    """Writes the runs' inputs: three tiny models with a tokenizer, and data of each kind."""
     folder.mkdir(parents=True)
     for name in ("qwen3", "llama", "qwen3_moe"):
         tiny.write(folder / name, name, eos_token_id=63)
@@ -752,7 +754,7 @@ def write_data(folder: pathlib.Path) -> None:
 
 
 def runs(folder: pathlib.Path) -> dict[str, tuple[str, dict[str, Any], int]]:
-    """Name of a run -> its script, its options, and its devices."""
+    """Maps the name of a run to its script, its options, and its number of devices."""
     usual = {
         "model": folder / "qwen3", "steps": 4, "seq-len": 32, "batch": 4, "lr": 1e-2, "sample-tokens": 2,
         "save-every": 2, "eval-every": 2, "keep": 9,
@@ -806,18 +808,18 @@ def train(script: str, options: Mapping[str, Any], out: pathlib.Path, devices: i
     command("-m", f"train.{script}", *arguments, "--out", out, devices=devices)
 
 
-CLOCK = re.compile(r"second|mfu|^time|^memory/|goodput")  # metrics that are not of the run's numbers
+CLOCK = re.compile(r"second|mfu|^time|^memory/|goodput")  # metrics that depend on the time
 
 
 def losses(out: pathlib.Path) -> str:
-    """A run's metrics without times."""
+    """Returns a run's metrics without times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     kept = [{name: value for name, value in line.items() if not CLOCK.search(name)} for line in lines]
     return "\n".join(json.dumps(line, sort_keys=True) for line in kept)
 
 
 def results(name: str, out: pathlib.Path, **places: pathlib.Path) -> Found:
-    """What a run has left in its folder, without times."""
+    """Yields the files that a run has left in its folder, without times."""
     clean = functools.partial(plain, OUT=out, **places)
 
     def state() -> Value:
@@ -871,7 +873,7 @@ def scripts() -> Found:
         return own | files(run / "model") | {"data": "\n".join(sorted(found)), "losses": losses(run)}
 
     yield "drawings", drawn
-    # Where the compilers for these chips are not installed, it says so.
+    # Where the compilers for these chips are not installed, this is the error.
     yield "plan", lambda: refused(lambda: planned("v6e:2x2"))
 
 
@@ -889,7 +891,7 @@ def planned(topology: str) -> str:
 
 
 def begin(folder: pathlib.Path) -> None:
-    """Leaves runs half done in a folder, with the hashes of what follows in them."""
+    """Leaves runs half done in a folder, with the hashes of the results that the rest of each run had."""
     folder = folder.resolve()
     write_data(folder)
     for name, (script, options, devices) in runs(folder).items():
@@ -902,7 +904,7 @@ def begin(folder: pathlib.Path) -> None:
 
 
 def halve(out: pathlib.Path) -> None:
-    """Brings the folder of a run to how it was at its last checkpoint but one, before it went on."""
+    """Restores the folder of a run to its state at the last checkpoint but one."""
     *_, middle, last = sorted(int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit())
     shutil.rmtree(out / "checkpoints" / str(last))
     step = middle * json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] // last
@@ -914,7 +916,7 @@ def halve(out: pathlib.Path) -> None:
 
 
 def resume(folder: pathlib.Path) -> bool:
-    """Goes on with the runs of `begin`, by their run.yaml alone. Returns whether they went on as they had."""
+    """Continues the runs of `begin` by their run.yaml alone. Returns whether all results equal those of `begin`."""
     folder, fine = folder.resolve(), True
     for name, (script, _, devices) in runs(folder).items():
         out = SCRATCH / "resumed" / name

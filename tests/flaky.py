@@ -1,8 +1,8 @@
-"""Runs each test that failed once more, in a process of its own: `pytest --rerun-failed`, as .ci/run does.
+"""A second run of each failed test, in a process of its own: `pytest --rerun-failed`, as .ci/run does.
 
-A test that then passes is printed as FLAKY with the text of its first failure, and does not fail the run. So is a test
-in which a worker of xdist died. The run fails as before if a test fails twice, if more than MOST failed, or if it ended
-before all tests had run.
+A test that then passes is printed as FLAKY with the text of its first failure, and does not fail the run. The same
+holds for a test in which a worker of xdist died. The run still fails if a test fails twice, if more than MOST tests
+failed, or if the run ended before all tests had run.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import pytest
 
 
-MOST = 10  # failures of one run; more of them have one cause, and it is no accident
+MOST = 10  # failures in one run; more than these have a common cause
 
 
 def pytest_addoption(parser):
@@ -29,7 +29,7 @@ class RerunFailed:
 
     def __init__(self):
         self.reported = set()
-        self.failures = {}  # node id -> text of the first
+        self.failures = {}  # node id -> text of the first failure
 
     def pytest_runtest_logreport(self, report):
         self.reported.add(report.nodeid)
@@ -51,7 +51,7 @@ class RerunFailed:
 
 
 def passes_alone(config: pytest.Config, nodeid: str, failure: str) -> bool:
-    """Runs a test that failed so, and prints what comes of it."""
+    """Runs a failed test again, and prints the result. `failure` is the text of its first failure."""
     options = [f"--rootdir={config.rootpath}", "-q", "-m", "", "-p", "no:xdist"]
     options += ["-c", str(config.inipath)] if config.inipath else []
     options += [] if config.pluginmanager.has_plugin("cacheprovider") else ["-p", "no:cacheprovider"]
@@ -60,7 +60,7 @@ def passes_alone(config: pytest.Config, nodeid: str, failure: str) -> bool:
     again = subprocess.run(
         [sys.executable, "-m", "pytest", *options, nodeid],
         cwd=config.rootpath,
-        env=os.environ | {"PYTEST_ADDOPTS": ""},  # which may have the option that started this
+        env=os.environ | {"PYTEST_ADDOPTS": ""},  # which may contain --rerun-failed
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

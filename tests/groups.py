@@ -1,7 +1,8 @@
-"""Which tests share a worker of xdist: those about one family of tiny checkpoints, and else those of one file.
+"""The assignment of tests to workers of xdist: all tests about one family of tiny checkpoints share a worker, and so do
+the remaining tests of a file.
 
-They share programs and fixtures. Those that take longest begin first, so that no worker is left with them when the
-others have ended.
+They share programs and fixtures. Groups that take longest start first, so that no worker is still running one when the
+others have finished.
 """
 
 import collections
@@ -12,7 +13,7 @@ from tests.seconds import README, read, tier
 from tests.zoo import tiny
 
 
-OF_NO_FAMILY = ("tests/zoo/test_engine.py", "tests/zoo/test_speculative.py")  # whatever checkpoint they take
+OF_NO_FAMILY = ("tests/zoo/test_engine.py", "tests/zoo/test_speculative.py")  # by file, whatever checkpoint they use
 
 
 def group(nodeid: str) -> str:
@@ -25,11 +26,11 @@ def group(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)  # where xdist is not installed
 def pytest_xdist_make_scheduler(config, log):
-    """Replaces the scheduler of `-n`, and repairs three faults of xdist 3.8.
+    """Replaces the scheduler of `-n`, to avoid three faults of xdist 3.8.
 
-    Its own `loadgroup` sends each test alone: since pytest 9.2 it writes groups where nothing reads them. A test in
-    which a worker died is run by the next worker, which then dies, too. And a new worker that gets a single test waits
-    for ever: it does not begin before it knows what comes next.
+    Its own `loadgroup` sends each test alone, because since pytest 9.2 it writes groups where nothing reads them. A
+    test in which a worker died is run again by the next worker, which then dies, too. A new worker that gets a single
+    test waits for ever, because it does not start before it knows the next test.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -55,14 +56,14 @@ def pytest_xdist_make_scheduler(config, log):
             while self.workqueue and self._pending_of(self.assigned_work[node]) < 3:
                 self._assign_work_unit(node)
             if not self.workqueue:
-                node.shutdown()  # after what it has
+                node.shutdown()  # after its remaining tests
 
     if config.getvalue("dist") == "load":
-        config.option.loadscopereorder = False  # but in the order below
+        config.option.loadscopereorder = False  # the order below is kept instead
         return Groups(config, log)
 
 
-@pytest.hookimpl(trylast=True)  # when those of other tiers are gone
+@pytest.hookimpl(trylast=True)  # after tests of other tiers were deselected
 def pytest_collection_modifyitems(config, items):
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item.nodeid)))

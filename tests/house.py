@@ -1,12 +1,12 @@
-"""Prints the numbers of the house's drawing, of each folder with code: `python -m tests.house [checkout]`.
+"""Prints the import structure of each folder with code as numbers: `python -m tests.house [checkout]`.
 
-- Rooms are the files and folders directly in a folder; its __init__ is one if it imports anything or defines anything.
-- An arrow runs from a room to one that it imports, wherever in it and however often.
-- An arrow back up breaks the order that import-linter's layers declare in pyproject.toml. Arrows that go round in a
-  circle without breaking it count, too: as few as a greedy search (Eades, Lin and Smyth, 1993) takes away to open all
-  circles. So a folder has none if, and only if, its imports run one way.
-- Floors are the rooms on the longest path of arrows, less those back up.
-- Circles are the groups of files in which each imports each, over any number of files.
+- Rooms are the files and folders directly in a folder. Its __init__ is one if it imports or defines anything.
+- An arrow runs from a room to a room that it imports, wherever the import is and however often.
+- An arrow back up breaks the order that import-linter's layers declare in pyproject.toml. In circles that break no
+  layer, the arrows that a greedy search (Eades, Lin and Smyth, 1993) removes to open all circles also count; it removes
+  few of them. So a folder has no arrow back up if, and only if, its imports run one way.
+- Floors are the rooms on the longest path of arrows, without those back up.
+- Circles are the groups of files that all import each other, directly or through other files.
 """
 
 import ast
@@ -30,7 +30,7 @@ def main(root: pathlib.Path) -> None:
     layers = declared(tomllib.loads((root / "pyproject.toml").read_text()))
     print(f"{'':24}{'rooms':>7}{'floors':>7}{'arrows':>7}{'back up':>8}{'circles':>8}")
     packages = sorted(module for module in imports if house.files[module].endswith("__init__.py"))
-    # A folder without an __init__ is none of them, but a room of the whole house.
+    # A folder without an __init__ is not one of the folders measured, but is a room of the whole tree.
     for folder in ["", *packages]:
         inside = [module for module in imports if room(folder, module, house)]
         rooms = {room(folder, module, house) for module in inside}
@@ -59,7 +59,7 @@ def prefixes(name: str) -> Iterator[str]:
 
 
 def room(folder: str, module: str, house: affected.House) -> str | None:
-    """Returns the room of a folder that has a module."""
+    """Returns the room of `folder` that contains a module; None if there is none."""
     if module == folder:
         body = house.trees[house.files[module]].body
         return "__init__" if any(not isinstance(node, ast.Expr) for node in body) else None
@@ -69,9 +69,10 @@ def room(folder: str, module: str, house: affected.House) -> str | None:
 
 
 def declared(project: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns for each folder the rooms that layers name: the number of the layer from above, and of the room in it.
+    """Maps each folder to its rooms that layers name: each with the number of its layer from above, and its own number.
 
-    Rooms of one layer must not import each other, unless a colon stands between them; then they have one number.
+    Rooms of one layer must not import each other and have different numbers; rooms that a colon separates may, and have
+    the same.
     """
     found = {}
     for contract in project["tool"]["importlinter"]["contracts"]:
@@ -88,14 +89,14 @@ def declared(project: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def broken(arrows: Iterable[Arrow], layers: Mapping[str, tuple[int, int]]) -> set[Arrow]:
-    """Returns the arrows that layers forbid: to a layer above, or to another room of the same."""
+    """Returns the arrows that layers forbid: those to a layer above, and those to another room of the same layer."""
     within = [(a, b) for a, b in arrows if a in layers and b in layers]
     above = lambda a, b: layers[b][0] < layers[a][0] or (layers[b][0] == layers[a][0] and layers[b] != layers[a])
     return {(a, b) for a, b in within if above(a, b)}
 
 
 def round_trips(arrows: set[Arrow]) -> set[Arrow]:
-    """Returns a few arrows without which the others have no circle."""
+    """Returns a few arrows without which the others contain no circle."""
     rooms, first, last = {room for arrow in arrows for room in arrow}, [], []
     while rooms:
         left = [arrow for arrow in arrows if rooms.issuperset(arrow)]
@@ -126,7 +127,7 @@ def height(arrows: Iterable[Arrow]) -> int:
 
 
 def tied(arrows: Iterable[Arrow]) -> Iterator[set[str]]:
-    """Yields the groups of more than one in which each reaches each."""
+    """Yields the groups of two or more names in which each reaches every other."""
     below = {}
     for a, b in arrows:
         below.setdefault(a, set()).add(b)

@@ -1,7 +1,7 @@
-"""How the suite compiles: in a hurry, since most of a test is XLA compiling what then runs for milliseconds.
+"""Fast compilation for the suite: most of a test's time is XLA compiling programs that then run for milliseconds.
 
-JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment of pytest leaves all optimisations in, as users have them. So does
-another platform than the CPU, as JAX_PLATFORMS says.
+JAX_DISABLE_MOST_OPTIMIZATIONS=0 in pytest's environment keeps all optimisations, as for users. So does a platform other
+than the CPU in JAX_PLATFORMS.
 """
 
 import importlib.metadata
@@ -16,15 +16,15 @@ FLAGS = ""
 if HURRY:
     FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # one LLVM module a program, not 32
     if OLD:
-        FLAGS += " --xla_cpu_use_fusion_emitters=false"  # which take longer than LLVM; newer ones have no choice
+        FLAGS += " --xla_cpu_use_fusion_emitters=false"  # these take longer than LLVM; newer versions have no choice
 if OLD and CPU.exists() and "avx512f" not in CPU.read_text():
     # Without YNNPACK: one of its transposes ends the delta rule over `context` with a segmentation fault there.
     FLAGS += " --xla_cpu_experimental_ynn_fusion_type="
 
 
 def environment(*, devices: int = 1) -> dict[str, str]:
-    """That of a process with fake devices which compiles so too, and shares what the suite has compiled."""
-    import jax  # which is not to start before conftest.py has set what it reads
+    """Returns the environment for a process with fake devices that compiles alike and shares the suite's cache."""
+    import jax  # must not start before conftest.py has set the variables that it reads
 
     return os.environ | {
         "JAX_PLATFORMS": "cpu",

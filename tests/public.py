@@ -1,7 +1,6 @@
 # pyright: strict
-"""Calls of zoo's face, as users write them: their types are known, so that users' own programs pass strict checks.
-
-pyright reads this file; nothing runs it. tests/test_typed.py holds it to the README and to `zoo.__all__`.
+"""Calls of zoo's public interface, as users write them. Their types are known, so that users' programs pass strict
+checks. pyright reads this file; nothing runs it. tests/test_typed.py compares it with the README and `zoo.__all__`.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """Measures what docs/reliability.md promises, row by row: `python -m tests.reliability --tier N`.
 
-A row is some tests of the suite. CI runs them with the numbers of trials of tier P; tier N is for a night, R for a
-release: they run the same tests with more trials, and those that are too long for CI. With --write the table of
-docs/reliability.md has what was found.
+A row names some tests of the suite. CI runs them with tier P's numbers of trials. Tier N is for a night, and R for a
+release: they run the same tests with more trials, and also the tests that are too long for CI. With --write, the
+results go into the table of docs/reliability.md.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ LIMIT = 3600  # seconds for a row
 
 
 def trials(p: int, n: int, r: int) -> int:
-    """The number of trials that a test makes in the tier which is run."""
+    """Returns the number of trials that a test makes in the current tier."""
     return (p, n, r)[TIERS.index(TIER)]
 
 
@@ -40,8 +40,10 @@ nightly = pytest.mark.skipif(TIER == "P", reason="takes a while: python -m tests
 
 
 class Row(NamedTuple):
-    """What is promised, the tests that hold it, and the best that others have. A test adds to the table what it has
-    measured by pytest's `record_property("figure", ...)`."""
+    """A promise, its target, the best result of others, and the tests that hold the promise.
+
+    A test adds its measurement to the table by pytest's `record_property("figure", ...)`.
+    """
 
     what: str
     target: str
@@ -240,20 +242,20 @@ class Arguments:
     """Measure what docs/reliability.md promises."""
 
     tier: Literal["P", "N", "R"] = "P"
-    """How many trials: P, as CI runs them. N: what a night has time for. R: before a release."""
+    """Number of trials. P: as in CI. N: as many as a night allows. R: before a release."""
     only: tuple[str, ...] = ()
     """Rows such as R5 R6. None: all."""
     write: bool = False
-    """Write what was found into the table of docs/reliability.md. Rows that did not run stay."""
+    """Write the results into the table of docs/reliability.md. Rows that did not run stay."""
 
 
 def measure(name: str, tier: str) -> str:
-    """Runs the tests of a row; returns what they found, in a few words."""
+    """Runs the tests of a row. Returns their results in a few words."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not live", *ROWS[name].tests]
-        command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # which has properties
+        command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # a format with properties
         run = subprocess.run(command, cwd=ROOT, env=os.environ | {VARIABLE: tier}, capture_output=True, timeout=LIMIT)
         if not report.exists():
             return f"**did not run**: {run.stdout.decode()[-2000:]}"
@@ -265,7 +267,7 @@ def measure(name: str, tier: str) -> str:
 
 
 def found(cases: list[xml.etree.ElementTree.Element]) -> str:
-    """The figures of a report of pytest's, and how many tests passed, failed and were left out."""
+    """Returns the figures in a pytest report, and the numbers of tests that passed, failed and were skipped."""
     figures = [p.attrib["value"] for case in cases for p in case.iter("property") if p.attrib["name"] == "figure"]
     failed = [
         case.attrib["name"] for case in cases if case.find("failure") is not None or case.find("error") is not None
@@ -278,7 +280,7 @@ def found(cases: list[xml.etree.ElementTree.Element]) -> str:
 
 
 def with_rows(page: str, figures: dict[str, str]) -> str:
-    """The page with the rows of its table that were measured."""
+    """Returns the page with these figures in the rows of its table."""
     for name, figure in figures.items():
         row = ROWS[name]
         line = f"| {name} | {row.what} | {figure} | {row.target} | {row.peer} |"

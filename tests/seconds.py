@@ -1,13 +1,13 @@
-"""CPU seconds of every test file and every family: counted in each run, and held to the budgets that stand here alone.
+"""CPU seconds of every test file and every family: counted in each run, and compared with the budgets below.
 
-A plugin of tests/conftest.py. CPU seconds, with those of child processes, hardly depend on what else the machine does,
-as the time on the clock does. A run fails where a file or a family takes ROOM times its budget. The tables in
+This is a plugin of tests/conftest.py. CPU seconds, which include those of child processes, hardly depend on the
+machine's load, unlike wall time. A run fails if a file or a family takes ROOM times its budget. The tables in
 tests/README.md are made by
 
     python -m tests.seconds                        # a quarter of an hour: all but the live comparisons
     python -m tests.seconds tests/zoo/test_new.py  # only the rows of some files
 
-which fails where a row exceeds its budget, or all files of a tier together exceed that of the tier.
+which fails if a row exceeds its budget, or if all files of a tier together exceed the tier's.
 """
 
 import collections
@@ -22,17 +22,17 @@ from collections.abc import Mapping
 import pytest
 
 
-FILE, FAMILY = 40, 20  # CPU seconds, on a machine with two cores and nothing else to do
-TIERS = {"default": 680, "slow": 800}  # of all files together, which is what CI takes twice or three times
-ROOM = 3  # by which a run may exceed them: busy machines, slower cores, and newer jaxlibs, which compile half as fast
+FILE, FAMILY = 40, 20  # CPU seconds, on an otherwise idle machine with two cores
+TIERS = {"default": 680, "slow": 800}  # of all files together; CI runs them two or three times
+ROOM = 3  # a run may take this multiple of them: busy machines, slower cores, newer jaxlibs that compile half as fast
 README = pathlib.Path(__file__).with_name("README.md")
 
 
 class Seconds:
-    """Adds up what the phases of all tests took, on whichever worker they ran."""
+    """A sum of the CPU seconds of all tests' phases, whichever worker ran them."""
 
     def __init__(self):
-        self.counted = collections.Counter()  # (what, tier) -> CPU seconds, of files and of families
+        self.counted = collections.Counter()  # (file or family, tier) -> CPU seconds
         self.before = 0.0
 
     def pytest_runtest_logstart(self):
@@ -42,7 +42,7 @@ class Seconds:
     def pytest_runtest_makereport(self, item):
         report = yield
         now = _cpu()
-        # What is set on a report travels with it from a worker to the process that adds up.
+        # Attributes of a report travel with it from a worker to the process that adds up.
         report.cpu_seconds, self.before = now - self.before, now
         report.tier = tier(item)
         group = item.get_closest_marker("xdist_group")
@@ -51,12 +51,12 @@ class Seconds:
 
     def pytest_runtest_logreport(self, report):
         if not hasattr(report, "cpu_seconds"):
-            return  # a worker died, and xdist says so in its place
+            return  # a worker died, and xdist made this report in its place
         file = report.nodeid.split("::")[0]
         for what in {file, report.group}:
             self.counted[what, report.tier] += report.cpu_seconds
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # when flaky.py has had its say
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # after flaky.py has decided
     def pytest_sessionfinish(self, session):
         result = yield
         if hasattr(session.config, "workerinput"):
@@ -76,7 +76,7 @@ def tier(item: pytest.Item) -> str:
 
 
 def _cpu() -> float:
-    """The CPU seconds of this process, and of its children that have ended."""
+    """Returns the CPU seconds of this process, and of its children that have ended."""
     return sum(os.times()[:4])
 
 
@@ -85,7 +85,7 @@ def _is_file(what: str) -> bool:
 
 
 def overruns(counted: Mapping[str, float]) -> list[str]:
-    """A sentence for each file (a path) and each family (a name) that takes much more than its budget."""
+    """Returns a sentence for each file (a path) and each family (a name) that takes much more than its budget."""
     faults = []
     for what, seconds in counted.items():
         budget = FILE if _is_file(what) else FAMILY
@@ -111,7 +111,7 @@ def faults(counted: Mapping[tuple[str, str], float]) -> list[str]:
 
 
 def table(counted: Mapping[tuple[str, str], float]) -> str:
-    """Markdown: a row for each file and each family, the longest first, with seconds by default and if slow."""
+    """Returns Markdown tables: a row for each file and each family, the longest first, with seconds by tier."""
     rows = []
     for kind, budget, belongs in (("file", FILE, _is_file), ("family", FAMILY, lambda what: not _is_file(what))):
         of = {tier: {what: s for (what, t), s in counted.items() if t == tier and belongs(what)} for tier in TIERS}
@@ -124,13 +124,13 @@ def table(counted: Mapping[tuple[str, str], float]) -> str:
 
 
 def read(markdown: str) -> dict[tuple[str, str], float]:
-    """What the tables say: (file or family, tier) -> CPU seconds."""
+    """Returns the tables' numbers: (file or family, tier) -> CPU seconds."""
     rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \|$", markdown, re.M)
     return {(w, tier): float(s) for w, *row in rows if w != "all" for tier, s in zip(TIERS, row, strict=True)}
 
 
 def measure(paths: list[str]) -> dict[tuple[str, str], float]:
-    """Runs all tests, or those of some files, with nothing compiled before: (file or family, tier) -> CPU seconds."""
+    """Runs all tests, or those of some files, with an empty XLA cache: (file or family, tier) -> CPU seconds."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "seconds"
@@ -148,7 +148,7 @@ def measure(paths: list[str]) -> dict[tuple[str, str], float]:
 
 
 def main() -> None:
-    """Runs the tests and replaces the tables, or with paths of some files their rows, and fails beyond the budgets."""
+    """Runs the tests and replaces the tables, or only the rows of some files. Fails if a budget is exceeded."""
     root, paths, kept = README.parents[1], sys.argv[1:], {}
     if paths:
         kept = {key: s for key, s in read(README.read_text()).items() if key[0] not in paths}

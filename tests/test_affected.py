@@ -1,4 +1,4 @@
-"""tests.affected finds what a change can reach, and no more than that."""
+"""tests.affected finds all tests that a change can reach, and no others."""
 
 import json
 
@@ -57,7 +57,7 @@ def whole(house, *changed):
 
 
 def test_by_imports_names_strings_and_fixtures(house):
-    """By way of zoo/__init__.py, which hands on what it imports, only those who take that from it."""
+    """A change behind zoo/__init__.py reaches only the files that take the changed name from it."""
     of_train = {"test_taking.py", "test_running.py"}
     assert whole(house, "train/loop.py") == whole(house, "zoo/load.py") == of_train
     assert whole(house, "zoo/mesh.py") == {"test_mesh.py"}
@@ -74,7 +74,7 @@ def test_files_that_are_no_code(house):
 
 
 def test_a_family_reaches_its_own_cases(house):
-    """So do the parts of it, and its tiny checkpoints; the registry, which imports all of them, does not count."""
+    """A family's file, its modules and its tiny checkpoints reach its cases, but not through the registry."""
     own, named = (affected.Cases(frozenset(["llama"]), rest) for rest in (False, True))
     expected = {"tests/zoo/test_parity.py": own, "tests/zoo/test_llama.py": named}
     assert affected.select(["zoo/models/llama.py"], house) == expected

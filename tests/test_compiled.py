@@ -14,7 +14,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_a_folder_for_each_cpu_and_version(tmp_path, monkeypatch):
-    """What one CPU compiled, another must never load."""
+    """A program that was compiled on one CPU is never loaded on another."""
     monkeypatch.setattr(compiled, "CPU", tmp_path / "cpuinfo")
     one = "processor\t: 0\nmodel name\t: Xeon\ncpu MHz\t: 2000.1\nflags\t\t: avx2 avx512f\n"
     folders = []
@@ -22,7 +22,7 @@ def test_a_folder_for_each_cpu_and_version(tmp_path, monkeypatch):
         compiled.CPU.write_text(f"{text}\n{text.replace(': 0', ': 1')}")
         folders.append(compiled.folder())
     assert all(folder.is_dir() and folder.parent == tmp_path / "equinox-zoo" / "tests" for folder in folders)
-    assert len(set(folders)) == 3 and folders[3] == folders[0]  # whose clock alone differs
+    assert len(set(folders)) == 3 and folders[3] == folders[0]  # differs from the first in its clock only
     monkeypatch.setattr(compiled.jax, "__version__", "0.1")
     assert compiled.folder() not in folders
 

@@ -17,9 +17,9 @@ def first(name):
 
 
 def test_flaky_tests_are_named_and_do_not_fail_the_run(pytester, monkeypatch):
-    """One of them ends its worker, which must neither end the next worker nor hide the other tests."""
+    """A test that ends its worker must neither end the next worker nor hide the other tests."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[1]))
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--rerun-failed")  # which must not reach those that run alone
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--rerun-failed")  # must not reach the tests that run alone
     pytester.makepyfile(
         test_crash=ONCE + "def test_crash():\n    if first('crash'):\n        os._exit(3)\n\ndef test_after(): pass",
         test_once=ONCE + "def test_once():\n    assert not first('once'), 'the first time'\n\ndef test_good(): pass",

@@ -1,4 +1,4 @@
-"""The drawing's numbers of a small house that is known."""
+"""tests.house prints the known numbers of a small tree."""
 
 from tests import house
 
@@ -32,9 +32,10 @@ def test_numbers(tmp_path, capsys):
     numbers = {name: tuple(map(int, row)) for name, *row in map(str.split, capsys.readouterr().out.splitlines()[1:])}
     assert numbers == {
         "whole": (2, 2, 1, 0, 1),
-        # a -> b -> c -> a: one of the three runs back.
+        # a -> b -> c -> a: one of the three arrows runs back.
         "zoo": (3, 3, 3, 1, 1),
-        # Back up run data -> script, and run -> watch, which has to be apart from it. No file of run/ is in a circle.
+        # Arrows back up: data -> script, and run -> watch, which must be independent of it. No file of run/ is in a
+        # circle.
         "train": (5, 3, 6, 2, 0),
         "train.run": (2, 2, 1, 0, 0),
     }

@@ -1,4 +1,4 @@
-"""What importing zoo costs, what it must not pull in, and what happens where another package has one of our names."""
+"""Tests of importing zoo: its cost, what it must not import, and other packages with the name of one of ours."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ def run(script: pathlib.Path) -> subprocess.CompletedProcess:
 
 
 def test_scripts_in_tests_leave_no_instrumented_bytecode(monkeypatch, capsys):
-    """Which `python -m train.sft` would run the next time."""
+    """`python -m train.sft` would otherwise run the instrumented bytecode the next time."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     with pytest.raises(SystemExit):
         command("train.sft", "--help")
@@ -47,7 +47,7 @@ def test_nothing_heavy_is_imported(tmp_path):
 
 
 def test_libtpu_is_quiet_unless_the_user_asks(tmp_path, monkeypatch):
-    """It reads its log levels when jax loads it, so they have to be there before."""
+    """libtpu reads its log levels when jax loads it, so they must be set before."""
     code = "import sys, os; sys.modules['jax'] = None\ntry: import zoo\nexcept ImportError: pass\n"
     code += "print(os.environ['TPU_MIN_LOG_LEVEL'], os.environ['TPU_STDERR_LOG_LEVEL'])"
     monkeypatch.delenv("TPU_MIN_LOG_LEVEL", raising=False)
@@ -60,7 +60,7 @@ def test_cost(tmp_path):
     assert float(python(IMPORTS, ROOT, cwd=tmp_path).stdout.split(" ", 1)[0]) < 5
 
 
-# As an editable install does: our packages are found after all that lies on the path, folders without code included.
+# Imitates an editable install: our packages are found after everything on the path, folders without code included.
 EDITABLE = f"""
 import importlib.machinery, sys
 class Finder:
@@ -72,7 +72,7 @@ sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder) + 1, Fi
 
 
 def test_beside_a_users_files(tmp_path):
-    """zoo takes its own packages, says so of the one that is hidden from the user, and never looks at train."""
+    """zoo imports its own packages, names the one that is hidden from the user, and never looks at train."""
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "x.jsonl").touch()
     (tmp_path / "train.py").write_text("raise SystemExit('train.py was run')")
@@ -88,7 +88,7 @@ def test_beside_a_users_files(tmp_path):
 
 @pytest.mark.parametrize("name", ["kernels", "convert"])
 def test_imported_before_zoo(tmp_path, name):
-    """Two packages of one name are too many; the remedy that the message names is one."""
+    """A second package of the same name is refused, and the message names a remedy that works."""
     theirs = tmp_path / f"{name}.py"
     theirs.touch()
     (tmp_path / "script.py").write_text(f"{EDITABLE}import {name}, zoo")
@@ -97,8 +97,8 @@ def test_imported_before_zoo(tmp_path, name):
 
 
 def test_a_script_of_such_a_name(tmp_path):
-    """It runs, and nothing is said: nobody imports it."""
-    # Nothing after our packages is needed here, and jax takes a second.
+    """A script with the name of one of our packages runs without a message, because nobody imports it."""
+    # This test needs nothing after our packages, and importing jax takes a second.
     code = "import sys; sys.modules['jax'] = None\ntry:\n    import zoo\nexcept ImportError as error: print(error)"
     (tmp_path / "convert.py").write_text(EDITABLE + code)
     result = run(tmp_path / "convert.py")
@@ -106,7 +106,7 @@ def test_a_script_of_such_a_name(tmp_path):
 
 
 def test_overwritten(tmp_path):
-    """Two distributions that have a package `kernels` were installed into one folder."""
+    """zoo reports that another distribution overwrote its package `kernels` in the same folder."""
     for package in ("zoo", "convert", "train", "kernels"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_bytes((ROOT / package / "__init__.py").read_bytes())

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands there, and its table is that of the families as they are."""
+"""The README's example runs as it is written, and its table lists the families as they are."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""The budget of CPU seconds is counted, and held: by each run, and by the table in tests/README.md."""
+"""Each run counts CPU seconds and compares them with the budget; so does the table in tests/README.md."""
 
 import pathlib
 import subprocess
@@ -12,7 +12,7 @@ from tests.zoo import tiny
 
 pytest_plugins = ["pytester"]
 ROOT = pathlib.Path(__file__).parents[1]
-NOW = [0]  # the CPU seconds of the clock
+NOW = [0]  # the CPU seconds that the clock shows
 
 
 def test_overruns_are_named():
@@ -25,7 +25,7 @@ def test_overruns_are_named():
 
 
 def test_a_run_counts_each_test_and_fails_beyond_the_budget(pytester, monkeypatch):
-    """By its file and its family, on a clock that the tests set."""
+    """Seconds are counted by file and by family, on a clock that the tests set."""
     pytester.makepyfile(
         test_x="""
         import pytest
@@ -70,7 +70,9 @@ def test_rows_and_sums_of_the_tables_have_budgets():
 
 
 def test_the_tables_are_whole_and_within_the_budget():
-    """`python -m tests.seconds FILE` adds the row of a new file, and removes that of one that is gone."""
+    """The tables have a row for each file and family. `python -m tests.seconds FILE` adds a new file's row, or removes
+    a deleted file's.
+    """
     counted = seconds.read((ROOT / "tests" / "README.md").read_text())
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     assert {what for what, _ in counted} == files | set(tiny.MODULES)

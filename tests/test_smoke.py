@@ -1,6 +1,6 @@
-"""What a new user does first, with whatever is installed: load, generate, train, export, and transformers beside it.
+"""A new user's first steps, with whatever is installed: load, generate, train, export, and transformers beside zoo.
 
-It needs nothing of this checkout: `.ci/run` runs a copy of this file, elsewhere, against the wheel that it has built.
+The file needs nothing of this checkout: `.ci/run` runs a copy of it, elsewhere, against the wheel that it has built.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ def test_version():
 
 
 def test_data_is_installed():
-    """What is no Python file: the embedded model, its instructions, and the kernels' block sizes."""
+    """Files that are not Python are installed: the embedded model, its instructions, the kernels' block sizes."""
     import train.tiny
 
     assert zoo.config("tiny").vocab_size == zoo.load("tiny").embed_tokens.weight.shape[0]
@@ -43,7 +43,7 @@ def test_training_ends_with_a_model_that_generates(tmp_path):
 
 @pytest.mark.live
 def test_transformers_reads_the_export(tmp_path):
-    """It looks for a package called `kernels` of its own maker's, and must not take ours for that one."""
+    """transformers looks for a package `kernels` by Hugging Face, and must not take ours for it."""
     transformers = pytest.importorskip("transformers", reason="needs transformers and torch")
     import torch
     from transformers.utils import is_kernels_available

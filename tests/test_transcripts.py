@@ -63,7 +63,7 @@ def test_a_page(page):
     ],
 )
 def test_a_stale_one(page, old, new, line, diff):
-    """Is told by the page, the line and a diff."""
+    """A stale transcript is reported with its page, its line and a diff."""
     assert PRINTED.count(old) == 1
     found = transcripts(page)[0].difference(PRINTED.replace(old, new))
     where, *rest = found.splitlines()

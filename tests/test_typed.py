@@ -1,4 +1,4 @@
-"""Types are checked where they have to be."""
+"""Types are checked in the tiers and modules where they should be."""
 
 import ast
 import pathlib
@@ -36,7 +36,7 @@ def test_this_run_checks_them():
 
 
 def test_users_type_checkers_read_ours():
-    """Every package has its marker, and tests/public.py, which pyright checks strictly, has all of zoo's face."""
+    """All packages have a py.typed file. pyright strictly checks tests/public.py, which has all public names of zoo."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     for package in typed.PACKAGES:
         assert (ROOT / package / "py.typed").exists() and "py.typed" in project["setuptools"]["package-data"][package]

@@ -1,9 +1,9 @@
-"""Compares what the documentation shows of a command's output with what the command prints.
+"""Compares a command's output in the documentation with the command's actual output.
 
 A `console` block of a page is a transcript: a line that begins with `$ ` is a command, and the lines below it are its
-output, in a terminal of 200 columns. Words and whole numbers have to be equal; other numbers may differ by `TOLERANCE`.
-Times, speeds and dates are not compared. `...` stands for what is left out: within a line any characters, as a line any
-lines.
+output, in a terminal of 200 columns. Words and whole numbers must be equal; other numbers may differ by `TOLERANCE`.
+Times, speeds and dates are not compared. `...` stands for omitted output: any characters within a line, or any lines if
+it is a line of its own.
 
 `python -m tests.documented` runs the commands that take seconds. For one that takes minutes:
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-TOLERANCE = 0.01  # relative: processors round differently, and training makes more of it
+TOLERANCE = 0.01  # relative: processors round differently, and training amplifies the differences
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 CLOCK, DATE = r"\d+:\d\d(?::\d\d)?", r"\d{4}-\d\d-\d\d"
 UNCOMPARED = {r"\.\.\.": ".*", DATE: DATE, CLOCK: CLOCK, rf"{NUMBER}(?= ?(?:ms|s|min|h|\w+/s)\b)": NUMBER}
@@ -32,7 +32,7 @@ PARTS = re.compile("|".join(f"({part})" for part in [*UNCOMPARED, NUMBER]))
 
 @dataclasses.dataclass(frozen=True)
 class Transcript:
-    """A command of a page with the output that the page shows; `line` is the command's."""
+    """A command of a page with the output that the page shows; `line` is the command's line number."""
 
     page: pathlib.Path
     line: int
@@ -40,7 +40,7 @@ class Transcript:
     shown: tuple[str, ...]
 
     def difference(self, printed: str) -> str:
-        """Returns where the output differs from what was printed, as page, line and a diff; nothing if it does not."""
+        """Returns the page, the line and a diff of the first difference from the actual output; "" if there is none."""
         lines = [line.rstrip() for line in printed.strip("\n").splitlines()]
         if (found := first_difference(self.shown, lines)) is None:
             return ""
@@ -50,7 +50,7 @@ class Transcript:
 
 
 def transcripts(page: pathlib.Path) -> list[Transcript]:
-    """The transcripts of a page."""
+    """Returns the transcripts of a page."""
     found = []
     for block in re.finditer(r"^```console\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
         lines = [line.rstrip() for line in block[1].splitlines()]
@@ -62,8 +62,8 @@ def transcripts(page: pathlib.Path) -> list[Transcript]:
 
 
 def first_difference(shown: Sequence[str], printed: Sequence[str]) -> tuple[int, list[str]] | None:
-    """Returns the number of the first shown line that was not printed, with a diff from there on; None if all were."""
-    reached = {0}  # how many printed lines those shown so far can stand for
+    """Returns the number of the first shown line that was not printed, and a diff from there; None if all were."""
+    reached = {0}  # the numbers of printed lines that the shown lines so far can match
     for at, line in enumerate(shown):
         if line == "...":
             after = set(range(min(reached), len(printed) + 1))
@@ -89,12 +89,12 @@ def diff(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
 
 
 def alike(shown: str, printed: str) -> bool:
-    """Whether a line was printed as it is shown, but for what is not compared and for the tolerance of numbers."""
+    """Whether a line was printed as shown, except for times, speeds, dates and the tolerance of numbers."""
     pattern, wanted, end = "", [], 0
     for part in PARTS.finditer(shown):
         pattern += re.escape(shown[end : part.start()])
         end = part.end()
-        kind = part.lastindex or 0  # a match is always of one
+        kind = part.lastindex or 0  # a match is always of one group
         if kind <= len(UNCOMPARED):
             pattern += [*UNCOMPARED.values()][kind - 1]
         elif part[0].replace(",", "").isdigit():
@@ -114,7 +114,7 @@ def number(text: str) -> float:
 
 
 def main(command: str, printed: str) -> int:
-    """Compares what a command has printed with all transcripts of it. Returns how many differ."""
+    """Compares a command's output with all its transcripts. Returns the number of stale ones."""
     found = [each for page in PAGES for each in transcripts(page) if each.command == command]
     if not found:
         sys.exit(f"No page has a transcript of `{command}`.")

@@ -1,10 +1,11 @@
-"""Whether a run checks the types and shapes of arguments and results, and of which modules.
+"""Decides whether a run checks the types and shapes of arguments and results, and in which modules.
 
-It does where it has tests of the default tier. Slow and live tests alone, and a second Python (JAXTYPING_DISABLE=1, as
-.ci/run sets it), would only check the same calls again.
+A run checks them if it includes tests of the default tier. Slow and live tests alone, or a second Python
+(JAXTYPING_DISABLE=1, as .ci/run sets it), would only check the same calls again.
 
-It does for modules that import jaxtyping. Those without shapes read files, records and options; pyright has checked
-their types, and their functions are called most often: to check them, too, took a tenth of a run's CPU seconds.
+Modules that import jaxtyping are checked. Modules without shapes read files, records and options. pyright has checked
+their types, and their functions are called most often: checking them at runtime, too, took a tenth of a run's CPU
+seconds.
 """
 
 import collections
@@ -19,15 +20,15 @@ PACKAGES = ("zoo", "kernels", "convert", "train")
 
 
 def wanted(expression: str) -> bool:
-    """Returns whether a run checks types, from pytest's -m: whether tests without a mark are in it."""
-    # These are expressions of Python, with the marks for names.
+    """Returns whether a run checks types, given pytest's -m expression: whether it selects tests without a mark."""
+    # The expression is valid Python, with the marks as names.
     return not jaxtyping.config.jaxtyping_disable and bool(
         eval(expression or "True", {}, collections.defaultdict(bool))
     )
 
 
 def shaped() -> list[str]:
-    """Returns the names of the modules that import jaxtyping; a package's name stands for all below it."""
+    """Returns the names of the modules that import jaxtyping; the name of a package covers all modules in it."""
     root, found = pathlib.Path(__file__).parents[1], []
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         if re.search(r"^(from|import) jaxtyping\b", path.read_text(), re.M):
@@ -37,10 +38,10 @@ def shaped() -> list[str]:
 
 
 def install() -> None:
-    """Lets imports of our modules with shapes add the checks, from now on.
+    """Makes later imports of our modules with shapes add the checks.
 
     Raises:
-        RuntimeError: if one has been imported without them.
+        RuntimeError: if one of our packages was imported before.
     """
     if early := [name for name in PACKAGES if name in sys.modules]:
         raise RuntimeError(f"{', '.join(early)} was imported before tests/conftest.py could have its types checked.")

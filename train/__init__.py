@@ -1,9 +1,9 @@
-"""Trains models, by scripts such as `python -m train.sft`."""
+"""Training of models, by scripts such as `python -m train.sft`."""
 
 import os
 import signal
 import sys
 
 
-if sys.argv[0] == "-m":  # a script's imports take seconds, after which `train.base.stop` handles this and other signals
+if sys.argv[0] == "-m":  # while a script's imports take seconds; later `train.base.stop` handles this and other signals
     signal.signal(signal.SIGTERM, lambda *_: os._exit(75))

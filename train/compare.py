@@ -1,4 +1,4 @@
-"""Draws several runs in one page: `python -m train.compare RUN...`."""
+"""A script that draws several runs in one page: `python -m train.compare RUN...`."""
 
 import pathlib
 from typing import Annotated
@@ -12,7 +12,7 @@ def compare(
     runs: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")],
     out: pathlib.Path = pathlib.Path("compare.html"),
 ) -> None:
-    """Draw runs over each other, with what differs in their options, data and models, and their samples side by side.
+    """Draws runs over each other, with the differences of their options, data and models, and samples side by side.
 
     The page is one file that needs no server and no network. `python -m train.report RUN` draws one run.
 

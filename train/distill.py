@@ -1,7 +1,7 @@
-"""Teaches a model to predict what a larger one predicts: `python -m train.distill --help`.
+"""A script that distils a larger model's predictions into a model: `python -m train.distill --help`.
 
-With `--teacher` alone that one runs beside the student. `--store` writes its largest logits to a folder instead, and
-`--logits` learns from such a folder, without the teacher.
+With `--teacher` alone, the teacher runs beside the student. `--store` writes the teacher's largest logits to a folder
+instead, and `--logits` learns from such a folder, without the teacher.
 """
 
 import dataclasses
@@ -45,24 +45,25 @@ class DistillOptions(TextOptions, finetune.FineTuningOptions):
     name: ClassVar[str] = "distill"
 
     teacher: str | None = None
-    """Larger model: a zoo name, a Hub repository org/name, or a folder. It must have the student's tokens."""
+    """Larger model: a zoo name, a Hub repository org/name, or a folder. It must have the student's vocabulary."""
     store: pathlib.Path | None = None
     """Folder to write the teacher's logits to, for all --epochs of the data. Nothing is trained."""
     logits: pathlib.Path | None = None
     """Folder that --store has written. The model learns from it instead of --data."""
     top_k: int = option(64, rare=True)
-    """Number of logits of each token that --store keeps; six bytes each."""
+    """Number of logits of each token that --store keeps. A logit takes six bytes."""
     data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
     """Files, folders of them, or prepared stores, as for train.sft."""
     completions_only: bool = True
-    """Learn completions and what the assistant says, but not prompts."""
+    """Learn completions and the assistant's messages, but not prompts."""
     epochs: int = option(1, group=Group.STEP)
     """Number of times through the data, if --steps is 0."""
     beta: float = 0.0
     """Kind of divergence. 0: the forward KL(teacher || student). 1: the reverse. In between: mixed as in GKD. Stored
     logits allow the forward KL alone."""
     temperature: float = option(1.0, rare=True)
-    """Number that both models' logits are divided by. The loss is multiplied by its square (Hinton et al., 2015)."""
+    """Number that both models' logits are divided by. The loss is multiplied by the square of this number (Hinton et
+    al., 2015)."""
     weight: float = 1.0
     """Weight of the divergence, from 0 to 1. The rest is the weight of the cross-entropy of the data's own tokens."""
 
@@ -75,11 +76,12 @@ def objective(
     *,
     o: DistillOptions,
 ) -> Losses:
-    """The loss of a batch's targets, for `train.step.step.train_step`.
+    """Computes the loss of a batch's targets, for `train.step.step.train_step`.
 
-    `reference` is the teacher; None: the batch has its logits, "top_values" and "top_indices".
+    `reference` is the teacher. If it is None, the batch has the teacher's logits, "top_values" and "top_indices".
 
-    The sums are "loss", "divergence", and "cross_entropy" and "accuracy" on the data's own tokens.
+    The sums are "loss" and "divergence"; with a `weight` below 1 also "cross_entropy" and "accuracy" on the data's own
+    tokens.
     """
     x, reports = features(model, batch)
     if reference is None:
@@ -117,7 +119,7 @@ def main(o: DistillOptions) -> None:
     # ----------------------------------------------------------------------------------------------------------- data
     if o.logits:
         rows, about = teacher.read(o.logits)
-        of_tokens = about.get("tokenizer", about["data"].get("tokenizer"))  # older ones have it there
+        of_tokens = about.get("tokenizer", about["data"].get("tokenizer"))  # older folders have it in "data"
         if of_tokens != tokenizer_hash(tokenizer) or about["seq_len"] != o.seq_len:
             raise ValueError(f"{o.logits} is of another tokenizer, or of rows of {about['seq_len']} tokens.")
         held = min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)
@@ -125,7 +127,7 @@ def main(o: DistillOptions) -> None:
         data = reading(batches(order([kept], epochs=None if o.steps else o.epochs), o.batch, mesh=mesh))
         validation = reading(batches(rows[-held:], o.batch, mesh=mesh)) if held else None
         source, prompts, steps = about, [], o.steps or -(-len(kept.rows) * o.epochs // o.batch)
-        source |= {"batch": o.batch, "seed": o.seed, "hold_out": o.hold_out}  # of this run, not of the stored one
+        source |= {"batch": o.batch, "seed": o.seed, "hold_out": o.hold_out}  # this run's, not those of the stored data
         source["logits"] = {"files": file_hashes(o.logits, [o.logits / teacher.ROWS])}
     else:
         settings = text_settings(o, config.vocab_size, completions_only=o.completions_only)
@@ -152,7 +154,7 @@ def main(o: DistillOptions) -> None:
 
 
 def store(o: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
-    """Writes the teacher's largest logits of all batches."""
+    """Writes the teacher's largest logits for all batches to the folder `to`."""
     if jax.process_count() > 1 or mesh.shape[CONTEXT] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
     with jax.set_mesh(mesh):

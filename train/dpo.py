@@ -1,8 +1,8 @@
-"""Teaches a model which of two answers is preferred: `python -m train.dpo --help`. By DPO, IPO, ORPO or KTO.
+"""A script that trains a model on preferences, by DPO, IPO, ORPO or KTO: `python -m train.dpo --help`.
 
-Without arguments it teaches the embedded model `tiny` to prefer whole answers to those that break off or go on about
-something else; that takes less than a minute on two CPU cores. Give `--model` and `--data` for your own; with
-`--lora.rank` only adapters are trained, and the reference is the model without them.
+Without arguments it teaches the embedded model `tiny` to prefer whole answers to answers that break off or go on about
+something else; that takes less than a minute on two CPU cores. Give `--model` and `--data` for your own. With
+`--lora.rank` only adapters are trained, and the reference is the model without adapters.
 """
 
 import dataclasses
@@ -31,13 +31,14 @@ from zoo.nn.stack import Reports
 
 
 class Pairs(NamedTuple):
-    """What losses are made of: the pairs of a batch, and of each its first and second completion."""
+    """The pairs of a batch, from which losses are computed. A pair has a first and a second completion."""
 
-    first: Float[Array, "batch pairs"]  # log-probability minus the reference's; without one, the mean of its tokens'
+    # Log-probabilities minus the reference's; without a reference, the mean log-probability of a completion's tokens.
+    first: Float[Array, "batch pairs"]
     second: Float[Array, "batch pairs"]
-    lengths: tuple[Float[Array, "batch pairs"], Float[Array, "batch pairs"]]  # tokens of the two, at least 1
-    desirable: Bool[Array, "batch pairs"]  # the first completion
-    baseline: Float[Array, ""]  # 0 for losses that compare the two
+    lengths: tuple[Float[Array, "batch pairs"], Float[Array, "batch pairs"]]  # numbers of tokens, at least 1
+    desirable: Bool[Array, "batch pairs"]  # whether the first completion is desirable
+    baseline: Float[Array, ""]  # 0 for losses that compare the two completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Loss:
     of: Callable[[Any, Pairs], Float[Array, "batch pairs"]]
     """Options and pairs -> the loss of each pair. Formulas are in `train.step.loss`."""
     reference: bool = True
-    """Whether it needs the reference model's log-probabilities."""
+    """Whether the loss needs the reference model's log-probabilities."""
     unpaired: bool = False
-    """Whether it learns from the first completion alone, and from all second ones a baseline: see
+    """Whether the loss learns from first completions alone, and uses second completions only for a baseline: see
     `train.data.preferences`."""
 
 
@@ -76,10 +77,11 @@ class DPOOptions(DataOptions, finetune.FineTuningOptions):
 
     data: tuple[str, ...] = (str(train.tiny.PREFERENCES),)
     """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a
-    record say what it is: chosen and rejected, and prompt unless they share their beginning; or, for kto alone, prompt,
-    completion and label."""
+    record decide its kind: chosen and rejected, and prompt unless they share their beginning; or, for kto alone,
+    prompt, completion and label."""
     loss: Literal[tuple(LOSSES)] = "dpo"  # pyright: ignore[reportInvalidTypeForm]
-    """Loss. dpo, ipo and orpo compare two completions, orpo without a reference model. kto judges each by itself."""
+    """Loss. dpo, ipo and orpo compare two completions, orpo without a reference model. kto rates each completion by
+    itself."""
     beta: float = 0.1
     """Strength with which the model is kept near the reference; the tau of ipo. For orpo, which has no reference, the
     weight of the comparison (its lambda)."""
@@ -88,7 +90,8 @@ class DPOOptions(DataOptions, finetune.FineTuningOptions):
     desirable_weight: float = option(1.0, rare=True)
     """Weight of desirable completions, for kto."""
     undesirable_weight: float = option(1.0, rare=True)
-    """Weight of undesirable completions, for kto. Both should be in inverse proportion to their numbers."""
+    """Weight of undesirable completions, for kto. The two weights should be in inverse proportion to the numbers of
+    desirable and undesirable completions."""
     epochs: int = option(0, group=Group.STEP)
     """Number of times through the data, if --steps is 0. 0: 1 epoch, but 4 for the embedded preferences."""
 
@@ -101,22 +104,31 @@ def objective(
     *,
     o: DPOOptions,
 ) -> Losses:
-    """The loss of a batch's pairs (see `train.data.preferences`), for `train.step.step.train_step`.
+    """Computes the loss of a batch's pairs (see `train.data.preferences`), for `train.step.step.train_step`.
 
-    `reference` is the model to stay near to; None means this one without its adapters.
+    `reference` is the model to stay near to; None means this model without its adapters.
 
-    The sums are "loss"; "chosen_logps" and "rejected_logps", the log-probabilities of completions; "chosen_reward" and
-    "rejected_reward", beta times their log-ratios to the reference (for orpo, which has none, of a token's mean
-    log-probability); "margin", the difference of the two; and "accuracy", the number of pairs in which it is positive.
-    For kto they are "loss"; "mismatched", log-ratios of completions after the prompts of others; "kl", the baseline,
-    which is their mean over the whole batch or 0; "margin", how far a completion's reward is on its side of the
-    baseline's; and "accuracy", as before.
+    The sums are, for losses that compare completions:
+
+    - "loss";
+    - "chosen_logps" and "rejected_logps", the log-probabilities of completions;
+    - "chosen_reward" and "rejected_reward", beta times the completions' log-ratios to the reference, or for orpo, which
+      has no reference, beta times the mean log-probability of their tokens;
+    - "margin", the difference of the two rewards; and "accuracy", the number of pairs with a positive margin.
+
+    For kto they are:
+
+    - "loss";
+    - "mismatched", the log-ratios of completions after the prompts of other records;
+    - "kl", the baseline: the mean of these log-ratios over the whole batch, or 0 if that is negative;
+    - "margin", the distance of a completion's reward from the baseline's, positive on the right side; and "accuracy",
+      as above.
     """
     row, mask = LOSSES[o.loss], batch["loss_mask"]
     sums = functools.partial(loss.per_document, segments=batch["segments"], mask=mask, documents=2 * PAIRS)
 
     def completions(model: AbstractModel) -> tuple[Float[Array, "batch documents"], Reports]:
-        """Log-probabilities of a row's completions."""
+        """Computes the log-probabilities of each row's completions."""
         x, reports = features(model, batch)
         return sums(loss.logprobs(model.unembed, x, batch["targets"])[0]), reports
 
@@ -151,9 +163,9 @@ def main(o: DPOOptions) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
     config = zoo.config(tokenizer.folder)
-    embedded = o.data == (str(train.tiny.PREFERENCES),)  # few, for a small model: other numbers do well
+    embedded = o.data == (str(train.tiny.PREFERENCES),)  # few records and a small model: other defaults do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.lr or (2e-4 if embedded else 0.0)
-    # A twentieth of what fine-tuning takes: preferences are learnt at 1e-6 or so (TRL's default).
+    # A twentieth of fine-tuning's learning rate: preferences are learnt at 1e-6 or so (TRL's default).
     rate, row = width_lr(o.lora) / 20, LOSSES[o.loss]
     o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)
 

@@ -1,8 +1,9 @@
-"""Teaches a model by rewards for what it writes: `python -m train.grpo --help`. GRPO, Dr. GRPO, DAPO, GSPO.
+"""A script that trains a model by rewards, with GRPO, Dr. GRPO, DAPO or GSPO: `python -m train.grpo --help`.
 
-At each step the model continues some prompts, several times each; functions of yours reward each completion; and those
-that are better than the mean of their prompt become more probable. What samples is the model that is trained, on the
-same devices. Without arguments it teaches the embedded model `tiny` to answer in one line that ends with a full stop.
+At each step the model continues some prompts, several times each. Functions of yours reward each completion.
+Completions that are better than the mean of their prompt become more probable. The trained model itself samples, on the
+same devices. Without arguments the script teaches the embedded model `tiny` to answer in one line that ends with a full
+stop.
 """
 
 import dataclasses
@@ -47,18 +48,18 @@ class GRPOOptions(ColumnOptions, finetune.FineTuningOptions):
 
     data: str = option(str(train.tiny.INSTRUCTIONS), group=Group.DATA)
     """A file, a folder, a glob, a URL, or hf:NAME; docs/data.md lists the formats. A record has a prompt (a string or a
-    list of messages), or messages, whose last one is the answer; rewards get all its fields."""
+    list of messages), or messages, the last of which is the answer. Rewards get all fields of the record."""
     reward: tuple[str, ...] = (r"regex:[^\n]+\.",)
     r"""Functions of completions: exact or number (against the record's answer), python (runs code with the record's
     tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""
     reward_weights: tuple[float, ...] = option((), rare=True)
-    """Weight of each of several rewards. Without weights each has 1."""
+    """Weight of each of several rewards. Without weights each reward has the weight 1."""
     correct: float | None = option(None, rare=True)
-    """Reward from which on a completion counts as correct in pass@1 and pass@k. None: the sum of the weights of the
-    rewards, which is the full reward where each is at most 1."""
+    """Least reward of a completion that counts as correct in pass@1 and pass@k. None: the sum of the weights of the
+    rewards, which is the full reward if each reward is at most 1."""
     hold_out: float = option(0.0, group=Group.DATA)
-    """Fraction of the prompts to evaluate on, from the end, where the data has no validation files: validation_reward
-    and validation_pass@k are of these."""
+    """Fraction of the prompts to evaluate on, from the end, if the data has no validation files. validation_reward and
+    validation_pass@k are measured on these prompts."""
     eval_prompts: int = option(64, group=Group.VALIDATION, rare=True)
     """Largest number of prompts to evaluate on, each with a --group of completions. 0: all that are held out."""
     prompts: int = option(8, group=Group.STEP)
@@ -71,27 +72,28 @@ class GRPOOptions(ColumnOptions, finetune.FineTuningOptions):
     """Temperature of sampling. The probabilities that are trained are those at this temperature, too."""
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
     """How losses of tokens are averaged. grpo: over a completion, then over completions. dapo: over all tokens.
-    dr_grpo: their sum is divided by completions times --max-new-tokens."""
+    dr_grpo: the sum of the losses is divided by completions times --max-new-tokens."""
     level: Literal["token", "sequence"] = option("token", rare=True)
-    """What has a ratio of probabilities: each token, or each whole completion (GSPO)."""
+    """Level of the ratios of probabilities. token: each token has its own. sequence: each whole completion has one
+    (GSPO)."""
     scale_rewards: bool = option(True, rare=True)
     """Divide advantages by the standard deviation of their group; Dr. GRPO does not."""
     epsilon: float = 0.2
     """Distance from 1 at which ratios of probabilities are clipped, below and above."""
     epsilon_high: float = option(0.0, rare=True)
-    """Distance above 1 at which they are clipped: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above. 0: --epsilon."""
+    """Distance above 1 at which ratios are clipped: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above. 0: --epsilon."""
     kl: float = 0.0
     """Weight of the divergence from the model that the run began with (GRPO's beta); 0.04 in DeepSeekMath."""
     iterations: int = option(1, rare=True)
-    """Number of times that a step learns from its completions. All but the first are off-policy."""
+    """Number of times that a step learns from its completions. All times but the first are off-policy."""
     minibatches: int = option(1, rare=True)
-    """Number of updates in each of these times."""
+    """Number of updates in each of the --iterations."""
     rollout_batch: int = option(64, rare=True)
     """Number of completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
     """Data type of cached keys and values while sampling. auto: --compute-dtype."""
     steps: int = 100
-    # Not to be chosen: batches follow from --prompts, --group and --minibatches.
+    # These two are no options here: batches follow from --prompts, --group and --minibatches.
     batch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
     eval_batches: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
 
@@ -104,11 +106,12 @@ def objective(
     *,
     o: GRPOOptions,
 ) -> Losses:
-    """The loss of completions, for `train.step.step.train_step`; see `train.step.loss`.
+    """Computes the loss of completions, for `train.step.step.train_step`; see `train.step.loss`.
 
-    Beside the usual, a batch has "advantages" and "old", the log-probabilities with which its targets were drawn.
-    `reference` is the model to stay near to, if `o.kl`; None means this one without its adapters. The sums are "loss",
-    "entropy", "clipped" (the fraction of tokens), "drift" (how far log-probabilities are from "old") and "kl".
+    Beside the usual arrays, a batch has "advantages" and "old", the log-probabilities with which its targets were
+    drawn. `reference` is the model to stay near to, if `o.kl`; None means this model without its adapters. The sums are
+    "loss", "entropy", "clipped" (the fraction of tokens), "drift" (the distance of log-probabilities from "old") and,
+    if `o.kl`, "kl".
     """
     mask = batch["loss_mask"]
 
@@ -127,7 +130,7 @@ def objective(
         (there, _), _ = jax.lax.stop_gradient(logprobs(lora.bare(model) if reference is None else reference))
         metrics["kl"] = loss.kl_k3(logps, there)
         values += o.kl * metrics["kl"]
-    # Metrics are averaged over tokens, however the loss is.
+    # Metrics are averaged over tokens, whatever --loss is.
     size = o.max_new_tokens if o.loss == "dr_grpo" else 1
     mean = lambda values: size * loss.aggregate(values, mask, "dapo" if o.loss == "dapo" else "grpo")[0]
     total, count = loss.aggregate(values, mask, o.loss, max_length=o.max_new_tokens)

@@ -1,10 +1,10 @@
-"""Shows what a model would learn from data, or from a prepared store: `python -m train.inspect --help`.
+"""A script that inspects data, or a prepared store, as a model would learn from it: `python -m train.inspect --help`.
 
     python -m train.inspect chats/ --model llama3.1-8b --seq-len 4096 --html chats.html
     python -m train.inspect prepared --verify
 
-It counts what is there, what would be cut, what is there twice and what has nothing to learn, and how full rows are.
-Samples show what is not learnt dimmed.
+It counts records and tokens, cut ends, duplicates, and records with nothing to learn, and measures how full rows are.
+In samples, text that is not learnt is dimmed.
 """
 
 import pathlib
@@ -20,11 +20,11 @@ from train.run.inspection import Found, InspectOptions, of_records, of_store, pa
 
 
 def main(o: InspectOptions) -> list[Found]:
-    """Prints what each --data has, and writes the page.
+    """Prints a report on each --data, and writes the page.
 
     Raises:
-        ValueError, OSError: the data cannot be read, records cannot be learnt from (after all is printed), or a store
-            is of another tokenizer or not what was written.
+        ValueError, OSError: the data cannot be read, records cannot be learnt from (raised after all is printed), or a
+            store is of another tokenizer or damaged.
     """
     for name, least in (("seq_len", 1), ("records", 0), ("samples", 0)):
         if getattr(o, name) < least:
@@ -45,7 +45,7 @@ def main(o: InspectOptions) -> list[Found]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be at work for others
+    jax.config.update("jax_platforms", "cpu")  # other processes may be using an accelerator
     warn_of_secrets(sys.argv)
     try:
         main(runfile.parse(InspectOptions))

@@ -1,11 +1,11 @@
-"""Starts a training script in several processes, and starts it again when one is lost: `python -m train.launch --help`.
+"""A script that starts a training script in several processes, and again when one is lost: `python -m train.launch`.
 
     python -m train.launch --processes 4 --elastic -- python -m train.sft --out runs/a --data chats/ --mesh fsdp=-1
 
-It runs one process for each host that it is told of, by default all on this machine. When one is lost the others can't
-go on, so it ends them and starts the command again, which goes on from its last checkpoint. With --elastic it does so
-at once on the hosts that are left, and on all when the lost ones are back. A launcher of a cluster that does as much,
-such as Kubernetes' JobSet, is as good.
+It runs one process on each host of --hosts, by default all on this machine. When a process is lost, the others can't go
+on. So the launcher ends them and starts the command again, which goes on from its last checkpoint. With --elastic it
+starts again at once on the hosts that are left, and on all hosts when the lost ones are back. A cluster's own launcher
+that does the same, such as Kubernetes' JobSet, is as good.
 """
 
 import sys
@@ -16,7 +16,7 @@ from train.run.launcher import Launcher, LaunchOptions
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command after "--" with the options before it; returns the exit code."""
+    """Runs the command after "--" with the launcher's options before "--". Returns the exit code."""
     if not {"--", "-h", "--help", "--help-all"}.intersection(arguments):
         raise ValueError("Write the command after --, as in: python -m train.launch --processes 2 -- python -m ...")
     mine = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)

@@ -1,10 +1,10 @@
-"""Tells on this CPU whether a model trains, or decodes, on a fleet of chips, and what it costs, before any is rented.
+"""A script that plans, on a CPU, whether a model trains or decodes on a fleet of chips, and at what cost.
 
     python -m train.plan llama3.1-8b --topology v6e:2x4 --mesh fsdp=-1 --batch 16 --seq 8192
 
-It compiles the step of a run ahead of time for the real devices. Bytes are XLA's own account, and traffic between
-devices is read from the compiled program. Times are lower bounds, from the chip's published figures, and estimates by
-kind of kernel, from rates that are reached.
+It compiles the step of a run ahead of time for the real devices, before any chip is rented. XLA reports the bytes, and
+the traffic between devices is read from the compiled program. Times are lower bounds, from the chip's published
+figures, and estimates by kind of kernel, from rates that are reached in practice.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ BOUNDS = "No time is measured: bounds follow from the chip's published figures, 
 
 class Method(NamedTuple):
     options: type[finetune.FineTuningOptions]
-    rate: float  # the learning rate by default, as a share of fine-tuning's
+    rate: float  # the default learning rate, as a share of fine-tuning's
 
 
 METHODS = {
@@ -46,10 +46,10 @@ METHODS = {
 
 
 def script(o: Any, config: AbstractConfig) -> Any:
-    """Converts the plan's options to those of the method's script; others keep the script's defaults.
+    """Converts the plan's options to those of the method's script. Other options keep the script's defaults.
 
     Raises:
-        ValueError: the script refuses them.
+        ValueError: the script refuses the options.
     """
     method = METHODS[o.method]
     own = {field.name for field in dataclasses.fields(method.options)}
@@ -61,7 +61,7 @@ def script(o: Any, config: AbstractConfig) -> Any:
 
 
 def step(o: Any, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
-    """The training step of the plan's options."""
+    """Makes the training step of the plan's options."""
     run, more, reference = script(o, config), (), None
     whole = functools.partial(frozen, config, family, mesh, quantize="none", parts=parts_of(o.images))
     match o.method:
@@ -91,7 +91,7 @@ def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any
 
 
 def report(made: Plan, config: AbstractConfig) -> None:
-    """Prints all about a plan: bytes, traffic, bounds; or what to change so that it fits."""
+    """Prints a plan: bytes, traffic and bounds; or a change of options with which it fits."""
     o, c = made.o, made.compiled
     table = Table(title=f"{o.model} on {o.topology}, {o.mesh}", title_justify="left", show_header=False, box=None)
     table.add_row("[bold]fits[/bold]" if c else "[bold red]does not fit[/bold red]", "")
@@ -130,7 +130,7 @@ def report(made: Plan, config: AbstractConfig) -> None:
 
 
 def breakdown(made: Plan) -> Table:
-    """Makes a table of a step's kernels by kind, and of what they are estimated to take."""
+    """Makes a table of a step's kernels by kind, with their estimated times."""
     columns = [Column(name, justify="right") for name in ("kernels", "TFLOP", "GB", "ms")]
     table = Table("where a step goes", *columns, box=None)
     for kind, part in made.parts.items():
@@ -165,7 +165,7 @@ def main(o: Options) -> None:
     config = zoo.inspect(o.model)
     try:
         chip, devices = fleet(o.topology)
-    except ImportError:  # nobody is to install a compiler to be told that
+    except ImportError:  # report that the model does not fit before asking the user to install a compiler
         planner.refuse(o, config, *size_of(o.topology), step)
         raise
 
@@ -190,7 +190,7 @@ def main(o: Options) -> None:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # the fleet is not here
+    jax.config.update("jax_platforms", "cpu")  # the fleet is not attached to this machine
     jax.config.update("jax_enable_compilation_cache", False)  # XLA does not dump a program that comes from the cache
     try:
         main(runfile.parse(Options))

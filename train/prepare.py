@@ -1,10 +1,10 @@
-"""Tokenizes and packs data once, into a store of rows for any number of processes: `python -m train.prepare --help`.
+"""A script that packs data once into a store of rows, for any number of processes: `python -m train.prepare --help`.
 
     python -m train.prepare chats/ --model llama3.1-8b --seq-len 4096 --out prepared
     python -m train.sft --model llama3.1-8b --seq-len 4096 --data prepared
 
-Interrupted at any moment, the same command goes on with the files that are missing. The bytes of the store depend on
-the data and the options alone, not on the number of workers.
+After an interruption, the same command goes on with the files that are missing. The bytes of the store depend on the
+data and the options alone, not on the number of workers.
 """
 
 import os
@@ -65,7 +65,7 @@ def main(o: PrepareOptions) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be at work for others
+    jax.config.update("jax_platforms", "cpu")  # other processes may be using an accelerator
     warn_of_secrets(sys.argv)
     try:
         main(runfile.parse(PrepareOptions))

@@ -1,4 +1,4 @@
-"""Trains a model from random weights on text: `python -m train.pretrain --help`.
+"""A script that trains a model from random weights on text: `python -m train.pretrain --help`.
 
 The model is a configuration with a tokenizer: any zoo name, or a folder with config.json and tokenizer.json, such as
 `python -m train.tiny` writes.
@@ -35,7 +35,7 @@ class PretrainOptions(TextOptions, LanguageModelingOptions):
     """A zoo name, a Hub repository org/name, or a folder with config.json and tokenizer.json; weights are not used."""
     data: tuple[str, ...]
     """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. A record has
-    text or tokens, or what train.sft takes."""
+    text or tokens, or the keys of train.sft."""
     hold_out: float = 0.01
     packing: Packing = "concat"
     steps: int = 1000

@@ -1,7 +1,7 @@
-"""Computes an offending step of a run once more: `python -m train.replay RUN/offending-17`.
+"""A script that computes an offending step of a run once more: `python -m train.replay RUN/offending-17`.
 
-A run keeps the batch and the state of a step that was not finite, or a spike (see docs/faults.md). The step's numbers
-are compared with the run's, bit by bit, and the first operation that made a NaN is named with its line of code.
+A run keeps the batch and the state of a step that was not finite, or a spike (see docs/faults.md). The script compares
+the step's numbers with the run's, bit by bit, and names the first operation that made a NaN, with its line of code.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Writes the page of a run, report.html, again: `python -m train.report RUN`."""
+"""A script that writes the page of a run, report.html, again: `python -m train.report RUN`."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ from train.watch import page
 
 
 def again(run: tyro.conf.Positional[pathlib.Path]) -> None:
-    """Draw a run as report.html in its folder, from the files there. `python -m train.compare` draws several.
+    """Draws a run as report.html in its folder, from the files there. `python -m train.compare` draws several runs.
 
     Args:
         run: Folder of the run, such as runs/sft.

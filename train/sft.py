@@ -1,7 +1,7 @@
-"""Fine-tunes a model on chats, on prompts with completions, or on text: `python -m train.sft --help`.
+"""A script that fine-tunes a model on chats, prompts with completions, or text: `python -m train.sft --help`.
 
 Without arguments it teaches the embedded model `tiny`, pre-trained on Python's documentation, to answer questions about
-Python; that takes a minute or two on two CPU cores. Give `--model` and `--data` for your own; with `--lora.rank` only
+Python; that takes a minute or two on two CPU cores. Give `--model` and `--data` for your own. With `--lora.rank` only
 adapters are trained.
 """
 
@@ -29,10 +29,10 @@ class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOption
 
     data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
     """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a
-    record say what it is: messages, conversations, prompt and completion, text, or tokens. DATA@file.py:function makes
-    the record by your function."""
+    record decide its kind: messages, conversations, prompt and completion, text, or tokens. With DATA@file.py:function
+    your function makes the record."""
     completions_only: bool = True
-    """Learn completions and what the assistant says, but not prompts."""
+    """Learn completions and the assistant's messages, but not prompts."""
     epochs: int = option(0, group=Group.STEP)
     """Number of times through the data, if --steps is 0. 0: 3 epochs, but 8 for the embedded instructions."""
     neftune: float = 0.0
@@ -44,7 +44,7 @@ def main(o: SFTOptions) -> None:
     mesh = make_mesh(o.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
     config = zoo.config(tokenizer.folder)
-    embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # short and few, for a small model: other numbers do well
+    embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # few, short records and a small model: other defaults do well
     rate = width_lr(o.lora)
     epochs, lr = o.epochs or (8 if embedded else 3), o.lr or (100 * rate if embedded else 0.0)
     o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)

@@ -21,15 +21,15 @@ __version__ = "0.1.0"
 def _import_own(name: str) -> None:
     """Import zoo's package `name` from the folder beside zoo, even if another of that name comes first on the path.
 
-    The names are common, and the other is mostly a folder of data or a script that nobody imports. It is hidden from
-    here on, so the user is warned, except of the script being run and of a folder that is no package. One process
-    cannot have two packages of one name.
+    The names are common, and the other package is mostly a folder of data or a script that nobody imports. The other
+    package is hidden from here on, so the user is warned, unless it is the script being run or a folder without
+    `__init__.py`. One process cannot have two packages of one name.
 
     Raises:
-        ImportError: if the other package was imported already, or was installed into the same folder.
+        ImportError: the other package was imported already, or was installed into the same folder.
     """
     folder = pathlib.Path(__file__).resolve().parent.parent / name
-    # Of two distributions installed into one folder, the later one has overwritten files of the earlier one.
+    # If two distributions are installed into one folder, the later one has overwritten files of the earlier one.
     for other in importlib.metadata.distributions(name=name):
         if pathlib.Path(str(other.locate_file(name))).resolve() == folder:
             raise ImportError(
@@ -61,7 +61,7 @@ def _import_own(name: str) -> None:
     own.loader.exec_module(sys.modules[name])
 
 
-for _name in ("TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL"):  # libtpu reads these as jax loads it, and else says a lot
+for _name in ("TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL"):  # libtpu reads these as jax loads it, or else logs a lot
     os.environ.setdefault(_name, "3")
 for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)

@@ -32,7 +32,7 @@ def verify(
         html: the file for the report. None: NAME-verify.html beside the folder NAME, or in the current folder if SOURCE
             is not a folder.
         tokens: number of random tokens to compare on. To test a sliding window, take more than its length.
-        seed: random seed of those tokens.
+        seed: random seed of the tokens.
     """
     folder = pathlib.Path(source).expanduser()
     beside = folder.resolve().parent / f"{folder.resolve().name}-verify.html"

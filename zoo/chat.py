@@ -58,18 +58,18 @@ def chat(
         max_new_tokens: largest number of tokens of a reply.
         temperature: 0 takes the likeliest token; higher values make replies more varied.
         top_p: draw only from the fewest tokens whose probabilities add up to top_p, from 0 to 1.
-        repetition_penalty: divides positive logits of tokens that the chat has, and multiplies their negative ones; 1
-            is off, None takes that of the checkpoint's generation_config.json.
+        repetition_penalty: divides the positive logits of tokens that the chat already has, and multiplies the negative
+            ones; 1 is off, None takes the value in the checkpoint's generation_config.json.
         presence_penalty: subtracted from the logit of each token that the reply has; from -2 to 2.
-        frequency_penalty: subtracted once for each time that the reply has the token; from -2 to 2.
+        frequency_penalty: subtracted from a token's logit once for each time that the reply has it; from -2 to 2.
         seed: random seed of sampling. With the same seed, the same inputs get the same replies.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
         images: load the model's vision tower too, so that /image PATH shows it an image with your next message.
         draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
-            own module for further tokens.
+            own module for multi-token prediction.
         num_draft_tokens: number of tokens that the draft proposes at a time.
-        special_in_content: read control tokens, such as <|im_end|>, from the same letters in what you say, as
+        special_in_content: encode <|im_end|> and the like in your messages as control tokens, not as text, as
             transformers does.
     """
     console = rich.console.Console(highlight=False)
@@ -85,7 +85,7 @@ def chat(
     console.print(f"[bold]{rich.markup.escape(source)}[/], {limit:,} positions. [dim]{COMMANDS}[/]")
 
     turns: list[Message] = []
-    pictures: list[dict[str, str]] = []  # of the next message
+    pictures: list[dict[str, str]] = []  # images of the next message
     for number in itertools.count():
         try:
             text = input("> ").strip()
@@ -163,7 +163,7 @@ def load(
     """Loads a model with its adapter, and its draft: "mtp" or a model's name, loaded with the same options.
 
     Raises:
-        ValueError: for a draft where the model is to take images.
+        ValueError: both images and a draft are asked for.
     """
     if images and draft:
         raise ValueError("A draft takes no images: use --images or --draft.")
@@ -188,7 +188,7 @@ def fit(
     limit: int,
     room: int,
 ) -> tuple[int, Encoded]:
-    """Drops the oldest turns until `room` of the `limit` positions are free. Returns how many, and the rest encoded.
+    """Drops the oldest turns until `room` of `limit` positions are free. Returns their number, and the rest encoded.
 
     The rest starts with a turn of the user. All turns are dropped if the last one alone is too long.
     """

@@ -1,4 +1,4 @@
-"""Read and write config.json as a family's `Config`. A key that is not understood is refused, by name."""
+"""Read and write config.json as a family's `Config`. An unknown key is an error that names the key."""
 
 import dataclasses
 import json
@@ -21,12 +21,13 @@ from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family, OneOf
 def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
     """Turn a parsed config.json into a `family.Config`.
 
-    Every key must be a field of it, have a value that `family.implied` lists, or be one that does not affect the model.
+    Every key must be a field of `family.Config`, have a value that `family.implied` lists, or not affect the model.
     Rotary positions are read in both forms: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
-    Other variants of a family's files are brought into one form by its `standard_form`.
+    `family.standard_form` converts other variants of a family's files into one form.
 
     Raises:
-        ValueError: naming the key that is missing, unknown, of the wrong type, or of a value not implemented.
+        ValueError: a key is missing, unknown, of the wrong type, or has a value that is not implemented; the message
+            names the key.
     """
     where = f"{source / 'config.json'}" if source else "config.json"
     for key in ("quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"):
@@ -52,7 +53,7 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
     defaults = {f.name: f.default for f in dataclasses.fields(family.Config)}
     for key, value in hub.items():
         if key in hints and (type(value), value) == (type(defaults[key]), defaults[key]):
-            values[key] = value  # whatever its bounds, such as 0 experts
+            values[key] = value  # a default may be out of bounds, such as 0 experts
         elif key in hints:
             values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r:.200}; {family.name}")
         elif key in family.implied:
@@ -107,15 +108,15 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
 
 
 def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
-    """Convert the rotary keys of `hub`, in either form, to `rope_theta` and `rope_scaling`, in place; and to
-    `partial_rotary_factor`, in families that have it.
+    """Convert the rotary keys of `hub`, in either form, to `rope_theta` and `rope_scaling`, in place.
 
-    Precedence is that of transformers 5. The older `rope_scaling` wins over `rope_parameters`. A `rope_theta` or
-    `partial_rotary_factor` inside of it wins over one beside it. An `original_max_position_embeddings` beside it wins
-    over one inside; without either it is `max_position_embeddings`.
+    Families that have a `partial_rotary_factor` get that, too. Precedence is that of transformers 5. The older
+    `rope_scaling` wins over `rope_parameters`. A `rope_theta` or `partial_rotary_factor` inside that object wins over
+    one beside it. An `original_max_position_embeddings` beside it wins over one inside; if both are absent,
+    `max_position_embeddings` is used.
 
     Raises:
-        ValueError: naming what is missing, unknown, of the wrong type or not implemented.
+        ValueError: a key is missing, unknown, of the wrong type or not implemented; the message names the key.
     """
     older, newer = hub.pop("rope_scaling", None), hub.pop("rope_parameters", None)
     beside = {key: hub.pop(key, None) for key in ("partial_rotary_factor", "original_max_position_embeddings")}
@@ -172,7 +173,7 @@ def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, 
     carried.pop("torch_dtype", None)
     name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes `dtype`, and reads both
     values = {f: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
-    # JSON has no infinity: a default that is none, such as of an upper limit, is left out.
+    # JSON has no infinity: a default that holds one, such as an upper limit, is left out.
     infinite = lambda value: isinstance(value, tuple) and math.inf in value
     fields = {f.name: value for f, value in values.items() if not (infinite(value) and value == f.default)}
     if scaling := fields.get("rope_scaling"):

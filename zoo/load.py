@@ -103,7 +103,8 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
     """Write the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
     transformers and `load` read the result back bit-equal. Weights are stored as plain floats, even if they were loaded
-    from a checkpoint with fewer bits. From a multimodal checkpoint only the text model was loaded, and is saved.
+    from a checkpoint with fewer bits. Only the parts that were loaded are saved: from a multimodal checkpoint, by
+    default, the text model.
 
     model.safetensors.manifest.json holds the hash of each file of weights, so that `load` detects a file that is
     damaged or left there by another export. Other libraries ignore it.
@@ -117,8 +118,8 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
         fp8: store matrices in 8 bits, with a float32 scale for each block of 128 x 128, as DeepSeek V3 is published.
 
     Raises:
-        ValueError: naming what the folder cannot hold, such as an adapter, or a module of another class than the
-            family's, of which `load` would make the original again.
+        ValueError: the folder cannot hold a part of the model, such as an adapter, or a module of another class than
+            the family's, which `load` would replace by the original; the message names the part.
     """
     family = registry.family_of(model)
     tensors = zoo.weights.checkpoint.export(model, family, fp8=fp8)
@@ -144,20 +145,20 @@ def _write(
 
 
 def config(source: str | os.PathLike[str], *, revision: str | None = None) -> AbstractConfig:
-    """The `Config` of a model. For a zoo name nothing is read; otherwise config.json is, after a download if needed."""
+    """Return a model's `Config`. For a zoo name nothing is read, else config.json is, after a download if needed."""
     if source in registry.CONFIGS:
         return registry.CONFIGS[str(source)]
     return family_and_config(folder_of(source, revision, weights=False))[1]
 
 
 def inspect(source: str, *, revision: str | None = None) -> AbstractConfig:
-    """Read a checkpoint's `Config`, and check that its tensors are those that the config calls for.
+    """Read a checkpoint's `Config`, and check that the checkpoint has the tensors that the config calls for.
 
     From a Hub repository only config.json and the headers of the safetensors are downloaded. A folder without weights
     passes, and so do zoo names, which were checked before.
 
     Raises:
-        OSError, ValueError: as `load`.
+        OSError, ValueError: as in `load`.
     """
     if source in registry.CONFIGS:
         return registry.CONFIGS[source]
@@ -178,7 +179,7 @@ def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None) 
     """Hash a checkpoint's weights as they are stored: the SHA-256 of the names and bytes of its safetensors.
 
     Raises:
-        OSError, ValueError: as `load`, if the weights cannot be found.
+        OSError, ValueError: the weights cannot be found, as in `load`.
     """
     return convert.hub.weights_hash(folder_of(source, revision, weights=True))
 
@@ -193,17 +194,17 @@ def tokenizer(
 ) -> Tokenizer:
     """Load a checkpoint's tokenizer, with its chat template and end tokens; for gpt3-*, one that fits the vocabulary.
 
-    With the part "vision" it has the checkpoint's `processor` of images.
+    With the part "vision" the tokenizer has the checkpoint's `processor` of images.
 
     Args:
         chat_template: a jinja file, or another model (a zoo name, a Hub repository or a folder) whose template is
-            taken, such as the instruction-tuned model for a base model. It warns if this tokenizer has no token for
-            what the template writes after an answer, since then no reply of a model ends there.
-        options: go to `Tokenizer`.
+            taken, such as the instruction-tuned model for a base model. Warns if this tokenizer has no token for the
+            text that the template writes after an answer, because then no reply of a model ends there.
+        options: arguments of `Tokenizer`.
 
     Raises:
         OSError: the jinja file cannot be read.
-        ValueError: for the part "vision", if the family or the config has none; or the other model has no template.
+        ValueError: the family or the config has no part "vision"; or the other model has no template.
     """
     folder = folder_of(source, revision, weights=False)
     if chat_template is not None:

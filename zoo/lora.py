@@ -4,7 +4,7 @@
     adapters, frozen = lora.split(model)                 # the parameters to train, and all others
     model = lora.merge(model)                            # the updates added to the weights
 
-`zoo.peft` reads and writes them.
+`zoo.peft` reads and writes adapters.
 """
 
 import fnmatch
@@ -32,8 +32,8 @@ def low_rank(
 ) -> Float[Array, "*batch out"]:
     """Computes `scale * b(a(x))`, so that only arrays of width `rank` are scaled, and transposed.
 
-    The gradients are those that JAX takes, but for the order of two products: XLA for CPUs transposes the left side of
-    a sum over tokens, which in JAX's order is the wide one.
+    The gradients are JAX's, except for the order of operands in two products: XLA for CPUs transposes the left operand
+    of a sum over tokens, which in JAX's order is the wide one.
     """
     return _low_rank_forward(x, a, b, scale)[0]
 
@@ -64,7 +64,7 @@ class LoRALinear(AbstractLinear):
 
     @classmethod
     def new(cls, base: AbstractLinear, key: PRNGKeyArray, *, rank: int, alpha: float) -> "LoRALinear":
-        """Starts with `b` zero, so that nothing changes, and `a` random with PEFT's deviation of 1 / sqrt(3 in)."""
+        """Makes `b` zero, so that nothing changes at first, and `a` random with PEFT's deviation of 1 / sqrt(3 in)."""
         out_features, in_features = base.shape
         a = in_features**-0.5 * jax.random.uniform(key, (rank, in_features), minval=-1, maxval=1)
         return cls(base, a, jnp.zeros((out_features, rank)), alpha / rank)
@@ -96,7 +96,7 @@ class LoRAExpertLinear(AbstractExpertLinear):
 
     @classmethod
     def new(cls, base: AbstractExpertLinear, key: PRNGKeyArray, *, rank: int, alpha: float) -> "LoRAExpertLinear":
-        """Starts as `LoRALinear.new` does."""
+        """Makes `a` and `b` as `LoRALinear.new` does."""
         experts, out_features, in_features = base.shape
         a = in_features**-0.5 * jax.random.uniform(key, (experts, rank, in_features), minval=-1, maxval=1)
         return cls(base, a, jnp.zeros((experts, out_features, rank)), alpha / rank)
@@ -122,7 +122,7 @@ ADAPTERS = (LoRALinear, LoRAExpertLinear)
 
 
 def add(model: T, *, rank: int, alpha: float, where: str = LAYERS, key: PRNGKeyArray) -> T:
-    """Puts an adapter over each linear map whose path matches `where`, experts' too.
+    """Puts an adapter over each linear map whose path matches `where`, including experts'.
 
     Raises:
         ValueError: if none matches, or the rank is not positive.
@@ -156,18 +156,18 @@ def split(model: T) -> tuple[T, T | None]:
 
 
 def joined(model: T, frozen: T | None) -> T:
-    """Puts together what `split` took apart."""
+    """Inverts `split`: returns the whole model."""
     return model if frozen is None else eqx.combine(model, frozen)
 
 
 def bare(model: T) -> T:
-    """Takes the adapters off. The arrays of the result are the model's own, not copies."""
+    """Removes the adapters. The arrays of the result are the model's own, not copies."""
     strip = lambda m: m.base if isinstance(m, ADAPTERS) else m
     return jax.tree.map(strip, model, is_leaf=lambda m: isinstance(m, ADAPTERS))
 
 
 def merge(model: T) -> T:
-    """Adds each adapter's update to the weight under it, in float32 rounded once, and takes the adapter off.
+    """Adds each adapter's update to the weight under it, in float32 rounded once, and removes the adapter.
 
     Raises:
         ValueError: if an adapter lies over quantised weights, which could not hold the sum.

@@ -26,7 +26,7 @@ from zoo.weights.checkpoint import skeleton
 
 
 def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], step: int = -1) -> None:
-    """Writes the model of an Orbax checkpoint as a Hub folder, in the dtype of the checkpoint its run began with.
+    """Writes the model of an Orbax checkpoint as a Hub folder, in the dtype of the model that the run began with.
 
     Args:
         checkpoint: a run's folder, or a single checkpoint.
@@ -77,7 +77,7 @@ def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: st
 
 
 def find(checkpoint: pathlib.Path, step: int) -> pathlib.Path:
-    """Returns the folder of one checkpoint: `checkpoint` itself, or in a run's folder that of a step."""
+    """Returns a checkpoint's folder: `checkpoint` itself, or, in a run's folder, that of `step` (-1: the newest)."""
     if (checkpoint / "arrays").is_dir():
         return checkpoint
     steps = sorted(int(path.name) for path in (checkpoint / "checkpoints").glob("*") if path.name.isdigit())

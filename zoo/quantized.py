@@ -34,7 +34,7 @@ M = TypeVar("M", bound=AbstractModel)
 Format = Literal["int8", "fp8", "nf4"]
 STORED = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "nf4": np.dtype(np.uint8)}
 
-# NF4 (QLoRA, arXiv:2305.14314, appendix E): quantiles of a normal distribution, of which 0 is one, and 1 the largest.
+# NF4 (QLoRA, arXiv:2305.14314, appendix E): quantiles of a normal distribution, scaled to -1...1, with an exact 0.
 NF4 = np.array(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -43,11 +43,11 @@ NF4 = np.array(
     ],
     np.float32,
 )  # fmt: skip
-NF4_BLOCK = 64  # at most so many weights share a scale
+NF4_BLOCK = 64  # the most weights that share a scale
 
 
 def quantize(model: M, format: Format) -> M:
-    """Stores the weights of the decoder layers' linear maps, experts' too, in a format: see `quantize_weight`."""
+    """Stores the weights of the decoder layers' linear maps, including experts', in a format: see `quantize_weight`."""
     for kind, quantized in ((AbstractLinear, QuantizedLinear), (AbstractExpertLinear, QuantizedExpertLinear)):
         if any(modules(model.layers, kind)):
             model = map_linears(model, functools.partial(quantized, format=format), "layers.*", kind=kind)
@@ -69,10 +69,10 @@ def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleTy
     - "nf4": a weight takes four bits, and a byte holds two, the first one in its upper half. Each block of 64
       neighbours in a row (or as many as divide both 64 and the row) has a scale, its largest magnitude.
 
-    `np` is jax.numpy, or numpy where the host quantises as it reads.
+    `np` is jax.numpy, or numpy if the host quantises as it reads.
 
     Raises:
-        ValueError: for nf4 and rows of odd length.
+        ValueError: the format is nf4, and rows have an odd length.
     """
     dtype, weight = weight.dtype, weight.astype(np.float32)
     if format != "nf4" and np is jnp:
@@ -89,7 +89,7 @@ def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleTy
     largest = np.max(np.abs(blocks), axis=-1)
     scale = np.where(largest > 0, largest, np.float32(1)).astype(dtype)
     scaled = blocks / scale.astype(np.float32)[..., None]
-    # How many of the 15 middles between neighbours lie below: in numpy ten times as fast as a binary search.
+    # A code is the number of the 15 midpoints that are below: in numpy ten times as fast as a binary search.
     above = ((scaled > middle).astype(np.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
     codes = functools.reduce(operator.add, above).reshape(weight.shape)
     return codes[..., ::2] << 4 | codes[..., 1::2], scale
@@ -98,7 +98,7 @@ def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleTy
 def dequantize_weight(
     values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format
 ) -> Float[Array, "..."]:
-    """Computes the weights that values and scales stand for, in the dtype of the scales."""
+    """Computes the weights from values and scales, in the dtype of the scales."""
     if format != "nf4":
         return values.astype(scale.dtype) * scale[..., None]
     codes = jnp.stack([values >> 4, values & 15], axis=-1).reshape(*scale.shape, -1)
@@ -166,7 +166,7 @@ class QuantizedExpertLinear(AbstractExpertLinear):
 
     def part(self, axis: str) -> "QuantizedExpertLinear":
         scale, bias = self.scale, None if self.bias is None else on_first(self.bias, axis)
-        if self.format == "nf4":  # the scales are whole: where a block is split, both devices take its scale
+        if self.format == "nf4":  # the scales are not split: if a block is split, both devices take its scale
             devices, blocks = jax.lax.axis_size(axis), scale.shape[-1]
             scale = jnp.repeat(scale, devices // math.gcd(devices, blocks), axis=-1)
             size = scale.shape[-1] // devices
@@ -178,7 +178,7 @@ class QuantizedExpertLinear(AbstractExpertLinear):
 
 
 def shape(weight: Shaped[Array, "..."], format: Format) -> tuple[int, ...]:
-    """The shape of the weight that is stored as `weight` in a format."""
+    """Returns the shape of the weight that is stored as `weight` in a format."""
     return (*weight.shape[:-1], 2 * weight.shape[-1]) if format == "nf4" else weight.shape
 
 
@@ -193,8 +193,9 @@ def placed(linear: Any, spec: P) -> Any:
 class LowPrecisionLinear(AbstractLinear):
     """A `Linear` that trains in eight bits: its parameters are floats, which are quantised only to be multiplied.
 
-    Weight and activations are quantised row by row. In "fp8" all three products of a training step are of quantised
-    factors, gradients too; those of the backward pass have one scale a tensor. In "int8" it multiplies floats.
+    Weight and activations are quantised row by row. In "fp8" all three products of a training step have quantised
+    operands, including gradients; in the backward pass each tensor has one scale. In "int8" the backward pass
+    multiplies floats.
     """
 
     weight: Float[Array, "out in"]
@@ -226,7 +227,7 @@ class LowPrecisionLinear(AbstractLinear):
 class LowPrecisionExpertLinear(AbstractExpertLinear):
     """A `LowPrecisionLinear` for each expert. The backward pass multiplies floats, in "fp8" too.
 
-    Where "tensor" splits `in`, each device finds the scales of its own part.
+    If the mesh's axis "tensor" splits `in`, each device computes the scales of its own part.
     """
 
     weight: Float[Array, "experts out in"]

@@ -9,23 +9,23 @@ from zoo.nn.model import AbstractConfig, AbstractModel, Family
 # Zoo name -> folder of a checkpoint that is part of the package.
 EMBEDDED = {"tiny": pathlib.Path(__file__).parent / "tiny"}
 
-# The rest is what `register` was told. config.json's model_type -> family, and zoo name -> config.
+# `register` fills the rest. config.json's model_type -> family, and zoo name -> config.
 FAMILIES: dict[str, Family] = {}
 CONFIGS: dict[str, AbstractConfig] = {}
 
-# Zoo name -> Hub repository; of a model without published weights that of a tokenizer.
+# Zoo name -> Hub repository of the model, or, if its weights were never published, of a tokenizer.
 REPOSITORIES: dict[str, str] = {}
 TOKENIZERS: dict[str, str] = {}
 
 
 def register(family: Family) -> None:
-    """Make a family known to `zoo.load` and to the rest of the package. Users register families of their own by it.
+    """Make a family known to `zoo.load` and to the rest of the package. Users can register families of their own.
 
     Args:
         family: the `FAMILY` of its file.
 
     Raises:
-        ValueError: if a zoo name or a model_type is taken. Nothing is registered then.
+        ValueError: a zoo name or a model_type is taken. Nothing is registered then.
     """
     for known, new in ((FAMILIES, family.model_types), (CONFIGS | EMBEDDED, family.configs)):
         if taken := sorted(known.keys() & set(new)):
@@ -44,10 +44,10 @@ for _family in models.FAMILIES.values():
 
 
 def family_of(value: AbstractModel | AbstractConfig) -> Family:
-    """The family of a model or of a config.
+    """Return the family of a model or of a config.
 
     Raises:
-        ValueError: if no registered family has this class of configs.
+        ValueError: no registered family has this class of configs.
     """
     config = value.config if isinstance(value, AbstractModel) else value
     for family in FAMILIES.values():

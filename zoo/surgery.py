@@ -1,6 +1,6 @@
 """Transform any model from outside: replace linear maps, cast, rematerialise, or make partition specs.
 
-Modules are selected by type and path, so families need no code for it.
+Modules are selected by type and path, so families need no code for this.
 """
 
 import fnmatch
@@ -33,7 +33,7 @@ def is_stacked(path: Any) -> bool:
 
 
 def modules(tree: Any, kind: Any) -> Iterator[tuple[str, Any]]:
-    """Path and module of every outermost module of a type (or of a tuple of types)."""
+    """Yield path and module of every outermost module of a type (or of a tuple of types)."""
     is_kind = lambda m: isinstance(m, kind)
     for path, module in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind):
         if is_kind(module):
@@ -50,7 +50,7 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 def with_remat(model: T, remat: Callable[..., Callable] | None) -> T:
     """Put `remat`, such as `jax.checkpoint`, around each layer, to save memory in training.
 
-    The backward pass then computes again the values that `remat` does not keep. None: all values are kept.
+    The backward pass then recomputes the values that `remat` does not keep. None: all values are kept.
     """
     is_stack = lambda m: isinstance(m, Stack)
     return jax.tree.map(lambda m: m.with_remat(remat) if is_stack(m) else m, model, is_leaf=is_stack)
@@ -74,7 +74,7 @@ def map_linears(
         key: random key.
 
     Raises:
-        ValueError: if no linear matches.
+        ValueError: no linear map matches.
     """
     get = lambda m: [linear for path, linear in modules(m, kind) if fnmatch.fnmatch(path, where)]
     linears, new = get(model), []
@@ -96,10 +96,10 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
 
     Rules map patterns to specs; the first match wins. For linear maps and embeddings the pattern matches the module's
     path, and the spec is that of its matrix: `(out, in)`, or `(experts, out, in)` for experts. Other arrays are matched
-    by their own path. A spec is about the last axes of its array; the leading axis of a stack is split over "stage".
+    by their own path. A spec is for the last axes of its array; the leading axis of a stack is split over "stage".
 
     Raises:
-        ValueError: naming a module or an array that no rule matches.
+        ValueError: no rule matches a module or an array; the message names it.
     """
 
     def place(path: Any, module: Any) -> Any:
@@ -125,10 +125,12 @@ def shardings(model: T, rules: Mapping[str, P], mesh: Mesh) -> T:
 
     An axis that a rule splits over "fsdp" is also split over the other axes of `kernels.mesh.PARAMETERS`, if they
     divide it and the rule does not use them otherwise. So no device keeps parameters that it can gather when needed.
-    Nor are layers split over "stage" if that does not divide how often they repeat: they are outside of the pipeline.
+    Layers are not split over "stage" if that does not divide the number of their repeats: they are outside the
+    pipeline.
 
     Raises:
-        ValueError: naming a parameter whose axis is not a multiple of the mesh axis that splits it.
+        ValueError: a parameter's axis is not a multiple of the mesh axis that splits it; the message names the
+            parameter.
     """
 
     def place(path: Any, array: Any, spec: P) -> NamedSharding:

@@ -1,4 +1,4 @@
-"""Check a checkpoint: list everything that is read of it, and compare the model's numbers with those of transformers.
+"""Check a checkpoint: list everything that is read from it, and compare the model's numbers with those of transformers.
 
 `python -m zoo verify` prints this report and saves it as HTML. The comparison needs transformers and torch; without
 them everything else is still checked.
@@ -50,7 +50,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far two arrays differ; `largest` is the largest magnitude in the reference."""
+    """The difference of two arrays; `largest` is the largest magnitude in the reference."""
 
     maximum: float
     mean: float
@@ -149,7 +149,7 @@ def tensor_table(wanted: set[str], stored: dict[str, Any], config: AbstractConfi
 
 
 def reference(folder: pathlib.Path, ids: np.ndarray, *, packed: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """transformers' logits in float32, and the output of each layer (for the last layer, after the final norm).
+    """Return transformers' logits in float32, and each layer's output (for the last layer, after the final norm).
 
     transformers reads the formats of a `packed` checkpoint on GPUs only, so it gets their weights unpacked.
 
@@ -237,7 +237,7 @@ def decoding(model: AbstractModel, ids: Int[Array, "batch seq"]) -> Check:
 
 
 def round_trip(folder: pathlib.Path, stored: dict[str, Any]) -> Check:
-    """Compare the hash of every tensor before and after loading and saving; of quantized ones, dequantized."""
+    """Compare the hash of every tensor before and after loading and saving; quantized tensors are dequantized first."""
     with tempfile.TemporaryDirectory() as saved:
         zoo.save(zoo.load(folder, verify=False), saved)
         again = convert.tensors.open_tensors(saved)

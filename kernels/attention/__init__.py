@@ -12,7 +12,7 @@ from kernels.stacked import Stacked, read
 from kernels.tokens import Tokens
 
 
-FEW = 16  # most queries of a row that `attention` takes as steps of a decode
+FEW = 16  # most queries of a row for which `attention` over a cache calls `decode_attention`
 
 
 def attention(
@@ -33,11 +33,11 @@ def attention(
     Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees the keys that `mask` lets
     it see, such as `Causal() & Window(1024)`, and, where there are segments, only those of its own segment.
 
-    `v` may be a number: then the values are so many of the first features of the keys, as those of latent attention
-    are. `k` and `v` may be layers of a cache, `kernels.stacked.Stacked`.
+    `v` may be a number n: then the values are the first n features of the keys, as in latent attention. `k` and `v` may
+    be layers of a cache, `kernels.stacked.Stacked`.
 
-    `at` has the positions, segments and spans of the queries' tokens, and `kv` those of the keys' (None: they are the
-    same tokens): see `Tokens`. A query that sees no key yields zeros and gets zero gradients.
+    `at` holds the positions, segments and spans of the queries, and `kv` those of the keys (None: the same tokens); see
+    `Tokens`. A query that sees no key yields zeros and gets zero gradients.
 
     `softcap` turns each logit x into `softcap * tanh(x / softcap)` (Gemma 2, arXiv:2408.00118). `sinks` are one more
     logit per head, which takes its share of the softmax and has no value (gpt-oss, arXiv:2508.10925).
@@ -48,18 +48,19 @@ def attention(
     `implementation` is one of
 
     - "reference": computes all logits at once. It has every derivative, and computes float64 in float64.
-    - "xla": works in blocks of 128 tokens, in plain JAX. It and all below make no [seq, kv_seq] buffer, skip blocks
-      that no query sees, and have first derivatives only, in reverse mode.
+    - "xla": works in blocks of 128 tokens, in plain JAX. This and all that follow make no [seq, kv_seq] buffer, skip
+      blocks that no query sees, and have first derivatives only, in reverse mode.
     - "tpu": a Pallas kernel for TPUs. "triton": one for NVIDIA GPUs. On a CPU both are interpreted.
-    - "cudnn": NVIDIA's own kernel, for the calls that it can express: rows in order, also of packed documents, without
+    - "cudnn": NVIDIA's own kernel. It takes rows whose positions are indices, also of packed documents, and has no
       softcap. Its gradients are not deterministic.
     - "mosaic": a kernel for Hopper GPUs. Experimental: compiled, and never yet run on one.
 
-    None chooses by their ranks (`kernels.dispatch`): "cudnn", "triton" or "tpu" on their devices if they can, else
-    "xla", and "reference" for at most 128 tokens. Up to `FEW` queries over a layer of a cache go to `decode_attention`.
+    None chooses by rank (`kernels.dispatch`): "cudnn", "triton" or "tpu" on their devices if they take the arguments,
+    else "xla", and "reference" for at most 128 tokens. Up to `FEW` queries over a layer of a cache go to
+    `decode_attention`.
 
     Raises:
-        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+        ValueError: arguments contradict one another, or the implementation asked for cannot take them.
     """
     if implementation is None and isinstance(k, Stacked) and q.shape[1] <= FEW:
         kv = at if kv is None else kv

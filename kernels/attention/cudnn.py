@@ -1,15 +1,15 @@
-"""Attention by NVIDIA's cuDNN, which XLA calls: the fastest there is, for what it can express.
+"""Attention by NVIDIA's cuDNN, which XLA calls: the fastest implementation, for the arguments that cuDNN takes.
 
-It takes rows in order, whose positions are indices: alone, or as documents packed into rows. It has no softcap, no
-chunks and no spans. The calls are those of `jax.nn.dot_product_attention`, made by the primitives beneath it: that
-function knows no documents, and rounds the log-sum-exp, which sinks need, to the dtype of q.
+Positions must be indices; a row is one sequence, or documents packed one after another. cuDNN has no softcap, chunks or
+spans. The module binds the primitives beneath `jax.nn.dot_product_attention`. That function has no documents, and
+rounds the log-sum-exp, which sinks need, to the dtype of q.
 
-To cuDNN each document is a sequence of its own, given by its length and by where it starts among all rows. A program
-is compiled for a fixed number of them, `DOCUMENTS` times the rows. What it makes of a NaN, masked or not, is documented
-nowhere. So a program also has another implementation, which serves where there are more documents, where the tokens of
-one are not neighbours, and where a number is not finite: a `lax.cond` decides as it runs.
+For cuDNN each document is a sequence, given by its length and by its start among the tokens of all rows. A program is
+compiled for a fixed number of documents, `DOCUMENTS` times the rows. The effect of a NaN, masked or not, is documented
+nowhere. So a program also has another implementation. It serves if there are more documents, if the tokens of one are
+not neighbours, or if a number is not finite: a `lax.cond` decides at run time.
 
-cuDNN's backward kernel is not deterministic: it adds up the gradient of queries in whatever order programs end.
+cuDNN's backward kernel is not deterministic: it sums the gradient of queries in whatever order its blocks end.
 """
 
 import functools
@@ -32,9 +32,9 @@ from kernels.tokens import Tokens, each_in_one_piece, first_of_document
 PLATFORMS = ("gpu",)
 RANK = 1
 
-DOCUMENTS = 64  # on average in a row: each takes float32[heads, seq] while a kernel runs, and programs that do nothing
+DOCUMENTS = 64  # most in a row, on average: each takes float32[heads, seq] while a kernel runs, and idle GPU blocks
 WIDEST = 256  # most features of a head
-MULTIPLE = 16  # heads are padded with zeros to a multiple of so many features; cuDNN needs 8, Triton 16
+MULTIPLE = 16  # a head's features are padded with zeros to a multiple of this; cuDNN needs 8, Triton 16
 HOPPER = (9, 0)  # its compute capability
 
 
@@ -91,7 +91,7 @@ def attention(
         "attention", ("triton", "xla"), q, k, v, scale=scale, mask=mask, softcap=softcap, sinks=sinks,
         q_tokens=q_tokens, kv_tokens=kv_tokens,
     ).FLASH  # fmt: skip
-    # `computable` asks for finite arrays, so nothing is marked in those that cuDNN gets: it would read them once more.
+    # `computable` lets only finite arrays through, so cuDNN's need no marks, which would read the arrays once more.
     as_they_are = lambda q, k, v: (q, k, v)
     own = shared.Flash(forward, backward, features=MULTIPLE, marked=as_they_are)
     kernels = shared.where(computable, own, other)
@@ -127,7 +127,7 @@ def backward(
 
 
 class Documents:
-    """Where the documents of all rows start, how long they are, and how cuDNN's numbers of them belong to tokens."""
+    """The starts and lengths of all rows' documents, and the mapping between arrays by document and by token."""
 
     def __init__(self, segments: Int[Array, "batch seq"], q: Float[Array, "batch seq heads dim"]):
         (self.batch, self.seq), tokens = segments.shape, segments.size
@@ -146,7 +146,7 @@ class Documents:
         return self.length.reshape(self.batch, -1)
 
     def offsets(self, x: Float[Array, "batch seq heads dim"]) -> Int[Array, "batch ends"]:
-        """Returns how many numbers of `x` come before each document, of all rows one after another."""
+        """Returns the offset of each document in `x`, in numbers from the start of the first row."""
         starts = jnp.pad(self.start, (0, self.batch), constant_values=self.batch * self.seq)
         return (starts * (x.shape[2] * x.shape[3])).reshape(self.batch, -1)
 
@@ -154,7 +154,7 @@ class Documents:
         return x[self.number, :, self.position].swapaxes(1, 2)
 
     def of_documents(self, x: Float[Array, "batch heads seq"]) -> Float[Array, "documents heads seq"]:
-        """Returns `of_tokens`'s argument. Behind a document's last token there are numbers that mean nothing."""
+        """Inverts `of_tokens`. Numbers after a document's last token are meaningless."""
         tokens = jnp.minimum(self.start[:, None] + jnp.arange(self.seq)[None], self.batch * self.seq - 1)
         return x.swapaxes(1, 2).reshape(-1, x.shape[1])[tokens].swapaxes(1, 2)
 
@@ -169,7 +169,7 @@ def _call(
     *of_backward: Array,
     **of_forward: Any,
 ) -> Any:
-    """Calls cuDNN. Arrays that a call does not have are empty."""
+    """Calls cuDNN. Empty arrays stand for arguments that the call does not use."""
     causal, window = _static(formula.mask) or (False, None)
     none = jnp.zeros(0, q.dtype)
     if documents is None:
@@ -188,9 +188,9 @@ def _call(
 def computable(
     q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens, *of_backward: Array
 ) -> Bool[Array, ""]:
-    """Whether cuDNN can compute a kernel of `shared.Flash` with these arguments: of finite arrays and few documents.
+    """Whether cuDNN can take these arguments of a kernel of `shared.Flash`: all numbers finite, and few documents.
 
-    Backward, q, k and v are finite, and lse is NaN where a query sees one that was not.
+    In the backward pass q, k and v have been made finite; lse is NaN for a query that sees a number that was not.
     """
     known = lambda x: jnp.all(jnp.isfinite(jnp.sum(x, axis=-1, dtype=jnp.float32)))  # the fastest way to tell
     if of_backward:
@@ -202,7 +202,7 @@ def computable(
 
 
 def _few_in_order(q_tokens: Tokens, kv_tokens: Tokens) -> Bool[Array, ""]:
-    """Whether cuDNN's packed layout can express these documents."""
+    """Whether cuDNN's packed layout can express these documents: few enough, and each in one piece."""
     segments: Any = q_tokens.segments
     count = len(segments) + jnp.sum(segments[:, 1:] != segments[:, :-1])
     return each_in_one_piece(q_tokens, kv_tokens) & (count <= len(segments) * DOCUMENTS)
@@ -224,9 +224,9 @@ def _static(mask: Mask) -> tuple[bool, int | None] | None:
 
 
 def _refusal_of_version(seq: int, kv_seq: int, dim: int, packed: bool) -> str | None:
-    """Returns why the cuDNN at hand cannot be trusted with these lengths and heads (its release notes), or None.
+    """Returns why the installed cuDNN is wrong for these lengths and heads, by its release notes, or None.
 
-    A program for GPUs that are not here is compiled for a cuDNN of which nothing is known.
+    A program that is compiled for GPUs elsewhere passes, because their cuDNN's version is unknown.
     """
     version = cudnn_version()
     if version is None:
@@ -243,7 +243,7 @@ def _refusal_of_version(seq: int, kv_seq: int, dim: int, packed: bool) -> str | 
 
 @functools.cache
 def cudnn_version() -> int | None:
-    """Returns cuDNN's version, as 91501 for 9.15.1, or None where JAX finds no cuDNN."""
+    """Returns cuDNN's version, such as 91501 for 9.15.1, or None if JAX finds no cuDNN."""
     try:
         return cuda_versions and cuda_versions.cudnn_get_version()
     except RuntimeError:

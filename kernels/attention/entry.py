@@ -1,6 +1,7 @@
-"""Shared by the signatures of `attention` and `decode_attention`: checks of arguments, and attention over a cache.
+"""Checks of arguments, and attention over a cache, for the signatures of `attention` and `decode_attention`.
 
-`attention` hands few queries over a cache on. So that it need not import `decode_attention`, the way there is here.
+`attention` calls `over_cache` for few queries over a cache. It is here so that `attention` need not import
+`decode_attention`.
 """
 
 import functools
@@ -31,13 +32,13 @@ def over_cache(
     sinks: Float[Array, " heads"] | None,
     implementation: str | None,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """Computes `kernels.decode_attention`, where `kv` says where the slots of the cache stand."""
+    """Computes `kernels.decode_attention`; `kv` holds the positions of the cache's slots."""
     check(q, k, v)
     of_v, v_dim = (None, v) if isinstance(v, int) else (Stacked.of(v), v.shape[3])
     q_tokens = cast(at, q.shape[1], mask)
     kv_tokens = cast(kv, k.shape[1], mask)
     mask = complete(mask, q_tokens, kv_tokens)
-    # On a CPU, a loop over blocks is slower than one product for few slots, and in narrow dtypes.
+    # On a CPU, one product is faster than a loop over blocks if slots are few or the dtype is narrow.
     at_once = device().platform == "cpu" and (k.shape[1] <= 128 or q.dtype != jnp.float32)
     options = dict(first="reference" if at_once else None, v_dim=v_dim, scale=scale, softcap=softcap)
     attend = functools.partial(dispatch.run, "decode_attention", implementation, mask=mask, **options)
@@ -49,7 +50,7 @@ def check(
     k: Float[Array, "batch kv_seq kv_heads dim"] | Stacked,
     v: Float[Array, "batch kv_seq kv_heads v_dim"] | Stacked | int,
 ) -> None:
-    """Raises a ValueError where q, k and v do not fit together."""
+    """Raises a ValueError if q, k and v do not fit together."""
     of_v = k.dtype if isinstance(v, int) else v.dtype
     if not q.dtype == k.dtype == of_v:
         raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {of_v}: cast them first.")
@@ -62,19 +63,19 @@ def check(
 
 
 def cast(at: Tokens, length: int, mask: Mask) -> Tokens:
-    """Casts the ids to int32 and fills in positions, as masks expect them."""
+    """Casts the ids to int32 and fills in missing positions, as masks expect."""
     segments, spans = (None if ids is None else ids.astype(jnp.int32) for ids in (at.segments, at.spans))
     if at.positions is None and segments is not None and Chunk in mask:
         return Tokens(counted(segments), segments, spans)  # chunks, unlike windows, count from a document's start
     if at.positions is None:
-        indices: Any = np.arange(length, dtype=np.int32)[None]  # numpy: that is how Tokens.in_order knows them
+        indices: Any = np.arange(length, dtype=np.int32)[None]  # numpy, by which Tokens.in_order recognises indices
         return Tokens(indices, segments, spans)
-    # A slot never written has the greatest int32 as its position: its distance to less than -1 would wrap around.
+    # A slot never written has the largest int32 as its position: its distance to one below -1 would overflow.
     return Tokens(jnp.maximum(at.positions.astype(jnp.int32), -1), segments, spans)
 
 
 def complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:
-    """Adds `Segments()` to the mask where there are segments, and checks that mask and ids fit together."""
+    """Adds `Segments()` to the mask if there are segments, and checks that mask and ids fit together."""
     for name, ids, of_keys in (("segments", q.segments, kv.segments), ("spans", q.spans, kv.spans)):
         if (ids is None) != (of_keys is None):
             raise ValueError(

@@ -1,19 +1,20 @@
 """EXPERIMENTAL: FlashAttention for Hopper GPUs (arXiv:2307.08691, arXiv:2407.08608), in Pallas Mosaic GPU.
 
 It compiles for an H200, and has never yet run on one: no speed is known. Its numbers are tested in JAX's interpreter of
-such kernels, on a CPU (tests/kernels/test_mosaic.py). There every product is done at once: that no register and no
-shared memory is overwritten while a product still reads it is known by reasoning only.
+such kernels, on a CPU (tests/kernels/test_mosaic.py). The interpreter completes every product at once. So only
+reasoning shows that no product's registers or shared memory are overwritten while the product still reads them.
 
-Of a program's three warpgroups one copies blocks to shared memory, through ring buffers, and the other two multiply.
+A program has three warpgroups: one copies blocks to shared memory, through ring buffers, and the other two multiply.
 XLA lists beforehand, from the mask, the blocks that a program has to visit: first those that are seen in full, then
-those that have to be masked position by position. Of packed documents, whose tokens are neighbours and see no later
-ones, it lists where that of each query starts and that of each key ends: one more comparison in blocks that are masked.
+those that have to be masked position by position. Packed documents need a causal mask, and tokens that are neighbours.
+XLA lists the first token of each query's document, or the last token of each key's. Blocks that are masked then take
+one more comparison.
 
-Forward, each of the two has 64 queries, and both go through the same blocks of keys. They take turns: one multiplies
-while the other computes its softmax. Backward there are two kernels. The one for dq has the same form, without turns.
-In the one for dk and dv, both warpgroups have the same block of keys: one computes the weights, hands them over through
-shared memory and sums up dv; the other sums up dk. So each does two of the four products, and holds one of the two
-sums, which at 256 features fills half of its registers.
+In the forward kernel, each of the two has 64 queries, and both go through the same blocks of keys. They take turns: one
+multiplies while the other computes its softmax. The backward pass has two kernels. The one for dq has the same form,
+without turns. In the one for dk and dv, both warpgroups have the same block of keys. One computes the weights, passes
+them on through shared memory, and sums up dv; the other sums up dk. So each does two of the four products, and holds
+one of the two sums, which at 256 features fills half of its registers.
 """
 
 import functools
@@ -38,7 +39,7 @@ from kernels.masks import And, Causal, Mask, Schedule, Segments, Spans, block_cl
 from kernels.tokens import Tokens, each_in_one_piece, first_of_document, last_of_document
 
 
-PLATFORMS = ()  # it serves only where it is asked for by name, until a GPU has shown that it is faster than "triton"
+PLATFORMS = ()  # chosen only by name, until a GPU has shown that this is faster than "triton"
 RANK = 1
 
 LOG2_E = math.log2(math.e)
@@ -107,7 +108,7 @@ def attention(
 def forward(
     formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens
 ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
-    """`shared.Flash.forward`, in float32."""
+    """Implements `shared.Flash.forward`, with results in float32."""
     (batch, seq, heads, dim), v_dim = q.shape, v.shape[3]
     size = _sizes("forward", q, v)
     schedule = Schedule.of(block_classes(formula.mask, q_tokens, kv_tokens, 2 * ROWS, size["kv"]))
@@ -171,8 +172,8 @@ def _forward_kernel(
             def step(n: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
                 top, total = state
                 (k,) = keys.take(n)
-                # This warpgroup has had its turn since the end of the step before, whose last product may still run.
-                # Products end in order, so it has ended when this one has: only then are that step's values released.
+                # This warpgroup's turn began at the end of the previous step, whose last product may still run.
+                # Products end in order, so that one has ended when this one has. Only then release its values.
                 x = _capped(formula, _product(q_smem.at[me], k.T, meanwhile=pass_on))
                 values.release(n - 1)
                 keys.release(n)
@@ -215,7 +216,7 @@ def backward(
     out: Float[Array, "batch seq heads v_dim"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
-    """`shared.Flash.backward`, in float32."""
+    """Implements `shared.Flash.backward`, with results in float32."""
     delta = shared.delta_of(out, d_out)
     operands = formula, q, k, v, d_out.astype(q.dtype), lse, delta, q_tokens, kv_tokens
     return dq(*operands), *dkv(*operands)
@@ -279,9 +280,9 @@ def _dkv_kernel(
     weights_ready: Any,
     weights_free: Any,
 ) -> None:
-    """Sums up dk and dv. Logits are [keys, queries], so that weights are the left sides of products.
+    """Sums up dk and dv. Logits are [keys, queries], so that weights are the left operands of products.
 
-    On Hopper only the left side of a product may be in registers.
+    On Hopper only the left operand of a product may be in registers.
     """
     kv_head, j, batch = (lax.axis_index(name) for name in ("head", "block", "batch"))
     schedule = _of_row(schedule, batch)
@@ -310,9 +311,9 @@ def _dkv_kernel(
             queries.fill(n, q_ref.at[batch, rows, head], lse_ref.at[batch, head, rows])
             gradients.fill(n, d_out_ref.at[batch, rows, head], delta_ref.at[batch, head, rows])
 
-    # The weights have one place in shared memory. In each step warpgroup 0 writes them and arrives at weights_ready,
-    # for which 1 waits; 1 reads them and arrives at weights_free, for which 0 waits before it writes again, from its
-    # second step on. So neither is more than a step ahead.
+    # The weights have one buffer in shared memory. In each step warpgroup 0 writes them and arrives at weights_ready,
+    # for which 1 waits. Then 1 reads them and arrives at weights_free. From its second step on, 0 waits for that before
+    # it writes again. So neither is more than a step ahead.
 
     @functools.partial(mosaic.multiplying, only=0)
     def _() -> None:
@@ -476,7 +477,7 @@ def _copy_keys_and_values(
 
 
 def _product(x: Any, y: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "rows columns"]:
-    """Computes x @ y, both in shared memory. Calls `meanwhile` while it runs, then waits for all products."""
+    """Computes x @ y, both in shared memory. Calls `meanwhile` while the product runs, then waits for all products."""
 
     def product(result: Any) -> Array:
         plgpu.wgmma(result, x, y)
@@ -487,7 +488,7 @@ def _product(x: Any, y: Any, meanwhile: Callable[[], None] = lambda: None) -> Fl
 
 
 def _capped(formula: Formula, product: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    """Returns q @ k, or with a softcap its tanh: the logits without their positive factor, which is in `_to_log2`."""
+    """Returns the logits without their positive factor, which is in `_to_log2`: q @ k, or with a softcap its tanh."""
     if formula.softcap is None:
         return product
     # tanh(z) = 1 - 2 / (exp(2 z) + 1): two special instructions
@@ -509,10 +510,10 @@ def _masked(
     ends: Any,
     queries_along: int = 0,
 ) -> Float[Array, "rows columns"]:
-    """Replaces `x` by `other` where a query does not see a key. It does nothing if the `whole` block is seen.
+    """Replaces `x` by `other` where a query does not see a key. Does nothing if the `whole` block is seen.
 
-    `ends` are None without documents. Else they are, where queries are rows, the first token of each one's document,
-    and where keys are rows the last one of theirs.
+    `ends` is None without documents. If queries are rows, it holds the first token of each query's document; if keys
+    are rows, the last token of each key's document.
     """
 
     def mask(x: Array) -> Array:
@@ -530,7 +531,7 @@ def _masked(
 
 
 def _of_indices(mask: Mask) -> Any:
-    """Returns what a mask says of indices: it without its segments. None if segments need more than one comparison."""
+    """Returns the mask without its segments, for indices; None if the segments need more than one comparison."""
 
     def causal(mask: Mask) -> bool:
         return mask == Causal() or (isinstance(mask, And) and (causal(mask.a) or causal(mask.b)))
@@ -551,14 +552,14 @@ def _last(tokens: Tokens) -> Int[Array, "batch seq"] | None:
 
 
 def _of_row(schedule: Any, batch: Array) -> Schedule:
-    """Returns the schedule of a row of the batch, of arrays that have one for each row or one for all."""
+    """Returns the schedule of one row of the batch; the arrays hold one for each row, or one for all."""
     return jax.tree.map(lambda ref: ref.at[0 if ref.shape[0] == 1 else batch], schedule)
 
 
 def _anew(x: Int[Array, ""]) -> Int[Array, ""]:
     """Returns the same number, and hides from the compiler that it is the same.
 
-    Otherwise the compiler would compute all that depends on it once, before a loop, and run out of registers.
+    Otherwise the compiler would compute all that depends on the number once, before a loop, and run out of registers.
     """
     return lax.optimization_barrier(x)
 
@@ -594,7 +595,7 @@ def _sizes(kernel: str, q: Array, v: Array) -> dict[str, int]:
 
 
 def _cost(q: Array, k: Array, v: Array, products: int) -> pl.CostEstimate:
-    """Estimates the cost of so many multiplications for each query and key, as if all saw all."""
+    """Estimates the cost of `products` multiplications for each query and key, as if every query saw every key."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     return pl.CostEstimate(
         flops=2 * pairs * products,

@@ -1,6 +1,6 @@
 """Defines `kernels.attention` in plain JAX: the formula in one piece, against which all implementations are tested.
 
-Below it are definitions that they share: the order of heads, and what a NaN becomes.
+Below it are definitions that the implementations share: the order of heads, and the treatment of NaN.
 """
 
 import jax
@@ -14,7 +14,7 @@ from kernels.tokens import Tokens
 PLATFORMS = ("cpu", "gpu", "tpu")
 RANK = 4
 
-# Stands for "no logit". exp(LOWEST - x) is 0 for any other x and, unlike -inf, it can be subtracted from itself.
+# Means "no logit". exp(LOWEST - x) is 0 for any other x and, unlike -inf, it can be subtracted from itself.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -55,7 +55,7 @@ def attention(
 
 
 def by_head(x: Float[Array, "batch seq heads dim"], kv_heads: int) -> Float[Array, "batch kv_heads rows dim"]:
-    """Sorts by key/value head, each with the rows of all its query heads: one matrix product serves a whole group."""
+    """Groups the rows of all query heads of each key/value head, so that one matrix product serves a whole group."""
     batch, seq, _, dim = x.shape
     return x.reshape(batch, seq, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
 
@@ -68,11 +68,11 @@ def by_token(x: Float[Array, "batch kv_heads rows dim"], heads: int) -> Float[Ar
 
 
 def finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Replaces what is not finite by zeros: a masked NaN would survive the product with its weight of zero."""
+    """Replaces NaN and infinities by zeros: a masked NaN would survive the product with its weight of zero."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def poison(x: Float[Array, "*shape dim"]) -> Float[Array, "*shape 1"]:
-    """Returns NaN for each vector that `finite` changes, else 0, to be added to its logits before they are masked."""
+    """Returns NaN for each vector that `finite` changes, else 0; add it to the vector's logits before masking them."""
     total = x.sum(axis=-1, keepdims=True, dtype=jnp.float32)  # not finite if a term is not; the fastest way to tell
     return jnp.where(jnp.isfinite(total), 0, jnp.nan).astype(x.dtype)

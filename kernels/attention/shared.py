@@ -1,13 +1,13 @@
-"""Shared by every FlashAttention implementation: sinks, derivatives, and NaN, around two kernels.
+"""The part that FlashAttention implementations share: sinks, derivatives, and NaN, around two kernels.
 
 An implementation brings a forward kernel, which also returns the log-sum-exp of each query's logits (`lse`), and a
-backward kernel, which recomputes the weights from `lse` and needs besides only `delta`, the dot product of each output
-with its gradient (FlashAttention-2, arXiv:2307.08691).
+backward kernel, which recomputes the weights from `lse`, and otherwise needs only `delta`, the dot product of each
+output with its gradient (FlashAttention-2, arXiv:2307.08691).
 
 Sinks never reach a kernel. A sink only adds to the denominator: lse' = log(exp(lse) + exp(sink)), and the output
 shrinks by exp(lse - lse'). The same backward kernel, given lse', yields the exact gradients; that of the sink is
--sum(exp(sink - lse') * delta). Kernels whose softmax is in powers of two have a logarithm to base 2 in place of lse:
-turned into a natural one and back, it would no longer cancel with large logits.
+-sum(exp(sink - lse') * delta). Kernels whose softmax is in powers of two keep lse to base 2: converted to a natural
+logarithm and back, it would no longer cancel with large logits.
 """
 
 import functools
@@ -25,8 +25,8 @@ from kernels.masks import Mask
 from kernels.tokens import Tokens
 
 
-# Names what the backward kernels need besides q, k and v, for policies of jax.checkpoint: where these are saved, the
-# forward kernel runs once.
+# The name, for policies of jax.checkpoint, of all that the backward kernels need besides q, k and v. If a policy saves
+# it, the forward kernel runs once.
 SAVED = "attention"
 
 
@@ -39,7 +39,7 @@ class Formula(NamedTuple):
 
 
 def marked(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Returns q, k and v with NaN in all features of queries and keys that are not finite or whose value is not."""
+    """Returns q, k and v with NaN in all features of each query or key that is not finite or whose value is not."""
     return q + poison(q), jnp.where(jnp.isnan(poison(k) + poison(v)), jnp.nan, k), finite(v)
 
 
@@ -48,12 +48,12 @@ class Flash(NamedTuple):
 
     `forward(formula, q, k, v, q_tokens, kv_tokens)` returns the output and lse. The output is in q's dtype or in
     float32, which takes twice the bytes and halves the error of bfloat16's dq and dk. lse is in float32. A query that
-    sees nothing has zeros and LOWEST, one that sees a NaN has NaN in both. A key that is not finite, or whose value is
-    not, arrives with NaN in all its features and with a finite value: so kernels have to mask the logits before they do
-    anything else with them.
+    sees nothing has an output of zeros and an lse of LOWEST; one that sees a NaN has NaN in both. A key that is not
+    finite, or whose value is not, arrives with NaN in all its features and with a finite value. So kernels have to mask
+    the logits before they use them.
 
-    `backward(formula, q, k, v, q_tokens, kv_tokens, lse, out, d_out)` returns the gradients of q, k and v; most take
-    `delta_of(out, d_out)`. Of its arguments lse, out and d_out may hold NaN: so kernels have to mask the weights and
+    `backward(formula, q, k, v, q_tokens, kv_tokens, lse, out, d_out)` returns the gradients of q, k and v; most
+    implementations use `delta_of(out, d_out)`. lse, out and d_out may hold NaN, so kernels have to mask the weights and
     the logits' gradients.
     """
 
@@ -74,7 +74,7 @@ def attention(
     q_tokens: Tokens,
     kv_tokens: Tokens,
 ) -> Float[Array, "batch seq heads v_dim"]:
-    """Computes `kernels.attention` by these kernels."""
+    """Computes `kernels.attention` with these two kernels."""
     whole = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % flash.features)])
     out = _attention(flash, formula, whole(q), whole(k), whole(v), sinks, q_tokens, kv_tokens)
     return out[..., : v.shape[3]]
@@ -88,12 +88,12 @@ def delta_of(
 
 
 def where(condition: Callable[..., Array], flash: Flash, other: Flash) -> Flash:
-    """Returns kernels that run those of `flash` where the condition holds, and else the others.
+    """Returns kernels that run those of `flash` if the condition holds, and else those of `other`.
 
     The condition gets the arrays and tokens that the kernel of `flash` gets. Both kernels are in the program, and a
-    `lax.cond` decides as it runs: on a GPU it waits for that, for some 20 us a kernel.
+    `lax.cond` decides at run time: a GPU waits for the decision, some 20 us a kernel.
     """
-    unit = _unit(flash) / _unit(other)  # of the two kinds of lse
+    unit = _unit(flash) / _unit(other)  # the ratio of the two kinds of lse
 
     def other_forward(formula: Formula, q: Array, k: Array, v: Array, *tokens: Tokens) -> tuple[Array, Array]:
         given = (q, k, v) if flash.marked is other.marked else other.marked(q, k, v)
@@ -148,8 +148,8 @@ def _forward(
         share = exp(lse - with_sink).swapaxes(1, 2)[..., None]
         out = (out.astype(jnp.float32) * share).astype(out.dtype)
         lse = with_sink
-    # A float32 output is kept as two numbers of q's dtype: what is returned, and what was rounded off. That takes no
-    # more memory than itself, and less than itself beside what is returned, which the next layer keeps.
+    # A float32 output is kept as two numbers of q's dtype: the rounded output, which is returned, and the remainder.
+    # Together they take no more memory than float32 does, and the next layer keeps the rounded output anyway.
     near = jax.lax.reduce_precision(out, jnp.finfo(q.dtype).nexp, jnp.finfo(q.dtype).nmant)  # XLA may skip a cast
     rounded = checkpoint_name(near.astype(q.dtype), SAVED)
     rest = None if out.dtype == q.dtype else checkpoint_name((out - near).astype(q.dtype), SAVED)
@@ -176,5 +176,5 @@ def _column(flash: Flash, sinks: Float[Array, " heads"]) -> Float[Array, "1 head
 
 
 def _unit(flash: Flash) -> float:
-    """Returns what a logarithm to the base of lse is of a natural one."""
+    """Returns the factor from natural logarithms to logarithms to the base of lse."""
     return math.log2(math.e) if flash.base_2 else 1.0

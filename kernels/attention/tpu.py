@@ -2,19 +2,19 @@
 
 A step of a kernel takes a block of keys and a block of queries, with all the heads that share those keys. XLA lists
 beforehand, from the mask, the pairs of blocks in which any query sees any key. The grid has as many steps as the list,
-so all other pairs are neither loaded nor visited. Where all see all, no mask is applied.
+so all other pairs are neither loaded nor visited. A pair in which every query sees every key is not masked.
 
-Within a step the queries come in strips, each of one head. Logits are [keys, queries]: a number for each query (its
-greatest logit, its position) is then a row, which a TPU broadcasts over a matrix for nothing; a column would need the
-scarce cross-lane unit. The output is [features, queries] until it is done. A row of ones is appended to the values, so
-the sum of the weights is one more row of the output. The softmax is in powers of two.
+Within a step the queries come in strips, each of one head. Logits are [keys, queries]. So a number for each query (its
+largest logit, its position) is a row, which a TPU broadcasts over a matrix for free; a column would need the scarce
+cross-lane unit. The output is [features, queries] until its last step. A row of ones is appended to the values, so the
+sum of the weights is one more row of the output. The softmax is in powers of two.
 
-The matrix units are a strip ahead: they multiply one strip's logits, which wait in VMEM, while the vector units are
-still at those of the strip before. Besides, this keeps the compiler from holding the logits of a block in registers:
-there are 64, and one strip would take 128.
+The matrix units work a strip ahead: they multiply one strip's logits, which wait in VMEM, while the vector units
+process those of the previous strip. This also keeps the compiler from holding a block's logits in registers: there are
+64 registers, and one strip would take 128.
 
 The gradients have two kernels, one for dq and one for dk and dv. Each holds its sums in VMEM and writes them once. One
-kernel for all three would save two products of seven, but have to add to one of the sums in HBM at every step.
+kernel for all three would save two products of seven, but would add to one of the sums in HBM at every step.
 """
 
 import functools
@@ -44,10 +44,10 @@ RANK = 2
 LOG2_E = math.log2(math.e)
 SUBLANES, LANES = 8, 128  # of a register
 FIRST, LAST = 4, 8  # flags of a block's first and last step; the two bits below hold SKIP, PARTIAL or FULL
-MOST_BLOCKS = 1 << 13  # blocks of queries, and of keys: the bits above have room for so many
-ONES = 16  # rows of ones below the values: one would do, but rows come by 16 in bfloat16
+MOST_BLOCKS = 1 << 13  # most blocks of queries, and of keys, that fit into the bits above
+ONES = 16  # rows of ones below the values: one would do, but bfloat16 has its rows in groups of 16
 VMEM = 48 << 20  # bytes that a kernel may take; every TPU has at least 64 MiB
-SMEM = 256 << 10  # bytes that the list of steps may take: it compiles for every TPU, and is enough for 128k tokens
+SMEM = 256 << 10  # most bytes of the list of steps: this compiles for every TPU, and is enough for 128k tokens
 MOST_FEATURES = 8192  # features of all query heads that share a key/value head: more would not fit VMEM
 
 
@@ -97,17 +97,17 @@ def attention(
 
 
 class Cut(NamedTuple):
-    """How a kernel cuts queries and keys into blocks, with methods that bring arrays into its order: head, then token.
+    """The cut of queries and keys into blocks, with methods that bring arrays into a kernel's order: head, then token.
 
-    For a model whose arrays have that order in memory it costs nothing. The last block is padded with zeros.
+    Reordering is free for a model whose arrays have that order in memory. The last block is padded with zeros.
     """
 
     seq: int
     kv_seq: int
     group: int  # query heads that share a key/value head
     q: int  # tokens in a block of queries
-    kv: int  # and in one of keys
-    strip: int  # queries of one head that are worked on at a time
+    kv: int  # tokens in a block of keys
+    strip: int  # queries of one head that are processed at a time
 
     @classmethod
     def of(cls, kernel: str, q: Array, k: Array) -> "Cut":
@@ -201,7 +201,7 @@ class Step(NamedTuple):
     def work(self, multiply: Callable[[Strip, Masked], None], add: Callable[[Strip, Masked], None]) -> None:
         """Calls `multiply(i, masked)` for each strip i, and one strip later `add(i, masked)`, which uses its results.
 
-        It calls neither where no query sees any key.
+        Calls neither if no query sees any key.
         """
 
         def all_strips(masked: Masked) -> None:
@@ -267,7 +267,7 @@ def forward(formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv
 def _forward_kernel(
     step: Step, q: Any, k: Any, v_and_ones: Any, out: Any, lse: Any, top: Any, total: Any, peak: Any, logits: Any
 ) -> None:
-    """Sums up one block. `top`: each query's greatest logit so far. `peak`: the strip ahead's, for every eighth key."""
+    """Adds one block. `top`: each query's largest logit so far. `peak`: that of the next strip, by key index mod 8."""
     v_dim = out.shape[3]
 
     @step.when(FIRST)
@@ -382,7 +382,7 @@ def _dkv_kernel(
 def _both(
     formula: Formula, q: Any, d_out: Any, lse: Any, delta: Any, k: Any, v: Any, logits: Any, d_weights: Any
 ) -> tuple[Callable[[Strip, Masked], None], Callable[[Strip, Masked], tuple[Array, Array]]]:
-    """Returns the functions that the kernel of dq and that of dk and dv share."""
+    """Returns `multiply` and `weigh`, which the kernel of dq and that of dk and dv share."""
 
     def multiply(i: Strip, _: Masked) -> None:
         logits[...] = _logits(formula, k[...], q[i])
@@ -410,7 +410,7 @@ def _logits(
 
 
 def dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-    """Multiplies, summing over those axes."""
+    """Multiplies two matrices, summing over these axes in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     axes = (((x_axis,), (y_axis,)), ((), ()))
     return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
@@ -428,8 +428,9 @@ def _launch(
 ) -> list[Array] | tuple[Array, ...]:
     """Runs `kernel(step, *q_side, *kv_side, *results, *scratch)` for each step, with Refs of one block of each array.
 
-    The arrays are in the order that `Cut` gives them. `results` lists shapes and dtypes, of blocks of keys for "dkv",
-    else of queries. `scratch` is in float32. `depth` is how many features are multiplied for each logit.
+    The arrays are in the order that `Cut` gives them. `results` lists shapes and dtypes; blocks of a result are blocks
+    of keys for "dkv", else of queries. `scratch` lists shapes in float32. `depth` is the number of features multiplied
+    for each logit.
     """
     formula, cut, q_tokens, kv_tokens = on
     by_key = name == "dkv"
@@ -488,7 +489,7 @@ def _launch(
 def schedule(
     classes: Int8[Array, "rows q_blocks kv_blocks"], by_key: bool
 ) -> tuple[Int[Array, "rows length"], Int[Array, ""]]:
-    """Lists the pairs of blocks to visit, sorted by block of queries or of keys, and counts them in the longest row.
+    """Lists the pairs of blocks to visit, sorted by block of queries or of keys. Also returns the longest row's count.
 
     A pair is packed into 32 bits: the block of queries, the block of keys, whether it is the first or the last pair of
     its block on the sorted side, and its class. A block without any visible pair has one step of class SKIP, so that

@@ -2,14 +2,14 @@
 
 One program computes one block of queries of one head, and loops over the blocks of keys that it has to visit. XLA lists
 these beforehand, from the mask: first those that every query of the block sees in full, which need no mask, then those
-that have to be masked token by token. So a window, a chunk, a document or an image costs its visible blocks, whatever
-the mask. Backward there are two kernels. Programs of the one for dk and dv hold a block of keys and loop over the
-queries of the group's heads; the other is for dq. Both recompute the weights from `lse`.
+that have to be masked token by token. So a window, a chunk, a document or an image costs only its visible blocks. The
+backward pass has two kernels. Programs of the one for dk and dv hold a block of keys and loop over the queries of the
+group's heads; the other is for dq. Both recompute the weights from `lse`.
 
 The softmax is in powers of two: exp(scale * s) is exp2(c * s) with c = scale * log2(e), so after one multiply-add,
 which subtracts the running maximum, it is one instruction. Arrays are read as they are in memory, without a transposed
 or padded copy: a head of 192 features is a block of 128 and one of 64. Tokens beyond the end are masked, which costs
-nothing where blocks fill the length.
+nothing if the block size divides the length.
 """
 
 import functools
@@ -83,7 +83,7 @@ class Block(NamedTuple):
 
     batch: Array
     tokens: Any  # a slice
-    exist: Bool[Array, " size"] | None  # which of them are not beyond the end; None: all are there
+    exist: Bool[Array, " size"] | None  # which tokens are not beyond the end; None: all
 
     @classmethod
     def of(cls, batch: Array, index: Array, size: int, length: int) -> "Block":
@@ -111,7 +111,7 @@ class Block(NamedTuple):
 def forward(
     formula: Formula, q: Array, k: Array, v: Array, q_tokens: Tokens, kv_tokens: Tokens
 ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
-    """Implements `shared.Flash.forward`, in float32."""
+    """Implements `shared.Flash.forward`, with results in float32."""
     (batch, seq, heads, dim), v_dim = q.shape, v.shape[3]
     size = _sizes("forward", q, v)
     schedule = Schedule.of(block_classes(formula.mask, q_tokens, kv_tokens, size["q"], size["kv"]))
@@ -187,7 +187,7 @@ def backward(
     out: Float[Array, "batch seq heads v_dim"],
     d_out: Float[Array, "batch seq heads v_dim"],
 ) -> tuple[Array, Array, Array]:
-    """Implements `shared.Flash.backward`, in the dtype of q."""
+    """Implements `shared.Flash.backward`, with gradients in the dtype of q."""
     delta = shared.delta_of(out, d_out)
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, v_dim) = q.shape, v.shape
     operands = q, k, v, q_tokens, kv_tokens, lse, delta, d_out.astype(q.dtype)
@@ -247,7 +247,7 @@ def _dkv_kernel(
     dk_ref: Any,
     dv_ref: Any,
 ) -> None:
-    """Sums up dk, dv or both (None: left out). Logits are [keys, queries]: left sides of two products, in registers."""
+    """Sums up dk, dv or both (None: left out). Logits are [keys, queries], left operands of products, in registers."""
     kv_head, j, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     seq, heads, kv_seq, kv_heads = *q_ref.shape[1:3], *k_ref.shape[1:3]
     group = heads // kv_heads
@@ -264,7 +264,7 @@ def _dkv_kernel(
         # A query beyond the end gets weights of 0 from an infinite log-sum-exp.
         lse, delta = q_block.numbers(lse_ref, head, jnp.inf)[None, :], q_block.numbers(delta_ref, head)[None, :]
         x = capped(formula, product(k, q))
-        # After the product, here and in dq: a block's ids take registers, and the compiler keeps the order.
+        # Loads ids after the product, here and in dq: they take registers, and the compiler keeps the order.
         seen = formula.mask.visible(_line(q_block.ids(q_tokens_ref)), kv_tokens) if masked else None
         weights, slopes = _weights_and_slopes(formula, x, lse, seen)
         dv = [a + dot(weights.astype(p.dtype), p) for a, p in zip(dv, d_out, strict=False)]
@@ -323,7 +323,7 @@ def _dq_kernel(
 
 
 def capped(formula: Formula, products: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    """Returns q @ k, or with a softcap its tanh: the logits without their positive factor, which is in `to_log2`."""
+    """Returns the logits without their positive factor, which is in `to_log2`: q @ k, or with a softcap its tanh."""
     if formula.softcap is None:
         return products
     # tanh(z) = 1 - 2 / (exp(2 z) + 1): two special instructions, where CUDA's tanh takes a branch and twenty others.
@@ -342,9 +342,9 @@ def _weights_and_slopes(
     lse: Float[Array, "..."],
     seen: Bool[Array, "rows columns"] | None,
 ) -> tuple[Float[Array, "rows columns"], Float[Array, "rows columns"]]:
-    """Returns the softmax of logits given as `capped`, and the factor from its gradients, less delta, to the logits'.
+    """Returns the softmax of logits given as `capped`, and slopes for their gradients.
 
-    Those are the gradients of `scale` * q @ k.
+    The gradients of `scale` * q @ k are the slopes times (the gradients of the weights - delta).
     """
     weights = exp2(x, to_log2(formula), less=lse)
     if seen is not None:
@@ -397,7 +397,7 @@ def _sizes(kernel: str, q: Array, v: Array) -> dict[str, int]:
 
 
 def _cost(q: Array, k: Array, v: Array, products: int) -> pl.CostEstimate:
-    """Estimates the cost of so many multiplications for each query and key, as if all saw all."""
+    """Estimates the cost of `products` multiplications for each query and key, as if every query saw every key."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     return pl.CostEstimate(
         flops=2 * pairs * products,

@@ -1,12 +1,12 @@
 """Attention in blocks (FlashAttention-2, arXiv:2307.08691) in plain JAX, for every platform that XLA compiles for.
 
 Each block of queries loops over the blocks of keys that it may see, once forward and once backward. The backward pass
-needs only the output and the log-sum-exp of each query and head. Nothing grows with seq * kv_seq but one bool for each
-pair of blocks.
+needs only the output and the log-sum-exp of each query and head. Only a table with one bool for each pair of blocks
+grows with seq * kv_seq.
 
 The order of axes suits XLA's products on CPU. They are fastest on contiguous matrices, so blocks are sorted by head
-first. They are half as fast where the left side is summed over its rows, so the backward pass has its logits as
-[keys, queries]: three of its products use them, and only for dq does anything (the keys) have to be transposed.
+first. Products that sum over the rows of the left operand are half as fast, so the backward pass has its logits as
+[keys, queries]. Three of its products use the logits, and only dq needs a transposed operand, the keys.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
         return self.put(x, i, self.take(x, i, axis) + block, axis)
 
     def extent(self, tokens: Tokens, axis: int) -> Extent:
-        """Returns the extents of blocks of (batch, length), as (batch, 1, count) or (batch, count, 1): 1 at `axis`."""
+        """Returns the blocks' extents, of (batch, length), as (batch, 1, count) or (batch, count, 1): 1 at `axis`."""
         of_block = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)[None, :]
         least = jax.tree.map(lambda x: jnp.expand_dims(x[:, of_block].min(axis=2), axis), tokens)
         most = jax.tree.map(lambda x: jnp.expand_dims(x[:, of_block].max(axis=2), axis), tokens)
@@ -150,7 +150,7 @@ def backward(
     q_blocks, kv_blocks, group = Blocks.of(seq), Blocks.of(kv_seq), heads // kv_heads
     first, end = visible_blocks(formula.mask, q_blocks, q_tokens, kv_blocks, kv_tokens)
     lse, delta = (x.swapaxes(1, 2)[..., None] for x in (lse, delta))
-    k_transposed = by_head(k, kv_heads).swapaxes(2, 3)  # before the loop, in which XLA would undo it
+    k_transposed = by_head(k, kv_heads).swapaxes(2, 3)  # before the loop: inside, XLA would undo it
 
     def query_block(i: Array, gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         q_i, d_out_i = by_head(q_blocks.take(q, i), kv_heads), by_head(q_blocks.take(d_out, i), kv_heads)
@@ -192,9 +192,9 @@ FLASH = shared.Flash(forward, backward)
 def visible_blocks(
     mask: Mask, q_blocks: Blocks, q_tokens: Tokens, kv_blocks: Blocks, kv_tokens: Tokens
 ) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
-    """Returns for each block of queries the first block of keys that it may see in any row of the batch, and the end.
+    """Returns, for each block of queries, the range (first, end) of blocks of keys that it may see in any batch row.
 
-    Blocks in between may be seen by nobody.
+    The range may include blocks that no query sees.
     """
     some, _ = mask.bounds(q_blocks.extent(q_tokens, axis=2), kv_blocks.extent(kv_tokens, axis=1))
     seen = some.any(axis=0)

@@ -1,1 +1,1 @@
-"""Shared by implementations of all operations: devices, sizes of blocks, XLA's options, Triton's and Mosaic's tools."""
+"""Helpers for implementations of all operations: devices, block sizes, XLA's options, Triton's and Mosaic's tools."""

@@ -1,7 +1,7 @@
-"""Reads the sizes of the blocks that kernels work in from JSON files, which `python -m benchmarks.tune` writes.
+"""Reads the block sizes of kernels from JSON files, which `python -m benchmarks.tune` writes.
 
-Each module of kernels has one of its own beside it, such as attention/triton.json, keyed by kernel, chip, bytes of an
-element and class of shape. Rows that nobody has measured have the largest blocks that fit in shared memory without
+Each module of kernels has such a file beside it, for example attention/triton.json, keyed by kernel, chip, bytes of an
+element and class of shape. Rows without a measurement have the largest blocks that fit in shared memory without
 spilled registers, as compilers report.
 """
 
@@ -17,16 +17,16 @@ from kernels.backends.device import Device, device
 
 @functools.cache
 def table(module: str) -> dict[str, dict]:
-    """Reads the file of a module, its `__name__`: kernel -> chip -> bytes of an element -> class of shape -> sizes."""
+    """Reads the file of the module of this name: kernel -> chip -> bytes of an element -> class of shape -> sizes."""
     package, _, name = module.rpartition(".")
     return json.loads(resources.files(package).joinpath(f"{name}.json").read_text())
 
 
 def chips(of: Device) -> list[str]:
-    """Returns the names of rows for a device, the most special first.
+    """Returns the names of rows for a device, the most specific first.
 
     For an NVIDIA GPU: its kind ("NVIDIA H200"), its compute capability ("sm_90"), the shared memory that a block may
-    have ("227 KB"), and "gpu", whose rows fit in 99 KB, so in all. For others: the kind ("TPU v5"), and the platform.
+    have ("227 KB"), and "gpu", whose rows fit in 99 KB, which all have. For others: the kind ("TPU v5"), the platform.
     """
     if of.capability is None:
         return [of.kind, of.platform]
@@ -34,7 +34,7 @@ def chips(of: Device) -> list[str]:
 
 
 def width(dtype: DTypeLike) -> str:
-    """Returns how rows name a dtype: "2 bytes" for bfloat16 and float16."""
+    """Returns the name of a dtype in rows, such as "2 bytes" for bfloat16 and float16."""
     size = jnp.dtype(dtype).itemsize
     return f"{size} byte{'s' * (size > 1)}"
 
@@ -42,11 +42,11 @@ def width(dtype: DTypeLike) -> str:
 def sizes(module: str, kernel: str, dtype: DTypeLike, shape_class: str) -> dict[str, int]:
     """Returns the sizes for a kernel of a module, such as `{"q": 128, "kv": 64, "warps": 4, "stages": 2}`.
 
-    Looks for each of the `chips` of the device in use ("cpu" where kernels are interpreted), within that by bytes of an
-    element ("2 bytes", or "*"), and then by class of shape ("d128", or "*").
+    Looks up each of the `chips` of the device in use ("cpu" if kernels are interpreted), then the bytes of an element
+    ("2 bytes", or "*"), then the class of shape ("d128", or "*").
 
     Raises:
-        KeyError: if no row fits.
+        KeyError: no row fits.
     """
     for chip in chips(device()):
         for by_width in (width(dtype), "*"):

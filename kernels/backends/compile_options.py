@@ -1,11 +1,11 @@
-"""XLA's options for whole programs, in one table with the reasons: what a program is for, the platform, its options.
+"""XLA's options for whole programs, in one table by purpose and platform, with the reasons.
 
     jax.jit(step, compiler_options=compile_options("decode"))
 
-Those for training are the same for all NVIDIA GPUs: a compiled step of two layers moves 8 % fewer bytes with them on
-an A100 and on an RTX 4090, in as much memory (docs/plan.md has an H200's).
+Those for training are the same for all NVIDIA GPUs: with them a compiled step of two layers moves 8 % fewer bytes on
+an A100 and on an RTX 4090, in the same memory (docs/plan.md has an H200's).
 
-JAX passes options on for the outermost `jax.jit` alone. A platform knows its own only, so the choice is by device.
+JAX applies the options of the outermost `jax.jit` only. A platform accepts only its own, so the choice is by device.
 """
 
 from typing import Any, Literal
@@ -16,24 +16,24 @@ from kernels.backends.device import device
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {
         "gpu": {
-            # XLA's own kernels for products read arrays, and cuBLAS a part of one: by them each layer's weights are
-            # copied out of the stack, and their gradients into it. With cuBLAS they are not.
+            # XLA's own matrix kernels read whole arrays: each layer's weights would be copied out of the stack, and
+            # their gradients into it. cuBLAS reads and writes a part of an array.
             "xla_gpu_enable_triton_gemm": False,
-            # Products that share an input become one otherwise, for which weights and gradients are concatenated.
+            # Otherwise products that share an input are merged, for which weights and gradients are concatenated.
             "xla_gpu_dot_merger_threshold_mb": 0,
-            # Above some four fifths of a card's memory XLA begins to compute values again by itself, matrix products
-            # among them. What layers keep is not in its reach: for Llama 3.1 8B on an H200, that took half as many
-            # products again, and saved 0.3 of 122 GiB. This is how far it may go, in percent of what that leaves free.
+            # Above some four fifths of a card's memory XLA begins to recompute values, matrix products among them. It
+            # cannot drop what layers keep: for Llama 3.1 8B on an H200, it recomputed half of the products and saved
+            # 0.3 of 122 GiB. This raises its limit, which is in percent of the memory that is left free.
             "xla_gpu_memory_limit_slop_factor": 1000,
         },
     },
     "decode": {
         "gpu": {
-            # XLA's own kernels for products read arrays, so each layer's weights would be copied out of the stack for
-            # them, at every token. cuBLAS reads a part of the stack.
+            # XLA's own matrix kernels read whole arrays: each layer's weights would be copied out of the stack, at
+            # every token. cuBLAS reads a part of the stack.
             "xla_gpu_enable_triton_gemm": False,
-            # Products that share an input (those of q, k and v) become one, of weights that are concatenated for it: at
-            # every token, in every layer, that reads and writes them once more than needed.
+            # Otherwise products that share an input (those of q, k and v) are merged, and their weights concatenated:
+            # at every token, in every layer, the weights would be read and written once more than needed.
             "xla_gpu_dot_merger_threshold_mb": 0,
         },
     },
@@ -41,5 +41,5 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def compile_options(program: Literal["train", "decode"]) -> dict[str, Any]:
-    """Returns the options for such a program on the device in use (`kernels.backends.device`), or {} if it has none."""
+    """Returns the options for such a program on the device in use (`kernels.backends.device`); {} if there are none."""
     return OPTIONS[program].get(device().platform, {})

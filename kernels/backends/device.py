@@ -1,4 +1,4 @@
-"""Tells which device a computation is for: the one it will run on, or the one it is only compiled for."""
+"""Finds out which device a computation is for: the one it will run on, or the one it is only compiled for."""
 
 import re
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 
 
-# The CUDA compute capability of GPUs that programs are compiled for without having them, by a word of their names
-# (developer.nvidia.com/cuda-gpus). One that is at hand says it itself.
+# The CUDA compute capability of GPUs by a word of their names (developer.nvidia.com/cuda-gpus), for compiling without
+# the GPU. A GPU that is present reports its own.
 CAPABILITIES = {
     (7, 0): r"V100\w*",
     (7, 5): r"T4|RTX 20\d\d|Quadro RTX",
@@ -20,10 +20,10 @@ CAPABILITIES = {
     (12, 0): r"RTX 50\d\d|RTX PRO \d+",
     (12, 1): r"GB10",
 }
-UNKNOWN = (8, 6)  # taken for an NVIDIA GPU of another name: what runs there runs on all that came later
+UNKNOWN = (8, 6)  # assumed for an NVIDIA GPU of another name: programs for it run on all later GPUs, too
 # Kilobytes of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications).
 SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
-LEAST_SHARED = 99  # of all others from 8.0 on
+LEAST_SHARED = 99  # for all others from 8.0 on
 
 
 class Device(NamedTuple):
@@ -51,8 +51,8 @@ class Device(NamedTuple):
 def device() -> Device:
     """Returns the kind of device of the mesh in scope (`jax.set_mesh`); without one, of JAX's default device.
 
-    The devices of a topology (`jax.experimental.topologies`) need not be at hand: programs traced under a mesh of them
-    are only compiled for them.
+    The devices of a topology (`jax.experimental.topologies`) need not be present: a program traced under a mesh of such
+    devices is only compiled for them.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
@@ -64,9 +64,9 @@ def device() -> Device:
 
 
 def elsewhere(platform: str, capability: tuple[int, int] = (8, 0)) -> str | None:
-    """Returns why a kernel for "gpu" or "tpu" can't serve on this device, or None. CPUs interpret it, slowly.
+    """Returns why a kernel for "gpu" or "tpu" can't run on this device, or None. A CPU interprets the kernel, slowly.
 
-    One for "gpu" is for NVIDIA GPUs of this compute capability and newer ones.
+    A kernel for "gpu" needs an NVIDIA GPU of this compute capability or newer.
     """
     here = device()
     if here.platform == "cpu" or (here.platform == platform == "tpu"):

@@ -1,7 +1,7 @@
 """Products of blocks in 8 bits for the Pallas-Triton kernels, in Triton's own instructions.
 
-They are in a file of their own because they use more of Pallas-Triton than `kernels.backends.triton` does, names that
-JAX keeps private among them.
+They are in a file of their own because they use more of Pallas-Triton than `kernels.backends.triton` does, including
+names that JAX keeps private.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def _dot8_in_triton(context: Any, x: Any, w: Any) -> Any:
 
 
 # Triton uses Hopper's float8 instructions only if it may accumulate `max_num_imprecise_acc` products before it adds
-# them to a float32. JAX's own lowering cannot say so: its products are converted to float16, at half the speed.
+# them to a float32. JAX's own lowering cannot set that: its products are converted to float16, at half the speed.
 _dot8_primitive = jax.extend.core.Primitive("dot8")
 _dot8_primitive.def_abstract_eval(_dot8_type)
 mlir.register_lowering(_dot8_primitive, mlir.lower_fun(_dot8_in_jax, multiple_results=False))

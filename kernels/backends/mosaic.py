@@ -1,4 +1,4 @@
-"""Shared by the Mosaic GPU kernels: where they can run, how they are launched, and how shared memory is filled.
+"""Helpers for the Mosaic GPU kernels: where they can run, how they are launched, and how shared memory is filled.
 
 Every thread block has three warpgroups, of 128 threads each. Two multiply; the third only copies.
 """
@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from kernels.backends.device import device
 
 
-ROWS = 64  # rows of the left side of a warpgroup's product
+ROWS = 64  # rows of the left operand of a warpgroup's product
 COPIER = 2  # the warpgroup after the two that multiply
 HOPPER = (9, 0)  # its compute capability
 
@@ -41,8 +41,8 @@ class Ring(NamedTuple):
 
     Each slot has two barriers. `ready` completes when the copies into it have arrived, one arrival for each buffer.
     `free` completes when both readers have arrived, each once per step, after its last use of the slot. The copier
-    waits for `free` before it fills a slot again, so from the second round on. Nobody skips a step: so step n waits for
-    the n // slots-th completion, and nobody can get a whole round ahead of it.
+    waits for `free` before it fills a slot again, so from the second round on. No warpgroup skips a step. So step n
+    waits for the n // slots-th completion, and no warpgroup can get a whole round ahead of another.
     """
 
     buffers: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Ring(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, *blocks: tuple[tuple[int, ...], DTypeLike]) -> "Ring":
-        """Returns what to allocate for blocks of these shapes and dtypes."""
+        """Returns the buffers and barriers to allocate for blocks of these shapes and dtypes."""
         return cls(
             tuple(plgpu.SMEM((slots, *shape), dtype) for shape, dtype in blocks),
             plgpu.Barrier(num_arrivals=len(blocks), num_barriers=slots),
@@ -72,7 +72,7 @@ class Ring(NamedTuple):
         return [buffer.at[slot] for buffer in self.buffers]
 
     def release(self, n: Int[Array, ""]) -> None:
-        """Ends this reader's use of step n's blocks. It does nothing for n below 0."""
+        """Ends this reader's use of step n's blocks. Does nothing for n below 0."""
         plgpu.barrier_arrive(self.free.at[self._slot(n)], predicate=n >= 0)
 
     def _slot(self, n: Int[Array, ""]) -> Int[Array, ""]:

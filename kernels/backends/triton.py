@@ -1,4 +1,4 @@
-"""Shared by the Pallas-Triton kernels: launching, and loading, storing and multiplying blocks.
+"""Helpers for the Pallas-Triton kernels: launching, and loading, storing and multiplying blocks.
 
 JAX has deprecated Pallas-Triton since 0.11, so only the files named triton.py and dot8.py use it. Triton computes on
 blocks whose sides are powers of two, and multiplies blocks of at least 16 rows and columns. Kernels get whole arrays
@@ -42,8 +42,8 @@ def launch(
     """Runs `kernel(*operands, *results)`, which gets Refs of whole arrays, once for each index of the grid.
 
     `operands` are arrays in any pytrees, `results` a pytree of `jax.ShapeDtypeStruct`. The grid's first axis runs
-    fastest. `stages` is how many steps of a loop have their loads in flight at once. `in_place` says which results are
-    written into which operands, both by their numbers among all arrays. On a CPU the kernel is interpreted.
+    fastest. `stages` is the number of steps of a loop whose loads are in flight at once. `in_place` maps each operand
+    that is overwritten to its result, both by index among all arrays. On a CPU the kernel is interpreted.
     """
     return pl.pallas_call(
         kernel,
@@ -58,7 +58,7 @@ def launch(
 
 
 def addressable(x: Shaped[Array, "..."] | Stacked) -> Stacked:
-    """Takes the layer out of a stack that Pallas-Triton would address by too few bits: one of 2 to 4 GB in 8 bits."""
+    """Copies the layer out of a stack that Pallas-Triton would address with too few bits: 2 to 4 GB, in 8 bits."""
     x = Stacked.of(x)
     if x.stack.dtype.itemsize > 1 or not 2**31 < x.stack.size <= 2**32:
         return x
@@ -67,18 +67,18 @@ def addressable(x: Shaped[Array, "..."] | Stacked) -> Stacked:
 
 
 def pieces(width: int, start: int = 0) -> list[Any]:
-    """Cuts a width, a multiple of 16, into powers of two: 192 becomes 128 and 64, where padding would take 256."""
+    """Splits a width, a multiple of 16, into powers of two: 192 becomes 128 and 64, where padding would take 256."""
     sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
     return [pl.ds(start + sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def inside(start: Array, size: int, length: int) -> Bool[Array, " size"] | None:
-    """Returns which indices of a block from `start` on are below `length`, or None if blocks of that size fill it."""
+    """Returns which indices of a block from `start` on are below `length`, or None if `size` divides `length`."""
     return None if length % size == 0 else start + jnp.arange(size, dtype=jnp.int32) < length
 
 
 def load(ref: Any, mask: Bool[Array, "..."] | None = None, other: ArrayLike = 0) -> Array:
-    """Loads a block, with `other` where the mask, which broadcasts to it, is False."""
+    """Loads a block, with `other` where the mask is False; the mask broadcasts to the block."""
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=other)
 
 

@@ -18,10 +18,10 @@ def cross_entropy(
     z_loss: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Sums the cross-entropy, in nats, of the targets whose `mask` is not 0. The others count for nothing, even if NaN.
+    """Sums the cross-entropy, in nats, of the targets whose `mask` is not 0. The others add nothing, even if NaN.
 
     `unembed` maps features to logits: the product with a matrix, and whatever else a model does there, such as a
-    softcap. Arrays that it closes over get their gradients.
+    softcap. Arrays that `unembed` closes over get gradients, too.
 
     Returns the sum to minimise, to which every target also adds `z_loss * log(Z)**2` (Z: the sum of the exponentials
     of its logits; PaLM, arXiv:2204.02311, section 5), and two sums for metrics, without gradients: `loss`, without that
@@ -34,10 +34,10 @@ def cross_entropy(
       reverse mode.
     - "reference": computes the logits of all tokens at once. It has every derivative, and computes float64 in float64.
 
-    None means "xla", and "reference" for what that refuses.
+    None means "xla", or "reference" for arguments that "xla" refuses.
 
     Raises:
-        ValueError: where the implementation asked for cannot take these arguments.
+        ValueError: the implementation asked for cannot take these arguments.
     """
     minimised, loss, correct = dispatch.run(
         "cross_entropy", implementation, unembed, x, targets, mask != 0,

@@ -10,18 +10,18 @@ from kernels import mesh
 
 
 class Chunks(NamedTuple):
-    """How tokens [batch, seq] are cut: the same positions of every row, and no token leaves its device."""
+    """The cut of tokens [batch, seq] into chunks: of the same positions of all rows, and no token leaves its device."""
 
     batch: int
     rows: int  # parts that devices split the rows into
     parts: int  # parts that devices split the positions into
-    part: int  # positions of such a part
-    size: int  # positions of a part that are in one chunk; the last chunk is padded to that
+    part: int  # positions in such a part
+    size: int  # positions of a part that are in one chunk; the last chunk is padded to this size
     count: int  # number of chunks
 
     @classmethod
     def of(cls, batch: int, seq: int, tokens: int) -> "Chunks":
-        """Plans chunks of about `tokens` tokens on each device, or somewhat fewer: all are as large as the last."""
+        """Plans chunks of about `tokens` tokens on each device, or somewhat fewer, so that the last is nearly full."""
         rows = math.prod(map(mesh.split, mesh.splitting(batch, *mesh.BATCH)))
         parts = math.prod(map(mesh.split, mesh.splitting(seq, mesh.CONTEXT)))
         part = seq // parts

@@ -41,14 +41,14 @@ def cross_entropy(
     shards = rows * parts
 
     def split(a: Array) -> Array:
-        """[batch, seq, ...] -> [count, shards, batch of the shard, size, ...]"""
+        """Splits [batch, seq, ...] into [count, shards, batch of the shard, size, ...]."""
         a = a.reshape(rows, batch // rows, parts, part, *a.shape[2:])
         a = jnp.pad(a, ((0, 0),) * 3 + ((0, count * size - part),) + ((0, 0),) * (a.ndim - 4))
         a = a.reshape(rows, batch // rows, parts, count, size, *a.shape[4:])
         return jnp.moveaxis(a, (3, 2), (0, 2)).reshape(count, shards, batch // rows, size, *a.shape[5:])
 
     def zero(shape: tuple[int, ...]) -> Float[Array, "shards ..."]:
-        """Makes one running sum per shard: so the shards are added up once at the end, and not for every chunk."""
+        """Makes one running sum per shard, so that shards are added up once at the end, and not for every chunk."""
         zeros = jnp.zeros((shards, *shape), jnp.float32)
         spec = P(axes, *[P.UNCONSTRAINED] * len(shape))
         return jax.lax.with_sharding_constraint(zeros, spec) if mesh.free() else zeros
@@ -97,7 +97,7 @@ def cross_entropy(
         return total, (dxs, [next(rest) if t else None for t in trained])
 
     def backward(gradients: Any, cotangent: Any) -> Any:
-        # The cotangent, such as one over the number of targets, is not rounded: that would scale all gradients alike.
+        # The cotangent, such as 1 / targets, is not rounded: its rounding error would scale all gradients alike.
         scaled = lambda g, like: (g.astype(jnp.float32) * cotangent[0]).astype(like.dtype)
         dxs, dw = gradients
         dw = [None if g is None else scaled(g, w) for g, w in zip(dw, weights, strict=True)]
@@ -115,7 +115,7 @@ def sums_and_gradient(
 ) -> tuple[Float[Array, "3"], Float[Array, "batch size vocab"]]:
     """Returns the three sums of one chunk, and the gradient of the first with respect to the logits."""
     dtype, logits = logits.dtype, logits.astype(jnp.float32)
-    # By comparison, not by index: XLA fuses it with its neighbours, and it works on a vocabulary split over devices.
+    # A comparison, not an index: XLA fuses it with its neighbours, and it works on a vocabulary split over devices.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     target = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     log_z = jax.nn.logsumexp(logits, axis=-1)

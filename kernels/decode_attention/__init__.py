@@ -23,15 +23,19 @@ def decode_attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `attention` of one query or a few in each row of the batch, over a cache.
 
-    Each row fills the cache to its own length, and with a causal mask sees no further than its positions: later slots
-    may hold anything. With `kv` None, the index of a slot is its position. All else is as in `attention`.
+    Each row fills the cache to its own length. With a causal mask a query sees no slot after its position, so later
+    slots may hold anything. If `kv` is None, a slot's index is its position. All else is as in `attention`.
 
-    Where k and v are layers of a cache, `kernels.stacked.Stacked`, all implementations but "reference" read in place
-    what the queries see of them, also in 8 bits.
+    If k and v are layers of a cache, `kernels.stacked.Stacked`, all implementations but "reference" read in place the
+    blocks that queries see, also in 8 bits.
 
-    `implementation` is "reference" (reads every slot of the cache, has every derivative), "xla", "tpu" or "triton"
-    (read only blocks with a key that is seen, "xla" those up to the longest row's last; they have first derivatives
-    only, in reverse mode, which read every slot). None chooses as `attention` does.
+    `implementation` is one of
+
+    - "reference": reads every slot of the cache, and has every derivative.
+    - "xla", "tpu", "triton": read only blocks with a key that is seen; "xla" reads all between the first and the last
+      of them. They have first derivatives only, in reverse mode, which read every slot.
+
+    None chooses as `attention` does.
 
     Raises:
         ValueError: as `attention` does.

@@ -41,7 +41,7 @@ def decode_attention(
 def with_gradient(implementation: Callable[..., Array]) -> Callable[..., Array]:
     """Gives an implementation of `decode_attention` the gradient of the formula above, which reads every slot.
 
-    Nobody trains by decoding, so it only has to work.
+    The gradient need not be fast, because nobody trains by decoding.
     """
 
     @functools.wraps(implementation)

@@ -1,17 +1,17 @@
 """Attention of one query or a few in each row of the batch over a cache, for TPUs, in Pallas.
 
-All the time goes into reading the cache, so it is read once, and only where there is anything to see. Blocks come from
-the array of all layers, so no layer is copied. XLA lists beforehand, from the mask, each row's blocks of slots with a
-key that a query sees. The grid has as many steps as the longest list; a shorter one repeats its last block, which loads
-nothing. Softmax and output are accumulated from block to block (FlashAttention, arXiv:2205.14135), starting with the
-sink.
+Reading the cache takes nearly all the time, so each block is read once, and only if a query sees a key of it. Blocks
+come from the array of all layers, so no layer is copied. XLA lists beforehand, from the mask, each row's blocks of
+slots with a key that a query sees. The grid has as many steps as the longest list; a shorter one repeats its last
+block, which loads nothing. Softmax and output are accumulated from block to block (FlashAttention, arXiv:2205.14135),
+starting with the sink.
 
 The heads of a slot are neighbouring rows in memory, and a TPU is slow at picking one head from each slot. So every
-query head is multiplied by the keys of all heads, as one matrix of [slots * kv_heads, dim], and a mask leaves it its
-own head's. The matrix unit has to take in each key anyway, and has time for more queries than there are.
+query head is multiplied by the keys of all heads, as one matrix of [slots * kv_heads, dim], and a mask keeps only its
+own head's. The matrix unit has to load each key anyway, and has time for more queries than there are.
 
-Of a cache in 8 bits the integers are multiplied as they are. Scales of keys multiply logits, those of values the
-weights.
+For a cache in 8 bits the integers are multiplied without their scales. The keys' scales multiply the logits, and the
+values' scales the weights.
 """
 
 import functools
@@ -39,7 +39,7 @@ PLATFORMS = ("tpu",)
 RANK = 2
 
 ROWS = 128  # most rows of queries and heads at a time, unless one query has more heads
-STRIP = 32  # keys or values that `_clean` takes at a time
+STRIP = 32  # keys or values that `_clean` processes at a time
 
 
 def refusal(
@@ -59,7 +59,7 @@ def refusal(
 def _lies_flat(kv_heads: int, dim: int, v_dim: int, itemsize: int) -> bool:
     """Whether [slots, kv_heads, dim] is stored as [slots * kv_heads, dim] would be, in a TPU's tiles of 8 x 128.
 
-    The conditions are the compiler's behaviour: it pads no tile for 1, 2 or 4 heads of 128 features, in 8 bits for 4.
+    The conditions are the compiler's: it pads no tile for 1, 2 or 4 heads of 128 features, or in 8 bits for 4 heads.
     """
     one_tile = dim == v_dim == LANES
     if itemsize == 1:
@@ -68,7 +68,7 @@ def _lies_flat(kv_heads: int, dim: int, v_dim: int, itemsize: int) -> bool:
     return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and one_tile)))
 
 
-# Compiled even where it is called outside jit, so that calls there compile once, too.
+# Jitted, so that calls outside jit compile once, too.
 @with_gradient
 @functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
 def decode_attention(
@@ -95,7 +95,7 @@ def decode_attention(
         at = row(b, schedule.met)
         return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
 
-    # Each part has the rows of some of the queries; one has all of them, unless they are many.
+    # Each part has the rows of some of the queries. There is only one part, unless queries are many.
     queries = min(seq, max(1, ROWS // heads))
     parts, rows = pl.cdiv(seq, queries), queries * heads
     of_parts = lambda x: jnp.pad(x, [(0, 0), (0, -seq % queries)] + [(0, 0)] * (x.ndim - 2), mode="edge")
@@ -115,7 +115,7 @@ def decode_attention(
     wide = lambda x: jnp.broadcast_to(x, (rows, LANES))
 
     def scale_of(x: Stacked) -> Array:
-        """A number for each part of each column, of this layer: XLA copies 4 bytes for, mostly, 128."""
+        """Returns this layer's scales, one for each part of each column. XLA copies them: 4 bytes for, mostly, 128."""
         of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
         return of_layer.reshape(batch, kv_seq * kv_heads, len(x.parts)).swapaxes(1, 2)
 
@@ -208,10 +208,10 @@ def _kernel(
 
     `top` and `total` are the maximum and the denominator of each head's softmax so far, repeated over a register's
     width, and `sum` the weighted sum of values. The last scratch arrays are for `few` keys: keys and values with zeros
-    for what is not finite, and by lane how many numbers these zeros replace. Where the values are the first features of
-    the keys, there are none of their own. In 8 bits all is finite but the scales.
+    for numbers that are not finite, and the count of these zeros in each lane. If the values are the first features of
+    the keys, `v_refs` and `finite_v_refs` are empty. In 8 bits only scales may be not finite.
     """
-    del layers  # it chose the blocks
+    del layers  # used to choose the blocks
     b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
     row = lambda x: jnp.minimum(b, x.shape[0] - 1)
     finite_v_ref = (*finite_v_refs, finite_k_ref)[0]
@@ -232,7 +232,7 @@ def _kernel(
             x, first = 0.0, 0
             for part, width in enumerate(k_parts):
                 features = pl.ds(first, width)
-                # A value's scale that is not finite makes a logit NaN, so that it spoils only what sees it.
+                # A value's scale that is not finite makes its logits NaN: it affects only queries that see it.
                 k_scale = formula.scale * scale_refs[0][part : part + 1, at] + 0 * v_scale
                 x += k_scale * dot(q_ref[:, features], finite_k_ref[:, features], 1, 1)
                 first += width
@@ -241,7 +241,7 @@ def _kernel(
             _clean(k_ref, i * few, finite_k_ref, changed_ref)
             for v_ref in v_refs:
                 _clean(v_ref, i * few, finite_v_ref, changed_ref)
-            # Summed by a product with ones, whose result is a row and not a column.
+            # Sums by a product with ones, because its result is a row and not a column.
             spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
             x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
             x = jnp.where(spoilt > 0, jnp.nan, x)
@@ -274,9 +274,9 @@ def _kernel(
 
 
 def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:
-    """Replaces what is not finite by zeros, in rows from `first` on, and adds the number of changes to `changed`.
+    """Replaces NaN and infinities by zeros, in rows from `first` on, and adds the number of changes to `changed`.
 
-    It takes a strip at a time, and a piece of that: whole rows of the widest keys would not fit the registers.
+    It processes a strip at a time, in pieces: whole rows of the widest keys would not fit the registers.
     """
     all_rows = len(finite_ref)
     rows = STRIP if all_rows % STRIP == 0 else all_rows
@@ -312,7 +312,7 @@ def _pieces(ref: Any) -> list[Any]:
 
 
 def _block_size(k: Stacked, v_dim: int) -> int:
-    """Returns how many slots have the table's number of bytes of keys and values; all slots, if they are few."""
+    """Returns the number of slots whose keys and values have the table's number of bytes; all slots, if few."""
     sizes = blocks.sizes(__name__, "decode", k.stack.dtype, "*")
     slot = k.shape[2] * (k.shape[3] + v_dim) * k.stack.dtype.itemsize
     whole = lambda slots: max(1, slots // sizes["unit"]) * sizes["unit"]

@@ -1,16 +1,17 @@
 """Attention of one query or a few in each row of a batch over a cache, for NVIDIA GPUs, in Pallas-Triton.
 
 This is flash-decoding. It takes as long as reading the cache takes. So one program serves all queries and query heads
-of a key/value head, as the rows of one product, and the blocks with visible keys are dealt out to as many programs as
-fill the GPU. Blocks beyond a row's length, or outside its window, are not read, and no layer of the cache is copied:
+of a key/value head, as the rows of one product, and the blocks with visible keys are distributed over as many programs
+as fill the GPU. Blocks beyond a row's length, or outside its window, are not read, and no layer of the cache is copied:
 programs get the array of all layers. Each program returns the mean of its values and the log-sum-exp of its logits. XLA
 merges these, and a sink is one more log-sum-exp to merge.
 
-No pass over the cache cleans it of NaN. Keys and values that no query sees are not loaded: within a block too, zeros
-take their place. One that is seen and not finite makes a logit or a sum that is not finite, which becomes NaN.
+The cache is not cleaned of NaN in a pass of its own. Keys and values that no query sees are not loaded: within a block,
+too, zeros take their place. A key or value that is seen and not finite makes a logit or a sum that is not finite, which
+then becomes NaN.
 
-Of a cache in 8 bits the integers are multiplied as they are: scales of keys multiply logits, and those of values the
-weights, a number for each key in place of one for each feature.
+For a cache in 8 bits the integers are multiplied without their scales. The keys' scales multiply the logits, and the
+values' scales the weights: one number for each key in place of one for each feature.
 """
 
 import functools
@@ -65,7 +66,7 @@ def refusal(
     return elsewhere("gpu")
 
 
-# Compiled even where it is called outside jit, so that calls there compile once, too.
+# Jitted, so that calls outside jit compile once, too.
 @with_gradient
 @functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
 def decode_attention(
@@ -136,8 +137,8 @@ def _kernel(
 ) -> None:
     """Visits a share of the blocks of one row of the batch, for some of the queries and heads of a key/value head.
 
-    There is no `v_ref` where the values are the first features of the keys. `several` says whether the rows are of
-    several queries, which see unlike keys.
+    `v_ref` is None if the values are the first features of the keys. `several` says whether the rows belong to several
+    queries, which see different keys.
     """
     split, batch = pl.program_id(1), pl.program_id(2)
     (all_rows, dim), kv_seq = q_ref.shape[2:], k_ref.shape[1]
@@ -185,7 +186,7 @@ def _kernel(
         x = functools.reduce(jnp.add, logits)
         x = capped(formula, jnp.where(jnp.abs(x) == jnp.inf, jnp.nan, x))
         if seen is not None:
-            if several:  # a value that is not finite has to spoil the queries that see it, and no other
+            if several:  # a value that is not finite has to affect the queries that see it, and no others
                 numbers = v if v_scale is None else [v_scale]
                 is_finite = [jnp.abs(p.astype(jnp.float32)) < jnp.inf for p in numbers]
                 spoilt = [jnp.where(each, 0.0, 1.0) for each in is_finite]

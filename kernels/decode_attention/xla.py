@@ -1,8 +1,8 @@
 """Attention of one query or a few in each row of a batch over a cache, in plain JAX, for every platform.
 
 It loops over blocks of slots, from the first that any row sees to the last, and reads each from the array of all layers
-(flash-decoding without the split). So a step costs the longest row's length, not the cache's, and nothing of the cache
-is copied but a block at a time.
+(flash-decoding without the split). So a step's time depends on the longest row's length, not on the cache's, and only
+one block of the cache is copied at a time.
 """
 
 import functools
@@ -32,7 +32,7 @@ def refusal(q: Float[Array, "batch seq heads dim"], *_: object, **__: object) ->
     return "it computes in float32, and q is float64" if q.dtype == jnp.float64 else None
 
 
-# Compiled even where it is called outside jit, so that calls there compile once, too.
+# Jitted, so that calls outside jit compile once, too.
 @with_gradient
 @functools.partial(jax.jit, static_argnames=("v_dim", "scale", "mask", "softcap"))
 def decode_attention(

@@ -29,32 +29,33 @@ def delta_rule(
 
         S_t = A_t S_{t-1} + beta_t k_t (v_t - (A_t S_{t-1})^T k_t)^T,        out_t = scale * S_t^T q_t
 
-    `decay` is the logarithm of A_t, at most 0: a number for a head (Qwen3-Next), or one for each channel of its keys,
-    and A_t is diagonal (Kimi Linear, arXiv:2510.26692). Without `erase` nothing is subtracted from v_t, and the
-    recurrence is that of Mamba-2 (arXiv:2405.21060). Value heads share query/key heads in groups of `v_heads / heads`
-    neighbours.
+    `decay` is the logarithm of A_t, at most 0: one number for each head (Qwen3-Next), or one for each channel of its
+    keys, which makes A_t diagonal (Kimi Linear, arXiv:2510.26692). Without `erase` nothing is subtracted from v_t, and
+    the recurrence is that of Mamba-2 (arXiv:2405.21060). Value heads share query/key heads in groups of
+    `v_heads / heads` neighbours.
 
-    The state begins as `state`, or as zeros. It begins anew where the segment of `at` does, so that packed documents do
-    not see each other; tokens of a row must be in order. Padding (segment 0, or a position below 0) neither decays the
-    state nor writes to it, and may hold anything.
+    The first state is `state`, or zeros. The state is reset to zeros where a segment of `at` begins, so that packed
+    documents do not see each other; tokens of a row must be in order. Padding (segment 0, or a position below 0)
+    neither decays the state nor writes to it, and may hold anything.
 
-    Returns the outputs in the dtype of v, and the state after the last token, in float32. Where the state lies in a
-    cache, `kernels.stacked.Slots`, so does what is returned. One token then is the step of a decode: on a GPU or a TPU
-    a kernel reads the state once and writes it in place. That step has no derivatives.
+    Returns the outputs in the dtype of v, and the state after the last token, in float32. If the state is given in a
+    cache, `kernels.stacked.Slots`, it is returned in the cache. One token is then a decode step: on a GPU or a TPU a
+    kernel reads the state once and writes it in place. A decode step has no derivatives.
 
     `implementation` is one of
 
     - "reference": one token after the other. It has every derivative, and computes float64 in float64.
-    - "xla": chunks of 64 tokens, in plain JAX. Its memory grows with the tokens, and has a state for each chunk. It and
-      all below have first derivatives only, in reverse mode.
-    - "tpu": the same, with Pallas kernels for TPUs that go through the chunks. "triton": with some for NVIDIA GPUs. On
-      a CPU both are interpreted.
+    - "xla": chunks of 64 tokens, in plain JAX. Its memory grows with the tokens, and holds a state for each chunk. This
+      and all that follow have first derivatives only, in reverse mode.
+    - "tpu": the same, with a scan over the chunks in Pallas for TPUs. "triton": with a scan for NVIDIA GPUs. On a CPU
+      both are interpreted.
 
-    None chooses by their ranks (`kernels.dispatch`): "triton" or "tpu" on their devices if they can, else "xla", and
-    "reference" for at most 16 tokens and for float64. The step of a decode is an operation of its own, "delta_step".
+    None chooses by rank (`kernels.dispatch`): "triton" or "tpu" on their devices if they take the arguments, else
+    "xla", and "reference" for at most 16 tokens and for float64. The decode step is an operation of its own,
+    "delta_step".
 
     Raises:
-        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+        ValueError: arguments contradict one another, or the implementation asked for cannot take them.
     """
     if v.shape[2] % k.shape[2]:
         raise ValueError(f"The value heads ({v.shape[2]}) must be a multiple of the query/key heads ({k.shape[2]}).")

@@ -1,17 +1,17 @@
-"""Shared by every implementation of the delta rule in chunks: all but the scan over the chunks, and the derivatives.
+"""The delta rule in chunks, with its derivatives, except for the scan over the chunks: shared by the implementations.
 
-Within a chunk of tokens the recurrence is matrix products, and a scan hands the state on. Let S be the state before a
-chunk, G_i the sum of the chunk's log decays up to token i, and D_ij = exp(G_i - G_j), by which what token j wrote has
-decayed at token i. What token i writes, u_i, depends on what was written before it:
+Within a chunk of tokens the recurrence is matrix products, and a scan passes the state on. Let S be the state before a
+chunk, G_i the sum of the chunk's log decays up to token i, and D_ij = exp(G_i - G_j) the decay from token j to token i.
+Token i writes u_i, which depends on what earlier tokens wrote:
 
     u_i = beta_i (v_i - exp(G_i) S^T k_i - sum_{j<i} D_ij (k_i . k_j) u_j)
 
-These are linear equations with a lower triangular matrix, so U = U' - W S, where its inverse gives U' and W of all
-chunks at once (the UT transform of arXiv:2406.06484, section 3, with the decays of arXiv:2412.06464, section 3.3).
+These are linear equations with a lower triangular matrix, so U = U' - W S. The inverse of the matrix gives U' and W for
+all chunks at once (the UT transform of arXiv:2406.06484, section 3, with the decays of arXiv:2412.06464, section 3.3).
 
-An implementation brings the scan: one that goes through the chunks, and one that goes back with the gradient of the
-state. Of the forward pass only the states before the chunks are kept. The backward pass prepares the chunks anew, and
-all gradients but those that the scan hands on are products for all chunks at once.
+An implementation brings two scans: one forward over the chunks, and one backward with the gradient of the state. The
+forward pass keeps only the states before the chunks. The backward pass prepares the chunks again. All gradients, except
+those that the scan passes on, are products for all chunks at once.
 """
 
 import functools
@@ -28,16 +28,16 @@ from jaxtyping import Array, Bool, Float
 
 
 CHUNK = 64  # tokens
-SAVED = "delta_rule"  # names the outputs and the states before the chunks, for policies of jax.checkpoint
-BLOCK = 16  # tokens: in pairs of such blocks a decay of each channel is split into two factors, neither above 1
+SAVED = "delta_rule"  # the name, for policies of jax.checkpoint, of the outputs and the states before the chunks
+BLOCK = 16  # tokens: between two such blocks a channel's decay is split into two factors, neither above 1
 
 
 def state_products(dim: int, v_dim: int, *, erase: bool) -> int:
     """Counts the multiply-adds of one token with the state of one head, forward.
 
-    The key reads the state, where something is erased; then it writes to it, and the query reads it. Any implementation
-    needs these, so they are what a model's FLOPs count. Chunks of `CHUNK` tokens compute up to twice as many, since
-    their tokens also meet one another.
+    With `erase` the key reads the state. Then the key writes to the state, and the query reads it. Any implementation
+    needs these products, so a model's FLOPs count them. Chunks of `CHUNK` tokens compute up to twice as many, because
+    their tokens also interact with one another.
     """
     return (2 + erase) * dim * v_dim
 
@@ -45,17 +45,17 @@ def state_products(dim: int, v_dim: int, *, erase: bool) -> int:
 def scan_flops(matrices: Iterable[Sequence[int]], v_dim: int) -> int:
     """Counts the floating point operations of a scan by the shapes of the matrices that it multiplies.
 
-    Those are `query`, `pairs`, `less` and `key` of all chunks, or some of them. Each number of theirs is multiplied
-    with each feature of the values, in the forward pass and in the backward pass alike.
+    The matrices are `query`, `pairs`, `less` and `key` of all chunks, or some of them. Each of their numbers is
+    multiplied with each feature of the values, in the forward pass and in the backward pass alike.
     """
     return 2 * v_dim * sum(map(math.prod, matrices))
 
 
 class Parts(NamedTuple):
-    """What a scan needs of the chunks, in float32.
+    """The arrays of all chunks that a scan needs, in float32.
 
     If S is the state before a chunk, then `written = alone - less @ S`, the outputs are `query @ S + pairs @ written`,
-    and the state after it is `fade * S + key.T @ written`.
+    and the state after the chunk is `fade * S + key.T @ written`.
     """
 
     query: Float[Array, "chunks batch heads tokens dim"]
@@ -72,11 +72,11 @@ class Scan(NamedTuple):
     `forward(formula, parts, state, keep)` returns the outputs [chunks, batch, heads, tokens, v_dim], the last state,
     and if `keep` the states before each chunk (else None).
 
-    `backward(formula, parts, d_out, d_state)` takes the gradients of the outputs and of the last state. It returns
-    those of what is written, like the outputs, of the states after each chunk, and of the first state.
+    `backward(formula, parts, d_out, d_state)` takes the gradients of the outputs and of the last state. It returns the
+    gradients of `written` (shaped like the outputs), of the states after each chunk, and of the first state.
 
-    `formula.precision` is HIGHEST where products have to be those of float32, and HIGH where the operation's inputs
-    have 16 bits: then TF32 on a GPU, or three products of bfloat16 on a TPU, adds little to the rounding of its result.
+    `formula.precision` is HIGHEST if products have to be those of float32, and HIGH if the operation's inputs have
+    16 bits: then TF32 on a GPU, or three products of bfloat16 on a TPU, adds little to the rounding of the result.
     """
 
     forward: Callable[..., tuple[Array, Array, Array | None]]
@@ -95,7 +95,7 @@ class Formula(NamedTuple):
 
 
 def refusal(_: Array, __: Array, v: Array, *___: object, **____: object) -> str | None:
-    """Returns why chunks cannot serve these arguments of `delta_rule`, or None if they can."""
+    """Returns why chunks cannot compute these arguments of `delta_rule`, or None if they can."""
     return "it computes in float32, and v is float64" if v.dtype == jnp.float64 else None
 
 
@@ -113,7 +113,7 @@ def delta_rule(
     scale: float,
     erase: bool,
 ) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
-    """Computes `kernels.delta_rule` by this scan."""
+    """Computes `kernels.delta_rule` with this scan."""
     precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else lax.Precision.HIGH
     return _delta_rule(scan, Formula(scale, erase, precision), (q, k, v, decay, beta), restart, state)
 
@@ -139,7 +139,7 @@ def _backward(
     scan: Scan, formula: Formula, residuals: tuple[Given, Array, Array], gradients: tuple[Array, Array]
 ) -> tuple[Given, None, Array]:
     given, restart, states = residuals
-    # Without the barrier XLA might see that all is prepared twice, and keep it from the forward pass.
+    # Without the barrier XLA might merge the two preparations, and keep the forward pass's in memory.
     given, restart = lax.optimization_barrier((given, restart))
     parts, pull = jax.vjp(lambda given: _prepare(formula, given, restart), given)
     d_out = _cut(gradients[0])
@@ -171,13 +171,13 @@ def padded(x: Float[Array, "*chunks m n"], rows: int, columns: int) -> Float[Arr
 
 
 def fade_row(parts: Parts, wide: int) -> Float[Array, "chunks batch heads 1 {wide}"]:
-    """Returns `parts.fade` for each feature of the keys, and zeros up to so many."""
+    """Returns `parts.fade` for each feature of the keys, padded with zeros to `wide`."""
     *chunks, _, dim = parts.key.shape
     return padded(jnp.broadcast_to(turned(parts.fade), (*chunks, 1, dim)), 1, wide)
 
 
 def _cut(x: Float[Array, "batch seq heads *dim"]) -> Float[Array, "chunks batch heads tokens *dim"]:
-    """Cuts into chunks, in float32. The last is padded by zeros, which change no state."""
+    """Splits tokens into chunks, in float32. The last chunk is padded with zeros, which change no state."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % CHUNK)) + ((0, 0),) * (x.ndim - 2))
     x = x.reshape(len(x), -1, CHUNK, *x.shape[2:])
     return jnp.moveaxis(x, (1, 3), (0, 2)).astype(jnp.float32)
@@ -193,10 +193,10 @@ def _prepare(formula: Formula, given: Given, restart: Array) -> Parts:
     scale, dot = formula.scale, formula.dot
     q, k, v, decay, beta = given
     group = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (q, k))  # so gradients of a group's heads add up
+    q, k = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (q, k))  # a group's gradients add up in float32
     q, k, v, decay, beta = map(_cut, (q, k, v, decay if decay.ndim == 4 else decay[..., None], beta[..., None]))
     restart = _cut(restart[..., None, None].astype(jnp.float32))
-    begun = jnp.cumsum(restart, axis=-2)  # how many documents have begun in the chunk
+    begun = jnp.cumsum(restart, axis=-2)  # the number of documents begun in the chunk
     total = _totals(jnp.where(restart > 0, 0, decay))  # log of the decay since before the chunk
     same = begun == begun.swapaxes(-1, -2)
     before = jnp.where(begun == 0, jnp.exp(sum(total)), 0)
@@ -212,19 +212,19 @@ def _prepare(formula: Formula, given: Given, restart: Array) -> Parts:
 def _totals(decay: Float[Array, "*chunks tokens dim_or_1"]) -> Float[Array, "2 *chunks tokens dim_or_1"]:
     """Sums the decays up to each token, as two numbers, so that `_between` loses no digits.
 
-    A strong decay is 1 between two tokens and may be 1,000 since before the chunk, of which float32 has three digits
-    less behind the point. So the first number sums multiples of a power of two, without any rounding, and the second
-    what is left of each decay. The gradient is that of a plain sum.
+    A strong decay may be 1 between two tokens, and 1,000 since the start of the chunk, where float32 has three decimals
+    fewer. So each decay is rounded to a multiple of a power of two. The first number sums the multiples, without any
+    rounding error, and the second sums the remainders. The gradient is that of a plain sum.
     """
     largest = CHUNK * jnp.max(jnp.abs(lax.stop_gradient(decay)), axis=-2, keepdims=True)
     power = lax.bitcast_convert_type(lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000, jnp.float32)
-    unit = jnp.maximum(power, 2.0**-40) * 2.0**-22  # their sum is below 2^24 of them, which float32 counts
+    unit = jnp.maximum(power, 2.0**-40) * 2.0**-22  # sums are below 2^24 units, which float32 counts
     coarse = lax.stop_gradient(jnp.round(decay / unit) * unit)
     return jnp.cumsum(jnp.stack([coarse, decay - coarse]), axis=-2)
 
 
 def _between(earlier: Float[Array, "2 ..."], later: Float[Array, "2 ..."]) -> Float[Array, "..."]:
-    """Subtracts totals: the sum of the decays after one token up to another."""
+    """Subtracts two totals, and so returns the sum of the decays after one token up to another."""
     return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
 
@@ -234,9 +234,9 @@ def _decayed(
     k: Float[Array, "*chunks tokens dim"],
     total: Float[Array, "2 *chunks tokens dim_or_1"],
 ) -> Float[Array, "*chunks tokens tokens"]:
-    """The products of x_i and k_j, with what each channel has decayed by from j to i; 0 for i < j.
+    """Returns the products of x_i and k_j, each channel decayed from token j to token i; 0 for i < j.
 
-    No exponential is taken of a sum of decays with its sign turned, which would overflow where decays are strong.
+    No exponential of a negated sum of decays is computed, because strong decays would make it overflow.
     """
     token = np.arange(CHUNK)
     if total.shape[-1] == 1:  # one decay for all channels
@@ -244,12 +244,12 @@ def _decayed(
     blocks = lambda a: a.reshape(*a.shape[:-2], -1, BLOCK, a.shape[-1])
     xs, ks, totals, place = blocks(x), blocks(k), blocks(total), np.arange(BLOCK)
     start, block = totals[..., :1, :], token // BLOCK
-    # Of two tokens in one block, each channel by itself. Their totals since the block began are one number each: with
-    # two, XLA writes the decays of all pairs to memory, and a step of Kimi Linear moves 8 % more bytes.
+    # Two tokens in one block: each channel by itself. Totals since the block's start are one number each. With two, XLA
+    # writes the decays of all pairs to memory, and a step of Kimi Linear moves 8 % more bytes.
     sums = _between(start, totals)
     apart = _exp(sums[..., :, None, :] - sums[..., None, :, :], (place[:, None] >= place)[..., None])
     near = jnp.sum(xs[..., :, None, :] * ks[..., None, :, :] * apart, axis=-1)
-    # Of a token and those in earlier blocks: the decay since its block began, times that before.
+    # A token and one in an earlier block: the decay since the later block's start, times the decay before that.
     earlier = np.arange(CHUNK // BLOCK)[:, None] > block
     late = xs * jnp.exp(sums)
     early = k[..., None, :, :] * _exp(_between(total[..., None, :, :], start), earlier[..., None])
@@ -259,7 +259,7 @@ def _decayed(
 
 
 def _exp(x: Float[Array, "..."], where: Bool[np.ndarray, "..."]) -> Float[Array, "..."]:
-    """exp(x), and 0 elsewhere, where it might overflow."""
+    """Returns exp(x) at `where`, and 0 elsewhere, where exp(x) might overflow."""
     return jnp.exp(jnp.where(np.broadcast_to(where, x.shape), x, -jnp.inf))
 
 
@@ -267,9 +267,9 @@ def _exp(x: Float[Array, "..."], where: Bool[np.ndarray, "..."]) -> Float[Array,
 def inverse(lower: Float[Array, "*chunks size size"]) -> Float[Array, "*chunks size size"]:
     """Inverts 1 + `lower`, which is zero on its diagonal and above; `size` is a power of two.
 
-    Of blocks on the diagonal, from single elements on, two and two become one: the inverse of [[A, 0], [C, B]] is
+    Blocks on the diagonal, single elements at first, are merged in pairs: the inverse of [[A, 0], [C, B]] is
     [[1/A, 0], [-1/B C 1/A, 1/B]]. Here the elements of all these inverses are at most about 1, since they belong to
-    products of factors 1 - beta k k^T; those of the powers of `lower`, in a Neumann series, may be as large as 1e17.
+    products of factors 1 - beta k k^T. A Neumann series would have powers of `lower`, with elements up to 1e17.
     """
     size, done = lower.shape[-1], jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)
     while (half := done.shape[-1]) < size:

@@ -1,8 +1,8 @@
 """Splits a recurrence over the devices of a mesh: its sequences, its heads, and the tokens of a sequence.
 
-What a device's tokens do is linear in the state S that they begin with. They leave the state F S + B, and their outputs
-are those of a state of zeros, plus Q S. So all devices compute F, B, Q and these outputs at once, exchange F and B, and
-each composes those of the devices before it: that is the state which its own tokens begin with.
+The effect of a device's tokens is linear in the state S before them. The state after them is F S + B. Their outputs are
+those from a state of zeros, plus Q S. So all devices compute F, B, Q and the outputs from zeros at once, and exchange F
+and B. Each device then composes those of the devices before it, which gives the state before its own tokens.
 """
 
 import functools
@@ -33,8 +33,8 @@ def split_recurrence(
 ) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"] | Slots]:
     """Runs a recurrence on each device, with the device's share of the sequences, of the heads and of the tokens.
 
-    Along `CONTEXT` devices have neighbouring tokens, in the order of the row. Axes of the mesh that do not divide the
-    sequences, the tokens or the query/key heads leave them whole.
+    Devices along `CONTEXT` have consecutive tokens, in the order of the row. An axis of the mesh that does not divide
+    the sequences, the tokens or the query/key heads leaves them whole.
     """
     run = functools.partial(run, scale=scale, erase=erase)
     given: tuple[Any, ...] = (q, k, v, decay, beta, begins, state)
@@ -58,15 +58,15 @@ def split_recurrence(
 
 
 Effect = tuple[
-    Float[Array, "batch seq v_heads v_dim"],  # the outputs, where the state begins as zeros
+    Float[Array, "batch seq v_heads v_dim"],  # the outputs from a state of zeros
     Float[Array, "batch seq v_heads dim"],  # Q
     Float[Array, "batch v_heads dim v_dim+dim"],  # B and F, beside one another: one array to exchange
 ]
-"""What a device's tokens do."""
+"""The effect of a device's tokens on the outputs and the state."""
 
 
 def _composed(effect: Callable[..., Effect], *tokens: Array) -> tuple[Array, Array]:
-    """The outputs of a device's tokens, and the state after those of all devices along `CONTEXT`."""
+    """Returns the outputs of a device's tokens, and the state after the tokens of all devices along `CONTEXT`."""
     state = tokens[-1]
     out, queries, left = effect(*tokens[:-1], jnp.zeros_like(state))
 
@@ -81,11 +81,11 @@ def _composed(effect: Callable[..., Effect], *tokens: Array) -> tuple[Array, Arr
 
 
 def _of_any_state(run: Callable[..., tuple[Array, Array]], *tokens: Array) -> Effect:
-    """One run gives all: values of zeros and a state of the identity, beside the others as further columns.
+    """Appends an identity to the state, and zeros to the values, so that one run also yields F and Q.
 
-    They are `dim` columns more. With as many of values, as most models have, a run takes 1.8 times the operations of
-    one without them. So would two runs, of the state alone and then from it, but one after the other, and with an
-    implementation of their own each.
+    Both get `dim` more columns. If the values have `dim` columns, as in most models, the run takes 1.8 times the
+    operations of one without them. Two runs, one for the state alone and one from that state, would take as many, but
+    one after the other, and each would need an implementation of its own.
     """
     q, k, v, decay, beta, begins, state = tokens
     identity = jnp.broadcast_to(jnp.eye(k.shape[3], dtype=state.dtype), (*state.shape[:3], k.shape[3]))
@@ -96,7 +96,7 @@ def _of_any_state(run: Callable[..., tuple[Array, Array]], *tokens: Array) -> Ef
 
 
 def _of_decay(run: Callable[..., tuple[Array, Array]], scale: float, *tokens: Array) -> Effect:
-    """Where nothing is erased the state only decays."""
+    """Computes the effect if nothing is erased: then the state only decays, so F and Q follow from the decays."""
     q, _, v, decay, _, begins, state = tokens
     out, added = run(*tokens)
     decay = decay.astype(state.dtype) if decay.ndim == 4 else decay.astype(state.dtype)[..., None]

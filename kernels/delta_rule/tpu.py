@@ -1,7 +1,7 @@
 """The gated delta rule in chunks of tokens (`kernels.delta_rule.shared`) for TPUs, with a scan in Pallas.
 
 A step of the grid has one chunk of a few heads, whose products interleave. Their states stay in VMEM from the first
-chunk to the last. A state is transposed, [v_dim, dim]: its decay is then a row, which a TPU broadcasts for nothing.
+chunk to the last. A state is transposed, [v_dim, dim]: its decay is then a row, which a TPU broadcasts for free.
 """
 
 import functools
@@ -24,7 +24,7 @@ PLATFORMS = ("tpu",)
 RANK = 2
 
 LANES = 128  # of a register
-TOGETHER = 4  # heads of a step: a product waits for the one before it, and those of other heads fill the time
+TOGETHER = 4  # heads of a step: a head's products wait for one another, and those of other heads fill the time
 WIDEST = 512  # features of a key or a value: the blocks of a step take at most half of the VMEM that all TPUs have
 
 
@@ -95,7 +95,7 @@ delta_rule = functools.partial(shared.delta_rule, Scan(forward, backward))
 
 
 def _dot(formula: Formula, x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-    """Multiplies, summing over those axes: in float32, or by three products of halves, each in bfloat16."""
+    """Multiplies, summing over these axes: in float32, or as three products of high and low halves in bfloat16."""
     product = functools.partial(
         lax.dot_general,
         dimension_numbers=(((x_axis,), (y_axis,)), ((), ())),
@@ -114,7 +114,7 @@ def _dot(formula: Formula, x: Array, y: Array, x_axis: int, y_axis: int) -> Arra
 
 
 def _up(width: int) -> int:
-    """Returns how many features whole registers hold, which these take anyway."""
+    """Rounds a number of features up to whole registers, which the features take anyway."""
     return -(-width // LANES) * LANES
 
 

@@ -1,8 +1,8 @@
 """The gated delta rule in chunks of tokens (`kernels.delta_rule.shared`) for NVIDIA GPUs, with a scan in Pallas-Triton.
 
 A program has some columns of the state of one head, in registers, and loops over the chunks. The state is transposed,
-[v_dim, dim], and so is all that is multiplied from the left. That stays in registers, and what is loaded is the right
-side of a product, with the axis that is summed over last, as Hopper's instructions want it in TF32.
+[v_dim, dim], and so are all left operands, which stay in registers. Arrays that are loaded are right operands. They
+have the axis that is summed over last, as Hopper's TF32 instructions require.
 """
 
 import functools
@@ -38,7 +38,7 @@ def refusal(q: Array, k: Array, v: Array, *more: Array, **options: Any) -> str |
 
 
 def forward(formula: Formula, parts: Parts, state: Array, keep: bool) -> tuple[Array, Array, Array | None]:
-    """Implements `Scan.forward`. The outputs are products for all chunks at once, which XLA does better."""
+    """Implements `Scan.forward`. XLA computes the outputs, because they are products for all chunks at once."""
     (batch, heads, dim, v_dim), chunks = state.shape, len(parts.query)
     size, wide, v_wide = _sizes("forward", formula, dim, v_dim)
     operands = (
@@ -149,7 +149,7 @@ delta_rule = functools.partial(shared.delta_rule, Scan(forward, backward))
 
 
 class _Program(NamedTuple):
-    """Which columns of the state, of which head, a program has. Its state is a list of [columns, features of keys]."""
+    """A program's share: some columns of one head's state. The state is a list of [columns, features of keys]."""
 
     formula: Formula
     head: tuple[Array, Array]  # the row of the batch, and the head
@@ -170,7 +170,7 @@ class _Program(NamedTuple):
             store(ref.at[*which, self.columns, part], piece)
 
     def product(self, x: Array, y: Array) -> Array:
-        """Multiplies [m, n] and the transpose of [k, n], by TF32, or by three products of it for nearly 24 bits."""
+        """Multiplies [m, n] and the transpose of [k, n], in TF32, or as three TF32 products for nearly 24 bits."""
         precision, tf32 = self.formula.precision, lax.DotAlgorithmPreset
         if device().platform != "cpu":
             precision = tf32.TF32_TF32_F32 if precision == lax.Precision.HIGH else tf32.TF32_TF32_F32_X3
@@ -180,7 +180,7 @@ class _Program(NamedTuple):
 
 
 def _sizes(kernel: str, formula: Formula, dim: int, v_dim: int) -> tuple[dict[str, int], int, int]:
-    """Returns the sizes for a kernel, and how many features of keys and of values fill its blocks."""
+    """Returns the sizes for a kernel, and the numbers of features of keys and of values, padded to fill its blocks."""
     wide, v_wide = (max(SMALLEST, pl.next_power_of_2(width)) for width in (dim, v_dim))
     dtype = jnp.bfloat16 if formula.precision == lax.Precision.HIGH else jnp.float32
     size = blocks.sizes(__name__, kernel, dtype, f"d{max(64, wide)}")
@@ -199,7 +199,7 @@ def _launch(
     """Runs a kernel once for each block of columns of the state, each head and each row of the batch."""
     batch, heads, v_wide, _ = results[-1]
     first, *matrices, fade, state = operands
-    if formula.precision == lax.Precision.HIGH:  # Hopper's instructions would cut off bits of what is in shared memory
+    if formula.precision == lax.Precision.HIGH:  # rounds, because Hopper would truncate operands in shared memory
         matrices = [x if x is None else lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) for x in matrices]
     operands = first, *matrices, fade, state
     shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results)

@@ -1,4 +1,4 @@
-"""Defines the step of a decode by the recurrence of `kernels.delta_rule`: it reads the states and writes them back."""
+"""Defines the decode step by the recurrence of `kernels.delta_rule`: it reads the states and writes them back."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float

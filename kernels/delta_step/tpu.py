@@ -1,8 +1,8 @@
 """One token of the gated delta rule for each row of a batch, over a cache of states, for TPUs, in Pallas.
 
-It takes as long as reading and writing the states takes. A step of the grid has the states of a few heads. Those of the
-next step arrive meanwhile. Where the values do not fill registers (Mamba-2 has 64), XLA lays states out transposed, and
-the kernel takes them so: for another layout XLA would copy the cache.
+It takes as long as reading and writing the states takes. A step of the grid has the states of a few heads, while those
+of the next step are loaded. If a value's features do not fill registers (Mamba-2 has 64), XLA stores states transposed,
+and the kernel takes them transposed: for another layout XLA would copy the cache.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def refusal(q: Array, k: Array, v: Array, *_: object, **__: object) -> str | Non
 
 
 def _together(heads: int, dim: int, v_dim: int) -> int:
-    """Returns how many heads a step has: the most that fit, and that a block may have. 0 if there is no such number."""
+    """Returns the number of heads of a step: the largest that fits and that a block may have, or 0 if none does."""
     sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n == heads or n % SUBLANES == 0)]
     return max((n for n in sizes if n * dim * v_dim * 4 <= LARGEST), default=0)
 
@@ -58,11 +58,11 @@ def delta_step(
     scale: float,
     erase: bool,
 ) -> tuple[Float[Array, "batch 1 v_heads v_dim"], Slots]:
-    """Computes `kernels.delta_rule` of one token, which no other one of a row precedes in the call."""
+    """Computes `kernels.delta_rule` for the only token of each row."""
     del restart
     (batch, _, heads, v_dim), dim = v.shape, k.shape[3]
     together = _together(heads, dim, v_dim)
-    # All are vectors here: a number for a head becomes one of a row of registers.
+    # All operands become vectors: a number for a head is repeated over a row of registers.
     q, k = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (q, k))
     beta, decay = beta[..., None], decay if decay.ndim == 4 else decay[..., None]
     fade = jnp.exp(decay.astype(jnp.float32))
@@ -105,7 +105,7 @@ def _kernel(
     scale: float, erase: bool, flipped: bool, places: Any, q: Any, k: Any, fade: Any, v: Any, beta: Any, state: Any,
     out: Any, last: Any,
 ) -> None:  # fmt: skip
-    """Computes the next states of a few heads, and what the queries read of them."""
+    """Computes the next states of a few heads, and the outputs that the queries read from them."""
     fresh = places[1, pl.program_id(0)] < 0
     of_keys = [x[...].T for x in (q, k, fade)]
     turned = lambda x: x.T if flipped else x

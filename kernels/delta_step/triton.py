@@ -1,7 +1,7 @@
 """One token of the gated delta rule for each row of a batch, over a cache of states, for NVIDIA GPUs, in Pallas-Triton.
 
-It takes as long as reading and writing the states takes. A program has some columns of one head's state, in registers,
-between the one reading and the one writing: all that is summed lies along the other axis.
+It takes as long as reading and writing the states takes. A program reads some columns of one head's state once, keeps
+them in registers, and writes them once: all sums are along the other axis.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def delta_step(
     scale: float,
     erase: bool,
 ) -> tuple[Float[Array, "batch 1 v_heads v_dim"], Slots]:
-    """Computes `kernels.delta_rule` of one token, which no other one of a row precedes in the call."""
+    """Computes `kernels.delta_rule` for the only token of each row."""
     del restart
     (batch, _, heads, v_dim), dim = v.shape, k.shape[3]
     columns = min(ELEMENTS // pl.next_power_of_2(dim), pl.next_power_of_2(v_dim))
@@ -88,7 +88,7 @@ def _kernel(
     out_ref: Any,
     stack_ref: Any,
 ) -> None:
-    """Computes some columns of a head's next state, and what the query reads of them."""
+    """Computes some columns of a head's next state, and the outputs that the query reads from them."""
     head, row, (dim, v_dim) = pl.program_id(1), pl.program_id(2), stack_ref.shape[-2:]
     of_keys = Side.of(jnp.int32(0), pl.next_power_of_2(dim), dim)
     of_values = Side.of(pl.program_id(0), columns, v_dim)

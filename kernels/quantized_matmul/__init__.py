@@ -13,7 +13,7 @@ from kernels.quantized_matmul.shared import SAVED, Formula, Gradients, Granulari
 from kernels.stacked import Stacked
 
 
-DECODE_ROWS = 64  # up to so many rows, reading the matrix takes most of the time
+DECODE_ROWS = 64  # up to this number of rows, reading the matrix takes most of the time
 
 
 def int8_matmul(
@@ -26,18 +26,18 @@ def int8_matmul(
     gradients: Gradients = "float",
     implementation: str | None = None,
 ) -> Float[Array, "*batch out"]:
-    """Multiplies `x` by the transpose of `w`, where `w` is int8, and with `activations` `x` is, too.
+    """Multiplies `x` by the transpose of `w`, with `w` in int8, and with `activations` also `x` in int8.
 
-    `w` may be int8 already, with its `scale`: () if all of it shares one, (out,) if each row has its own, or
+    `w` may be int8 already, with its `scale`: () if all of `w` shares one, (out,) if each row has its own, or
     (ceil(out / 128), ceil(in / 128)) for blocks of 128 x 128, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Then
-    neither it nor the scale has a gradient, and the shape of the scale decides, not `granularity`. It may be a layer of
-    a stack, which is not copied (`kernels.stacked`). Or `w` is a float array of the dtype of `x`: then it is quantised
-    here, with a scale for the whole "tensor", for each "channel" (row) or for each "block".
+    neither `w` nor the scale has a gradient, and `granularity` is ignored in favour of the scale's shape. Such a `w`
+    may be a layer of a stack, which is not copied (`kernels.stacked`). Or `w` is a float array of the dtype of `x`:
+    then it is quantised here, with a scale for the whole "tensor", for each "channel" (row) or for each "block".
 
     `activations` quantises `x` as well, at each call: with one scale ("tensor"), one for each row ("channel"), or one
-    for each 128 features of a row ("block"). `kernels.quantized_matmul.quantize.quantize` says how: values are rounded
-    to the nearest of -127...127 times the scale. A group with a value that is not finite becomes NaN, and so does every
-    output computed from it.
+    for each 128 features of a row ("block"). `kernels.quantized_matmul.quantize.quantize` has the formula: values are
+    rounded to the nearest of -127...127 times the scale. A group with a value that is not finite becomes NaN, and so
+    does every output computed from it.
 
     Products of two int8 sum up exactly in int32 and are then scaled, in float32; all others accumulate in float32. The
     output is rounded to the dtype of `x` at the end.
@@ -54,11 +54,11 @@ def int8_matmul(
     - "tpu": Pallas kernels for TPUs. "triton": for NVIDIA GPUs; it multiplies two int8 only by blocks. On a CPU both
       are interpreted.
 
-    None chooses "triton" or "tpu" on their devices for blocks, and for up to 64 rows where `x` stays float; else "xla",
-    and "reference" for what that refuses.
+    None chooses "triton" or "tpu" on their devices for blocks, and for up to 64 rows if `x` stays float; else "xla", or
+    "reference" for arguments that "xla" refuses.
 
     Raises:
-        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+        ValueError: arguments contradict one another, or the implementation asked for cannot take them.
     """
     return _matmul(jnp.int8, x, w, scale, granularity, activations, gradients, implementation)
 
@@ -77,9 +77,10 @@ def fp8_matmul(
 
     Values are rounded to the nearest float8, whose largest is 448, times the scale; all products accumulate in float32.
     With "quantized" gradients `d_out` becomes float8_e5m2 (largest 57,344), which trades a bit of precision for a wider
-    range. Both gradients are products of whole tensors with one scale each, whether or not the output's are by channel:
-    rows and columns of a tensor then share a scale, and one pass writes it in 8 bits both as it is and transposed. But
-    where scales are by blocks, the gradients' are too, and `d_out` is float8_e4m3fn like all else, as in DeepSeek-V3.
+    range. Both gradients are products of whole tensors with one scale each, even if the output's scales are by channel.
+    Then rows and columns of a tensor share a scale, and one pass writes the tensor in 8 bits, both as it is and
+    transposed. But if scales are by blocks, the gradients' are, too, and `d_out` is float8_e4m3fn like all else, as in
+    DeepSeek-V3.
     """
     return _matmul(jnp.float8_e4m3fn, x, w, scale, granularity, activations, gradients, implementation)
 
@@ -120,4 +121,4 @@ def _matmul(
         "quantized_matmul", implementation, x, w, scale, first=None if granularity == "block" or few_rows else "xla",
         formula=Formula(dtype, granularity, activations, gradients),
     )  # fmt: skip
-    return checkpoint_name(out, SAVED)  # policies of jax.checkpoint do not see products inside of kernels
+    return checkpoint_name(out, SAVED)  # policies of jax.checkpoint do not see products inside kernels

@@ -23,7 +23,7 @@ Values = Int8[Array, "*shape"] | Float8e4m3fn[Array, "*shape"] | Float8e5m2[Arra
 
 
 class Quantized(NamedTuple):
-    """`values` times `scale`. The shape of the scale says which values share one.
+    """A quantised array: `values` times `scale`. The shape of the scale says which values share one.
 
     For values (*rows, in) the scale is () if all share one, (*rows,) if the values of a row do, and
     (*rows, ceil(in / 128)) if 128 neighbours in a row do. For (out, in) it may also be (ceil(out / 128),
@@ -49,12 +49,12 @@ def quantize(
 
     `granularity` says which values share a scale: the whole "tensor", each "channel" (a row, along the last axis), each
     "block" of 128 x 128 in the last two axes, or each "piece" of 128 neighbours in a row. Blocks and pieces at the
-    edges may be smaller. `largest` is what `largest_magnitudes` returns, where it is known already.
+    edges may be smaller. `largest` is the result of `largest_magnitudes`, if it is known already.
 
     The scale of a group is its largest magnitude / the dtype's largest magnitude (127, 448 or 57344), in float32, or in
-    float64 if x is. Values are x * (1 / scale), rounded to the nearest, ties to even. Where the scale would be 0, or
-    below the smallest normal number, it is 1, and all values of the group are 0. A NaN or an infinity makes the scale
-    NaN, and with it the whole group: nothing ever saturates.
+    float64 if x is. Values are x * (1 / scale), rounded to the nearest, ties to even. If the scale would be 0, or below
+    the smallest normal number, it is 1, and all values of the group are 0. A NaN or an infinity makes the scale NaN,
+    and with it the whole group: nothing ever saturates.
     """
     exact, limit = exact_dtype(x), LARGEST[jnp.dtype(dtype)]
     largest = largest_magnitudes(x, granularity) if largest is None else largest
@@ -76,7 +76,7 @@ def dequantize(x: Quantized) -> Float[Array, "*shape"]:
 
 
 def spread(scale: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Broadcasts a scale to values of that shape. Axes along which all values share it may stay of length 1."""
+    """Broadcasts a scale to values of this shape. Axes along which all values share a scale may stay of length 1."""
     if scale.ndim < len(shape):
         return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
     for axis, length in enumerate(shape):
@@ -86,7 +86,7 @@ def spread(scale: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "
 
 
 def whole_pieces(values: Num[Array, "*rows in"]) -> Num[Array, "*rows padded"]:
-    """Pads rows with zeros to a multiple of 128: the last piece becomes whole, and products stay what they are."""
+    """Pads rows with zeros to a multiple of 128: the last piece becomes whole, and products do not change."""
     return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % BLOCK)])
 
 
@@ -94,8 +94,8 @@ def largest_magnitudes(x: Float[Array, "*shape"], granularity: Granularity) -> F
     """Returns each group's largest magnitude, which is not finite if any value is not.
 
     Floats without their signs are in the order of their bits, read as integers, and NaNs come last. A maximum of floats
-    may miss NaNs (XLA's does on CPUs). To replace them by `jnp.where` takes a constant of the shape of `x`, which
-    `jax.grad` moves out of a scan: every layer would read it.
+    may miss NaNs (XLA's does on CPUs). Replacing NaNs by `jnp.where` would take a constant of the shape of `x`, which
+    `jax.grad` moves out of a scan: every layer would read the constant.
     """
     bits = 8 * x.dtype.itemsize
     magnitudes = lax.bitcast_convert_type(x, f"uint{bits}") & ((1 << bits - 1) - 1)

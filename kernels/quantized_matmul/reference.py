@@ -1,4 +1,4 @@
-"""Products with a quantised matrix, as they are defined: dequantised values are multiplied, in float32."""
+"""Defines products with a quantised matrix: dequantised values are multiplied, in float32."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Shared by every implementation of products with a matrix in int8 or float8: what is rounded when, and derivatives.
+"""The part that implementations of products with a matrix in int8 or float8 share: rounding, and derivatives.
 
 An implementation brings two products: float rows times a quantised matrix, and both sides quantised. This module
 decides what is quantised when, and has the derivatives. Rounding has no useful derivative, so gradients pass straight
@@ -22,7 +22,7 @@ from kernels.stacked import Stacked, read
 Granularity = Literal["tensor", "channel", "block"]
 Gradients = Literal["float", "quantized"]
 Matrix = Shaped[Array, "out in"] | Stacked
-SAVED = "matmul"  # names the results for policies of jax.checkpoint
+SAVED = "matmul"  # the name of the results, for policies of jax.checkpoint
 INT32_TERMS = 1 << 17  # the sum of this many products of two int8 fits an int32
 
 
@@ -36,7 +36,7 @@ class Formula(NamedTuple):
 
     @property
     def of_rows(self) -> Literal["tensor", "channel", "piece"]:
-        """Which values of a row share a scale."""
+        """Returns which values of a row share a scale."""
         return "piece" if self.granularity == "block" else self.granularity
 
     @property
@@ -54,8 +54,8 @@ class Kernels(NamedTuple):
 
     `weight_only(x, w, dtype)` multiplies float rows (*batch, in) by a `Quantized` matrix (out, in), whose values may be
     `Stacked`.
-    `both(x, w, dtype)` multiplies two `Quantized`, whose scales have one granularity; where the matrix has it by
-    blocks, the rows have it by pieces.
+    `both(x, w, dtype)` multiplies two `Quantized`, whose scales have one granularity; if the matrix has scales by
+    blocks, the rows have them by pieces.
     """
 
     weight_only: Callable[[Array, Quantized, DTypeLike], Array]
@@ -63,10 +63,10 @@ class Kernels(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass is given. It quantises both sides anew, as they are or transposed.
+    """The arrays that the backward pass gets. It quantises both sides again, as they are or transposed.
 
     The largest magnitudes of their groups are named, so that policies of `jax.checkpoint` keep them: they take few
-    bytes, and to find them again both sides would have to be read once more.
+    bytes, and computing them again would read both sides once more.
     """
 
     x: Array
@@ -80,7 +80,7 @@ class Residuals(NamedTuple):
 def quantized_matmul(
     kernels: Kernels, formula: Formula, x: Array, w: Matrix, scale: Array | None
 ) -> Float[Array, "*batch out"]:
-    """Computes `int8_matmul` or `fp8_matmul` by these kernels."""
+    """Computes `int8_matmul` or `fp8_matmul` with these kernels."""
     return _forward(kernels, formula, x, w, scale)[0]
 
 
@@ -120,7 +120,7 @@ def _backward(
         whole = lambda largest: None if largest is None else largest_magnitudes(largest, "tensor")
         largest_x, largest_w, largest_d_out = whole(largest_x), whole(largest_w), whole(d_out)
     else:
-        largest_x = largest_w = None  # the groups of a transpose are others
+        largest_x = largest_w = None  # a transpose has other groups
     if formula.granularity == "channel":
         transposed = quantize((w if scale is None else dequantize(matrix)).T, formula.dtype, of_matrices, largest_w)
     else:

@@ -1,9 +1,9 @@
 """Products with a quantised matrix for TPUs: one Pallas kernel, for float rows and for quantised ones.
 
 One program multiplies a block of rows by a block of columns, over a part of the features. The sum stays in VMEM until
-all parts are added, and is then scaled and stored. Scales by blocks have to be applied earlier: with them 128 features
-are multiplied at a time, and scaled before they are added up. Within a block, one strip of columns follows another, so
-that intermediate results fit the registers.
+all parts are added, and is then scaled and stored. Scales by blocks have to be applied earlier: 128 features are
+multiplied at a time, and their product is scaled before it is added. A block is processed in strips of columns, so that
+intermediate results fit the registers.
 """
 
 import functools
@@ -70,7 +70,7 @@ def _product(name: str, x: Array, x_scale: Array | None, w: Quantized, dtype: DT
     strip = STRIP if column_block % STRIP == 0 else column_block
     steps, pieces = features // depth, depth // BLOCK
 
-    # What a step reads has to be contiguous: scales of w are [step, pieces of the step, columns], and those of x
+    # The scales that a step reads have to be contiguous: those of w are [step, pieces of the step, columns], those of x
     # [step, rows, pieces of the step]. Scales that do not change along a row are one piece, which all steps read.
     if w.by_pieces:
         at = lambda step: step
@@ -122,7 +122,7 @@ def _kernel(by_pieces: bool, strip: int, _: Any, x_ref: Any, w_ref: Any, w_scale
     part = STRIP if depth % STRIP == 0 and not by_pieces else BLOCK
 
     def set_scale(i: int | Array) -> None:
-        """Writes the scale of each row for piece `i`, broadcast over a strip, to VMEM: there it takes no registers."""
+        """Writes the scale of each row for piece `i`, broadcast over a strip, to VMEM, to save registers."""
         for ref in x_scale_ref:
             this = lax.broadcasted_iota(jnp.int32, ref.shape, 1) == i
             scale = jnp.sum(jnp.where(this, ref[...], 0), axis=1, keepdims=True)
@@ -158,7 +158,7 @@ def _kernel(by_pieces: bool, strip: int, _: Any, x_ref: Any, w_ref: Any, w_scale
 
 
 def _for_each(size: int, *, of: int) -> Callable[[Callable[[Array, Any], None]], None]:
-    """Decorates a function, and calls it with the number and the slice of each part of that size."""
+    """Decorates a function, and calls it with the index and the slice of each part of `size`, up to `of`."""
 
     def loop(body: Callable[[Array, Any], None]) -> None:
         pl.loop(0, of // size)(lambda i: body(i, pl.ds(pl.multiple_of(i * size, size), size)))
@@ -167,7 +167,7 @@ def _for_each(size: int, *, of: int) -> Callable[[Callable[[Array, Any], None]],
 
 
 def _dot(x: Array, w: Array) -> Array:
-    """Multiplies, summing over the last axes. Casts to bfloat16 lose nothing: it has every int8 and float8."""
+    """Multiplies, summing over the last axes. Casts to bfloat16 lose nothing: it holds every int8 and float8."""
     float8 = x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
     if float8 and device().kind != HAS_FLOAT8:
         x = x.astype(jnp.bfloat16)

@@ -1,13 +1,13 @@
 """Products with a quantised matrix for NVIDIA GPUs, in Pallas-Triton: both sides quantised by blocks, or float rows.
 
-Where both sides are quantised, one program computes one block of the output. It multiplies 128 features at a time,
-scales the product by the scales of that piece of the rows and that block of the matrix, and adds it to a sum in
-float32. This also makes float8 exact enough: the tensor cores alone would accumulate in fewer bits (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2).
+If both sides are quantised, one program computes one block of the output. It multiplies 128 features at a time, scales
+the product by the scales of that piece of the rows and that block of the matrix, and adds it to a sum in float32. This
+also makes float8 exact enough: the tensor cores alone would accumulate in fewer bits (DeepSeek-V3, arXiv:2412.19437,
+section 3.3.2).
 
-Float rows are multiplied by a matrix that stays 8 bits wide until it is in registers: so for a few rows, reading it
-takes half the time of bfloat16. Hopper's tensor cores take only the left side of a product from registers. So the
-matrix is the left side, and a program computes a block of the transposed output.
+Float rows are multiplied by a matrix that stays 8 bits wide until it is in registers. So for a few rows, reading the
+matrix takes half the time that bfloat16 takes. Hopper's tensor cores take only the left operand of a product from
+registers. So the matrix is the left operand, and a program computes a block of the transposed output.
 """
 
 import functools
@@ -47,7 +47,7 @@ def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula
     for name, size in in_8_bits.items():
         if 2**31 < size <= 2**32:
             return f"Pallas-Triton would address {name}, of 2 to 4 GB in 8 bits, by too few bits"
-    least = (8, 9) if formula.dtype == jnp.float8_e4m3fn else (8, 0)  # NVIDIA GPUs before have no float8
+    least = (8, 9) if formula.dtype == jnp.float8_e4m3fn else (8, 0)  # earlier NVIDIA GPUs have no float8
     return elsewhere("gpu", least) or shared.refusal(x, w)
 
 

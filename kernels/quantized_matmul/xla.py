@@ -39,14 +39,14 @@ def quantized_matmul(
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
     if w.by_pieces:
         return _product(x, dequantize(w).astype(x.dtype)).astype(dtype)
-    out = _product(x, read(w.values).astype(x.dtype))  # the cast is exact: bfloat16 has every int8 and float8
+    out = _product(x, read(w.values).astype(x.dtype))  # the cast is exact: bfloat16 holds every int8 and float8
     return (out * _per_column(w.scale, out.ndim)).astype(dtype)
 
 
 def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     if not w.by_pieces:
         pieces = [slice(i, i + INT32_TERMS) for i in range(0, x.values.shape[-1], INT32_TERMS)]
-        # XLA scales in a kernel of its own: of float8 products bfloat16 reaches it, in half the bytes of float32.
+        # XLA scales in a separate kernel. float8 products reach it in bfloat16, in half the bytes of float32.
         narrow = dtype if dtype == jnp.bfloat16 and x.values.dtype != jnp.int8 and len(pieces) == 1 else jnp.float32
         products = [_product(x.values[..., piece], w.values[:, piece], narrow) for piece in pieces]
         out = functools.reduce(jnp.add, products).astype(jnp.float32)
@@ -65,7 +65,7 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
 
 
 def _product(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch out"]:
-    """Multiplies, summing over the last axes; float8 in full float32, too, which cuBLASLt has to be asked for."""
+    """Multiplies, summing over the last axes. float8 accumulates in full float32, which cuBLASLt needs to be told."""
     integers = x.dtype == jnp.int8
     precision = lax.Precision.HIGHEST if x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2) else None
     out = lax.dot_general(
@@ -76,5 +76,5 @@ def _product(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Float[Array,
 
 
 def _per_column(scale: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
-    """Broadcasts the scale of each column, or of all, to an array with so many axes."""
+    """Broadcasts the scale of each column, or of all, to an array with `ndim` axes."""
     return scale.reshape((1,) * (ndim - scale.ndim) + scale.shape)

@@ -30,23 +30,23 @@ def ragged_dot(
 
     Narrower dtypes accumulate in float32. A NaN in a row stays in the row, and in the gradient of its group's matrix;
     a NaN in a group's matrix stays in the group's rows. `w` may be int8: then its tiles are cast to the dtype of `x`
-    as they are multiplied, and there is no gradient of `w`. It may be a layer of a stack, which is not copied
-    (`kernels.stacked`). Both may be int8, or both float8_e4m3fn: then the output is float32, and has no gradient; "tpu"
-    multiplies them in bfloat16, to which it rounds the sums.
+    as they are multiplied, and there is no gradient of `w`. `w` may be a layer of a stack, which is not copied
+    (`kernels.stacked`). `x` and `w` may both be int8, or both float8_e4m3fn: then the output is float32, and has no
+    gradient. "tpu" multiplies them in bfloat16, and rounds the sums to bfloat16.
 
     `implementation` is one of
 
     - "reference": multiplies every row by every matrix. It has every derivative, and computes float64 in float64.
-    - "xla": works in tiles of at most 128 rows, in plain JAX. Its work and memory, and those of all below, grow with
-      tokens, not with groups * tokens. All have first derivatives only, in reverse mode.
+    - "xla": works in tiles of at most 128 rows, in plain JAX. The work and memory of this and of all that follow grow
+      with tokens, not with groups * tokens. They have first derivatives only, in reverse mode.
     - "tpu": Pallas kernels for TPUs. "triton": for NVIDIA GPUs. On a CPU both are interpreted.
     - "mosaic": kernels for Hopper GPUs. Experimental: compiled, and never yet run on one.
 
-    None chooses by their ranks (`kernels.dispatch`): "triton" or "tpu" on their devices, else "xla", and "reference"
-    for what it refuses.
+    None chooses by rank (`kernels.dispatch`): "triton" or "tpu" on their devices, else "xla", or "reference" for
+    arguments that "xla" refuses.
 
     Raises:
-        ValueError: where arguments contradict one another, or the implementation asked for cannot take them.
+        ValueError: arguments contradict one another, or the implementation asked for cannot take them.
     """
     if w.dtype not in (x.dtype, jnp.int8):
         raise ValueError(f"x and w must have one dtype, not {x.dtype} and {w.dtype}: cast them first.")
@@ -67,8 +67,8 @@ def rounded_ragged_dot(
 ) -> Float[Array, "tokens out"]:
     """Computes `ragged_dot` of `x` and `w` rounded to int8 or float8_e4m3fn, each row of both with a scale of its own.
 
-    `kernels.quantized_matmul.quantize.quantize` says how. The gradients are those of `ragged_dot`, in the dtype of `x`:
-    they pass straight through the rounding (arXiv:1308.3432), and multiply what was not rounded.
+    `kernels.quantized_matmul.quantize.quantize` has the formula. The gradients are those of `ragged_dot`, in the dtype
+    of `x`: they pass straight through the rounding (arXiv:1308.3432), and are products with the unrounded arrays.
 
     Raises:
         ValueError: as `ragged_dot` does.
@@ -85,7 +85,7 @@ def _rounded(x: Array, w: Array, group_sizes: Array, dtype: DTypeLike, implement
     out = sums.astype(rows.scale.dtype) * rows.scale[:, None]
     out *= jnp.repeat(matrices.scale, group_sizes, axis=0, total_repeat_length=len(x))
     in_a_group = jnp.arange(len(x)) < jnp.sum(group_sizes)
-    return jnp.where(in_a_group[:, None], out, 0).astype(x.dtype)  # no scale that is NaN reaches other rows
+    return jnp.where(in_a_group[:, None], out, 0).astype(x.dtype)  # a NaN scale reaches no other rows
 
 
 def _rounded_forward(

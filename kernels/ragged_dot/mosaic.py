@@ -1,12 +1,12 @@
 """EXPERIMENTAL: grouped matrix products (each group of rows times its matrix), for Hopper GPUs, in Pallas Mosaic GPU.
 
 It compiles for an H200, and has never yet run on one: no speed is known. Its numbers are tested in JAX's interpreter of
-such kernels, on a CPU, where products are done at once (tests/kernels/test_mosaic.py).
+such kernels, on a CPU, where products complete at once (tests/kernels/test_mosaic.py).
 
-There are as many programs as the GPU has multiprocessors. They share out the blocks of the result, 128 rows by 256
-columns each. Of a program's three warpgroups one copies blocks of both sides to shared memory, through a ring buffer,
-and runs ahead into the program's next block; the other two multiply 64 rows each, and store them while they go on. The
-product itself transposes a side that has to be.
+There are as many programs as the GPU has multiprocessors. They divide the blocks of the result among themselves, 128
+rows by 256 columns each. A program has three warpgroups. One copies blocks of both sides to shared memory, through a
+ring buffer, and runs ahead into the program's next block. The other two multiply 64 rows each, and store results while
+they go on. If a side has to be transposed, the product instruction does that.
 
 For the output and the gradient of the rows, XLA cuts the rows beforehand into tiles of one group each. The rows without
 a group are one more group at the end, whose tiles sum nothing. For the gradient of the matrices, a block belongs to one
@@ -32,7 +32,7 @@ from kernels.ragged_dot.shared import Matrices, Rows, Tiles
 from kernels.stacked import Stacked
 
 
-PLATFORMS = ()  # it serves only where it is asked for by name, until a GPU has shown that it is faster than "triton"
+PLATFORMS = ()  # chosen only by name, until a GPU has shown that this is faster than "triton"
 RANK = 1
 
 BAND = 8  # tiles that visit the same block of columns one after another, so that both sides stay in the L2 cache
@@ -261,7 +261,7 @@ def _sums_of_products_kernel(
 
 
 def _share(total: Array | int, body: Callable[[Array, Array], Array]) -> None:
-    """Calls `body(item, done)` for this program's share of the items. `done`: steps of the ring so far, as returned."""
+    """Calls `body(item, done)` for this program's share of the items. `done`: the ring's steps so far."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     lax.fori_loop(
         0,
@@ -272,13 +272,13 @@ def _share(total: Array | int, body: Callable[[Array, Array], Array]) -> None:
 
 
 def _clear(ref: Any, first: Array, end: Array) -> None:
-    """Overwrites all rows with zeros but those from `first` up to `end`."""
+    """Overwrites all rows with zeros except those from `first` up to `end`."""
     row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA)
     ref[...] = jnp.where((row >= first) & (row < end), ref[...], jnp.zeros((), ref.dtype))
 
 
 def _store(slots: Any, block: Array, ref: Any, row: Array, column: Array) -> None:
-    """Copies the block through shared memory, after waiting until the copies of the block before have read it."""
+    """Copies the block through shared memory, after waiting until the previous block's copies have read theirs."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i in range(slots.shape[0]):
         slots[i] = block[:, i * WIDTH : (i + 1) * WIDTH]
@@ -291,7 +291,7 @@ def _store(slots: Any, block: Array, ref: Any, row: Array, column: Array) -> Non
 
 
 def _store_part(slot: Any, block: Array, ref: Any, row: Array, column: Array, first: Array, end: Array) -> None:
-    """Copies only the block's rows from `first` up to `end`, which are not all.
+    """Copies only the block's rows from `first` up to `end`, which are fewer than all.
 
     The size of a copy is fixed in the program. So the rows are copied in powers of two that add up to their number.
     """

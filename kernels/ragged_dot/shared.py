@@ -1,4 +1,4 @@
-"""Shared by every `ragged_dot` implementation: the tiles that sorted rows are cut into, and derivatives.
+"""The part that `ragged_dot` implementations share: tiles of sorted rows, and derivatives.
 
 An implementation brings two kernels. One multiplies rows by the matrix of their group: it computes the output and,
 along the matrix's other axis, the gradient of the rows. The other computes the gradient of the matrices: over a group's
@@ -26,8 +26,8 @@ Matrices = Float[Array, "groups out in"] | Int8[Array, "groups out in"] | Stacke
 class Kernels(NamedTuple):
     """The two kernels of an implementation.
 
-    `rows_times_matrices(x, w, group_sizes, axis)` multiplies each row of x by its group's matrix, and sums over that
-    axis of w: 2 for the output, 1 for the gradient of the rows. Rows without a group give zeros.
+    `rows_times_matrices(x, w, group_sizes, axis)` multiplies each row of x by its group's matrix, and sums over `axis`
+    of w: 2 for the output, 1 for the gradient of the rows. Rows without a group give zeros.
 
     `sums_of_products(d_out, x, group_sizes)` returns [groups, out, in], in the dtype of x, with zeros for a group
     without rows.
@@ -41,7 +41,7 @@ class Kernels(NamedTuple):
 def ragged_dot(
     kernels: Kernels, x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
-    """Computes `kernels.ragged_dot` by these kernels."""
+    """Computes `kernels.ragged_dot` with these kernels."""
     return kernels.rows_times_matrices(x, w, group_sizes, axis=2)
 
 
@@ -72,7 +72,7 @@ def refusal(x: Rows, w: Matrices) -> str | None:
 
 
 def result_dtype(x: Rows) -> DTypeLike:
-    """Returns the dtype of `ragged_dot`: that of x, or float32 where x is in 8 bits."""
+    """Returns the dtype of `ragged_dot`'s result: that of x, or float32 if x is in 8 bits."""
     return jnp.float32 if x.dtype in LARGEST else x.dtype
 
 
@@ -83,14 +83,14 @@ def mean_rows(tokens: int, groups: int, *, least: int, most: int) -> int:
 
 
 def spans(group_sizes: Int[Array, " groups"], tokens: int) -> tuple[Int[Array, " groups"], Int[Array, " groups"]]:
-    """Returns where each group's rows start and end. No group goes beyond the last row."""
+    """Returns the start and the end of each group's rows. No group goes beyond the last row."""
     ends = jnp.minimum(jnp.cumsum(group_sizes), tokens)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
 def with_rest(group_sizes: Int[Array, " groups"], tokens: int) -> Int[Array, " groups+1"]:
     """Appends a group for the rows that belong to none."""
-    return jnp.append(group_sizes, jnp.int32(tokens))  # as large as it can be: `spans` ends it at the last row
+    return jnp.append(group_sizes, jnp.int32(tokens))  # as large as possible: `spans` ends it at the last row
 
 
 class Tiles(NamedTuple):
@@ -102,8 +102,8 @@ class Tiles(NamedTuple):
     size: int
     count: Int[Array, ""]
     group: Int[Array, " tiles"]
-    first: Int[Array, " tiles"]  # its first row
-    end: Int[Array, " tiles"]  # the row after its last
+    first: Int[Array, " tiles"]  # the tile's first row
+    end: Int[Array, " tiles"]  # the row after the tile's last
 
     @classmethod
     def of(

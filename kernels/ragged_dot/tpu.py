@@ -154,7 +154,7 @@ def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
     rows, out_block = _whole(tokens, sizes["piece"], sizes["rows"]), _whole(outs, sizes["pass"], sizes["out"])
     in_block = min(sizes["in"], ins)
     tiles = Tiles.of(group_sizes, tokens, rows, aligned=True, empty=True)
-    row_block = lambda first: jnp.minimum(first, tokens - 1) // rows  # a group without rows may be beyond the last one
+    row_block = lambda first: jnp.minimum(first, tokens - 1) // rows  # a group without rows may start after the last
     return pl.pallas_call(
         functools.partial(_sums_of_products_kernel, sizes),
         out_shape=jax.ShapeDtypeStruct((groups, outs, ins), x.dtype),
@@ -243,9 +243,9 @@ def _sums_of_products_kernel(
 
 
 def _lies_transposed(outs: int, ins: int) -> bool:
-    """Whether XLA lays out such matrices with `outs` innermost, because that fills whole registers and `ins` does not.
+    """Whether XLA stores such matrices with `outs` innermost, because `outs` fills whole registers and `ins` does not.
 
-    A kernel takes them in that layout: otherwise XLA would copy all of them, there and back.
+    A kernel takes the matrices in that layout: otherwise XLA would copy all of them, there and back.
     """
     return ins % LANES > 0 and outs % LANES == 0
 
@@ -262,7 +262,7 @@ def _whole(length: int, part: int, most: int) -> int:
 
 
 def _depth_block(sizes: dict[str, int], length: int) -> int:
-    """Returns how many features to sum over at once. It divides the axis, since there may be NaN beyond its end."""
+    """Returns the number of features to sum over at once, which divides the axis: NaN may lie beyond its end."""
     if length <= sizes["depth"]:
         return length
     return max(size for size in range(LANES, sizes["depth"] + 1, LANES) if length % size == 0)
@@ -291,7 +291,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
-    """Multiplies, summing over those axes."""
+    """Multiplies, summing over these axes."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -2,8 +2,8 @@
 
 XLA cuts the rows beforehand into tiles of one group each, of at most `rows` rows. One program multiplies one tile by
 one block of its group's matrix, block by block along the features that are summed over. The rows without a group are
-one more group at the end: its tiles sum nothing, and store zeros. The grid has room for the most tiles there can be;
-tiles left over have no rows to store.
+one more group at the end: its tiles sum nothing, and store zeros. The grid has room for the largest possible number of
+tiles; tiles left over have no rows to store.
 
 For the gradient of the matrices, one program computes one block of one group's matrix, and loops over the group's rows.
 """
@@ -30,7 +30,7 @@ PLATFORMS = ("gpu",)
 RANK = 2
 
 BAND = 8  # tiles of rows that are multiplied by the same columns at about the same time
-SHALLOW = 1024  # up to so many terms of a sum, small programs are better: one multiplies while another stores
+SHALLOW = 1024  # up to this many terms of a sum, small programs are better: one multiplies while another stores
 
 
 def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
@@ -38,7 +38,7 @@ def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
     for name, side in (("x", x), ("w", w)):
         if side.dtype.itemsize == 1 and 2**31 < side.size <= 2**32:
             return f"Pallas-Triton would address {name}, of 2 to 4 GB in 8 bits, by too few bits"
-    least = (8, 9) if x.dtype == jnp.float8_e4m3fn else (8, 0)  # NVIDIA GPUs before have no float8
+    least = (8, 9) if x.dtype == jnp.float8_e4m3fn else (8, 0)  # earlier NVIDIA GPUs have no float8
     return elsewhere("gpu", least) or shared.refusal(x, w)
 
 
@@ -90,7 +90,7 @@ def _rows_times_matrices_kernel(
 ) -> None:
     (_, depth), (_, columns), (groups, _, _) = x_ref.shape, out_ref.shape, w_ref.shape
     w_stack_ref, layer = w_ref.stack, w_ref.layer[...]
-    # The last band may have too few tiles: then the last tile, which hardly ever has rows, is done again.
+    # The last band may have too few tiles: then the last tile, which hardly ever has rows, is computed again.
     tile = jnp.minimum(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0), group_ref.shape[0] - 1)
     group = group_ref[tile]
     row = _span(first_ref[tile], sizes["rows"], end_ref[tile])

@@ -1,7 +1,7 @@
 """Grouped matrix products (each group of rows times its matrix), in plain JAX, for every platform that XLA supports.
 
-The rows are cut into tiles of one group each, and a loop multiplies one tile after another by its group's matrix. It
-has as many rounds as there are tiles at run time: at most tokens / size + groups, and none for an empty group. No
+The rows are cut into tiles of one group each, and a loop multiplies one tile after another by its group's matrix. The
+loop has as many rounds as there are tiles at run time: at most tokens / size + groups, and none for an empty group. No
 buffer grows with the groups, except the gradient of `w`.
 """
 
@@ -83,7 +83,7 @@ def _take(x: Shaped[Array, "tokens dim"], tiles: Tiles, i: Int[Array, ""]) -> Sh
 
 
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
-    """Multiplies, summing over those axes, without a transposed copy."""
+    """Multiplies, summing over these axes, without a transposed copy."""
     sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     out = lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=sums)
     return out.astype(jnp.float32)

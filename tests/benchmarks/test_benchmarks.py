@@ -1,4 +1,4 @@
-"""The benchmarks of GPUs, rehearsed on the CPU: all of it runs, small and interpreted, and what it writes is there."""
+"""The GPU benchmarks run to the end in a rehearsal on the CPU, small and interpreted, and write their files."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from benchmarks.tune import TABLES, neighbours, write
 
 @pytest.fixture(autouse=True)
 def environment():
-    """The scripts set variables for the processes that they start."""
+    """Restores the environment, because the scripts set variables for the processes that they start."""
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
@@ -28,11 +28,13 @@ def environment():
 
 @pytest.fixture
 def here(monkeypatch):
-    """What workers do is done in this process, since starting one takes longer; with JAX as strict as there, and
-    warnings no errors."""
+    """Runs the workers' functions in this process, since starting one takes longer.
+
+    JAX is as strict as in a worker, and warnings are not errors.
+    """
 
     class Pipe:
-        """Both ends: gives one call to the worker's loop, and takes the answer."""
+        """Both ends of a pipe: passes one call to the worker's loop, and receives the answer."""
 
         def __init__(self, *call):
             self.calls, self.answer = [call], None

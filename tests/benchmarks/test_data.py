@@ -1,4 +1,4 @@
-"""The benchmark of data: contestants make and read the same tokens, and simulated processes each row once."""
+"""In the data benchmark, contestants make and read the same tokens, and simulated processes read each row once."""
 
 import importlib.util
 
@@ -20,7 +20,7 @@ def test_datasets_prepares_the_same(tmp_path):
     path = tmp_path / "text.jsonl"
     data.write_text(path, 20_000)
     records = len(path.read_text().splitlines())
-    tokens = data.prepares(str(path), 128, "concat")() + records  # a document's last token is a target alone
+    tokens = data.prepares(str(path), 128, "concat")() + records  # a document's last token is only a target
     assert data.maps(str(path), 128, packed=False)() == data.maps(str(path), 128, packed=True)() == tokens
 
 

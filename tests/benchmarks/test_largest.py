@@ -1,4 +1,4 @@
-"""benchmarks.largest: which models are compiled for a card, what is kept of them, and the table of docs/plan.md."""
+"""Tests of benchmarks.largest: the models compiled for a card, the recorded rows, the table of docs/plan.md."""
 
 import json
 
@@ -22,7 +22,7 @@ def test_the_table_is_of_the_recorded_programs():
 
 
 def test_the_largest_that_fits_is_compiled_and_the_next_if_it_does_not(tmp_path, monkeypatch):
-    """An A100 needs of a model what an H100 does; a TPU is by itself. A row is written before the next is computed."""
+    """A model needs as much on an A100 as on an H100, but not on a TPU. Each row is written before the next starts."""
     compiled, docs = [], tmp_path / "plan.md"
     needs = dict(zip(largest.MODELS, (300, 160, 110, 90, 60, 50, 35, 34, 20, 15, 9, 8, 4), strict=True))
     docs.write_text(f"before\n{largest.BEGIN}{largest.END}after\n")
@@ -50,7 +50,7 @@ def test_the_largest_that_fits_is_compiled_and_the_next_if_it_does_not(tmp_path,
 
 
 def test_estimates():
-    """Of a step's bytes, by method: a larger model needs more, and adapters over four bits the least."""
+    """By a step's estimated bytes, a larger model needs more, and adapters over four bits need the least."""
     devices = jax.devices()[:1]
     sizes = {
         (method, model): largest.estimate(largest.options("h100:1", method, model), devices)

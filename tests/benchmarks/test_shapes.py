@@ -1,4 +1,4 @@
-"""The benchmark that trains a tiny model on drawings, for a few steps: it learns, answers, saves and draws."""
+"""In a few steps of the drawings benchmark, a tiny model learns, answers, and is saved; the figure is drawn."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_a_tiny_model_learns_from_drawings(tmp_path, monkeypatch, capsys):
         main(tmp_path, steps=30, batch=8, looks=3, picture=tmp_path / "shapes.png")
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.5 * np.log(shapes.CONFIG.vocab_size)  # half of a guess's
+    assert losses[-1] < 0.5 * np.log(shapes.CONFIG.vocab_size)  # half the loss of a guess
     with PIL.Image.open(tmp_path / "shapes.png") as picture:
         assert picture.width == 1200
     model, tokenizer = zoo.load(tmp_path / "trained", parts=("vision",)), zoo.tokenizer(tmp_path / "trained")

@@ -1,4 +1,4 @@
-"""Weights as quantising libraries store them: values by their formulas one by one, bit by bit; models; refusals."""
+"""Weights in the formats of quantising libraries: values by their formulas one by one, bit by bit; models; refusals."""
 
 import dataclasses
 import json
@@ -17,12 +17,12 @@ from tests.zoo.programs import same
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 F32, F16, I32, I8, U8 = map(np.dtype, (np.float32, np.float16, np.int32, np.int8, np.uint8))
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the columns that the nibbles of a word hold, the lowest first
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the column of each nibble of a word, the lowest first
 GROUP = 16
 
 
 def words(values, bits):
-    """Unsigned integers, packed along the last axis into words of 32 bits, the first one lowest; the last is filled."""
+    """Packs unsigned integers along the last axis into 32-bit words, the first one lowest. Pads the last word."""
     values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % (32 // bits))])
     each = values.astype(np.uint64).reshape(*values.shape[:-1], -1, 32 // bits)
     shifted = each << np.arange(0, 32, bits, dtype=np.uint64)
@@ -30,7 +30,7 @@ def words(values, bits):
 
 
 def matrix(shape, value):
-    """In float32, one value after the other."""
+    """Returns a float32 matrix, computed one value after the other."""
     out = np.empty(shape, np.float32)
     for o, i in np.ndindex(shape):
         out[o, i] = value(o, i)
@@ -129,7 +129,7 @@ def compressed(form, kind, strategy, *, bits=8, zero=False, scale=BF16, activati
 
 
 def static_fp8():
-    """Mistral's: as whole tensors by compressed-tensors, but for the names."""
+    """Returns Mistral's format: compressed-tensors' format of whole tensors under other names."""
     whole, _ = compressed("naive-quantized", "float", "tensor", scale=BF16)
 
     def store(random, shape):
@@ -174,7 +174,7 @@ def bits(array):
 
 @each_format
 def test_values(tmp_path, store, config):
-    """More rows than are worked out at a time; whole, and parts that start in the middle of words and blocks."""
+    """Values are right for more rows than one block of work, whole and in parts that start within words and blocks."""
     parts, want = store(np.random.RandomState(0), (136, 96))
     norm = np.ones(3, F16)
     save(tmp_path, {f"a.{end}": tensor for end, tensor in parts.items()} | {"norm.weight": norm})
@@ -198,7 +198,7 @@ def write(folder, name, config, linears, rest):
     "name", ["bitsandbytes nf4", "bitsandbytes int8", "awq", "gptq, by importance", "fp8, rows", "packed int8, rows"]
 )
 def test_a_model(tmp_path, name):
-    """Is that of the dequantised weights, which saving writes."""
+    """A model equals that of the dequantised weights, and saving writes these."""
     store, config = FORMATS[name]
     random, stored, plain, rest = np.random.RandomState(1), {}, {}, {}
     for tensor, value in tiny.tensors("qwen3").items():
@@ -212,7 +212,7 @@ def test_a_model(tmp_path, name):
     folder = write(tmp_path / "stored", "qwen3", dict(quantization_config=config), stored, rest | bias)
     with pytest.raises(ValueError, match=r"has 1 tensors that .* has no place for: .*q_proj.bias"):
         zoo.load(folder)
-    bias = {name: np.zeros_like(value) for name, value in bias.items()}  # as GPTQ's tools write
+    bias = {name: np.zeros_like(value) for name, value in bias.items()}  # as GPTQ's tools write it
     folder = write(tmp_path / "stored", "qwen3", dict(quantization_config=config), stored, rest | bias)
     want = zoo.load(write(tmp_path / "plain", "qwen3", {}, plain, rest))
     model = zoo.load(folder)
@@ -223,7 +223,7 @@ def test_a_model(tmp_path, name):
 
 
 def test_headers_alone(tmp_path):
-    """Of a repository on the Hub: they tell all but the shapes of bitsandbytes' 4 bits."""
+    """Headers of a repository on the Hub tell everything except the shapes of bitsandbytes' 4-bit tensors."""
     for name in "awq", "bitsandbytes nf4":
         store, config = FORMATS[name]
         save(tmp_path, {f"a.{end}": part for end, part in store(np.random.RandomState(0), (40, 96))[0].items()})
@@ -295,7 +295,7 @@ def test_damage(tmp_path, name, change, message):
 
 
 def numpy(tensor):
-    """torch's tensor, which may be of a dtype that numpy lacks."""
+    """Returns a torch tensor as an array, also for dtypes that numpy lacks."""
     import torch
 
     kinds = {torch.bfloat16: (torch.int16, BF16), torch.float8_e4m3fn: (torch.uint8, E4M3)}
@@ -305,10 +305,10 @@ def numpy(tensor):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("width", [128, 95])  # its function for CPUs is wrong where even rows share blocks
+@pytest.mark.parametrize("width", [128, 95])  # its function for CPUs is wrong if even rows share blocks
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4 double", "int8"])
 def test_bitsandbytes(tmp_path, kind, width):
-    """What it writes, against what its own functions dequantise."""
+    """A file that bitsandbytes writes gives the values that its own functions dequantise."""
     torch, bnb = pytest.importorskip("torch"), pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     weight, name = torch.randn(150, width, dtype=torch.bfloat16) * 0.1, kind.split()[0]
@@ -330,7 +330,7 @@ def test_bitsandbytes(tmp_path, kind, width):
     "name", [name for name, (_, config) in FORMATS.items() if config["quant_method"] == "compressed-tensors"]
 )
 def test_compressed_tensors(tmp_path, name):
-    """Our files, against what its decompressors make of them."""
+    """Our files give the values that the library's decompressors make of them."""
     torch = pytest.importorskip("torch")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     from compressed_tensors.quantization import QuantizationScheme

@@ -61,7 +61,7 @@ COMMON = {"config.json", "tokenizer.json", "chat_template.jinja"}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """What huggingface_hub asks of the Hub: a revision's commit, its tree, and its files."""
+    """The requests of huggingface_hub to the Hub: a revision's commit, its tree, and its files."""
 
     protocol_version = "HTTP/1.1"
 
@@ -72,7 +72,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         hub = self.server.hub
         api = re.fullmatch(r"/api/models/(\w+/\w+)/(revision|tree)/([^?]+)(\?.*)?", self.path)
         file = re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", self.path)
-        if not api and not file:  # the library also asks for things of its own
+        if not api and not file:  # the library also requests other things
             return self.answer(404, b"")
         hub.requests.append(self.path)
         for pattern, answers in hub.faults.items():
@@ -131,10 +131,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", "1000000")
         self.end_headers()
-        with contextlib.suppress(OSError):  # until the other side has had enough
+        with contextlib.suppress(OSError):  # until the client disconnects
             while self.command == "GET":
                 self.wfile.write(b" ")
-                time.sleep(0.01)  # so that the other side gets it in many pieces
+                time.sleep(0.01)  # so that the client receives it in many pieces
 
     def log_message(self, *_):
         pass
@@ -142,8 +142,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, nursery):
-    """A Hub of its own for each test: `requests` it got and bytes it `sent`, `faults` to answer, how often files are to
-    arrive `damaged`, and what their `etag` begins with, where it is no hash."""
+    """Starts a Hub for each test.
+
+    It has the `requests` and the bytes `sent` so far, the `faults` to answer with, the number of times that a file
+    arrives `damaged`, and the first characters of an `etag` that is no hash.
+    """
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.hub = types.SimpleNamespace(requests=[], faults={}, damaged=collections.Counter(), etag=None, sent=0)
     server.hub.url = f"http://127.0.0.1:{server.server_port}"
@@ -184,7 +187,8 @@ for repo in sys.argv[1:]:
 """
 
 
-# Runs scripts one after another, each in a fork that has what they import, but for what reads the environment.
+# Runs scripts one after another, each in a fork that has imported their modules, except those that read the
+# environment.
 NURSERY = """
 import json, os, sys, traceback
 import zoo
@@ -222,12 +226,12 @@ def nursery():
 
 
 def ask(hub, repo, *revisions, weights=True, waits=True, **environment):
-    """What `folder` gives in a fresh process, a line for each revision: a path, or "Error: message"."""
+    """Calls `folder` in a fresh process. Returns a line for each revision: a path, or "Error: message"."""
     return run(hub, CALL, str(weights), str(waits), repo, *(revisions or [""]), **environment)
 
 
 def inspect(hub, *repos, **environment):
-    """How many layers each repository's model has in a fresh process, or "Error: message"."""
+    """Returns the number of layers of each repository's model, read in a fresh process, or "Error: message"."""
     return run(hub, INSPECT, *repos, **environment).splitlines()
 
 
@@ -272,11 +276,11 @@ def test_without_weights(hub):
 
 
 def test_inspecting(hub, tmp_path, monkeypatch):
-    """Headers are fetched and nothing else, and compared with the config; pickles and a missing network are told."""
+    """Only headers are fetched, and compared with the config; pickles and a missing network are reported."""
     folder = tiny.write(tmp_path / "model", "qwen3")
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     header = 8 + int.from_bytes(files["model.safetensors"][:8], "little")
-    # With more weights than a look at the header fetches.
+    # With more weights than are fetched along with the header.
     files["model.safetensors"] = files["model.safetensors"][:header] + bytes(10**6)
     deep = re.sub(rb'"num_hidden_layers": \d+', b'"num_hidden_layers": 30', files["config.json"])
     monkeypatch.setitem(REPOSITORIES, "org/model", files)
@@ -391,7 +395,7 @@ FIRST = "model-00001-of-00002.safetensors"
 
 
 def test_answers_that_the_hub_would_not_give(hub, tmp_path):
-    """A page of a proxy, answers too large, too deep or too slow, and names that lead out of the cache."""
+    """A proxy's page, answers too large, too deep or too slow, and names that lead out of the cache, are refused."""
     out = "../../../../out"
     file = lambda etag, commit="a" * 40: (200, b"", {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
     answers = [
@@ -416,7 +420,7 @@ def test_answers_that_the_hub_would_not_give(hub, tmp_path):
 
 
 def test_a_file_that_drips(hub):
-    """However large it is; and a shard that the index names but the repository lacks."""
+    """A file that arrives too slowly is given up, however large it is; a shard that the repository lacks is named."""
     head = {"ETag": '"1"', "X-Repo-Commit": "a" * 40, "Content-Length": "1000000"}
     hub.faults = {f"resolve/.*{FIRST}": [(200, b"", head), ("drip",)]}
     told = ask(hub, "org/many", waits=False)
@@ -433,7 +437,7 @@ def test_a_damaged_file_is_fetched_once_more(hub):
 
 
 def test_files_that_arrive_damaged_again(hub):
-    """As they arrive: before the next is there. Of a mirror whose ETags are no hashes, the API has them."""
+    """Each file is checked on arrival, before the next one. If a mirror's ETags are no hashes, the API has them."""
     hub.damaged.update({FIRST: 2})
     hub.etag = "v1-"
     assert ask(hub, "org/many") == (
@@ -445,7 +449,7 @@ def test_files_that_arrive_damaged_again(hub):
 
 @pytest.mark.parametrize("etag", [None, "v1-"])
 def test_what_an_interrupted_download_left_is_checked(hub, monkeypatch, etag):
-    """And what was checked is not read again, be it long ago."""
+    """An interrupted download's files are checked, and a checked file is not read again, however long ago that was."""
     hub.etag = etag
     path = pathlib.Path(ask(hub, "org/one"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub.cache / "hub"))  # offline, in this process
@@ -454,7 +458,7 @@ def test_what_an_interrupted_download_left_is_checked(hub, monkeypatch, etag):
     weights.write_bytes(content[:-1] + b"\1")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert folder("org/one") == path
-    shutil.rmtree(hub.cache / "hub" / "models--org--one" / "verified")  # where a kill comes before it is noted
+    shutil.rmtree(hub.cache / "hub" / "models--org--one" / "verified")  # as if killed before the check was recorded
     with pytest.raises(OSError, match="is not complete" if etag is None else "lies unchecked in the cache.*its folder"):
         folder("org/one")
     assert weights.exists() == (etag is not None)
@@ -463,7 +467,7 @@ def test_what_an_interrupted_download_left_is_checked(hub, monkeypatch, etag):
 
 
 def test_read_json_only_of_files(tmp_path):
-    """What would never end, or fill the memory, is not opened."""
+    """A file that would never end, or fill the memory, is not opened."""
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)
@@ -543,7 +547,7 @@ def test_json_that_is_refused(tmp_path, text, message):
 
 
 def test_the_hash_of_weights(tmp_path):
-    """Of what the Hub's cache has, by the names of its blobs, which are their hashes: the same, and nothing is read."""
+    """Blobs in the Hub's cache are named by their hashes, so their hash equals a folder's without reading them."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "snapshot").mkdir()
     for name, content in (("a.safetensors", b"a"), ("b.safetensors", b"b")):

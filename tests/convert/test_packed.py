@@ -1,4 +1,4 @@
-"""Quantised weights: values by hand, float64 references bit by bit, what is read, what is refused, and quantising."""
+"""Quantised weights: values by hand, float64 references bit by bit, the bytes read, refusals, and quantising."""
 
 import concurrent.futures
 import os
@@ -32,7 +32,7 @@ def opened(folder, **arrays):
 
 
 def fp8(folder, codes, scales) -> Any:
-    """float8 codes, or their bytes, as a file has them."""
+    """Returns a tensor of float8 codes, or their bytes, as read from a file."""
     return unpack(opened(folder, w_scale_inv=scales, w=codes.view(E4M3)))["w"]
 
 
@@ -41,7 +41,7 @@ def mxfp4(folder, blocks, scales) -> Any:
 
 
 def fp8_values():
-    """The 256 values of float8_e4m3fn by its definition: a sign, 4 bits of exponent and 3 of mantissa."""
+    """Returns the 256 values of float8_e4m3fn by its definition: a sign, 4 bits of exponent and 3 of mantissa."""
     values = []
     for byte in range(128):
         exponent, mantissa = byte >> 3, byte & 7
@@ -51,7 +51,7 @@ def fp8_values():
 
 
 def spread(scales, shape):
-    """A factor for each value of a matrix in blocks of 128 x 128, in float64."""
+    """Returns the scale of each value of a matrix in blocks of 128 x 128, in float64."""
     return scales.astype(np.float64).repeat(128, axis=0).repeat(128, axis=1)[: shape[0], : shape[1]]
 
 
@@ -61,7 +61,7 @@ def rounded(values, dtype):
 
 
 def mxfp4_values(blocks, scales):
-    """[experts, in, out] in float64, one value at a time."""
+    """Returns [experts, in, out] in float64, computed one value at a time."""
     experts, rows, groups, _ = blocks.shape
     out = np.empty((experts, groups * 32, rows))
     for expert, column, row in np.ndindex(out.shape):
@@ -123,7 +123,7 @@ def test_fp8_has_the_bits_of_float64(tmp_path, index, scales, dtype):
 
 
 def test_float16_is_rounded_once(tmp_path):
-    """The product lies so little above the middle of two numbers of float16 that float32 puts it in the middle."""
+    """The product is so little above the middle of two float16 numbers that float32 rounds it to the middle."""
     value, scale = 1.625, np.float32(float.fromhex("0x1.3b3b14p-1"))
     exact = np.float64(value) * np.float64(scale)
     assert exact > 1 + 2**-11 == np.float32(exact) and np.float32(exact).astype(np.float16) == 1
@@ -132,7 +132,7 @@ def test_float16_is_rounded_once(tmp_path):
 
 
 def test_float32_arithmetic_would_have_the_same_bits_in_bfloat16():
-    """ml_dtypes rounds float64 to float32 on the way to bfloat16, as the product of two float32 is."""
+    """ml_dtypes rounds float64 to float32 on the way to bfloat16, as is the product of two float32 numbers."""
     rng = np.random.default_rng(0)
     codes = fp8_values()[:127].astype(np.float32)[:, None]
     scales = np.exp2(rng.uniform(-149, 119, (1, 4000))).astype(np.float32)
@@ -141,7 +141,7 @@ def test_float32_arithmetic_would_have_the_same_bits_in_bfloat16():
 
 
 def test_mxfp4_by_hand(tmp_path):
-    """One row of two groups: the low four bits are the first value."""
+    """In one row of two groups, the low four bits are the first value."""
     blocks = np.zeros((1, 1, 2, 16), np.uint8)
     blocks[0, 0, 0, :3] = [0x21, 0xF7, 0x08]
     blocks[0, 0, 1, 15] = 0x9D
@@ -172,7 +172,7 @@ MXFP4_INDICES = {
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """Three experts [131, 96] with every scale from 0 to 255, and their values in float64."""
+    """Returns three experts [131, 96] with every scale from 0 to 255, and their values in float64."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 131, 3, 16), dtype=np.uint8)
     scales = rng.permutation(np.arange(3 * 131 * 3) % 256).astype(np.uint8).reshape(3, 131, 3)
@@ -188,7 +188,7 @@ def test_mxfp4_has_the_bits_of_float64(experts, index, dtype):
 
 @pytest.mark.parametrize("scale", [0, 1, 100, 127, 252])
 def test_mxfp4_is_exact(tmp_path, scale):
-    """Even the subnormal numbers of the smallest scale; from 2 ** 126 on, 6 is more than the largest number."""
+    """Values are exact, even the smallest scale's subnormal numbers. From scale 2 ** 126 on, 6 would overflow."""
     blocks = np.tile(np.arange(0, 256, 17, dtype=np.uint8), (1, 1, 1, 1))
     x = mxfp4(tmp_path, blocks, np.full((1, 1, 1), scale, np.uint8))
     expected = np.repeat(FP4, 2)[None, :, None] * 2.0 ** (scale - 127)
@@ -216,11 +216,11 @@ def test_steps_are_refused(tmp_path, index):
         weight.part(index, F32)
 
 
-# ------------------------------------------------------------------------------------------------- what it is and reads
+# ------------------------------------------------------------------------------------------------- properties and reads
 
 
 def test_what_is_known_of_them_unread(tmp_path):
-    """The two parts may even lie in two files."""
+    """Shape, dtype and size are known before reading, even if the two parts are in two files."""
     arrays = {
         "a.weight": np.zeros((576, 300), E4M3),
         "a.weight_scale_inv": np.ones((5, 3), np.float32),
@@ -243,7 +243,7 @@ def test_what_is_known_of_them_unread(tmp_path):
 
 
 def test_what_is_not_asked_for_may_be_gone(tmp_path):
-    """The codes lie last in these files, which are cut off after the rows that are read."""
+    """Only the requested rows are read: the codes are last in these files, which are cut off after those rows."""
     codes, scales = np.zeros((1000, 256), np.uint8), np.ones((8, 2), np.float32)
     blocks, exponents = np.zeros((9, 64, 8, 16), np.uint8), np.zeros((9, 64, 8), np.uint8)
     weight = fp8(tmp_path / "fp8", codes, scales)
@@ -259,7 +259,7 @@ def test_what_is_not_asked_for_may_be_gone(tmp_path):
 
 
 def peak(tensor, index, dtype=BF16):
-    """The bytes that reading a part takes beyond its own."""
+    """Returns the peak bytes that reading a part takes, without the part itself."""
     tensor.part((slice(0, 1),), dtype)
     tracemalloc.start()
     try:
@@ -363,7 +363,7 @@ def test_quantised_and_back(tmp_path, shape, dtype):
 
 
 def test_no_magnitude_overflows():
-    """Blocks of one row, of every size that float32 has."""
+    """Blocks of one row of every float32 magnitude do not overflow."""
     rng = np.random.default_rng(0)
     largest = rng.integers(1, 0x7F800000, 4096, dtype=np.uint32).view(np.float32)
     largest[:5] = [1e-45, 1e-38, np.finfo(np.float32).tiny, np.finfo(np.float32).max, 6e4]
@@ -399,7 +399,7 @@ def test_mxfp4_of_transformers(tmp_path):
 
 @pytest.mark.live
 def test_fp8_of_transformers(tmp_path):
-    """In whole blocks: it refuses others."""
+    """Values equal transformers' for whole blocks; transformers refuses others."""
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("transformers.integrations.finegrained_fp8")
     codes, scales = quantize_blocks(np.random.default_rng(0).normal(size=(256, 384)).astype(np.float32))

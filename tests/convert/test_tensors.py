@@ -43,12 +43,12 @@ def lazily(arrays):
 
 
 def content(folder):
-    """What loads from a folder, as bits."""
+    """Returns the tensors that are loaded from a folder, as bits."""
     return {name: bits(tensor.view()) for name, tensor in open_tensors(folder).items()}
 
 
 def export(seed, layers=6):
-    """A small checkpoint with 256 bytes a layer; its content tells the seed."""
+    """Returns a small checkpoint with 256 bytes a layer; its content identifies the seed."""
     return {f"layers.{i}.weight": noise((8, 8), np.dtype(np.float32), seed * 100 + i) for i in range(layers)}
 
 
@@ -61,7 +61,7 @@ def single(folder):
 
 
 def sharded(folder, weight_map=None, **extra):
-    """Two shards written by the library, a.* in the first and b.* in the second."""
+    """Writes two shards with the library, a.* in the first and b.* in the second."""
     a = {name: array for name, array in ARRAYS.items() if name.startswith("a.")}
     save_file(a, folder / "model-00001-of-00002.safetensors")
     save_file({"b.weight": ARRAYS["b.weight"], **extra}, folder / "model-00002-of-00002.safetensors")
@@ -240,7 +240,7 @@ def test_many_threads_read_one_file(tmp_path):
 def test_descriptors_are_shared_and_closed(tmp_path):
     save_tensors(tmp_path, lazily(export(0)), shard_bytes=600)
     count = lambda: len(os.listdir("/proc/self/fd"))
-    gc.collect()  # what other tests have left
+    gc.collect()  # files that other tests left open
     before = count()
     tensors = open_tensors(tmp_path)
     assert count() == before + 3
@@ -439,7 +439,7 @@ def test_bad_input_is_named(tmp_path, make, message):
 
 
 def test_mutated_headers_and_indexes(tmp_path):
-    """Whatever is done to the bytes: what opens lies within its file, and what does not open is named."""
+    """After any change of the bytes, tensors that open lie within their file, and refused files are named."""
     sharded(tmp_path)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     random_ = random.Random(0)
@@ -555,11 +555,11 @@ def test_what_cannot_be_written(tmp_path, tensors, message):
 
 
 class Killed(BaseException):
-    """As if the process were gone: nothing that changes the disk happens after the first."""
+    """Raised in place of a killed process: after the first one, nothing changes the disk."""
 
 
 SIZES = {"one file": 10**9, "two shards": 800, "three shards": 600}
-# To the same names, to others, and to a file that would be loaded in place of shards, or they in place of it.
+# To the same names, to other names, and from shards to a single file that would be loaded in their place, or back.
 CHANGES = [
     ("one file", "one file"), ("one file", "three shards"), ("three shards", "one file"),
     ("three shards", "three shards"), ("three shards", "two shards"),
@@ -602,7 +602,7 @@ def test_stopped_at_any_step_the_folder_holds_one_export(tmp_path, monkeypatch, 
         try:
             seen.append(content(folder))
             verify_files(folder)
-        except FileNotFoundError as error:  # renamed files await their index; they and nothing else are there
+        except FileNotFoundError as error:  # renamed files wait for their index, and only they exist
             assert not links and "which is not there" in str(error)
         assert seen[-1] in (before, after)
         save_tensors(folder, lazily(export(2, layers=5)), shard_bytes=SIZES[new])
@@ -616,7 +616,7 @@ def test_stopped_at_any_step_the_folder_holds_one_export(tmp_path, monkeypatch, 
 
 
 def test_files_of_other_exports_are_told_apart(tmp_path):
-    """One that would be loaded in place of shards, a shard of the same shapes, a flipped bit."""
+    """Files of another export are noticed: one that would replace shards, a shard of the same shapes, a flipped bit."""
     folder, older = tmp_path / "folder", tmp_path / "older"
     save_tensors(folder, lazily(export(1)), shard_bytes=600)
     save_tensors(older, lazily(export(2)), shard_bytes=600)
@@ -624,7 +624,7 @@ def test_files_of_other_exports_are_told_apart(tmp_path):
     shard = "model-00002-of-00003.safetensors"
     mine = (folder / shard).read_bytes()
     (folder / shard).write_bytes((older / shard).read_bytes())
-    for share in (slice(None), slice(1, None, 2)):  # all of one process, the second of two
+    for share in (slice(None), slice(1, None, 2)):  # the files of a sole process, and of the second of two
         with pytest.raises(ValueError, match=f"{folder / shard} is not what was written .* or load with"):
             verify_files(folder, share)
     verify_files(folder, slice(0, None, 2))

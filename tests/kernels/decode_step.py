@@ -1,8 +1,7 @@
 """Compiles one decode step of a model for an H200 or a TPU, on any machine, and lists its large results.
 
-What a step has to read is its weights and what the queries see of its caches. An instruction of the compiled program
-whose result is as large as a layer's cache, or as all experts of a layer, has copied them. To look at one:
-
+A step must read its weights and the cache slots that the queries see. If an instruction's result is as large as a
+layer's cache, or as all experts of a layer, the compiled program has copied them. To look at one:
     python -m tests.kernels.decode_step h200 qwen3-8b 8 8192 [layers] [queries] [dtype of the cache] [format of weights]
 """
 
@@ -43,7 +42,7 @@ from zoo.surgery import modules
 needs_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax-cuda13-plugin is not installed"
 )
-# Instructions that make no array: they name one, run others, or write into one in place.
+# Instructions that create no array: they name one, run others, or write into one in place.
 NAMES = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
 IN_PLACE = {"dynamic-update-slice", "scatter"}
 
@@ -58,12 +57,12 @@ class Step(NamedTuple):
     queries: int = 1
     cache: str = "bfloat16"
     quantize: str | None = None
-    widen: int = 0  # tokens that may be taken back
+    widen: int = 0  # tokens that may be rolled back
     changes: dict[str, Any] | None = None  # fields of the config
 
 
 class Result(NamedTuple):
-    """What one instruction of the compiled program makes, and how often in a step."""
+    """The result of an instruction of the compiled program, and how often a step runs the instruction."""
 
     name: str
     kind: str
@@ -74,12 +73,12 @@ class Result(NamedTuple):
 
 class Compiled(NamedTuple):
     results: list[Result]  # largest first
-    temporary: int  # bytes beside arguments and results
-    cache: float  # bytes of one layer's keys, or of its values, or latents: the smallest large array of any cache
-    matrix: float  # bytes of the smallest matrix of a layer; of experts, of those of all
-    moved: float  # bytes that the step reads and writes; of a mixture it is taken to read all experts
-    needed: float  # bytes of the weights that it reads, and of the caches; of recurrent states, what it also writes
-    state: float  # bytes of one layer's recurrent states, one for each row; 0 without any
+    temporary: int  # bytes except arguments and results
+    cache: float  # bytes of one layer's keys, values or latents: the smallest large array of any cache
+    matrix: float  # bytes of a layer's smallest matrix; for experts, of the matrices of all
+    moved: float  # bytes that the step reads and writes; a mixture is assumed to read all experts
+    needed: float  # bytes of the weights and caches that it reads, and of recurrent states that it writes
+    state: float  # bytes of one layer's recurrent states, one state per row; 0 without any
 
 
 def measure(chip: str, *steps: Step) -> list[Compiled]:
@@ -99,15 +98,15 @@ def measure(chip: str, *steps: Step) -> list[Compiled]:
 
 
 def copies(compiled: Compiled, least: float) -> list[str]:
-    """Describes the results of at least so many bytes, each of which is a copy of something that need not be copied."""
+    """Describes the results of at least `least` bytes. Each of these is an unnecessary copy."""
     found = [f"{r.times} x {r.kind} {r.name} {r.shape}" for r in compiled.results if r.bytes >= least]
     return found + ([f"{compiled.temporary} temporary bytes"] if compiled.temporary >= least else [])
 
 
 def results(text: str, least: float = 1e5) -> list[Result]:
-    """Lists what the program's instructions make, outside of fusions, if it has so many bytes; largest first.
+    """Lists the results, largest first, of instructions outside of fusions that make at least `least` bytes.
 
-    What is written in place counts with the bytes of the whole array only where nothing in it is a write in place.
+    A result counts as a whole array unless an instruction or its fusion writes into the array in place.
     """
     computations = {name.removeprefix("ENTRY "): lines for name, lines in hlo.parse(text)}
     entry = next(name for name, _ in hlo.parse(text) if name.startswith("ENTRY ")).removeprefix("ENTRY ")
@@ -124,7 +123,7 @@ def results(text: str, least: float = 1e5) -> list[Result]:
                     for called in [one] if one else re.findall(r"[\w.-]+", several):
                         if f"condition=%{called}" not in line and f"condition={called}" not in line:
                             visit(called, times * trips)
-            # Neither what a TPU brings into its fast memory, S(1), nor cuBLAS's room to work in, is a copy.
+            # Neither data that a TPU moves into its fast memory, S(1), nor cuBLAS's workspace is a copy.
             kept = re.sub(r"\w+\[[\d,]*\]\{[^}]*S\(1\)\}|s8\[\d+\]", "", shape)
             size = hlo._bytes(kept, kind.endswith("-start"))
             if kind in NAMES or kind in IN_PLACE or kind.endswith("-start") or size < least:
@@ -142,7 +141,7 @@ def results(text: str, least: float = 1e5) -> list[Result]:
 
 
 def _in_place(fusion: list[str], shape: str) -> bool:
-    """Whether a fusion writes a part of an array of this shape, which it was given."""
+    """Whether a fusion writes in place into a given array of this shape."""
     plain = lambda shape: re.sub(r"\{[^}]*\}", "", shape)
     writes = [m for line in fusion if (m := hlo.INSTRUCTION.match(line)) and m[3] in IN_PLACE]
     dims = lambda shape: math.prod(int(n) for n in re.findall(r"\d+", re.sub(r"^\(?\w+", "", plain(shape))))
@@ -150,18 +149,19 @@ def _in_place(fusion: list[str], shape: str) -> bool:
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
-    """A config with other fields, where JSON has lists for tuples, and objects for fields of configs in it."""
+    """Returns a config with changed fields; JSON has lists for tuples, and objects for changes of nested configs."""
     field = lambda old, new: _changed(old, new) if isinstance(new, dict) else tuple(new) if type(new) is list else new
     return dataclasses.replace(config, **{name: field(getattr(config, name), new) for name, new in changes.items()})
 
 
 def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
-    """The decode step, the shapes of its arguments (cache, model, tokens, positions), and the last fields of `Compiled`
-    but `moved`: cache, matrix, needed and state."""
+    """Returns the decode step, the shapes of its arguments (cache, model, tokens, positions), and the last fields of
+    `Compiled` except `moved`: cache, matrix, needed and state.
+    """
     config: Any = zoo.config(step.model)
     changes: dict[str, Any] = dict(num_hidden_layers=step.layers)
     if hasattr(config, "layer_types"):
-        changes["layer_types"] = config.layer_types[-step.layers :]  # the last are of all kinds that there are
+        changes["layer_types"] = config.layer_types[-step.layers :]  # the last layers include all kinds
     if hasattr(config, "first_k_dense_replace"):
         changes["first_k_dense_replace"] = 0
     config = _changed(config, changes | (step.changes or {}))
@@ -172,7 +172,7 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
     if step.quantize:
         model = eqx.filter_eval_shape(quantize, model, step.quantize)
     cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache, widen=step.widen), model)
-    vectors = [x for x in jax.tree.leaves(cache) if x.ndim >= 4 and x.shape[-1] >= 16]  # not their scales
+    vectors = [x for x in jax.tree.leaves(cache) if x.ndim >= 4 and x.shape[-1] >= 16]  # not the scales
     of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in vectors]
     tokens = jax.ShapeDtypeStruct((step.batch, step.queries), jnp.int32)
     arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))

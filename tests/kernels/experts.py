@@ -1,4 +1,4 @@
-"""The grouped products that the compile tests look at: those of real models' experts, as in a training step."""
+"""The grouped products for the compile tests: those of real models' experts, as in a training step."""
 
 from typing import NamedTuple
 
@@ -14,11 +14,11 @@ class Product(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """The elements of the largest array that a step takes or makes."""
+        """Returns the number of elements of the largest array that a step reads or makes."""
         return max(self.tokens * self.ins, self.tokens * self.outs, self.groups * self.ins * self.outs)
 
     def arguments(self, w_dtype=jnp.bfloat16):
-        """x, w, group_sizes and the gradient of the output."""
+        """Returns the shapes of x, w, group_sizes and the gradient of the output."""
         array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
         w = array(self.groups, self.outs, self.ins, dtype=w_dtype)
         sizes = array(self.groups, dtype=jnp.int32)
@@ -39,7 +39,7 @@ DECODE = Product(128, 64, 2048, 768)
 
 
 def training(ragged_dot):
-    """The output, and the gradients of x and w."""
+    """Returns a step that computes the output, and the gradients of x and w."""
 
     def step(x, w, group_sizes, d_out):
         out, gradient = jax.vjp(lambda x, w: ragged_dot(x, w, group_sizes), x, w)
@@ -49,7 +49,7 @@ def training(ragged_dot):
 
 
 def fixed_matrices(ragged_dot):
-    """The output, and the gradient of x alone."""
+    """Returns a step that computes the output, and the gradient of x alone."""
 
     def step(x, w, group_sizes, d_out):
         out, gradient = jax.vjp(lambda x: ragged_dot(x, w, group_sizes), x)

@@ -1,9 +1,10 @@
-"""Says which compile gates have to be run again: those whose sources have changed since they passed, and runs them.
+"""Lists the compile gates whose sources have changed since they passed, and runs them again.
 
-A gate is a test that needs the compilers of GPUs or TPUs, as a mark in `MARKS` says. gates.json has for each gate that
-has passed a hash of its sources (`tests.kernels.sources`: what it can reach; no comment, docstring or annotation), and
-the versions of jax and of the compilers. A gate has to be run again if the hash is another, or if jax or a compiler
-that is installed here is newer. So an environment without compilers can say that nothing has to be compiled.
+A gate is a test that needs the compilers of GPUs or TPUs, marked by one of `MARKS`. For each gate that has passed,
+gates.json has a hash of its sources, and the versions of jax and of the compilers. The sources are the code that it can
+reach, without comments, docstrings and annotations (`tests.kernels.sources`). A gate must run again if the hash
+differs, or if the installed jax or an installed compiler is newer. So an environment without compilers can also tell
+that nothing has to be compiled.
 
     python -m tests.kernels.gates               # the gates to run again, and why; exit status 1 if there are any
     python -m tests.kernels.gates --run         # runs those, and writes gates.json
@@ -30,9 +31,9 @@ from tests.kernels.sources import Reached, Sources
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("gates.json")
-# The marks of tests that need a platform's compilers.
+# Marks of tests that need a platform's compilers.
 MARKS = {"needs_compiler": "gpu", "needs_gpu_compiler": "gpu", "needs_cuda": "gpu", "needs_libtpu": "tpu"}
-# Distributions whose versions count, and words in the names of modules that serve on this platform alone.
+# Distributions whose versions count, and words in the names of modules that are only for this platform.
 COMPILERS = {
     "gpu": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm"),
     "tpu": ("libtpu",),
@@ -41,7 +42,7 @@ ALONE = {"gpu": {"triton", "cudnn", "mosaic"}, "tpu": {"tpu"}}
 
 
 def gates(sources: Sources) -> dict[str, set[str]]:
-    """The gates, as pytest names them ("tests/kernels/test_x.py::test_tpu"), and the platforms of each."""
+    """Returns the gates by pytest's names ("tests/kernels/test_x.py::test_tpu"), each with its platforms."""
     found = {}
     for module, path in sources.paths.items():
         if path.name.startswith("test_") and any(mark in path.read_text() for mark in MARKS):
@@ -53,20 +54,20 @@ def gates(sources: Sources) -> dict[str, set[str]]:
 
 
 def reached(sources: Sources, gate: str, platforms: Iterable[str]) -> Reached:
-    """What a gate can reach: of kernels that serve on one platform alone, those of its own."""
+    """Returns the code that a gate can reach, without the kernels of other platforms."""
     without = set().union(*(words for platform, words in ALONE.items() if platform not in platforms))
     return sources.reached(gate, without)
 
 
 def families(names: Iterable[str]) -> set[str]:
-    """The modules of the families of those names that are models'."""
+    """Returns the modules of the families of those names that are models' names."""
     import zoo
 
     return {type(zoo.config(name)).__module__ for name in names if name in zoo.names()}
 
 
 def versions(platforms: Iterable[str]) -> dict[str, str]:
-    """The versions of jax and of the platforms' compilers, of what is installed."""
+    """Returns the installed versions of jax and of the platforms' compilers."""
     found = {}
     for name in ("jax", "jaxlib", *(name for platform in sorted(platforms) for name in COMPILERS[platform])):
         try:
@@ -79,7 +80,7 @@ def versions(platforms: Iterable[str]) -> dict[str, str]:
 def stale(
     record: Mapping[str, Any], hashes: Mapping[str, str], installed: Mapping[str, dict[str, str]]
 ) -> dict[str, str]:
-    """The gates that have to be run again, each with the reason.
+    """Returns the gates that must run again, each with the reason.
 
     Args:
         record: gates.json: gate -> {"sources": hash, "versions": distribution -> version}.
@@ -102,8 +103,8 @@ def stale(
 
 
 def run(tests: Iterable[str]) -> tuple[int, set[str]]:
-    """Runs gates with all optimisations: pytest's exit status, and those of which every case passed."""
-    # Each program anew (what comes from a cache dumps no code), by whichever worker is free.
+    """Runs gates with all optimisations. Returns pytest's exit status, and the gates of which every case passed."""
+    # Each program is compiled anew, since cached programs dump no code, by whichever worker is free.
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider"]
     more = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAX_PLATFORMS": "cpu", "TPU_LOG_DIR": "disabled"}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +117,7 @@ def run(tests: Iterable[str]) -> tuple[int, set[str]]:
 
 
 def passed(cases: Iterable[tuple[str, str, bool]]) -> set[str]:
-    """Of cases (module, test with parameters, whether it passed), the tests of which all passed."""
+    """Returns the tests of which all cases passed, given cases: module, test with parameters, whether it passed."""
     by_test: dict[str, list[bool]] = {}
     for module, name, good in cases:
         by_test.setdefault(f"{module.replace('.', '/')}.py::{name.split('[')[0]}", []).append(good)

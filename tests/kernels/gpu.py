@@ -1,13 +1,13 @@
-"""Compiles kernels for NVIDIA GPUs on any machine that has JAX's CUDA plugin, and reads what became of them.
+"""Compiles kernels for NVIDIA GPUs on any machine that has JAX's CUDA plugin, and reports on the machine code.
 
-It says for each kernel how many registers a thread has and how many bytes of them it spills to memory, how much shared
-memory a block takes, and how many of its instructions multiply matrices: HGMMA is Hopper's own, of four warps at once,
-QGMMA the same in fp8 and IGMMA in int8; UTCHMMA and its kin are Blackwell's; HMMA is the older one of a single warp, on
-Hopper at about half the speed. For the whole program it says how much memory it takes beside arguments and results.
-None of this is a time.
+For each kernel it reports the registers of a thread, the bytes of registers that are spilled to memory, the shared
+memory of a block, and the numbers of instructions that multiply matrices. HGMMA is Hopper's own, of four warps at once;
+QGMMA is the same in fp8, and IGMMA in int8. UTCHMMA and its kin are Blackwell's. HMMA is the older one of a single
+warp, at about half the speed on Hopper. For the whole program it reports the memory beside arguments and results. None
+of this is a time.
 
-A module of tests named test_compile*_gpu.py holds `CASES: dict[str, Case]`, and asserts that `complaints(__file__)` is
-empty. All cases of a module are compiled in one process of their own, since XLA reads its flags once. To look at them:
+A test module named test_compile*_gpu.py has `CASES: dict[str, Case]`, and asserts that `complaints(__file__)` is empty.
+All cases of a module are compiled in one process of their own, since XLA reads its flags once. To look at them:
 
     python -m tests.kernels.gpu test_compile_gpu [part]    # only cases whose name has the part
 """
@@ -42,7 +42,7 @@ MULTIPLY = {"8.0": ("HMMA", "IMMA"), "8.9": ("HMMA", "IMMA"), "9.0": ("HGMMA", "
 
 
 def _wheel_has(distribution: str, name: str) -> Path | None:
-    """Where a wheel that is installed keeps the file of this name."""
+    """Returns the path of the file of this name in an installed wheel; None if it is missing."""
     try:
         files = metadata.files(distribution) or []
     except metadata.PackageNotFoundError:
@@ -69,13 +69,13 @@ class Case(NamedTuple):
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    hgmma: tuple[str, ...]  # the kernels that have to multiply by HGMMA, QGMMA or IGMMA, or what the card has of these
-    temporary: int  # bytes that the program may take beside arguments and results
+    hgmma: tuple[str, ...]  # kernels that must multiply by HGMMA, QGMMA or IGMMA, or the card's equivalents
+    temporary: int  # limit of the program's bytes beside arguments and results
     card: str = "h200"  # its name in train.base.chips
 
 
 def measure(module: str, part: str = "") -> dict[str, dict]:
-    """For each case {"error"}, or {"seconds", "temporary" bytes, "kernels": {name: {"registers", "spilled", ...}}}."""
+    """Returns by case {"error"}, or {"seconds", "temporary" bytes, "kernels": {name: {"registers", ...}}}."""
     with tempfile.TemporaryDirectory() as work:
         result, dump = Path(work) / "result.json", Path(work) / "dump"
         flags = f"--xla_dump_to={dump} --xla_dump_emitter_re=.*ptx.*"
@@ -91,7 +91,7 @@ def measure(module: str, part: str = "") -> dict[str, dict]:
 
 
 def complaints(file: str) -> list[str]:
-    """What is wrong with the cases of this file of tests."""
+    """Returns the faults of the cases in this test file."""
     cases = importlib.import_module(f"tests.kernels.{Path(file).stem}").CASES
     return [
         f"{name}: {fault}" for name, found in measure(Path(file).stem).items() for fault in faults(cases[name], found)
@@ -99,7 +99,7 @@ def complaints(file: str) -> list[str]:
 
 
 def faults(case: Case, found: dict) -> list[str]:
-    """What is wrong with what `compile_one` found of a case."""
+    """Returns the faults in the result of `compile_one` for a case."""
     if "error" in found:
         return [found["error"]]
     kernels, wrong = found["kernels"], []
@@ -112,7 +112,7 @@ def faults(case: Case, found: dict) -> list[str]:
         if kernel["shared"] > LIMITS[capability][0] - 1024:
             wrong.append(f"{name} takes {kernel['shared']} bytes of shared memory")
     for name in case.hgmma:
-        called = [kernel for each, kernel in kernels.items() if each.split("__")[0] == name]  # twice: "name__1"
+        called = [kernel for each, kernel in kernels.items() if each.split("__")[0] == name]  # "name__1" is a second
         if not called or not all(any(kernel[kind] for kind in MULTIPLY[capability]) for kernel in called):
             wrong.append(f"{name} does not multiply by {' or '.join(MULTIPLY[capability])}")
     if found["temporary"] > case.temporary:
@@ -121,7 +121,7 @@ def faults(case: Case, found: dict) -> list[str]:
 
 
 def _compile(module: str, part: str, dump: Path, result: Path) -> None:
-    """Compiles the cases, in the process made for it, and writes what `measure` returns."""
+    """Compiles the cases, in the process made for it, and writes the result of `measure`."""
     cases = importlib.import_module(f"tests.kernels.{module}").CASES
     found = {name: compile_one(case, dump) for name, case in cases.items() if part in name}
     result.write_text(json.dumps(found))
@@ -129,19 +129,19 @@ def _compile(module: str, part: str, dump: Path, result: Path) -> None:
 
 @functools.cache
 def mesh_of(card: str) -> Mesh:
-    """One device of this kind, which need not be at hand."""
+    """Returns a mesh of one device of this kind, which need not be at hand."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=target(CHIPS[card]), topology="1x1x1")
     return Mesh(np.array(topology.devices)[:1], ("device",))
 
 
 def compile_one(case: Case, dump: Path) -> dict:
-    """What `measure` returns for a case. XLA has to write its PTX to the folder `dump`, which is emptied."""
+    """Returns a case's result for `measure`. XLA must write its PTX to the folder `dump`, which is emptied."""
     start, mesh = time.monotonic(), mesh_of(case.card)
     on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
     try:
         with jax.set_mesh(mesh):
             compiled = jax.jit(case.function).lower(*jax.tree.map(on_mesh, case.arguments)).compile()
-    except Exception as error:  # any: it is one case's result, and others follow
+    except Exception as error:  # any error is the case's result, and others follow
         return {"error": f"{type(error).__name__}: {str(error)[:3000]}"}
     seconds = time.monotonic() - start
     kernels: dict[str, dict] = {}
@@ -158,7 +158,7 @@ def compile_one(case: Case, dump: Path) -> dict:
 
 
 def kernels_of(ptx: Path, capability: str) -> dict[str, dict]:
-    """What the kernels of a file become: `ptxas` says what it gives them, `nvdisasm` which instructions they are."""
+    """Compiles a PTX file. Returns each kernel's resources (from `ptxas`) and counts of instructions (`nvdisasm`)."""
     assert PTXAS is not None and NVDISASM is not None, MISSING
     cubin = ptx.with_suffix(".cubin")
     architecture = "sm_" + capability.replace(".", "") + ("a" if float(capability) >= 9 else "")

@@ -1,6 +1,6 @@
-"""What attention means, in float64 numpy, and how tests call `kernels.attention` and measure how far off it is.
+"""The definition of attention in float64 numpy, and helpers to call `kernels.attention` and to measure its error.
 
-All but `run` is numpy: outside of jit, every operation of JAX on a new shape compiles a program of its own.
+All but `run` is numpy: outside of jit, every JAX operation on a new shape compiles a program of its own.
 """
 
 import functools
@@ -15,11 +15,11 @@ from kernels.tokens import Tokens
 
 
 SCALE = 0.3
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of these tests' time; so it takes half of it
+QUICK = {"xla_backend_optimization_level": 0}  # compiling takes nearly all of these tests' time; this halves it
 
 
 def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None, **tokens):
-    """Output and the gradients of q, k, v and sinks, in float64, one logit matrix per head."""
+    """Computes the output and the gradients of q, k, v and sinks in float64, with one logit matrix per head."""
     q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     (batch, seq, heads, _), (kv_seq, kv_heads) = q.shape, k.shape[1:3]
     k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
@@ -37,7 +37,7 @@ def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None
     seen = sees(mask, jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
     seen = np.broadcast_to(seen, (batch, seq, kv_seq))[:, None]
 
-    # By head, so that products are `@`, which is many times faster than einsum.
+    # Heads are an outer axis, so that products are `@`, which is many times faster than einsum.
     q, k, v, d_out = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, d_out))
     x = SCALE * (q @ k.swapaxes(2, 3))
     logits = x if softcap is None else softcap * np.tanh(x / softcap)
@@ -65,7 +65,7 @@ def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None
 
 
 def sees(mask: Mask, q: Tokens, kv: Tokens) -> np.ndarray:
-    """Whether the query sees the key, for tokens whose arrays broadcast against each other."""
+    """Returns whether the query sees the key, for tokens whose arrays broadcast against each other."""
     match mask:
         case And(a, b):
             return sees(a, q, kv) & sees(b, q, kv)
@@ -87,7 +87,7 @@ def sees(mask: Mask, q: Tokens, kv: Tokens) -> np.ndarray:
 
 
 def arrays(batch=2, seq=150, heads=4, dim=16, kv_seq=None, kv_heads=2, v_dim=None, dtype=jnp.float32, size=3):
-    """q, k, v and the gradient of the output: logits of about 4, so that the softmax has something to decide."""
+    """Returns q, k, v and the gradient of the output. Logits are about 4, so that the softmax is far from uniform."""
     rng = np.random.default_rng(0)
     shapes = [(seq, heads, dim), (kv_seq or seq, kv_heads, dim), (kv_seq or seq, kv_heads, v_dim or dim)]
     shapes.append((seq, heads, v_dim or dim))
@@ -96,7 +96,7 @@ def arrays(batch=2, seq=150, heads=4, dim=16, kv_seq=None, kv_heads=2, v_dim=Non
 
 
 def run(implementation, q, k, v, d_out, *, sinks=None, **options):
-    """Output and the gradients of q, k, v and sinks."""
+    """Returns the output and the gradients of q, k, v and sinks."""
     static = {name: options.pop(name) for name in ("mask", "softcap") if name in options}
     return _run(implementation, tuple(static.items()), q, k, v, d_out, sinks, options)
 
@@ -113,12 +113,12 @@ def _run(implementation, static, q, k, v, d_out, sinks, tokens):
 
 
 def stands(tokens, side):
-    """Of arrays such as q_positions and kv_segments, those of one side."""
+    """Returns the tokens of one side, "q" or "kv", from arrays such as q_positions and kv_segments."""
     return Tokens(*(tokens.get(f"{side}_{ids}") for ids in ("positions", "segments", "spans")))
 
 
 def errors(actual, expected):
-    """The relative errors, in Frobenius norm, of the output and of each gradient."""
+    """Returns the relative errors, in the Frobenius norm, of the output and of each gradient."""
     (out, gradients), (true_out, true_gradients) = actual, expected
     relative = lambda x, true: np.linalg.norm(np.asarray(x, np.float64) - true) / max(np.linalg.norm(true), 1e-30)
     return list(map(relative, [out, *gradients], [true_out, *true_gradients]))
@@ -131,7 +131,7 @@ def tokens(q_positions, kv_positions, q_segments, kv_segments):
 
 
 def packed(*rows):
-    """Tokens of rows of documents of these lengths, with positions that restart; the last is padding, segment 0."""
+    """Returns tokens of rows of documents of these lengths; positions restart. The last is padding, segment 0."""
     segments = [np.repeat([*range(1, len(lengths)), 0], lengths) for lengths in rows]
     positions = [np.concatenate([np.arange(n) for n in lengths]) for lengths in rows]
     return tokens(positions, positions, segments, segments)

@@ -1,15 +1,15 @@
-"""Finds what code a test can reach, as definitions at the top of modules: functions, classes, constants.
+"""Finds the code that a test can reach, as definitions at the top of modules: functions, classes, constants.
 
-A definition reaches those whose names it has, through whatever modules import and re-export them. So `import kernels`
-alone reaches nothing, and `kernels.attention` what attention uses. Four things are found without a name, by rules that
-rather find too much:
+A definition reaches those that it names, through whatever modules import and re-export them. So `import kernels` alone
+reaches nothing, and `kernels.attention` reaches the code that attention uses. Four things are found without a name, by
+rules that would rather find too much:
 
-- A module that is imported under a computed name (`f"kernels.{name}"`) is reached where it defines a function that
-  reached code names in a string: by `dispatch.run("attention", ...)`, what is called `attention` in the files of its
-  folder. The importer may read such files as text: what it names in strings ("RANK") then counts, of all of them, and
-  nothing that this reaches. Of the families of models, those are reached whose models a test names.
+- A module imported under a computed name (`f"kernels.{name}"`) is reached if it defines a function that reached code
+  names in a string. So `dispatch.run("attention", ...)` reaches the functions `attention` in the files of its folder.
+  The importer may read such files as text: then names in its strings ("RANK") count in all of the files, without
+  anything that these reach. Among the families of models, those are reached whose models a test names.
 - `"-m", "train.plan"` in a list runs a module, so all of it is reached.
-- A test that names its own `__file__` may look up anything in its module but other tests.
+- A test that names its own `__file__` may look up anything in its module except other tests.
 - A data file is reached by a string that its path ends with, such as "recorded_tpu.json". In an f-string, the parts
   that are filled in must be strings or modules that are reached.
 """
@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 
 DATA = (".json", ".jsonl", ".safetensors", ".html")
-TOP = ""  # names the statements at the top of a module that define nothing
-MAIN = "__main__"  # and those of `if __name__ == "__main__"`
+TOP = ""  # stands for the statements at the top of a module that define nothing
+MAIN = "__main__"  # stands for those of `if __name__ == "__main__"`
 
 
 class Symbol(NamedTuple):
@@ -40,15 +40,15 @@ class Symbol(NamedTuple):
 
 
 Chain = tuple[str, ...]  # a name with attributes: ("jnp", "int32")
-Pattern = tuple[str, ...]  # the constant parts of an f-string, between which anything may stand
-Target = Symbol | str | None  # what a name stands for: a definition, a module, or nothing of ours
+Pattern = tuple[str, ...]  # the constant parts of an f-string, with any text between them
+Target = Symbol | str | None  # the meaning of a name: a definition, a module, or nothing of ours
 Imports = dict[str, tuple[str, str | None]]  # a name here -> a module and a name there; None: the module itself
 
 
 class Definition(NamedTuple):
-    """The statements that define a name, and what they refer to."""
+    """The statements that define a name, and the names and strings in them."""
 
-    code: str  # which formatting and comments do not change
+    code: str  # independent of formatting and comments
     chains: frozenset[Chain]
     imports: Imports
     strings: frozenset[str]
@@ -58,7 +58,7 @@ class Definition(NamedTuple):
 
 
 class Module:
-    """The definitions and the imports of a file. Docstrings and the annotations of functions are left out."""
+    """The definitions and the imports of a file, without docstrings and the annotations of functions."""
 
     def __init__(self, name: str, path: Path):
         self.name, self.package = name, name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -79,7 +79,7 @@ class Module:
                     self.statements[name].append(statement)
 
     def _names(self, statement: ast.stmt) -> set[str]:
-        """What a statement defines, or what it adds to: f in `f.defvjp(forward, backward)` and `f |= more`."""
+        """Returns the names that a statement defines or adds to: f in `f.defvjp(forward, backward)` and `f |= more`."""
         if isinstance(statement, ast.If) and MAIN in ast.unparse(statement.test):
             return {MAIN}
         root = (
@@ -96,12 +96,12 @@ class Module:
         return self.statements.keys() - {MAIN}
 
     def functions(self) -> set[str]:
-        """Returns what may be called: defined or assigned (`f = functools.partial(...)`), with a name in lower case."""
+        """Returns the callable names: defined or assigned (`f = functools.partial(...)`), in lower case."""
         kinds = ast.FunctionDef | ast.Assign
         return {name for name, found in self.statements.items() if isinstance(found[0], kinds) and name.islower()}
 
     def decorators(self, name: str) -> set[str]:
-        """The names in what decorates a definition."""
+        """Returns the names in the decorators of a definition."""
         trees = [d for s in self.statements[name] if isinstance(s, ast.FunctionDef) for d in s.decorator_list]
         return {getattr(node, "id", getattr(node, "attr", "")) for tree in trees for node in ast.walk(tree)}
 
@@ -115,7 +115,7 @@ class Sources:
     """The modules and data files under a folder.
 
     Args:
-        families: finds, of strings, the modules of the families of the models that are named so.
+        families: maps strings to the modules of the families of the models that they name.
     """
 
     def __init__(self, root: Path, families: Callable[[Iterable[str]], set[str]] = lambda _: set()):
@@ -129,14 +129,14 @@ class Sources:
                     self.paths[".".join(parts if last == "__init__" else [*parts, last])] = path
                 elif path.suffix in DATA:
                     self.data[path.relative_to(root).as_posix()] = path
-        self.folders = {name.rpartition(".")[0] for name in self.paths}  # which are modules even without an __init__.py
+        self.folders = {name.rpartition(".")[0] for name in self.paths}  # modules even without an __init__.py
 
     @functools.cache  # noqa: B019 (there is one for a program, or for a test)
     def module(self, name: str) -> Module:
         return Module(name, self.paths[name])
 
     def lookup(self, module: str, name: str, seen: frozenset[Symbol] = frozenset()) -> Target:
-        """Returns what a name in a module stands for."""
+        """Returns the target of a name in a module."""
         here, symbol = self.module(module), Symbol(module, name)
         if symbol in seen:
             return None
@@ -149,14 +149,14 @@ class Sources:
         return next((target for target in found if target), submodule if submodule in self.paths else None)
 
     def imported(self, module: str, name: str | None, seen: frozenset[Symbol] = frozenset()) -> Target:
-        """Returns what an import stands for."""
+        """Returns the target of an import."""
         if name is None:
             return module if module in self.paths or module in self.folders else None
         found = self.lookup(module, name, seen) if module in self.paths else None
         return found or (f"{module}.{name}" if f"{module}.{name}" in self.paths else None)
 
     def reached(self, test: str, without: Iterable[str] = ()) -> "Reached":
-        """Returns what a test ("tests/test_x.py::test_y") reaches, without modules that have one of these words."""
+        """Returns the code that a test ("tests/test_x.py::test_y") reaches, except modules with one of these words."""
         path, _, name = test.partition("::")
         module = ".".join(PurePath(path).with_suffix("").parts)
         found = Reached(self, without)
@@ -200,7 +200,7 @@ class Reached:
                 waiting += [*self._all_of(main), Symbol(main, MAIN)] if main else []
 
     def _all_of(self, module: str) -> list[Symbol]:
-        """All definitions of a module; none of a folder without an __init__.py."""
+        """Returns all definitions of a module; none for a folder without an __init__.py."""
         return [Symbol(module, n) for n in self.sources.module(module).names()] if module in self.sources.paths else []
 
     def _target(self, module: str, chain: Chain, imports: Imports) -> Target:
@@ -217,7 +217,7 @@ class Reached:
         return target
 
     def complete(self) -> None:
-        """Adds what is found without a name."""
+        """Adds the code and data that are found without a name."""
         count = 0
         while count < len(self.definitions):
             count = len(self.definitions)
@@ -236,7 +236,7 @@ class Reached:
         sources, regex = self.sources, re.compile(r"[\w.]+".join(map(re.escape, pattern)))
         top = f"{importer.split('.')[0]}."
         modules = {m for m in sources.paths if regex.fullmatch(m) and m.startswith(top)} - {importer}
-        # A module of tests names functions of its own; one of kernels hands calls on to other operations.
+        # A test module names functions of its own; a kernel module passes calls on to other operations.
         own = {importer} | {m for m in modules if m.startswith("tests.")}
         named = self._strings(lambda module: module not in own)
         chosen = {
@@ -244,9 +244,9 @@ class Reached:
         }
         if not chosen:
             chosen = {m: found for m in modules if (found := sources.module(m).functions() & named)}
-            if pattern.count(".") == 1:  # a folder, then a file: of an operation, what is called as the folder is
+            if pattern.count(".") == 1:  # a folder, then a file: of an operation, only functions named like the folder
                 chosen = {m: of for m, found in chosen.items() if (of := found & set(m.split(".")))}
-            for module, found in chosen.items():  # of all platforms: the text may make it serve on this one
+            for module, found in chosen.items():  # for all platforms, since the text may select this one
                 read = sources.module(importer).strings & sources.module(module).names() - found
                 self.read |= {Symbol(module, name) for name in read}
             chosen = {m: found for m, found in chosen.items() if not self.without & set(re.split(r"[._]", m))}
@@ -257,7 +257,7 @@ class Reached:
                 self.add(Symbol(module, name))
 
     def _add_data(self) -> None:
-        importers = {symbol.module for symbol, each in self.definitions.items() if each.computed}  # which have tables
+        importers = {symbol.module for symbol, each in self.definitions.items() if each.computed}  # these have tables
         known = self._strings(lambda module: module not in importers)
         known |= {part for module in {module for module, _ in self.definitions} for part in module.split(".")}
         asked = {
@@ -278,7 +278,7 @@ class Reached:
         return sorted({path.relative_to(self.sources.root).as_posix() for path in paths} | self.data)
 
     def hash(self) -> str:
-        """Hashes the code of all definitions, with what their names stand for, what is read as text, and the data."""
+        """Hashes the code of all definitions with the targets of their names, the text that is read, and the data."""
         lines = [
             f"{'.'.join(symbol)} {made.code} {sorted(self.targets[symbol])}"
             for symbol, made in self.definitions.items()
@@ -297,7 +297,7 @@ class Reached:
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes away what changes no compiled program: docstrings, and annotations other than those of a class's fields."""
+    """Removes code that changes no compiled program: docstrings, and annotations except those of class fields."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         return ast.Pass() if isinstance(node.value, ast.Constant) else self.generic_visit(node)
@@ -320,7 +320,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def _imported(statement: ast.Import | ast.ImportFrom, package: str) -> Imports:
-    """The names that an import gives."""
+    """Returns the names that an import binds."""
     if isinstance(statement, ast.Import):
         return {
             a.asname or a.name.split(".")[0]: (a.name if a.asname else a.name.split(".")[0], None)
@@ -334,7 +334,7 @@ def _imported(statement: ast.Import | ast.ImportFrom, package: str) -> Imports:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """The names that a statement gives a value, outside of the functions and classes in it."""
+    """Returns the names that a statement binds, except within its functions and classes."""
     names, waiting = set(), [statement]
     while waiting:
         node = waiting.pop()
@@ -381,7 +381,7 @@ def _definition(statements: list[ast.stmt], package: str) -> Definition:
 
 
 def _free(table: symtable.SymbolTable) -> set[str]:
-    """The names in a statement that stand for something of its module."""
+    """Returns the names in a statement that refer to its module's globals."""
     names = {
         s.get_name()
         for s in table.get_symbols()
@@ -403,7 +403,7 @@ def _chains(node: ast.AST) -> Iterator[Chain]:
 
 
 def _pattern(node: ast.expr, package: str) -> Pattern:
-    """The constant parts of a string, of which `__name__` is one; ("", "") of what no string begins."""
+    """Returns the constant parts of a string, with `__name__` filled in; ("", "") for any other expression."""
     if not isinstance(node, ast.JoinedStr):
         return (string,) if (string := _constant(node)) else ("", "")
     parts = [""]
@@ -423,7 +423,7 @@ def _constant(node: ast.AST) -> str | None:
 
 
 def _code(node: object) -> str:
-    """A syntax tree as text, the same with every Python. A docstring is a `pass` by now."""
+    """Returns a syntax tree as text that is the same for every Python. Docstrings are already replaced by `pass`."""
     if isinstance(node, list):
         return f"[{','.join(_code(each) for each in node if not isinstance(each, ast.Pass))}]"
     if not isinstance(node, ast.AST):

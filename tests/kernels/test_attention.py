@@ -23,13 +23,13 @@ IMPLEMENTATIONS = ["reference", "xla", "triton", "tpu"]  # the latter two are in
 SINKS = np.array([1.0, -2.0, 5.0, -np.inf], np.float32)
 # Two images in the first row and one in the second, longer than a chunk and across the edges of blocks.
 IMAGES = np.stack([np.repeat([-1, 4, -1, 7], [50, 60, 50, 100]), np.repeat([-1, 0, -1], [3, 200, 57])]).astype(np.int32)
-# "everything" is compiled once for each implementation, and serves all tests down to those of NaN.
+# "everything" is compiled once for each implementation, and shared by all tests down to those of NaN.
 SEQ, KV_SEQ, WINDOW = 140, 150, 20
 EVERYTHING = dict(seq=SEQ, kv_seq=KV_SEQ, v_dim=32), dict(mask=sliding(WINDOW), softcap=4.0)
 DOCUMENTS = packed([50, 1, 60, 39], [10, 90, 50])
 DOCUMENTS |= {name: DOCUMENTS[name][:, :SEQ] for name in ("q_positions", "q_segments")}
-# Each with and without: softcap and sinks in all four ways; documents, a window, keys longer than queries; and
-# heads that share keys by two, all and none; values as wide as keys, narrower and wider.
+# Pairwise choices: softcap and sinks in all four ways; documents, a window, keys longer than queries; heads that share
+# keys by two, all and none; values as wide as keys, narrower and wider.
 CASES = {
     "full, with logits whose exponential overflows": (
         dict(seq=130, kv_seq=270, heads=5, kv_heads=1, dim=48, v_dim=16, size=10),
@@ -42,7 +42,7 @@ CASES = {
     "packed": (dict(seq=200), dict(softcap=4.0, **packed([128, 1, 64, 7], [10, 150, 40]))),
     "everything": (EVERYTHING[0], dict(**EVERYTHING[1], sinks=SINKS, **DOCUMENTS)),
 }
-# "packed" is for bfloat16. test_attention_tpu.py has a TPU's chunks and images.
+# "packed" is for bfloat16. test_attention_tpu.py covers a TPU's chunks and images.
 IN_FLOAT32 = [
     (case, implementation)
     for case in CASES
@@ -66,7 +66,7 @@ def test_float32_equals_the_oracle(case, implementation):
 
 @pytest.mark.parametrize("implementation", ["triton", "tpu"])
 def test_logits_of_10_000(implementation):
-    """The log-sum-exp, in the powers of two of the softmax, is rounded once between forward and backward."""
+    """The log-sum-exp, in the softmax's powers of two, is rounded only once between forward and backward."""
     shapes, options = CASES["full, with logits whose exponential overflows"]
     q, k, v, d_out = arrays(**shapes | dict(size=3000))
     greatest = SCALE * np.einsum("bshd,btd->bhst", q, k[:, :, 0]).max(axis=-1)
@@ -90,7 +90,7 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation):
 
 
 def test_tokens_in_order_need_no_positions():
-    """Those of each document count from 0, which chunks can tell from indices."""
+    """Positions of packed documents count from 0, and the masks can derive them from indices and segments."""
     (q, k, v, _), options = arrays(seq=20), packed([7, 1, 9, 3], [0, 4, 12, 4])
     segments = jnp.asarray(options["q_segments"])
     assert np.array_equal(kernels.counted(segments), options["q_positions"])
@@ -108,8 +108,9 @@ def test_tokens_in_order_need_no_positions():
 
 
 def test_tokens_in_order_over_the_context():
-    """Output and gradients are one device's, also of documents and images that lie across devices. And all devices
-    compute as many pairs of tokens, wherever in the row their own ones are."""
+    """Output and gradients equal one device's, also for documents and images that span devices. All devices compute
+    equally many pairs of tokens, wherever in the row their own tokens are.
+    """
     seq, devices = 24, 3
     spans = np.tile(np.repeat([-1, 2, -1], [6, 6, 12]), (2, 1))
     where = {name: ids for name, ids in packed([7, 17, 0], [1, 20, 3]).items() if "segments" in name}
@@ -129,7 +130,7 @@ def test_tokens_in_order_over_the_context():
 
 
 def runs_of(values, length):
-    """Two rows of integers that change now and then, as segments and positions do, but in no order."""
+    """Generates two rows of integers that change now and then, like segments and positions, but in no order."""
     runs = st.lists(st.tuples(values, st.integers(1, 60)), min_size=1, max_size=12)
     row = runs.map(lambda runs: np.resize(np.repeat(*zip(*runs, strict=True)), length))
     return st.tuples(row, row).map(np.stack)
@@ -156,7 +157,7 @@ def in_both_rows(*ids):
 
 
 def everything(implementation, *x, **where):
-    """Output and gradients, in numpy."""
+    """Returns output and gradients, in numpy."""
     return jax.device_get(run(implementation, *x, **EVERYTHING[1], sinks=SINKS, **where))
 
 
@@ -171,7 +172,7 @@ def test_a_query_that_sees_nothing_yields_zeros(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_garbage_touches_only_those_who_see_it(implementation):
-    """Tokens from 70 on hold garbage, and no gradient comes from there. Who sees it sees no key before `seen`."""
+    """Garbage from token 70 on, where d_out is 0, reaches only queries that see it, and keys that those see."""
     *qkv, d_out = arrays(**EVERYTHING[0])
     for x in qkv:
         x[:, 70:] = 1

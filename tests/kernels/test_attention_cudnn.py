@@ -1,8 +1,8 @@
-"""What is asked of cuDNN, and what is made of its answer. cuDNN itself is not here: `Library` does what a call means.
+"""The calls to cuDNN, and the use of their results. cuDNN itself is replaced: `Library` computes the meaning of a call.
 
-A call is that of XLA's custom calls "__cudnn$fmhaSoftmax" and "...Backward": arrays are [batch, seq, heads, features],
-a document is given by the index of its first number and by its length, and softmax statistics are log-sum-exps,
-[documents, heads, tokens of the document]. What a call does not define is NaN here.
+A call is XLA's custom call "__cudnn$fmhaSoftmax" or "...Backward". Arrays are [batch, seq, heads, features], a document
+is given by the index of its first number and by its length, and softmax statistics are log-sum-exps, [documents, heads,
+tokens of the document]. Results that a call leaves undefined are NaN here.
 """
 
 import functools
@@ -116,12 +116,12 @@ def check(mask, x, segments=None, sinks=None):
 
 @pytest.mark.parametrize("mask", [Causal(), Full()])
 def test_plain_rows(mask, library):
-    """Beside "xla": heads are too wide for "triton"."""
+    """Plain rows are cuDNN's, beside "xla", since the heads are too wide for "triton"."""
     check(mask, arrays(batch=1, seq=40, kv_seq=40 if mask == Causal() else 50, dim=260))
 
 
 def test_documents(library):
-    """In one program with sinks, a window and shared heads: those in order by cuDNN, all others by "triton"."""
+    """In a program with sinks, a window and shared heads, documents in order go to cuDNN, others to "triton"."""
     x = arrays(seq=100)
     for segments in (IN_ORDER, *OTHERS.values()):
         check(sliding(20), x, segments, SINKS)
@@ -151,10 +151,10 @@ def test_which_numbers_are_cudnns():
 
 
 def test_a_nan_touches_only_those_who_see_it(library):
-    """Token 35 of the first row, which is in the third document, is seen by the 20 queries from itself on.
+    """A NaN reaches only the 20 queries that see token 35 of the first row, from that token on, in the third document.
 
-    All are then computed by the other implementation. There, as in all others, a NaN in the output's gradient also
-    reaches the gradients of values that its query does not see.
+    With a NaN, all are computed by the other implementation. In it, as in all others, a NaN in the output's gradient
+    also reaches the gradients of values that its query does not see.
     """
     x, mask = arrays(seq=100), sliding(20) & Segments()
     clean, gradients = run(mask, *x, SINKS, IN_ORDER)
@@ -166,7 +166,7 @@ def test_a_nan_touches_only_those_who_see_it(library):
         found = found[:2] if name == "d_out" else found
         queries, keys = np.zeros((2, 100, 4), bool), np.zeros((2, 100, 2), bool)
         queries[0, 35 : 55 if of_key else 36, 2 if of_key else 3 :] = True
-        keys[0, 31 : 55 if of_key else 36, 1] = True  # whom those queries see: the document starts at 31
+        keys[0, 31 : 55 if of_key else 36, 1] = True  # keys that those queries see: the document starts at 31
         for actual, expected, nan in zip(
             (out, *found), (clean, *gradients), (queries & (name != "d_out"), queries, keys, keys), strict=False
         ):
@@ -177,7 +177,7 @@ def test_a_nan_touches_only_those_who_see_it(library):
 def reason(
     monkeypatch, *, seq=512, dim=128, mask: Mask | None = None, version=None, packed=True, positions=None, kind=H200
 ):
-    """Why cuDNN of this version would not serve on this GPU."""
+    """Returns why cuDNN of this version would not serve on this GPU."""
     monkeypatch.setattr(cudnn, "cudnn_version", lambda: version)
     indices, ids = np.arange(seq, dtype=np.int32)[None], jnp.zeros((2, seq), jnp.int32)
     tokens = Tokens(ids if positions else indices, ids if packed else None)
@@ -215,7 +215,7 @@ def test_what_is_refused(monkeypatch):
 
 @gpu.needs_compiler
 def test_xla_compiles_both_for_an_h200():
-    """cuDNN's calls, which need no library for that, and Triton's kernels beside them, with no [seq, seq]."""
+    """XLA compiles cuDNN's calls, without the library, and Triton's kernels beside them, with no [seq, seq] array."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=target(CHIPS["h200"]), topology="1x1x1")
     mesh = Mesh(np.array(topology.devices)[:1], ("device",))
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))

@@ -1,4 +1,4 @@
-"""What is special about the TPU's attention kernels; test_attention.py has what all implementations share."""
+"""Tests of the TPU's attention kernels alone; test_attention.py tests the properties that all implementations share."""
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,15 @@ from kernels.tokens import Tokens
 from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run
 
 
-# That of the second row fills a block.
+# The second row's image fills a block.
 IMAGES = np.repeat([-1, 4, -1, 7], [10, 20, 44, 26]), np.repeat([3, -1], [66, 34])
 
 
 def test_without_races():
-    """In an interpreter that moves blocks as a TPU does, fills memory with NaN, and reports races.
+    """The kernels have no races in an interpreter that moves blocks as a TPU does and fills memory with NaN.
 
-    Rows of documents, with images and chunks; three heads that share a key, wider than a value; blocks of which all,
-    some or no pairs see each other, so that one row has more steps than the other.
+    Rows have documents, images and chunks. Three heads share a key, which is wider than a value. In some blocks all
+    pairs see each other, in some a few, and in some none, so that one row has more steps than the other.
     """
     x = arrays(seq=100, heads=3, kv_heads=1, dim=24, v_dim=16)
     options = dict(mask=(Causal() & Chunk(48)) | Spans(), softcap=4.0, sinks=np.float32([1, -np.inf, 3]))
@@ -36,7 +36,7 @@ def test_without_races():
 
 
 def steps(mask, seq, block, by_key=False, **ids):
-    """(block of queries, block of keys, class, whether the first of its block, whether the last) of each step."""
+    """Returns the steps: (block of queries, block of keys, class, first of its block?, last of its block?)."""
     tokens = Tokens(np.arange(seq, dtype=np.int32)[None], **ids)
     bits, count = jax.jit(lambda x: tpu.schedule(block_classes(mask, x, x, block, block), by_key))(tokens)
     split = lambda x: (x // 16 // MOST_BLOCKS, x // 16 % MOST_BLOCKS, x & 3, x & FIRST > 0, x & LAST > 0)

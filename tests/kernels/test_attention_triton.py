@@ -1,4 +1,4 @@
-"""What is special about the Pallas-Triton attention kernels; test_attention.py has what all implementations share."""
+"""Tests of the Pallas-Triton attention kernels alone; test_attention.py tests what all implementations share."""
 
 import functools
 
@@ -30,7 +30,7 @@ def test_widths_are_cut_into_powers_of_two():
 
 
 def test_heads_in_pieces():
-    """196 features are 128, 64 and 16, the last with zeros. Heads so wide have kernels for dk and for dv apart."""
+    """196 features are split into 128, 64 and 16, with padding. Such wide heads have separate dk and dv kernels."""
     x = arrays(batch=2, seq=70, heads=4, kv_heads=2, dim=196, v_dim=80, size=1)
     sinks = np.linspace(-3, 3, 4, dtype=np.float32)
     options = dict(mask=sliding(30), softcap=4.0, sinks=sinks, **packed([30, 1, 39], [10, 50, 10]))
@@ -40,7 +40,7 @@ def test_heads_in_pieces():
 @pytest.mark.parametrize(
     "mask, full, met",
     [
-        (Full(), [5, 5, 5], [6, 6, 6]),  # the last block of keys is not whole
+        (Full(), [5, 5, 5], [6, 6, 6]),  # the last block of keys is not full
         (Causal(), [0, 2, 4], [2, 4, 6]),
         (sliding(96), [0, 1, 1], [2, 4, 5]),
     ],
@@ -61,7 +61,7 @@ def decode(q, k, v, *, q_positions=None, implementation="triton", **options):
 
 
 def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):
-    """A query in each of three rows, and room for 300 keys, of which the rows have 6, 251 and all."""
+    """Returns one query in each of three rows, and a cache with room for 300 keys; the rows have 6, 251 and 300."""
     shapes = dict(batch=3, seq=1, kv_seq=300, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim)
     return arrays(**shapes, dtype=dtype, size=2)
 
@@ -69,7 +69,7 @@ def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):
 @pytest.mark.parametrize(
     "shapes, options",
     [
-        # 6 + 251 + 300 keys in blocks of 32, and more programs than some of these rows have blocks.
+        # 6 + 251 + 300 keys in blocks of 32. There are more programs than some of these rows have blocks.
         (dict(heads=8, kv_heads=2, dim=64, v_dim=64), dict(mask=Causal())),
         (dict(heads=6, kv_heads=6, dim=80, v_dim=96), dict(mask=sliding(40), softcap=4.0, sinks=np.float32(range(6)))),
         # A latent cache such as DeepSeek's: one key for all heads, which are too many for one program.
@@ -94,7 +94,7 @@ def test_decode_in_bfloat16_is_as_exact_as_the_reference():
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 def test_decode_loads_no_garbage(garbage):
-    """Beyond a row's length it may be anything. What is seen spoils its head in whole, and nothing else."""
+    """Keys beyond a row's length may hold anything. Garbage that is seen spoils its whole head, and nothing else."""
     q, k, v, _ = cache(heads=8, kv_heads=2, dim=64, v_dim=64)
     q, beyond = q[:, 0], np.arange(300)[None, :] > POSITIONS[:, None]
     clean = np.asarray(decode(q, k, v, q_positions=POSITIONS))
@@ -111,7 +111,7 @@ def test_decode_loads_no_garbage(garbage):
 
 
 def spoilt(x, garbage, where):
-    """With garbage in the fourth feature there."""
+    """Returns a copy with garbage in the fourth feature at these places."""
     x = x.copy()
     x[..., 3][where] = garbage
     return x

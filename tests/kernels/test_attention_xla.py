@@ -1,4 +1,4 @@
-"""What "xla" promises beyond its numbers (test_attention.py): memory, blocks that it skips, what it works within."""
+"""Promises of "xla" beyond its numbers (test_attention.py): memory, skipped blocks, use in transformations."""
 
 import functools
 
@@ -18,7 +18,7 @@ from tests.kernels.oracle import QUICK, SCALE, arrays, packed
 
 
 def test_memory_is_linear_in_the_sequence():
-    """Forward and backward, with everything that could tempt one to build a mask."""
+    """Forward and backward take linear memory, with every option that could lead to building a mask."""
 
     def temporaries(seq, implementation):
         x = [jax.ShapeDtypeStruct((1, seq, 2, 32), jnp.float32)] * 3
@@ -39,7 +39,7 @@ def test_memory_is_linear_in_the_sequence():
 
 
 def test_inside_a_sharded_scanned_rematerialised_model():
-    """The batch stays split over eight devices, nothing is gathered, and the numbers are the reference's."""
+    """The batch stays split over eight devices, nothing is gathered, and the numbers equal the reference's."""
     q, k, v, _ = arrays(batch=8, seq=160, dim=8)
     segments = np.repeat([[1, 2, 0]], 8, axis=0).repeat([70, 60, 30], axis=1).astype(np.int32)
 

@@ -1,6 +1,7 @@
-"""A choice of the GPU's kernels, compiled for an RTX 4090: they fit in its 99 KB, and spill no register.
+"""A selection of the GPU kernels, compiled for an RTX 4090: they fit in its 99 KB, and spill no register.
 
-The modules of the H200 have all shapes. These are one for each row of sizes that the other cards have for themselves.
+The modules for the H200 have all shapes. This one has a shape for each row of sizes that other cards have for
+themselves.
 """
 
 import jax
@@ -26,14 +27,14 @@ def ragged_dot(card: str, product: Product) -> Case:
 
 
 def in_dtype(dtype, case: Case, card: str) -> Case:
-    """With this in place of bfloat16. float32 is not multiplied by tensor cores."""
+    """Returns the case with this dtype in place of bfloat16. Tensor cores do not multiply float32."""
     change = lambda x: jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == jnp.bfloat16 else x.dtype)
     hgmma = () if dtype == jnp.float32 else case.hgmma
     return case._replace(arguments=jax.tree.map(change, case.arguments), hgmma=hgmma, card=card)
 
 
 def dq_alone(case: Case) -> Case:
-    """Without the kernels of dk and dv, which XLA leaves out where nobody needs them."""
+    """Returns the case without the kernels of dk and dv, which XLA drops where their results are unused."""
     return case._replace(function=lambda *arguments: case.function(*arguments)[0])
 
 
@@ -41,7 +42,7 @@ def int8(card: str, rows: int) -> Case:
     return test_compile_matmul_gpu.case(jnp.int8, "channel", rows, 1024, 1024, hgmma=())._replace(card=card)
 
 
-# Sums of up to 1,024 rows a group, and of more; matrices with up to 1,024 columns, and with more.
+# Sums over up to 1,024 rows a group, and over more; matrices with up to 1,024 columns, and with more.
 SHALLOW, DEEP = Product(16, 4096, 768, 512), Product(4, 8192, 2048, 1536)
 CASES = {
     "D64": attention("4090", 64),

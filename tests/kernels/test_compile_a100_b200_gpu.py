@@ -1,4 +1,4 @@
-"""The GPU's kernels of which an A100 or a B200 has sizes for itself, compiled for it: see test_compile_4090_gpu.py."""
+"""The GPU kernels for which an A100 or a B200 has sizes of its own, compiled for it: see test_compile_4090_gpu.py."""
 
 from tests.kernels.gpu import complaints, needs_compiler
 from tests.kernels.test_compile_4090_gpu import DEEP, attention, ragged_dot

@@ -1,7 +1,8 @@
-"""A decode step does not copy a layer's cache: read in the step's compiled program, two layers of real models.
+"""A decode step does not copy a layer's cache. This is read from the step's compiled program, for two layers of real
+models.
 
-Recurrent states are read once and written once. Their cases have narrow MLPs and few words, so that states are most of
-what the step moves, and only recurrent layers: they compile in seconds.
+Recurrent states are read once and written once. Their cases have only recurrent layers, narrow MLPs and a small
+vocabulary, so that states are most of the bytes that the step moves, and that they compile in seconds.
 """
 
 import re
@@ -40,7 +41,7 @@ MAMBA = Step("granite4-h-micro", BATCH, 64, changes=FEW | dict(
     layer_types=["mamba"] * 2, shared_intermediate_size=1024,
 ))  # fmt: skip
 RECURRENT = {"h200": [DELTA, CHANNELS, MAMBA, DELTA._replace(widen=4)], "v6e": [DELTA, MAMBA]}
-# Times what it needs. Of two layers, XLA for TPUs brings a small matrix of both into fast memory for each.
+# Multiples of the needed bytes. XLA for TPUs brings a small matrix of both layers into fast memory for each of the two.
 MOST = {"h200": 1.15, "v6e": 1.2}
 
 
@@ -48,7 +49,9 @@ MOST = {"h200": 1.15, "v6e": 1.2}
     "chip", [pytest.param("h200", marks=needs_gpu_compiler), pytest.param("v6e", marks=needs_libtpu)]
 )
 def test_no_copy_of_a_layers_cache(chip):
-    """And of a cache in 8 bits the step reads its integers and scales, and beside the weights hardly more."""
+    """No result is as large as a layer's cache. With an 8-bit cache, the step moves hardly more than integers, scales
+    and weights.
+    """
     for step, compiled in zip(STEPS[chip], measure(chip, *STEPS[chip]), strict=True):
         of_rows = [x for x in compiled.results if re.search(rf"\[(1,)?{BATCH},\d+,", x.shape)]
         assert of_rows, "there are none with the batch in front"
@@ -63,5 +66,5 @@ def test_states_are_read_and_written_once(chip):
     for step, compiled in zip(RECURRENT[chip], measure(chip, *RECURRENT[chip]), strict=True):
         assert compiled.state > 50e6
         assert [x for x in compiled.results if x.kind != "custom-call" and x.bytes >= compiled.state] == [], step
-        # The bytes of kernels are counted with all slots of a layer, since the program does not say which they take.
+        # Kernels count with all slots of a layer, since the program does not say which slots they read.
         assert step.widen or compiled.moved <= MOST[chip] * compiled.needed, (step, compiled.moved / compiled.needed)

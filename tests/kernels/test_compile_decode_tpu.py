@@ -11,7 +11,7 @@ from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
 def case(batch, heads, kv_heads, slots, dim, mask, v_dim=None, sinks=False, queries=1, int8=False):
-    """The second layer of a cache of three; with `v_dim` its values are so many of the first features of its keys."""
+    """Returns a case on the second layer of a cache of three. Values are the keys' first `v_dim` features, if given."""
     parts = () if not int8 else (v_dim, dim - v_dim) if v_dim else (dim,)
 
     def function(q, k, v, positions, sinks):
@@ -27,7 +27,7 @@ def case(batch, heads, kv_heads, slots, dim, mask, v_dim=None, sinks=False, quer
     if int8:
         cache = cache, shape(3, batch, slots, kv_heads * len(parts), dtype=jnp.float32)
     positions, sinks = shape(batch, queries, dtype=jnp.int32), shape(heads, dtype=jnp.float32) if sinks else None
-    most = 3 * batch * slots * kv_heads * dim + 1  # no logits of all heads, and nothing of the cache in a wider dtype
+    most = 3 * batch * slots * kv_heads * dim + 1  # neither all heads' logits, nor a part of the cache in a wider dtype
     q = shape(batch, queries, heads, dim)
     return Case(function, (q, cache, None if v_dim else cache, positions, sinks), most)
 

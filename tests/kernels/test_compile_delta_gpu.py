@@ -1,6 +1,7 @@
-"""The delta rule compiles for GPUs: its scans on tensor cores and unspilled, all of it in memory linear in the tokens.
+"""The delta rule compiles for GPUs: its scans use tensor cores and spill nothing, and its memory is linear in the
+tokens.
 
-Most cases are the two kernels alone, since XLA makes some eighty more of all that is around them.
+Most cases are the two kernels alone, since XLA makes some eighty more kernels of the code around them.
 """
 
 import functools
@@ -24,7 +25,7 @@ def array(*shape, dtype=jnp.float32):
 
 
 def scans(of, dim, v_dim, *, card="h200", erase=True, precision=jax.lax.Precision.HIGH):
-    """The two kernels of an implementation."""
+    """Returns a case with the two kernels of an implementation."""
     chunks = 4, 1, 2, CHUNK
     parts = Parts(
         query=array(*chunks, dim), pairs=array(*chunks, CHUNK), alone=array(*chunks, v_dim),
@@ -40,7 +41,7 @@ def scans(of, dim, v_dim, *, card="h200", erase=True, precision=jax.lax.Precisio
 
 
 def whole(seq, heads, dim):
-    """Forward and backward of a row of packed documents. One matrix [seq, seq] for each head would be too much."""
+    """Returns forward and backward of a row of packed documents. A [seq, seq] matrix per head exceeds the limit."""
     of_tokens = lambda *more: array(1, seq, heads, *more, dtype=jnp.bfloat16)
     state, segments = array(1, heads, dim, dim), array(1, seq, dtype=jnp.int32)
 
@@ -58,8 +59,9 @@ def whole(seq, heads, dim):
 
 
 def step(dim, v_dim, *, decays=1, erase=True, card="h200"):
-    """One token for each of four rows, in a cache of two layers with three slots a row: nothing is multiplied as
-    matrices, and nothing as large as a state is beside the cache."""
+    """Returns a step with one token in each of four rows, on a cache of two layers with three slots a row. No matrices
+    are multiplied, and no array beside the cache is as large as a state.
+    """
     heads, rows = 8, array(4, dtype=jnp.int32)
     cache = array(2, 4, 3, heads, dim, v_dim)
     of_token = lambda *more: array(4, 1, heads, *more)
@@ -90,5 +92,5 @@ CASES = {
 
 @needs_compiler
 def test_gpu():
-    """What XLA itself makes around the kernels may spill."""
+    """Only the kernels that XLA itself makes around ours may spill."""
     assert [complaint for complaint in complaints(__file__) if "fusion spills" not in complaint] == []

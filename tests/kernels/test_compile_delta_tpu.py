@@ -1,6 +1,6 @@
-"""The delta rule's two kernels compile for TPUs: without spilling, and they stay as large as they are.
+"""The delta rule's two kernels compile for TPUs without spilling, and do not grow.
 
-Those of float32, whose products take six passes each, do spill some registers, and are not among them.
+The float32 kernels, whose products take six passes each, do spill some registers, and are not tested here.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.kernels.tpu import Case, complaints, needs_libtpu
 
 
 def case(dim, v_dim, **options):
-    """The arrays of a chunk are all that there is: nothing is as large as two of all states."""
+    """Returns a case with a limit on arrays: they are those of a chunk, smaller than two of all states."""
     function, arguments, *_ = scans(tpu, dim, v_dim, **options)
     return Case(function, arguments, 1 + 2 * 4 * 2 * max(dim, 128) * max(v_dim, 128), ("v6e",))
 

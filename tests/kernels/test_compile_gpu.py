@@ -1,7 +1,7 @@
 """The GPU's attention kernels at the shapes of real models, compiled for an H200: see tests/kernels/gpu.py.
 
-The memory they may take is what they take, rounded up: a matrix of [seq, seq], or keys and values repeated for each
-query head, would be more.
+The memory limits are the present use, rounded up: a matrix of [seq, seq], or keys and values repeated for each query
+head, would exceed them.
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ def attention(
     images: bool = False,
     backward: tuple[str, ...] = (),
 ) -> Case:
-    """Two sequences, forward, and with kernels named in `backward` both ways.
+    """Returns a case with two sequences: forward, or also backward if `backward` names kernels.
 
-    `packed` is how training calls it: with documents in each sequence, that have segments and positions of their own;
-    `images` are spans in them.
+    `packed` is the use in training: each sequence has documents with their own segments and positions. `images` adds
+    spans.
     """
     v_dim = v_dim or dim
     q, k, v = array(2, seq, heads, dim), array(2, seq, kv_heads, dim), array(2, seq, kv_heads, v_dim)
@@ -69,10 +69,11 @@ def decode(
     int8: bool = False,
     megabytes: int = 2,
 ) -> Case:
-    """One token or a few in each row, over the second layer of a cache of three, of which nothing is copied.
+    """Returns a case with one token or a few in each row, on the second layer of a three-layer cache that is not
+    copied.
 
-    With `v_dim` the values are so many of the first features of the keys. It is no matter of matrix products: 16 rows
-    of each are of the older kind.
+    With `v_dim` the values are the first `v_dim` features of the keys. Matrix instructions do not matter: for 16 rows
+    they are of the older kind.
     """
 
     def function(q, k, v, positions, sinks):
@@ -105,7 +106,7 @@ ATTENTION = {
     "gpt-oss, local": dict(**GPT_OSS, megabytes=460, backward=BACKWARD, mask=sliding(128)),
     "gpt-oss, global": dict(**GPT_OSS, megabytes=460, backward=BACKWARD),
 }
-# All as training calls them; without documents one of each kind of mask, of heads and of logits.
+# All shapes as in training. Without documents: one of each kind of mask, of heads and of logits.
 ALONE = ("Llama 3 8B, forward", "Llama 3 8B", "Gemma 2 9B, global", "DeepSeek V3", "gpt-oss, local")
 CASES = {
     **{name: attention(**ATTENTION[name]) for name in ALONE},

@@ -1,4 +1,4 @@
-"""The quantised matrix products compile for an H200: on its tensor cores, without spilling, and without copies."""
+"""The quantised matrix products compile for an H200: they use its tensor cores, spill nothing, and make no copies."""
 
 import re
 
@@ -20,7 +20,7 @@ MB = 1 << 20
 
 
 def case(dtype, granularity, rows, ins, outs, *, activations=False, hgmma=("matmul_weight_only",), temporary=0):
-    """A product with a matrix that is quantised already."""
+    """Returns a case of a product with an already quantised matrix."""
     formula = Formula(dtype, granularity, activations, "float")
     shapes = {"channel": (outs,), "block": (-(-outs // 128), -(-ins // 128))}
     arrays = [((rows, ins), jnp.bfloat16), ((outs, ins), dtype), (shapes[granularity], jnp.float32)]
@@ -29,7 +29,7 @@ def case(dtype, granularity, rows, ins, outs, *, activations=False, hgmma=("matm
 
 
 def step(dtype, rows, ins, outs, temporary):
-    """Forward and backward of a training step in which all three products are quantised, by blocks."""
+    """Returns forward and backward of a training step whose three products are all quantised by blocks."""
     formula = Formula(dtype, "block", True, "quantized")
 
     def function(x, w, d_out):
@@ -44,7 +44,7 @@ def step(dtype, rows, ins, outs, temporary):
 BOTH = dict(activations=True, hgmma=("matmul_both",))
 FP8 = jnp.float8_e4m3fn
 CASES = {
-    # Beside arguments and result: the rows in 8 bits, and scales.
+    # Memory beside arguments and result: the rows in 8 bits, and scales.
     "fp8, block, 4096 x 7168 x 4096": case(FP8, "block", 4096, 7168, 4096, **BOTH, temporary=32 * MB),
     "fp8, block, 8192 x 8192 x 8192": case(FP8, "block", 8192, 8192, 8192, **BOTH, temporary=72 * MB),
     "fp8, block, decode": case(FP8, "block", 16, 4096, 14336, **BOTH, temporary=MB),
@@ -70,7 +70,7 @@ def test_gpu():
 @pytest.mark.parametrize("granularity, shape", [("tensor", ()), ("channel", (8192,))])
 @pytest.mark.parametrize("dtype, call", [(FP8, "__cublas$lt$matmul$f8"), (jnp.int8, "__cublas$lt$matmul")])
 def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
-    """Where it does not prefer a Triton kernel of its own, as it may after measuring both."""
+    """XLA gives 8-bit products to cuBLASLt, unless it prefers a Triton kernel of its own after measuring both."""
     mesh = mesh_of("h200")
     formula = Formula(dtype, granularity, True, "float")
     arguments = [((4096, 4096), jnp.bfloat16), ((8192, 4096), dtype), (shape, jnp.float32)]
@@ -84,9 +84,9 @@ def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
 
 @needs_compiler
 def test_training_in_fp8_quantises_in_few_passes(tmp_path):
-    """Every product is cuBLASLt's of float8, and layers move at most 1.25 times the bytes that they do in bfloat16.
+    """Every product is cuBLASLt's float8 product, and layers move at most 1.25 times their bytes in bfloat16.
 
-    Each gradient is read once for its scale, and then once to be written in 8 bits, both ways round.
+    Each gradient is read once for its scale, and once more to be written in 8 bits in both layouts.
     """
     mesh, moved = mesh_of("h200"), {}
     for low in (False, True):

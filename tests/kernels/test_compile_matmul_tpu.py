@@ -1,4 +1,4 @@
-"""The quantised matrix products compile for every TPU without spilling, and stay as large as they are."""
+"""The quantised matrix products compile for every TPU without spilling, and do not grow."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
 def case(dtype, granularity, rows, ins, outs, *, activations):
-    """A product with a matrix that is quantised already."""
+    """Returns a case of a product with an already quantised matrix."""
     formula = Formula(dtype, granularity, activations, "float")
     shapes = {"tensor": (), "channel": (outs,), "block": (-(-outs // 128), -(-ins // 128))}
     arrays = [((rows, ins), jnp.bfloat16), ((outs, ins), dtype), (shapes[granularity], jnp.float32)]
@@ -19,7 +19,7 @@ def case(dtype, granularity, rows, ins, outs, *, activations):
 
 
 def limit(rows, ins, outs):
-    """XLA may cut an array into pieces of 128 in ways that double it."""
+    """Returns the limit of an array's elements. XLA may cut arrays into pieces of 128 so that they double."""
     return 1 + 2 * max(rows * ins, rows * outs, ins * outs)
 
 

@@ -1,6 +1,6 @@
-"""What becomes of the Mosaic GPU kernels at the shapes of real models, compiled for an H200: no GPU is needed.
+"""The Mosaic GPU kernels at the shapes of real models, compiled for an H200 without a GPU.
 
-XLA knows nothing of what is in these kernels. Mosaic GPU writes it out itself, where the environment asks for that.
+XLA does not report on these kernels. Mosaic GPU writes reports itself if environment variables ask for them.
 """
 
 import re
@@ -26,7 +26,7 @@ RAGGED_DOT = {"ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw"}
 
 
 def attention(*, heads, kv_heads, dim, v_dim=None, seq=8192, mask=CAUSAL, softcap=None, gradients=False, packed=False):
-    """A function and its arguments: the forward pass of one sequence, or forward and backward; of packed documents."""
+    """Returns a function and its arguments: forward, or also backward, of one sequence or of packed documents."""
     array = lambda heads, dim: jax.ShapeDtypeStruct((1, seq, heads, dim), jnp.bfloat16)
     v_dim = v_dim or dim
     indices = np.arange(seq, dtype=np.int32)[None]
@@ -47,7 +47,7 @@ def attention(*, heads, kv_heads, dim, v_dim=None, seq=8192, mask=CAUSAL, softca
 
 
 def ragged_dot(*, tokens, groups, out, in_):
-    """A function and its arguments: forward and backward."""
+    """Returns a function and its arguments: forward and backward."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def gradients(x, w, sizes, d_out):
@@ -81,7 +81,7 @@ def test_no_register_is_spilled_and_all_products_are_hoppers(case, tmp_path, mon
     with jax.set_mesh(mesh):
         jax.jit(function).lower(*jax.tree.map(on_mesh, arguments)).compile()
 
-    name = lambda file: re.match(r"(\w+)_\d+\.", file.name)[1]  # numbered by whoever writes it: not the same
+    name = lambda file: re.match(r"(\w+)_\d+\.", file.name)[1]  # the numbers depend on the writer, so they differ
     kernels = {name(file): next(iter(gpu.kernels_of(file, "9.0").values())) for file in tmp_path.glob("*.ptx")}
     for file in tmp_path.glob("*.resources.txt"):
         kernels[name(file)]["shared"] = int(re.search(r"smem_scratch_bytes=(\d+)", file.read_text())[1])

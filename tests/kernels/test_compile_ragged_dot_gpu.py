@@ -11,12 +11,12 @@ OUT, DX, DW = "ragged_dot_out", "ragged_dot_dx", "ragged_dot_dw"
 
 
 def case(product, *hgmma, step=training, w_dtype=jnp.bfloat16):
-    """Beside arguments and results there may be the schedule of tiles, and nothing that has features."""
+    """Returns a case whose limit of temporary memory has room for the schedule of tiles, but not for features."""
     return Case(step(triton.ragged_dot), product.arguments(w_dtype), hgmma, temporary=64 << 10)
 
 
 def rounded(product, dtype):
-    """The output of two sides in 8 bits."""
+    """Returns a case of the output for two sides in 8 bits."""
     x, w, sizes, _ = product.arguments(dtype)
     return Case(triton.ragged_dot, (x.update(dtype=dtype), w, sizes), (OUT,), temporary=64 << 10)
 

@@ -1,4 +1,4 @@
-"""The TPU's ragged_dot compiles at the shapes of real models without spilling, and stays as large as it is."""
+"""The TPU's ragged_dot compiles at the shapes of real models without spilling, and does not grow."""
 
 import jax.numpy as jnp
 import pytest
@@ -9,11 +9,11 @@ from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
 def case(product, step=training, w_dtype=jnp.bfloat16, chips=()):
-    """No array may be larger than the arguments, as one with a row for each token and group would be by far."""
+    """Returns a case in which no array may exceed the arguments, as one with a row for each token and group would."""
     return Case(step(tpu.ragged_dot), product.arguments(w_dtype), product.largest + 1, chips or tuple(CHIPS))
 
 
-# Each product on two of the chips, in turn, so that each chip has half of each model's.
+# Each product is on two of the chips, in turn, so that each chip has half of each model's.
 CASES = {
     f"ragged_dot {name}": case(product, chips=tuple(CHIPS)[n % 2 :: 2])
     for n, (name, product) in enumerate(EXPERTS.items())

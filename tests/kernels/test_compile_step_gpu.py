@@ -1,4 +1,4 @@
-"""Training steps compiled for an H200: floats are added in a fixed order, and arrays are not read for nothing."""
+"""Training steps compiled for an H200 add floats in a fixed order, and read no array needlessly."""
 
 import dataclasses
 import re
@@ -20,9 +20,9 @@ SGD = dataclasses.replace(ahead.USUAL, optimizer="sgd")
 
 @needs_compiler
 def test_floats_are_added_in_a_fixed_order(tmp_path):
-    """No scatter of floats, and no atomic addition of them in any kernel, nor a loop that stands for one.
+    """The step has no scatter of floats, no atomic addition of floats in any kernel, and no loop that replaces one.
 
-    Counts of tokens are added so: they are integers, of which the sum is the same in any order.
+    Counts of tokens do use these, because integers have the same sum in any order.
     """
     config = dataclasses.replace(
         zoo.config("qwen3-30b-a3b"),
@@ -45,14 +45,15 @@ def test_floats_are_added_in_a_fixed_order(tmp_path):
     assert " scatter(" in text and not re.findall(rf"= {FLOAT}\[.*? (?:scatter|select-and-scatter)\(.*", text)
     ptx = "\n".join(file.read_text() for file in tmp_path.glob("*.ptx"))
     assert all(name in ptx for name in ("ragged_dot_dx", "ragged_dot_dw", "attention_dkv"))
-    assert re.findall(r"\b(?:atom|red)\.", ptx)  # those of the counts
+    assert re.findall(r"\b(?:atom|red)\.", ptx)  # the counts' atomic additions
     assert not re.findall(rf"\b(?:atom|red)\.[\w.:]*(?:{FLOAT}|cas)[\w.]*", ptx)
 
 
 @needs_compiler
 def test_cudnn_gets_values_as_a_product_made_them():
-    """Only where a number is not finite are queries, keys and values marked: before cuDNN that would be a pass over
-    each, in every layer."""
+    """Queries, keys and values are marked only if a number is not finite. Marking them before cuDNN would take one pass
+    over each, in every layer.
+    """
     config = dataclasses.replace(
         zoo.config("llama3.2-3b"),
         num_hidden_layers=2,

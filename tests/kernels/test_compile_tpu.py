@@ -10,19 +10,19 @@ from kernels import Causal, Tokens, attention, sliding
 from tests.kernels.tpu import CHIPS, Case, complaints, needs_libtpu
 
 
-SEQ = 8192  # more than any of these has heads * features, so that no other array is as large as the logits of a head
+SEQ = 8192  # more than any heads * features here, so that no other array is as large as a head's logits
 
 
 def case(
     heads, kv_heads, dim, v_dim=None, *, mask=None, softcap=None, sinks=False, packed=False, backward=True, chips=()
 ):
-    """Forward, and backward too, of one row.
+    """Returns a case with one row: forward, and also backward by default.
 
-    `packed` is how training calls it: with documents in the row, that have segments and positions of their own. `chips`
-    are those that it is compiled for, by default all.
+    `packed` is the use in training: the row has documents with their own segments and positions. `chips` are the
+    targets, by default all.
 
-    Arrays come and go by head, as the kernels have them. XLA compiles some transpositions for minutes, and a model's
-    are its own affair.
+    Arrays are laid out by head, like the kernels'. XLA takes minutes to compile some transpositions, and a model's
+    transpositions are not tested here.
     """
     options = dict(scale=dim**-0.5, mask=mask or Causal(), softcap=softcap, implementation="tpu")
 
@@ -54,7 +54,7 @@ SHAPES = {
     "gpt-oss, local": ((64, 8, 64), dict(mask=sliding(128), sinks=True)),
     "gpt-oss, global": ((64, 8, 64), dict(sinks=True)),
 }
-# By pairs: each shape as training calls it on each chip, and without documents on one of them in turn.
+# Pairs: each shape as in training on each chip, and without documents on one of the chips in turn.
 CASES = {f"{name}, packed": case(*dims, **options, packed=True) for name, (dims, options) in SHAPES.items()} | {
     name: case(*dims, **options, chips=(chip,))
     for chip, (name, (dims, options)) in zip(itertools.cycle(CHIPS), SHAPES.items(), strict=False)

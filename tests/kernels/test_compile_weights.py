@@ -1,6 +1,7 @@
-"""A decode step does not copy its weights: read in the step's compiled program, two layers of real models.
+"""A decode step does not copy its weights. This is read from the step's compiled program, for two layers of real
+models.
 
-Mistral, SmolLM3 and DeepSeek-V2 have the products of Llama and DeepSeek-V3; GPT-3 differs by its biases alone.
+Mistral, SmolLM3 and DeepSeek-V2 have the same products as Llama and DeepSeek-V3; GPT-3 differs only by its biases.
 """
 
 import pytest
@@ -9,7 +10,7 @@ from tests.kernels.decode_step import Step, measure, needs_gpu_compiler
 from tests.kernels.tpu import needs_libtpu
 
 
-# With short caches, since those have a gate of their own (test_compile_caches.py).
+# Caches are short, because they have a gate of their own (test_compile_caches.py).
 step = lambda model, batch=1, **options: Step(model, batch, 128, **options)
 STEPS = {
     "h200": [
@@ -34,11 +35,11 @@ STEPS = {
 }
 
 
-# What may be as large as a matrix, and why: XLA makes it, and no kernel of ours.
-# - MLA's decode multiplies by the two halves of kv_b_proj, which lie head by head: at batch 1 XLA writes out the
+# Arrays that may be as large as a matrix. XLA makes them, not our kernels.
+# - MLA's decode multiplies by the two halves of kv_b_proj, which are stored head by head. At batch 1 XLA writes out the
 #   products with one half before it sums them. That is 67 MB a layer, where the experts of eight choices have 790 MB.
-# - Gemma's GELU of gate_proj becomes a part of cuBLAS's product, and XLA then gives that no layer of a stack in place:
-#   151 MB are copied in a layer of 550 MB. (`moved` counts the stack once more for each layer, and is not compared.)
+# - Gemma's GELU of gate_proj becomes a part of cuBLAS's product, and XLA then copies that layer's matrix out of the
+#   stack: 151 MB in a layer of 550 MB. (`moved` counts the stack once more for each layer, and is not compared.)
 MADE = {"deepseek-v2-lite": "[16,512,128]", "deepseek-v3": "[128,512,128]", "gemma-7b": "[1,24576,3072]"}
 
 
@@ -46,7 +47,7 @@ MADE = {"deepseek-v2-lite": "[16,512,128]", "deepseek-v3": "[128,512,128]", "gem
     "chip", [pytest.param("h200", marks=needs_gpu_compiler), pytest.param("v6e", marks=needs_libtpu)]
 )
 def test_no_copy_of_a_matrix(chip):
-    """Nor of a layer's experts; and the step moves hardly more than its weights, with all experts, and its cache."""
+    """No result is as large as a matrix or a layer's experts. The step moves hardly more than weights and cache."""
     faults = []
     for each, compiled in zip(STEPS[chip], measure(chip, *STEPS[chip]), strict=True):
         made = MADE.get(each.model, "no other")

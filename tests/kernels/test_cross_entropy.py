@@ -1,4 +1,4 @@
-"""The chunked loss against the plain one: values, gradients, memory, work, and how it is split over devices."""
+"""The chunked loss against the plain one: values, gradients, memory, work, and the split over devices."""
 
 import functools
 import re
@@ -81,7 +81,7 @@ def chunked(model, tokens, targets, mask, *, chunk=20):
 
 @functools.cache
 def value_and_grad(loss):
-    """One jitted function for each loss, so that tests share what is compiled."""
+    """Returns one jitted function for each loss, so that tests share compiled programs."""
     return eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
 
 
@@ -174,7 +174,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
 
 
 def test_gradients_are_scaled_without_rounding_the_scale():
-    """The mean over 7 targets has gradients of the sum, divided by 7 and rounded once; not multiplied by a bfloat16."""
+    """A mean over 7 targets divides the sum's gradients by 7 and rounds once. It does not multiply by a bfloat16."""
     x = jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16).reshape(1, 64, 1)
     head = jnp.array([[1], [-0.5], [0.25]], jnp.bfloat16)
     targets, mask = jnp.arange(64)[None] % 3, jnp.ones((1, 64), jnp.int32)
@@ -194,7 +194,7 @@ def of_a_head(x, head, targets, mask):
 
 @pytest.fixture(scope="module")
 def on_one_device():
-    """x, a head, targets and mask, and the loss and gradients of these."""
+    """Returns the arguments (x, a head, targets and mask), and the loss and gradients on one device."""
     random = np.random.RandomState(0)
     x, head = random.randn(16, 12, EMBED).astype(np.float32), random.randn(96, EMBED).astype(np.float32)
     given = x, head, random.randint(0, 96, (16, 12)), random.randint(0, 2, (16, 12))

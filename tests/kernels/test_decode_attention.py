@@ -28,15 +28,16 @@ DECODES = {
     "case, implementation",
     [
         ("all, of a few queries", "reference"),
-        # test_attention_triton.py has more of Triton's.
+        # test_attention_triton.py has more cases for Triton.
         *((case, "xla") for case in DECODES if case != "causal"),
         *((case, "triton") for case in DECODES if case != "causal"),
         *((case, "tpu") for case in DECODES),
     ],
 )
 def test_decode_of_a_ragged_cache(case, implementation):
-    """One row is at its first position, after padding, another in the middle. Later slots hold garbage, which reaches
-    nobody, and so do all other layers."""
+    """One row is at its first position, after padding, and another in the middle. Garbage in later slots and in all
+    other layers reaches no output.
+    """
     shapes, options = DECODES[case]
     options: dict[str, Any] = {n: jnp.asarray(x) if n == "sinks" else x for n, x in options.items()}
     q, k, v, d_out = arrays(**shapes)
@@ -61,7 +62,7 @@ def test_decode_of_a_ragged_cache(case, implementation):
     out = np.asarray(decode(q, k, v, positions))
     assert np.linalg.norm(out - expected) < 1e-5 * np.linalg.norm(expected)
     assert not out[0, :-1][positions[0, :-1] < 0].any()
-    (k if width else v)[1, 67] = np.nan  # which only the last query sees
+    (k if width else v)[1, 67] = np.nan  # only the last query sees this slot
     spoilt = np.asarray(decode(q, k, v, positions))
     assert np.isnan(spoilt[1, -1]).all()
     np.testing.assert_array_equal(spoilt[0], out[0])
@@ -71,8 +72,9 @@ def test_decode_of_a_ragged_cache(case, implementation):
 @pytest.mark.parametrize("case", ["all, of a few queries", "latents, wider than a register"])
 @pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
 def test_decode_of_a_cache_in_8_bits(case, implementation):
-    """As of its integers times their scales, in float64. Later slots and other layers hold scales of NaN, and so does,
-    in the end, a slot that only the last query sees."""
+    """The result equals float64 attention over the integers times their scales. Later slots and other layers have NaN
+    scales, and so has, in the end, a slot that only the last query sees.
+    """
     shapes, options = DECODES[case]
     options: dict[str, Any] = {n: jnp.asarray(x) if n == "sinks" else x for n, x in options.items()}
     q, k, v, d_out = arrays(**shapes)
@@ -111,14 +113,14 @@ def test_decode_of_a_cache_in_8_bits(case, implementation):
 
 
 def _quantized(x, parts):
-    """Rounds vectors to int8, each of their parts with a scale, as a cache does."""
+    """Rounds vectors to int8 with a scale for each of their parts, as a cache does."""
     pieces = np.split(x, np.cumsum(parts)[:-1], axis=-1)
     scale = np.stack([np.abs(piece).max(axis=-1) / 127 for piece in pieces], axis=-1)
     return np.round(x / np.repeat(scale, parts, axis=-1)).astype(np.int8), scale
 
 
 def test_gradients_are_the_references():
-    """Of the queries, of the one layer of a cache that is read, and of sinks."""
+    """Gradients of queries, of the cache layer that is read, and of sinks equal the reference's."""
     q, k, v, d_out = arrays(batch=1, seq=1, kv_seq=150)
 
     @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
@@ -140,7 +142,7 @@ def test_gradients_are_the_references():
 
 
 def on_a_tpu(kv_heads, dim, v_dim, dtype):
-    """Why "tpu" would not decode on one over a cache of this dtype; with `v_dim` other than `dim` it has latents."""
+    """Returns why "tpu" would not decode over a cache of this dtype. Latents are a `v_dim` other than `dim`."""
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
     parts = (v_dim, dim - v_dim) if v_dim < dim else (dim,)
     of_scales = (shape(3, 1, 64, kv_heads * len(parts), dtype=jnp.float32), parts, np.dtype(jnp.bfloat16))
@@ -155,7 +157,7 @@ def on_a_tpu(kv_heads, dim, v_dim, dtype):
 
 
 def test_a_cache_that_a_tpu_would_copy_is_refused():
-    """Which these would be, as the compiler says: all of it in temporary memory, in place of 200 kB."""
+    """Refused caches would be copied, by the compiler's report: all of it in temporary memory, in place of 200 kB."""
     wide, narrow = jnp.bfloat16, jnp.int8
     for flat in [(8, 128, 128, wide), (4, 128, 128, narrow), (16, 256, 256, wide), (1, 576, 512, wide)]:
         assert on_a_tpu(*flat) is None
@@ -168,7 +170,7 @@ def test_a_cache_that_a_tpu_would_copy_is_refused():
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_over_a_mesh(kv_heads):
-    """Heads of a layer's cache are split as queries are, repeated where they are too few; a single one is whole."""
+    """A layer's cache heads are split like the queries', and repeated if too few. A single head stays whole."""
     q, k, v, _ = map(jnp.asarray, arrays(batch=2, seq=3, heads=8, kv_seq=200, kv_heads=kv_heads))
     at = Tokens(jnp.array([[10, 11, 12], [197, 198, 199]], jnp.int32))
     layer = jnp.array(1)

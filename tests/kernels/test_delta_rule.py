@@ -19,9 +19,9 @@ from kernels.delta_step import tpu as delta_step_tpu
 from tests.kernels.oracle import QUICK
 
 
-BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 152, 2, 8, 4, 6  # SEQ: chunks of 64 do not divide it, and four devices do
+BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 152, 2, 8, 4, 6  # SEQ: divisible by four devices, not by chunks of 64
 SCALE = 0.3
-# What `arrays` makes, and options of the operation.
+# Options of `arrays`, and options of the operation.
 KINDS = {
     "a head's decay": ({}, {}),
     "a channel's decay": (dict(channels=True), {}),
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def oracle(q, k, v, decay, beta, segments=None, state=None, *, erase=True):
-    """In float64, token by token; segments[b] of 0 are padding."""
+    """Computes the rule in float64, token by token; segments of 0 are padding."""
     q, k, v, decay, beta = (np.asarray(x, np.float64) for x in (q, k, v, decay, beta))
     q, k = (np.repeat(x, v.shape[2] // k.shape[2], axis=2) for x in (q, k))
     decay = np.broadcast_to(decay if decay.ndim == 4 else decay[..., None], k.shape)
@@ -54,7 +54,7 @@ def oracle(q, k, v, decay, beta, segments=None, state=None, *, erase=True):
 
 
 def arrays(seed=0, *, channels=False, strength=1.0, seq=SEQ, dtype=np.float32):
-    """q, k, v, decay and beta, in numpy."""
+    """Returns q, k, v, decay and beta, in numpy."""
     random = np.random.default_rng(seed)
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     q, k = (unit(random.normal(size=(BATCH, seq, HEADS, DIM))) for _ in range(2))
@@ -69,7 +69,7 @@ def error(ours, true):
 
 
 # Documents that begin within a chunk, at its edge, and after one token, and padding. Over four devices of 38 tokens one
-# begins with the second device and has one token; the next goes on through the third; one begins within the second.
+# begins with the second device and has one token; the next continues through the third; one begins within the second.
 SEGMENTS = np.stack([np.repeat([1, 2, 3, 0], [38, 1, 100, 13]), np.repeat([5, 4], [64, 88])])
 START = np.random.default_rng(1).normal(size=(BATCH, V_HEADS, DIM, V_DIM)).astype(np.float32)
 D_OUT = np.random.default_rng(2).normal(size=(BATCH, SEQ, V_HEADS, V_DIM)).astype(np.float32), START[::-1]
@@ -78,7 +78,7 @@ NAMES = "out", "last", "q", "k", "v", "decay", "beta", "state"
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def run(implementation, options, given):
-    """What `NAMES` says: the results, and all gradients. Kinds of the same shapes share a program."""
+    """Returns the results named in `NAMES`, and all gradients. Kinds of the same shapes share a program."""
     at = Tokens(segments=jnp.asarray(SEGMENTS))
     more = dict(scale=SCALE, implementation=implementation, **dict(options))
     out, pull = jax.vjp(lambda *x: kernels.delta_rule(*x[:-1], at, state=x[-1], **more), *given, jnp.asarray(START))
@@ -86,7 +86,7 @@ def run(implementation, options, given):
 
 
 def of_kind(kind):
-    """Its arrays, with padding that holds NaN, and its options."""
+    """Returns the arrays of a kind, with NaN in the padding, and its options."""
     of_arrays, options = KINDS[kind]
     given = arrays(**of_arrays)
     for x in given:
@@ -102,7 +102,7 @@ def found(implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_and_padding(kind):
-    """The outputs and the last state are the oracle's, and the gradients of chunks are those of single tokens."""
+    """Outputs and the last state equal the oracle's, and gradients by chunks equal those by single tokens."""
     of_arrays, options = KINDS[kind]
     true, state = oracle(*arrays(**of_arrays), SEGMENTS, START, **options)
     for implementation in ("reference", "xla"):
@@ -118,7 +118,7 @@ def test_packed_documents_and_padding(kind):
     ("kind", "most"), [("a head's decay", 1e-6), ("no erasing", 1e-6), ("a channel's decay", 4e-6)]
 )
 def test_strong_decays_cost_no_digits(kind, most):
-    """Half of the decays are 20 on average, so their sums over a chunk have no digits left for the weak ones."""
+    """Results stay exact although half of the decays are 20 on average, in whose sums weak decays lose all digits."""
     of_arrays, options = KINDS[kind]
     given, random = [*arrays(**of_arrays)], np.random.default_rng(3)
     strong = -40 * random.random(given[3].shape)
@@ -132,7 +132,7 @@ def test_strong_decays_cost_no_digits(kind, most):
 
 
 def test_a_policy_saves_what_the_backward_pass_needs_of_the_forward_one():
-    """A forward and a backward scan; without the names, the forward one runs again."""
+    """With the policy there are one forward and one backward scan; without the names, the forward scan runs again."""
 
     def scans(policy):
         layer = jax.checkpoint(
@@ -150,7 +150,7 @@ def in_parts(part, positions, state):
 
 
 def test_a_sequence_in_parts_is_the_whole():
-    """Prefill of right-padded rows, then single tokens; a row that has ended is padding."""
+    """Prefill of right-padded rows, and then single tokens, equal the whole; a row that has ended is padding."""
     cuts, state, outs = [0, 70, 71, 72, 142], np.zeros_like(START), []
     given = [x[:, : cuts[-1]] for x in arrays()]
     whole, _ = oracle(*given)
@@ -173,9 +173,9 @@ compiled_step = jax.jit(step, static_argnums=0, compiler_options=QUICK)
 @pytest.mark.parametrize("implementation", ["reference", "triton", "tpu"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_changes_its_slots_alone(kind, implementation, monkeypatch):
-    """One row goes on from a slot and writes another, one begins anew whatever lies there, one rests."""
+    """One row reads a slot and writes another, one starts afresh whatever its slot holds, one stays unchanged."""
     of_arrays, options = KINDS[kind]
-    if "channels" in of_arrays:  # the layout of states whose values fill a TPU's registers
+    if "channels" in of_arrays:  # the layout for values that fill a TPU's registers
         monkeypatch.setattr(delta_step_tpu, "LANES", V_DIM)
     token = tuple(np.concatenate([x, np.full_like(x[:1], np.nan)]) for x in arrays(**of_arrays, seq=1))
     random = np.random.default_rng(2)
@@ -201,14 +201,14 @@ def compiled(run):
 
 
 def on_a_mesh(run, *arguments, **axes):
-    """The results on a mesh with these axes."""
+    """Returns the results on a mesh with these axes."""
     devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values())
     with jax.set_mesh(Mesh(devices, tuple(axes))):
         return jax.device_get(jax.tree.leaves(compiled(run)(*arguments)))
 
 
 def test_split_over_a_mesh():
-    """By rows and by heads: a sequence, and the step of a decode."""
+    """A sequence, and a decode step, have the same results when rows and heads are split."""
     given, at = arrays(channels=True), Tokens(segments=jnp.asarray(SEGMENTS))
     rule = lambda *x: kernels.delta_rule(*x, at, scale=SCALE, state=jnp.asarray(START))
     out, last = on_a_mesh(rule, *given, fsdp=2, tensor=2)
@@ -228,7 +228,7 @@ def test_split_over_a_mesh():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_split_over_the_context(kind):
-    """The outputs, the last state, and all gradients are one device's."""
+    """The outputs, the last state, and all gradients equal one device's."""
     given, options = of_kind(kind)
     with jax.set_mesh(Mesh(np.array(jax.devices()[:4]), ("context",))):
         split = jax.device_get(run(None, options, given))
@@ -239,7 +239,7 @@ def test_tokens_split_over_the_context(kind):
 
 
 def test_half_precision_is_rounded_once():
-    """What is interpreted multiplies in TF32 or in halves, as a GPU or a TPU does: that adds little."""
+    """Interpreted kernels multiply in TF32 or in half precision, like a GPU or a TPU, which adds little error."""
     given = arrays(dtype=jnp.bfloat16)
     out, last = oracle(*given)
     for implementation in ("xla", "triton", "tpu"):
@@ -251,7 +251,9 @@ def test_half_precision_is_rounded_once():
 
 @pytest.mark.parametrize("of", [triton, delta_rule_tpu])
 def test_kernels_scan_as_plain_jax_does(of):
-    """The rest of an implementation is the same for all: chunks, features that fill no block, erasing and not."""
+    """The kernels' scans equal plain JAX's by chunks, for features that fill no block, with erasing and without. All
+    implementations share the rest.
+    """
     random = np.random.default_rng(6)
     array = lambda *shape: (random.normal(size=shape) / 8).astype(np.float32)
     of_chunks = lambda *shape: array(3, 2, 3, 64, *shape)
@@ -279,7 +281,7 @@ def test_kernels_scan_as_plain_jax_does(of):
 
 
 def additions(jaxpr):
-    """Of products and sums in a jaxpr, and of whole states; those in a loop as often as it runs."""
+    """Counts the additions in a jaxpr, of products, sums and whole states; in a loop, once for each iteration."""
     total = 0
     for eqn in jaxpr.eqns:
         ins, out = [getattr(v.aval, "shape", ()) for v in eqn.invars], eqn.outvars[0].aval.shape
@@ -296,7 +298,7 @@ def additions(jaxpr):
 
 @pytest.mark.parametrize("erase", [True, False])
 def test_operations_are_those_that_are_counted(erase):
-    """The reference's; those that chunks add; and a scan's, by its four matrices."""
+    """The counted operations are the reference's, those that chunks add, and a scan's, by its four matrices."""
     seq, tokens = 2 * shared.CHUNK, BATCH * V_HEADS * 2 * shared.CHUNK
     given, of = arrays(seq=seq), dict(scale=SCALE, erase=erase)
     count = lambda name: additions(
@@ -305,14 +307,14 @@ def test_operations_are_those_that_are_counted(erase):
     once = tokens * shared.state_products(DIM, V_DIM, erase=erase)
     assert count("reference") == once
     within = shared.CHUNK * (DIM + V_DIM) + erase * (shared.CHUNK * (2 * DIM + V_DIM) + (shared.CHUNK**2 - 1) // 3)
-    to_states = 2 * BATCH * V_HEADS * DIM * V_DIM  # each of two chunks adds to the state that fades
+    to_states = 2 * BATCH * V_HEADS * DIM * V_DIM  # each of two chunks adds to the fading state
     assert count("xla") == once + tokens * within + to_states
     matrices = [(tokens, DIM)] * (2 + erase) + [(tokens, shared.CHUNK)]  # query, key, less; pairs
     assert shared.scan_flops(matrices, V_DIM) == 2 * (once + tokens * shared.CHUNK * V_DIM)
 
 
 def test_inverse():
-    """As exact as float32 is: also of equal keys, where powers of the matrix are as large as 1e17."""
+    """The inverse is as exact as float32 allows, also for equal keys, where powers of the matrix reach 1e17."""
     random = np.random.default_rng(5)
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     keys = unit(random.normal(size=(64, 16)))
@@ -363,7 +365,9 @@ def test_convolution_of_packed_documents():
 
 
 def test_convolution_split_over_the_context():
-    """With gradients. Padding begins on any device; the tail then lies on one or on two, or is mostly the one given."""
+    """Results and gradients equal one device's. Padding begins on any device; the tail then lies on one device or on
+    two, or is mostly the given one.
+    """
     random = np.random.default_rng(5)
     x, weight, before = (random.normal(size=n).astype(np.float32) for n in ((3, 16, 6), (6, 4), (3, 3, 6)))
     segments = np.repeat([[1, 2, 3, 0]], [4, 5, 4, 3], axis=1), np.repeat([[1, 2]], [6, 10], axis=1), np.ones((1, 16))
@@ -408,7 +412,7 @@ def test_transformers_computes_the_same(channels):
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     given = tuple(map(jnp.asarray, arrays(channels=channels)))
-    given = tuple(jnp.repeat(x, V_HEADS // HEADS, axis=2) for x in given[:2]) + given[2:]  # Kimi's are as many
+    given = tuple(jnp.repeat(x, V_HEADS // HEADS, axis=2) for x in given[:2]) + given[2:]  # as many q and k heads as v
     start = np.random.default_rng(4).normal(size=(BATCH, V_HEADS, DIM, V_DIM)).astype(np.float32)
     ours, last = kernels.delta_rule(*given, scale=DIM**-0.5, state=jnp.asarray(start))
     theirs = recurrent_kimi_delta_attention if channels else torch_chunk_gated_delta_rule

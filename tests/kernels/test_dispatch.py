@@ -1,4 +1,4 @@
-"""Who serves a call: chosen by rank, preferred, asked for; and what `explain` says of it."""
+"""The implementation that serves a call: chosen by rank, preferred, or named; and the report of `explain`."""
 
 import functools
 import pathlib
@@ -27,7 +27,7 @@ def shape(*dims, dtype=jnp.float32):
 QKV = [shape(2, 300, 4, 16), shape(2, 300, 2, 16), shape(2, 300, 2, 16)]
 
 
-# By operation: who is asked on a CPU, on a GPU and on a TPU, in order, and who serves only where asked for by name.
+# By operation: the implementations tried on a CPU, on a GPU and on a TPU, in order, and those that serve only by name.
 ASKED = {
     "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "mosaic"),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
@@ -86,7 +86,7 @@ def test_explain_sees_every_call_even_of_what_is_compiled_already():
     for _ in range(2):
         choices = kernels.explain(layers, *QKV)
         assert [choice.operation for choice in choices] == ["attention", "decode_attention"]
-    # Without a cache one query is no step of a decode: it has derivatives by every implementation.
+    # Without a cache, a single query is not a decode step: it has derivatives by every implementation.
     (alone,) = kernels.explain(kernels.attention, shape(2, 1, 4, 16), *QKV[1:], scale=SCALE)
     assert alone.operation == "attention"
 
@@ -116,7 +116,7 @@ def test_what_cannot_serve_says_why_and_who_can():
 
 
 def test_under_a_mesh_of_several_devices():
-    """Attention is split here, and so any implementation serves. What is not goes to XLA, which splits it itself."""
+    """Our code splits attention, so any implementation serves. Other operations go to XLA, which splits them."""
     x, w, sizes = jnp.zeros((128, 64)), jnp.zeros((2, 64, 64)), jnp.array([64, 64])
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh), kernels.prefer("triton"):
@@ -127,7 +127,7 @@ def test_under_a_mesh_of_several_devices():
 
 
 def on(kind):
-    """As if programs were compiled for a GPU of this kind."""
+    """Makes programs compile as for a GPU of this kind."""
     device = AbstractDevice(kind, None, "gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device))
 
@@ -147,7 +147,7 @@ def on(kind):
         ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), 99),
         ("NVIDIA GeForce RTX 5090", (12, 0), 99),
         ("Tesla T4", (7, 5), 99),
-        ("NVIDIA Z9000", (8, 6), 99),  # a name that nobody knows
+        ("NVIDIA Z9000", (8, 6), 99),  # an unknown name
     ],
 )
 def test_gpus_that_are_not_at_hand_are_known_by_name(kind, capability, shared):
@@ -175,7 +175,7 @@ def test_sizes_are_found_by_card_by_capability_and_by_shared_memory(monkeypatch)
     assert found("NVIDIA H100 NVL", jnp.float16) == 2 and found("NVIDIA H100 NVL", jnp.float32) == 16
 
 
-# For each column of the table in docs/kernels.md one card of those that it names.
+# One card for each column of the table in docs/kernels.md.
 CARDS = {
     "H100, H200, H800, H20": "NVIDIA H100 80GB HBM3",
     "B200": "NVIDIA B200",
@@ -189,7 +189,7 @@ CARDS = {
 
 @pytest.fixture
 def untraced(monkeypatch):
-    """Only who serves is asked, and most of a trace is that of kernels."""
+    """Replaces Pallas kernels by zeros: only the choice of implementation matters, and tracing them takes long."""
     zeros = lambda shapes: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     monkeypatch.setattr(pallas, "pallas_call", lambda *_, out_shape, **__: lambda *_: zeros(out_shape))
 
@@ -206,7 +206,7 @@ def decode(q, k, v):
     return kernels.decode_attention(q, k, v, scale=SCALE)
 
 
-BY_BLOCKS = shape(2, 2)  # the scale of a matrix that is quantised already
+BY_BLOCKS = shape(2, 2)  # the scale of an already quantised matrix
 CALLS = {
     "`attention`": (attend, [bf16(2, 300, 4, 256), *[bf16(2, 300, 2, 256)] * 2, shape(2, 300, dtype=jnp.int32)]),
     "`decode_attention`": (decode, [bf16(2, 1, 4, 128), *[bf16(2, 300, 2, 128)] * 2]),
@@ -264,7 +264,7 @@ def test_arrays_that_triton_would_address_by_too_few_bits():
 
 
 def test_without_pallas_triton(monkeypatch):
-    """JAX has deprecated it: what it served is then served by others, and `explain` says why."""
+    """Without JAX's deprecated Pallas Triton, its calls are served by others, and `explain` gives the reason."""
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr(pallas, "triton", raising=False)
     for folder in ("backends", *dispatch.operations()):

@@ -1,4 +1,4 @@
-"""What has to be compiled again: the mechanism on a small tree of sources, and what some gates of ours reach."""
+"""Gates that must run again: the mechanism on a small tree of sources, and the code that some of our gates reach."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Masks: who sees whom against plain numpy, and that what is said of blocks is true of every pair in them."""
+"""Masks equal plain numpy, and the class of a block is true of every pair in it."""
 
 import functools
 
@@ -51,7 +51,7 @@ MASKS = [
 
 
 def runs(low, high):
-    """Integers that mostly stay the same for a while, or count on."""
+    """Generates integers that mostly stay the same for a while, or count up."""
     run = st.tuples(st.integers(low, high), st.integers(1, 20), st.integers(0, 1))
     count = lambda first, length, step: [min(first + step * i, high + 20) for i in range(length)]
     return st.lists(run, min_size=1, max_size=8).map(lambda each: [i for r in each for i in count(*r)])
@@ -59,7 +59,7 @@ def runs(low, high):
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
-    # Lengths and blocks, pairwise: each set is a program, with all masks in it.
+    # Lengths and block sizes, pairwise. Each combination is one program, with all masks in it.
     lengths_and_sizes=st.sampled_from([(1, 33, (7, 5)), (50, 40, (7, 5)), (50, 33, (16, 20)), (1, 40, (16, 20))]),
     ids=st.tuples(*[runs(-1, 30), runs(0, 2), runs(-2, 1)] * 2),
 )
@@ -83,7 +83,7 @@ def _seen_and_classes(q, kv, q_block, kv_block):
 
 
 def classes(mask, seq):
-    """Those of the blocks of 32 tokens of one sequence."""
+    """Returns the classes of one sequence's blocks of 32 tokens."""
     tokens = Tokens(np.arange(seq, dtype=np.int32)[None])
     return jax.jit(lambda tokens: block_classes(mask, tokens, tokens, 32, 32))(tokens)[0].tolist()
 

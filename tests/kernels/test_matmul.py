@@ -1,4 +1,4 @@
-"""kernels.int8_matmul and fp8_matmul: all implementations against a float64 oracle that rounds just as they should."""
+"""kernels.int8_matmul and fp8_matmul: all implementations against a float64 oracle with the prescribed rounding."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ OPERATIONS = {jnp.int8: kernels.int8_matmul, FP8: kernels.fp8_matmul}
 
 
 def rounded(x, dtype, granularity):
-    """The values and scales of `quantize`, and what they stand for in float64: group by group, in numpy."""
+    """Returns the values and scales of `quantize`, and the numbers that they represent, group by group in numpy."""
     height, width = dict(tensor=x.shape, channel=(1, x.shape[1]), piece=(1, 128), block=(128, 128))[granularity]
     x, values = np.asarray(x, np.float32), np.zeros(x.shape, dtype)
     scales = np.ones([-(-x.shape[0] // height), -(-x.shape[1] // width)], np.float32)
@@ -42,7 +42,7 @@ def rounded(x, dtype, granularity):
 
 
 def oracle(x, w, d_out, dtype, granularity, activations, gradients):
-    """The output and the gradients of x and w, in float64."""
+    """Computes the output and the gradients of x and w, in float64."""
     shape = x.shape
     x, d_out = (np.asarray(a, np.float32).reshape(-1, a.shape[-1]) for a in (x, d_out))
     w = np.asarray(w, np.float32)
@@ -61,14 +61,14 @@ def oracle(x, w, d_out, dtype, granularity, activations, gradients):
 
 
 def arrays(rows=(3, 50), ins=200, outs=150, dtype=jnp.float32):
-    """x, w and the gradient of the output. Rows and columns are of very different sizes: each scale matters."""
+    """Returns x, w and the gradient of the output. Rows and columns differ much in size, so each scale matters."""
     rng = np.random.default_rng(0)
     one = lambda *shape: rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)) + rng.normal(size=shape[-1]))
     return [one(*shape).astype(dtype) for shape in ((*rows, ins), (outs, ins), (*rows, outs))]
 
 
 def run(implementation, dtype, x, w, d_out, scale=None, **options):
-    """The output and the gradients, of x and of a w that is a float array, in numpy."""
+    """Returns the output and the gradients of x, and of w if it has floats, in numpy."""
     return jax.device_get(_run(implementation, dtype, tuple(options.items()), x, w, d_out, scale))
 
 
@@ -83,12 +83,12 @@ def _run(implementation, dtype, options, x, w, d_out, scale):
 
 
 def errors(actual, expected):
-    """The relative errors, in Frobenius norm, of the output and of each gradient."""
+    """Returns the relative errors, in the Frobenius norm, of the output and of each gradient."""
     relative = lambda x, true: np.linalg.norm(np.asarray(x, np.float64) - true) / np.linalg.norm(true)
     return list(map(relative, actual, expected))
 
 
-# Pairwise: every two values of any two options.
+# Pairwise: any two values of any two options occur together.
 CASES = [
     # dtype, granularity, activations, gradients
     (jnp.int8, "tensor", True, "quantized"),
@@ -98,9 +98,9 @@ CASES = [
     (FP8, "block", True, "float"),
     (jnp.int8, "block", False, "quantized"),
 ]
-# Two of these, whose programs serve other tests too.
-FLOAT_ROWS = dict(granularity="channel", activations=False, gradients="float")  # of int8
-BY_BLOCKS = dict(granularity="block", activations=True, gradients="float")  # of FP8
+# Options of two of these cases, whose programs serve other tests, too.
+FLOAT_ROWS = dict(granularity="channel", activations=False, gradients="float")  # int8
+BY_BLOCKS = dict(granularity="block", activations=True, gradients="float")  # FP8
 CASES_OF = [
     (implementation, *case)
     for implementation in IMPLEMENTATIONS
@@ -141,7 +141,7 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation, dtype, activation
 
 @pytest.mark.parametrize(
     "implementation, dtype, granularity",
-    # Pairwise; all of "tpu", which copies some stacks.
+    # Pairwise, except that all are there for "tpu", which copies some stacks.
     [
         (implementation, dtype, granularity)
         for implementation in IMPLEMENTATIONS
@@ -151,17 +151,18 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation, dtype, activation
     ],
 )
 def test_a_matrix_that_is_quantised_already(implementation, dtype, granularity):
-    """The shape of its scale says the granularity, and only x has a gradient. A decode has few rows.
+    """The shape of the scale determines the granularity, and only x has a gradient. Few rows are those of a decode
+    step.
 
-    Half of the matrices are a layer of a stack, whose other layers may hold anything. Where the features are no whole
-    pieces, "tpu" copies it.
+    Half of the matrices are a layer of a stack, whose other layers may hold anything. "tpu" copies the layer if the
+    features are no multiple of a piece.
     """
     stacked, ins = dtype == jnp.int8, 200 if dtype == FP8 else 256
     if implementation == "tpu":
         stacked = stacked == (granularity == "channel")
     x, w, d_out = arrays(rows=(7,), ins=ins)
     values, scales, _ = rounded(w, dtype, granularity)
-    scale = (scales if granularity == "block" else scales[:, 0]).astype(jnp.bfloat16)  # of a bfloat16 model
+    scale = (scales if granularity == "block" else scales[:, 0]).astype(jnp.bfloat16)  # as in a bfloat16 model
     spread = np.asarray(scale, np.float64).reshape(scales.shape)
     spread = np.kron(spread, np.ones((128, 128)))[:150, :ins] if granularity == "block" else spread
     stands_for = values.astype(np.float64) * spread
@@ -173,7 +174,7 @@ def test_a_matrix_that_is_quantised_already(implementation, dtype, granularity):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "tpu"])
 def test_quantised_gradients_of_a_matrix_that_is_quantised_already(implementation):
-    """By channel, what was a column is a row, and is quantised anew."""
+    """By channel, columns become rows in the backward pass, so the matrix is quantised again."""
     x, w, d_out = arrays()
     values, scales, stands_for = rounded(w, jnp.int8, "channel")
     options = dict(activations=True, gradients="quantized")
@@ -183,7 +184,7 @@ def test_quantised_gradients_of_a_matrix_that_is_quantised_already(implementatio
 
 
 def put(x, value, *index):
-    """A copy with this value there."""
+    """Returns a copy with this value at an index."""
     x = x.copy()
     x[index] = value
     return x
@@ -217,7 +218,7 @@ def test_zeros(implementation):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_long_sums_of_int8_do_not_overflow(implementation):
-    """127 * 127 * 140,000 is more than an int32 holds."""
+    """The sum 127 * 127 * 140,000 exceeds an int32, and the result is still right."""
     out = kernels.int8_matmul(jnp.ones((1, 140_000)), jnp.ones((2, 140_000)), activations=True)
     np.testing.assert_allclose(out, 140_000, rtol=1e-5)
     with pytest.raises(ValueError, match=r"'tpu'\): it sums up int8 in int32, which 140000 terms may overflow"):
@@ -251,11 +252,11 @@ def gradients_inside_scan_checkpoint_and_vmap(implementation):
 def test_inside_scan_checkpoint_and_vmap(implementation):
     expected = gradients_inside_scan_checkpoint_and_vmap("reference")
     for ours, theirs in zip(gradients_inside_scan_checkpoint_and_vmap(implementation), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2 * np.abs(theirs).max())  # rounding may tip over
+        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2 * np.abs(theirs).max())  # rounding may flip
 
 
 def test_a_checkpoint_policy_can_keep_the_results():
-    """Else the backward pass would multiply again."""
+    """A policy can keep the products' results; otherwise the backward pass would multiply again."""
     x, w, _ = arrays()
 
     def products(policy):
@@ -322,7 +323,7 @@ granularities = st.sampled_from(["tensor", "channel", "piece", "block"])
 @settings(derandomize=True, deadline=None, max_examples=24)
 @given(shapes, dtypes, granularities, st.integers(-50, 38), st.integers(0, 9))
 def test_quantize(shape, dtype, granularity, exponent, seed):
-    """Bit by bit as in numpy, from the smallest numbers to the largest, with zeros, and sometimes an infinity."""
+    """Results equal numpy's bit by bit, from the smallest numbers to the largest, with zeros and infinities."""
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=shape) * 10.0**exponent).clip(-3e38, 3e38).astype(np.float32)
     x[rng.random(shape) < 0.3] = 0
@@ -338,7 +339,9 @@ def test_quantize(shape, dtype, granularity, exponent, seed):
 
 
 def test_bfloat16_products_of_float8_are_in_bfloat16():
-    """Forward and backward: of bytes that XLA writes and reads again to scale them, half of float32's."""
+    """Float8 products are in bfloat16, forward and backward. XLA writes them and reads them again to scale them, which
+    takes half the bytes of float32.
+    """
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 32), (48, 32)))
     loss = lambda x, w: jnp.sum(kernels.fp8_matmul(x, w, activations=True, gradients="quantized", implementation="xla"))
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w))

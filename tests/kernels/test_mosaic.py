@@ -1,9 +1,9 @@
 """The Mosaic GPU kernels' numbers, interpreted on a CPU, with barriers, copies and warpgroups; and on a Hopper GPU.
 
-JAX's interpreter takes no product whose left side is in registers, and nothing stored into a product's sum. Here both
-are done as reads and writes of plain arrays, at once: so it never meets a product that is still under way.
+JAX's interpreter supports neither products whose left side is in registers, nor stores into a product's sum. Here both
+are done at once, as reads and writes of plain arrays. So the interpreter never meets a product that is still running.
 
-    python -m tests.kernels.test_mosaic    # on a Hopper GPU, without the interpreter; a test does so where one is
+    python -m tests.kernels.test_mosaic    # on a Hopper GPU, without the interpreter; a test does so if there is one
 """
 
 import functools
@@ -31,7 +31,7 @@ from kernels.tokens import Tokens
 from tests.kernels import oracle
 
 
-OUT, GRADIENTS = 4e-3, 1e-2  # relative errors that are allowed, in bfloat16
+OUT, GRADIENTS = 4e-3, 1e-2  # bounds of the relative errors in bfloat16
 
 ATTENTION = {
     "causal, shared heads": dict(mask=Causal(), kv_heads=1),
@@ -44,7 +44,7 @@ ATTENTION = {
     ),
     "chunks, long keys, wide values": dict(mask=Causal() & Chunk(100), kv_seq=384, v_dim=128),
 }
-GROUPS = [70, 0, 130, 37]  # of 300 rows: the others belong to none
+GROUPS = [70, 0, 130, 37]  # 300 rows in all: the remaining ones belong to no group
 
 
 @pytest.fixture
@@ -57,17 +57,17 @@ def interpreter(monkeypatch):
 
     def wgmma(total, x, y):
         x, y = (side if isinstance(side, jax.Array) else side[...] for side in (x, y))
-        plgpu.commit_smem()  # a product reads as copies do, and this stands for that
+        plgpu.commit_smem()  # a product reads like a copy, and this call models it
         store(total, total[...] + jnp.matmul(x, y, preferred_element_type=jnp.float32))
 
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
-    # Triton's kernels, which are in the same program for documents in pieces, cannot be interpreted beside these.
+    # The same program has Triton's kernels for split documents, which cannot be interpreted beside these.
     monkeypatch.setattr(dispatch, "first", lambda *_, **__: xla)
     kind_of_sum = type(plgpu.ACC((64, 64)).get_ref_aval())
     monkeypatch.setattr(kind_of_sum, "_setitem", lambda self, total, index, value: store(total, value))
 
     def interpreted(**options):
-        # Reading beyond an array's end, as copies may, gives NaN.
+        # Reads beyond an array's end, which copies may do, return NaN.
         return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized", **options))
 
     return interpreted
@@ -86,12 +86,12 @@ def test_ragged_dot(interpreter):
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_attention_has_no_races(kernel, interpreter):
-    """Of one program only: the interpreter takes two programs' registers for the same, and calls that a race."""
+    """A single program has no races. The interpreter confuses two programs' registers, and reports a race."""
     seq, kv_seq = (256, 64) if kernel == "dkv" else (128, 384)
     shapes = dict(batch=1, seq=seq, kv_seq=kv_seq, heads=1, kv_heads=1, dim=64)
     q, k, v, d_out = map(jnp.asarray, oracle.arrays(**shapes, dtype=jnp.bfloat16))
     tokens, formula, zeros = (indices(q), indices(k)), Formula(oracle.SCALE, Full(), None), jnp.zeros((1, 1, seq))
-    with interpreter(detect_races=True):  # raises where it finds one
+    with interpreter(detect_races=True):  # raises if it finds a race
         if kernel == "forward":
             result = jax.jit(lambda: attention_mosaic.forward(formula, q, k, v, *tokens))()
         else:
@@ -102,7 +102,7 @@ def test_attention_has_no_races(kernel, interpreter):
 
 @pytest.mark.parametrize("kernel", ["matrices", "sums"])
 def test_ragged_dot_has_no_races(kernel, interpreter, monkeypatch):
-    """Of one program only, as above."""
+    """A single program has no races. With several, the interpreter would report false ones, as in attention."""
     monkeypatch.setitem(blocks.table("kernels.ragged_dot.mosaic")[kernel]["cpu"]["*"]["*"], "programs", 1)
     x, d_out, sizes = jnp.ones((400, 128), jnp.bfloat16), jnp.ones((400, 128), jnp.bfloat16), jnp.asarray([70, 320])
     with interpreter(detect_races=True):
@@ -174,7 +174,7 @@ def check_attention(*, mask, softcap=None, sinks=None, documents=None, **shapes)
 
 
 def check_ragged_dot():
-    """Also with NaN in the rows that belong to no group, which share a block with the last group's."""
+    """Checks numbers, also with NaN in the rows of no group, which share a block with the last group's rows."""
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
     x, w, d_out, sizes = array(300, 128), array(len(GROUPS), 192, 128), array(300, 192), jnp.asarray(GROUPS, jnp.int32)

@@ -1,6 +1,6 @@
-"""kernels.ragged_dot: every implementation against a loop in float64 numpy, and what they promise beyond it.
+"""kernels.ragged_dot: every implementation against a loop in float64 numpy, and promises beyond the numbers.
 
-Those in Pallas are interpreted here, in blocks so small that a few rows make several of them.
+The Pallas implementations are interpreted here, in blocks so small that a few rows make several of them.
 """
 
 import functools
@@ -28,7 +28,7 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this
 
 
 def oracle(x, w, group_sizes, d_out):
-    """Output and the gradients of x and w, in float64, one group after the other."""
+    """Computes the output and the gradients of x and w in float64, one group after the other."""
     x, w, d_out = (np.asarray(a, np.float64) for a in (x, w, d_out))
     out, dx, dw = np.zeros(d_out.shape), np.zeros(x.shape), np.zeros(w.shape)
     ends = np.cumsum(group_sizes)
@@ -39,14 +39,14 @@ def oracle(x, w, group_sizes, d_out):
 
 
 def arrays(tokens=150, groups=5, in_features=24, out_features=40, dtype=jnp.float32):
-    """x, w and the gradient of the output, in numpy."""
+    """Returns x, w and the gradient of the output, in numpy."""
     rng = np.random.default_rng(0)
     shapes = (tokens, in_features), (groups, out_features, in_features), (tokens, out_features)
     return [rng.normal(size=shape).astype(dtype) for shape in shapes]
 
 
 def run(implementation, x, w, group_sizes, d_out):
-    """Output and the gradients of x and w, in numpy."""
+    """Returns the output and the gradients of x and w, in numpy."""
     return jax.device_get(_run(implementation, x, w, np.asarray(group_sizes, np.int32), d_out))
 
 
@@ -58,12 +58,12 @@ def _run(implementation, x, w, group_sizes, d_out):
 
 
 def errors(actual, expected):
-    """The relative errors, in Frobenius norm, of the output and of each gradient. (Python's `max` would miss a NaN.)"""
+    """Returns the relative errors (Frobenius norm) of output and gradients. (Python's `max` would miss a NaN.)"""
     relative = lambda x, true: np.linalg.norm(np.asarray(x, np.float64) - true) / max(np.linalg.norm(true), 1e-30)
     return np.array(list(map(relative, actual, expected)))
 
 
-# Those with as many rows and groups share a program.
+# Cases with equal numbers of rows and groups share a program.
 CASES = {
     "sizes of all kinds": (150, [33, 0, 1, 96, 20]),
     "rows of no group": (150, [0, 40, 7, 0, 31]),
@@ -80,7 +80,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case, implementation",
-    # Only the tiles of "xla" grow with the groups.
+    # Only for "xla" do tiles grow with the groups.
     [(case, name) for case in CASES for name in IMPLEMENTATIONS if "of the largest size" not in case or name == "xla"],
 )
 def test_float32_equals_the_oracle(case, implementation):
@@ -93,7 +93,7 @@ def test_float32_equals_the_oracle(case, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_int8_matrices_of_a_layer_of_a_stack(implementation):
-    """Without a float copy of all of them, and with a gradient of x alone. The other layers may hold anything."""
+    """The product makes no float copy of all matrices. Only x has a gradient. Other layers may hold anything."""
     x, w, d_out = arrays()
     w, sizes = np.round(20 * w).astype(np.int8), jnp.array([33, 0, 1, 96, 20], jnp.int32)
     stack = np.stack([np.full_like(w, 100), w, np.full_like(w, 100)])
@@ -110,7 +110,7 @@ def test_int8_matrices_of_a_layer_of_a_stack(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_a_layer_of_a_stack(implementation):
-    """Gives what its matrices give by themselves, gradients too; the other layers may hold anything."""
+    """A layer of a stack has the results and gradients of its matrices alone; other layers may hold anything."""
     x, w, d_out = arrays()
     expected = run(implementation, x, w, CASES["sizes of all kinds"][1], d_out)
     stack = np.stack([np.full_like(w, np.nan), w, np.full_like(w, np.nan)])
@@ -131,8 +131,9 @@ def test_a_layer_of_a_stack(implementation):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_both_sides_rounded(implementation, dtype):
-    """The output is that of the rounded sides, and the gradients are those of the others, whatever they are rounded
-    to. Rows of no group may hold anything. The TPU rounds sums to bfloat16."""
+    """The output is that of the rounded sides. The gradients are those of the unrounded sides, whatever the rounding.
+    Rows of no group may hold anything. The TPU rounds sums to bfloat16.
+    """
     x, w, d_out = arrays()
     sizes = np.array([33, 0, 1, 96, 10], np.int32)
 
@@ -184,11 +185,11 @@ def errors_in_bfloat16(implementation, in_features, out_features):
 
 @pytest.mark.parametrize(
     "implementation, in_features, out_features",
-    # Only a TPU's blocks differ by what is summed over, and are so large.
+    # Only a TPU's block sizes depend on the summed axis, and are this large.
     [("xla", 40, 72), ("triton", 40, 72), ("tpu", 136, 384), ("tpu", 384, 136)],
 )
 def test_bfloat16_is_as_exact_as_the_reference(implementation, in_features, out_features):
-    """In several blocks of rows and of features, the last of which are not full."""
+    """Several blocks of rows and of features, the last of which are not full, are as exact as the reference."""
     out, *gradients = errors_in_bfloat16(implementation, in_features, out_features)
     theirs = errors_in_bfloat16("reference", in_features, out_features)
     assert out < 4e-3 and np.max(gradients) < 1e-2
@@ -196,9 +197,9 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation, in_features, out_
 
 
 def test_tpu_without_races():
-    """In an interpreter that moves blocks as a TPU does, fills memory with NaN, and reports races.
+    """The kernel has no races in an interpreter that moves blocks as a TPU does and fills memory with NaN.
 
-    Groups end within blocks of rows, and there are several blocks of what is summed over and of features on each side.
+    Groups end within blocks of rows. There are several blocks of the summed axis, and of features on each side.
     """
     group_sizes = [20, 0, 25]
     x, w, d_out = arrays(50, 3, 512, 256)
@@ -257,7 +258,7 @@ plan = jax.jit(Tiles.of, static_argnums=(1, 2), static_argnames=("aligned", "emp
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 60), min_size=5, max_size=5), st.lists(st.integers(0, 127), max_size=8))
 def test_the_work_is_that_of_the_rows(training, decode):
-    """Tiles hold every row once, beside rows of its group alone, and there are no more of them than that takes."""
+    """Tiles hold every row once, and only rows of one group. There are no more tiles than that takes."""
     for group_sizes, tokens in [(training, 150), (np.bincount(decode, minlength=128), 8)]:
         size = tile_size(tokens, len(group_sizes))
         groups = np.repeat(np.arange(len(group_sizes)), group_sizes)[:tokens]
@@ -293,7 +294,7 @@ def test_tiles_are_as_large_as_the_mean_group(tokens, groups, size):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_memory_and_flops_do_not_grow_with_the_groups(dtype):
-    """Forward and backward, where the reference has to hold [groups, tokens, out], and a gather [tokens, out, in]."""
+    """The cost does not grow with groups. The reference holds [groups, tokens, out], a gather [tokens, out, in]."""
     tokens, in_features, out_features = 256, 128, 128
 
     def cost(groups, implementation):
@@ -311,7 +312,7 @@ def test_memory_and_flops_do_not_grow_with_the_groups(dtype):
     assert memory < 4 * (4 * tokens * (in_features + out_features) + 2 * one_matrix)
     if dtype == jnp.float32:
         assert cost(256, "reference")[0] > 256 * tokens * out_features  # so this test can fail
-        # XLA counts the rounds of a loop once, and takes conversions for floating-point operations.
+        # XLA counts the iterations of a loop once, and counts conversions as floating-point operations.
         assert flops < 1.5 * 2 * (2 * 8 * one_matrix)
 
 

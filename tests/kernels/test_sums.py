@@ -1,4 +1,4 @@
-"""Sums of gradients in bfloat16, against float64: no worse than the exact sum rounded once; and values as without."""
+"""Sums of gradients in bfloat16, against float64: no worse than the exact sum rounded once, with unchanged values."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from kernels.sums import largest, lookup, permuted, pick, scaled, spread, sums_o
 
 TOKENS, FEATURES, K = 2048, 4, 2
 RANDOM = np.random.RandomState(0)
-# Half of the tokens are one, the others are as frequent as words are, and some words there are not at all.
+# Half of the tokens are the same one. The others are distributed like words, and some tokens are missing.
 TEXT = np.where(np.arange(TOKENS) % 2, 3, RANDOM.zipf(1.3, TOKENS) % 700)
 ORDER = RANDOM.permutation(TOKENS * K)
 BACK = np.argsort(ORDER).reshape(TOKENS, K)
@@ -18,7 +18,7 @@ PICKED = RANDOM.rand(TOKENS, 8).argsort(axis=1)[:, :K]
 
 
 def rounded(*shape, mean=0.0):
-    """Normal noise that bfloat16 has, in float64."""
+    """Returns normal noise that bfloat16 represents exactly, in float64."""
     return np.asarray(jnp.asarray(RANDOM.normal(mean, 1, shape), jnp.bfloat16), np.float64)
 
 
@@ -28,7 +28,7 @@ def added(index, rows, count):
     return sums
 
 
-# What it is, of which array; what it should be; and the gradient by that array for a gradient of the result.
+# By operation: the function, its array, the expected result, and the array's gradient from the result's gradient.
 ROWS = rounded(TOKENS, FEATURES)
 CASES = {
     "lookup": (
@@ -72,7 +72,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results():
-    """Of every case the gradient of the result, the result and the gradient, all in bfloat16."""
+    """Returns, for every case, the gradient of the result, the result and the gradient, all in bfloat16."""
     gradients = {name: rounded(*case[2](case[1]).shape, mean=0.5) for name, case in CASES.items()}
 
     @jax.jit
@@ -97,7 +97,7 @@ def test_a_gradient_is_summed_in_float32_and_rounded_once(results, name):
 
 
 def test_equal_tokens_add_up():
-    """In bfloat16 they stop at 256."""
+    """The sum of 1,000 equal tokens' gradients is exact; in bfloat16 it would stop at 256."""
     table, tokens = np.zeros((200, 1), jnp.bfloat16), jnp.full(1000, 7)
     sums = jax.jit(jax.grad(lambda table: jnp.sum(lookup(table, tokens).astype(jnp.float32))))
     got = np.asarray(sums(table), np.float32)
@@ -107,7 +107,7 @@ def test_equal_tokens_add_up():
 @pytest.mark.parametrize("length", [1, 128, 20_000])
 @pytest.mark.parametrize("kind", ["even", "runs"])
 def test_sums_of_rows(length, kind):
-    """In one block, in a few, and in blocks of blocks, of runs within and across them."""
+    """Sums are right in one block, in a few, and in blocks of blocks, for runs within blocks and across them."""
     index = np.sort(RANDOM.randint(0, 300, length)) if kind == "even" else np.arange(length) // 5000 + 40
     rows = RANDOM.normal(size=(length, 1))
     shuffled = RANDOM.permutation(length)

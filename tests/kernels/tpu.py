@@ -1,13 +1,13 @@
-"""Compiles kernels for TPUs on any machine that has libtpu, and reads what the compiler made of them.
+"""Compiles kernels for TPUs on any machine that has libtpu, and reads the compiler's schedules.
 
 The compiler writes each kernel's schedule: one line for each bundle, which is what the core issues in one cycle. So the
-number of bundles says how much work a kernel is (loops count once), and it shows when one grows; registers that are
-spilled to memory and filled again are slots in it. Neither is a time.
+number of bundles measures a kernel's work (loops count once), and shows growth. Registers that are spilled to memory
+and filled again are slots in it. Neither is a time.
 
-A module of tests named test_compile*_tpu.py holds `CASES: dict[str, Case]`, with a name for each that no other module
-uses, and asserts that `complaints(chip, __file__)` is empty for each of `CHIPS`. All cases of a module and a chip are
-compiled in one process of their own, since libtpu reads its flags once, when it is loaded. What they should come to is
-in recorded_tpu.json. After a kernel has changed for good reasons, record it anew with
+A test module named test_compile*_tpu.py has `CASES: dict[str, Case]`, with names that no other module uses, and asserts
+that `complaints(chip, __file__)` is empty for each of `CHIPS`. All cases of a module and a chip are compiled in one
+process of their own, since libtpu reads its flags once, when it is loaded. The expected numbers are in
+recorded_tpu.json. After a kernel has changed for good reasons, record it again with
 
     python -m tests.kernels.tpu --record                        # all modules
     python -m tests.kernels.tpu --record test_compile_tpu       # one of them
@@ -39,11 +39,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-# The smallest topology of each chip: its name is free, its number of devices does not matter.
+# The smallest topology of each chip: topology names can be chosen freely, and the number of devices does not matter.
 CHIPS = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 RECORDED = Path(__file__).with_name("recorded_tpu.json")
-TOLERANCE = 0.05  # of the recorded bundles
-# Without these, libtpu asks the cloud what machine it is on, takes a lock, and writes logs by the gigabyte.
+TOLERANCE = 0.05  # relative to the recorded bundles
+# Without these, libtpu asks the cloud for its machine, takes a lock, and writes logs by the gigabyte.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -62,8 +62,8 @@ class Case(NamedTuple):
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    elements: int  # no array may have so many: the logits of one head, a matrix for each row
-    chips: tuple[str, ...] = tuple(CHIPS)  # that it is compiled for
+    elements: int  # no array may have this many: the logits of one head, a matrix for each row
+    chips: tuple[str, ...] = tuple(CHIPS)  # chips to compile for
 
 
 def versions() -> dict[str, str]:
@@ -71,18 +71,18 @@ def versions() -> dict[str, str]:
 
 
 def measure(chip: str, module: str, part: str = "") -> dict[str, dict]:
-    """For each case {"error"}, or {"seconds", "temporary" bytes, "largest" array, "kernels": {name: slots by kind}}."""
+    """Returns by case {"error"}, or {"seconds", "temporary" bytes, "largest" array, "kernels": {name: slots}}."""
     with tempfile.NamedTemporaryFile() as result:
         command = [sys.executable, "-m", "tests.kernels.tpu", "--compile", chip, module, part, result.name]
         root = Path(__file__).parents[2]
-        # Quietly: what libtpu prints is about the cloud that it does not find.
+        # The output is captured, because libtpu only prints about the cloud that it does not find.
         process = subprocess.run(command, cwd=root, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr[-5000:]
         return json.loads(Path(result.name).read_text())
 
 
 def complaints(chip: str, file: str) -> list[str]:
-    """What is wrong with the cases of this file of tests, compiled for this chip."""
+    """Returns the faults of this test file's cases, compiled for this chip."""
     recorded = json.loads(RECORDED.read_text())
     same_compiler = recorded["versions"] == versions()
     found = []
@@ -101,7 +101,7 @@ def complaints(chip: str, file: str) -> list[str]:
 
 
 def _faults(case: dict) -> list[str]:
-    """What would be wrong with a case whatever is recorded."""
+    """Returns a case's faults that do not depend on recorded numbers."""
     if "error" in case:
         return [case["error"]]
     spilling = {name: slots for name, slots in case["kernels"].items() if slots["spill"] or slots["fill"]}
@@ -132,7 +132,7 @@ def show(chip: str, module: str, part: str = "") -> None:
 
 
 def _compile(chip: str, module: str, part: str, result: str) -> None:
-    """Compiles the cases, in the process made for it, and writes what `measure` returns."""
+    """Compiles the cases, in the process made for it, and writes the result of `measure`."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES if hard < 0 else min(hard, MOST_BYTES), hard))
     jax.config.update("jax_platforms", "cpu")
@@ -155,7 +155,7 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
     try:
         with jax.set_mesh(mesh):
             compiled = jax.jit(case.function).lower(*jax.tree.map(on_mesh, case.arguments)).compile()
-    except Exception as error:  # any: it is one case's result, and others follow
+    except Exception as error:  # any error is the case's result, and others follow
         return {"error": f"{type(error).__name__}: {str(error)[:3000]}"}
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
@@ -163,11 +163,11 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
     kernels: dict[str, Counter[str]] = {re.sub(r"\.\d+$", "", name): Counter() for name in names}
     for file in dump.iterdir():
         schedule = re.fullmatch(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization.txt", file.name)
-        if schedule and schedule[1] in names:  # what is called twice has one schedule or two; two are added up
+        if schedule and schedule[1] in names:  # a kernel called twice has one schedule or two; two are added up
             kernels[re.sub(r"\.\d+$", "", schedule[1])].update(_slots(file))
         file.unlink()
     assert all(kernels.values()), f"{kernels}: no schedule was written for one"
-    shapes = re.findall(r"\w\[([\d,]+)\]", re.sub(r"s8\[\d+\]", "", text))  # these are others, on the move as bytes
+    shapes = re.findall(r"\w\[([\d,]+)\]", re.sub(r"s8\[\d+\]", "", text))  # these are other arrays, moved as bytes
     return {
         "seconds": round(time.monotonic() - start, 1),
         "temporary": memory.temp_size_in_bytes,
@@ -178,7 +178,7 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
 
 
 def _slots(schedule: Path) -> dict[str, int]:
-    """The bundles of a kernel, and how many slots of them are used for what."""
+    """Returns a kernel's number of bundles, and the number of used slots by kind."""
     _, columns, _, _, *rows = schedule.read_text().splitlines()
     names = [column.strip() for column in columns.split(",")]
     bundles = np.array([row.split() for row in rows], int)

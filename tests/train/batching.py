@@ -1,4 +1,4 @@
-"""Batches of records, as a script makes them of one data set."""
+"""Batches of records, as a script makes them from one data set."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What tests of the training scripts share: a tiny base model, command lines in this process, and quick runs."""
+"""Fixtures and helpers for tests of the training scripts: a tiny base model, command lines in process, quick runs."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from zoo.nn.model import AbstractModel
 
 
 class Bigram(AbstractModel):
-    """A model whose logits are a row of a table each, for what does not depend on the model: it compiles in no time."""
+    """A model whose logits are rows of a table, for tests that do not depend on the model: it compiles in no time."""
 
     table: jax.Array
     config: Any = None
@@ -42,7 +42,7 @@ class Bigram(AbstractModel):
 
 
 def write_words(path, seed, count=60, sign=str.upper):
-    """Prompts and completions: a word, and what `sign` makes of it."""
+    """Writes records of a random word as the prompt, and `sign(word)` as the completion."""
     random = np.random.RandomState(seed)
     words = ["".join(random.choice(list(string.ascii_lowercase), random.randint(3, 9))) for _ in range(count)]
     lines = [json.dumps({"prompt": f"{word} ", "completion": sign(word)}) + "\n" for word in words]
@@ -52,7 +52,7 @@ def write_words(path, seed, count=60, sign=str.upper):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a tiny random model, its tokenizer of 64 tokens, and words to write in capitals."""
+    """Returns a folder with a tiny random model, its tokenizer of 64 tokens, and words to write in capitals."""
     folder = tmp_path_factory.mktemp("base")
     tiny.write(folder / "model", "qwen3", eos_token_id=63)
     tiny.write_tokenizer(folder / "model")
@@ -62,7 +62,7 @@ def base(tmp_path_factory):
 
 @contextlib.contextmanager
 def until_stopped():
-    """A run that is stopped ends here."""
+    """Suppresses the exit of a run that was asked to stop."""
     try:
         yield
     except SystemExit as end:
@@ -71,18 +71,18 @@ def until_stopped():
 
 
 def command(script, *arguments):
-    """`python -m script` with these arguments, but in this process. A sentence that it ends with is a SystemExit."""
+    """Runs `python -m script` with these arguments in this process. An error message of its end is a SystemExit."""
     with pytest.MonkeyPatch.context() as patch, until_stopped(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that the module has been imported before
+        warnings.simplefilter("ignore", RuntimeWarning)  # the warning that the module was imported before
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
-        # Otherwise runpy, which goes past jaxtyping's hook, keeps instrumented code where plain Python finds it.
+        # Otherwise runpy, which bypasses jaxtyping's hook, leaves instrumented bytecode where plain Python finds it.
         patch.setattr(sys, "dont_write_bytecode", True)
-        patch.setattr(rich.get_console(), "width", 300)  # or long paths are cut
+        patch.setattr(rich.get_console(), "width", 300)  # otherwise long paths are cut
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
 def devices(patch, number):
-    """Lets scripts have so many of the eight devices."""
+    """Gives scripts only `number` of the eight devices."""
     make_mesh = functools.partial(zoo.mesh.make_mesh, devices=jax.devices()[:number])
     for name, module in list(sys.modules.items()):
         if name.startswith("train.") and hasattr(module, "make_mesh"):
@@ -91,7 +91,7 @@ def devices(patch, number):
 
 
 def remembered(function, key):
-    """`function`, called once for each key."""
+    """Returns a function that calls `function` only once for each key."""
     made = {}
 
     def call(*args, **options):
@@ -105,9 +105,9 @@ def remembered(function, key):
 
 @pytest.fixture(scope="module")
 def quick():
-    """Runs of scripts have one device, write no samples, and share the compiled steps that are the same.
+    """Gives runs of scripts one device, leaves out samples, and shares compiled steps that are the same.
 
-    Two runs with the same options trace and compile the same step, which is most of what a short run takes.
+    Two runs with the same options trace and compile the same step, which takes most of the time of a short run.
     """
 
     def rates(o, updates=1, rewarm=None):
@@ -135,7 +135,7 @@ def model(base):
 
 
 def run(base, out, **changes):
-    """Runs `train.sft` and returns its metrics so far."""
+    """Runs `train.sft`, and returns its metrics so far."""
     o = sft.SFTOptions(
         model=str(base / "model"),
         data=(str(base / "words.jsonl"),),
@@ -156,7 +156,7 @@ def losses(metrics):
 
 @pytest.fixture
 def stop_after(monkeypatch):
-    """`stop_after(n)`: the next run is told to stop by a SIGTERM in its n-th step; `stop_after(0)`: none is."""
+    """Returns `stop_after(n)`, which sends the next run a SIGTERM in its n-th step, or none if n is 0."""
 
     def stop_after(steps):
         class Stop(StopRequest):

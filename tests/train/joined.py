@@ -1,8 +1,8 @@
-"""What each process of test_processes.py does, one task after another, because starting processes takes long.
+"""Tasks that each process of test_processes.py runs, one after another, because starting processes takes long.
 
 python -m tests.train.joined COORDINATOR PROCESSES PROCESS '["task", "argument", ...]' ...
 
-In an argument {process} stands for the number of the process.
+In an argument, {process} is replaced by the number of the process.
 """
 
 import importlib
@@ -40,7 +40,7 @@ PROMPTS = ["The module", "A list", "for i", "def f", "class", "import", "x =", "
 
 
 def script(name, *arguments):
-    """The command line of a training script."""
+    """Runs a training script with these command-line arguments."""
     sys.argv = [name, *arguments]
     module = importlib.import_module(name)
     try:
@@ -51,13 +51,13 @@ def script(name, *arguments):
 
 
 def quiet(name, *arguments):
-    """The same without samples, since a program that generates takes long to compile."""
+    """Runs a script without samples, since a program that generates takes long to compile."""
     with mock.patch.object(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts)):
         script(name, *arguments)
 
 
 def struck(kind, step, *arguments):
-    """The same again, in which process 1 gets a signal in this step of the present start."""
+    """Runs a script without samples, in which process 1 gets a signal in this step of the present start."""
 
     class Stop(StopRequest):
         asked = 0
@@ -80,7 +80,7 @@ def generate(devices=None):
 
 
 def write_marked(path):
-    """Records of one word, of which two are MARKS."""
+    """Writes records of one word, of which two are MARKS."""
     texts = [string.ascii_lowercase[n % 20 : n % 20 + 5] for n in range(64)]
     texts[20], texts[50] = MARKS
     path.write_text("".join(json.dumps({"prompt": "a ", "completion": text}) + "\n" for text in texts))
@@ -88,7 +88,7 @@ def write_marked(path):
 
 
 def poisoned(data):
-    """An objective that makes a NaN of a batch with the record MARKS[0], and a spike of one with MARKS[1]."""
+    """Returns an objective that is NaN for a batch with the record MARKS[0], and a spike for one with MARKS[1]."""
     tokenizer = zoo.tokenizer("tiny")
     lines = [json.loads(line)["completion"] for line in pathlib.Path(data).read_text().splitlines()]
     ids = {text: {*tokenizer.encode(text, special=False)} for text in lines}
@@ -105,7 +105,7 @@ def poisoned(data):
 
 
 def bad_steps(data, out, *arguments):
-    """Fine-tuning on marked records, and the replay of the NaN. Prints what every step was found to be."""
+    """Fine-tunes on marked records, and replays the NaN. Prints for each step whether it was finite, or a spike."""
     seen: list[tuple[int, bool, bool]] = []
     look = offending.Guard.look
 
@@ -126,7 +126,7 @@ def bad_steps(data, out, *arguments):
 
 
 def known_state(devices=None):
-    """A state spread over the devices, and its values."""
+    """Returns a state spread over the devices, and its values."""
     mesh = make_mesh("fsdp=-1", devices)
     random = np.random.default_rng(0)
     values = [random.standard_normal((8, 5)).astype(np.float32), random.integers(-128, 128, (8, 3), np.int8)]
@@ -142,7 +142,7 @@ def save(folder):
 
 
 def restore(folder):
-    """What `save` has saved, whoever did, bit by bit: each process what lay on devices of another."""
+    """Restores the state of `save`, and checks it bit by bit: each process gets parts from devices of the other."""
     state, values = known_state(jax.devices()[::-1])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
     kept = Checkpoints(folder, identity={})
@@ -156,7 +156,7 @@ def restore(folder):
 
 
 def fail_to_save(folder):
-    """Once, in process 0 alone; all know of it, and the next save succeeds."""
+    """Lets one save fail in process 0 alone. All processes notice it, and the next save succeeds."""
     said, state = [], known_state()[0]
     kept = Checkpoints(folder, identity={}, say=said.append)
     blocked, first = pathlib.Path(folder, "7.unfinished"), jax.process_index() == 0
@@ -172,7 +172,7 @@ def fail_to_save(folder):
 
 
 def hang():
-    """Process 1 lives, and does not come to where process 0 waits for it."""
+    """Lets process 1 live without ever coming to the point where process 0 waits for it."""
     cluster.PATIENCE, cluster.LIMIT = 1, 3
     with cluster.watching(every=0.2):
         cluster.agree(0)
@@ -181,7 +181,7 @@ def hang():
 
 
 def fail(folder):
-    """Process 1 fails, where process 0 does not look for it."""
+    """Lets process 1 fail while process 0 is not waiting for it."""
 
     def main(o):
         with cluster.watching(every=0.2):
@@ -200,4 +200,4 @@ if __name__ == "__main__":
         name, *arguments = json.loads(task.replace("{process}", process))
         print(f"===== {task}", flush=True)
         globals()[name](*arguments)
-        cluster.agree(0)  # or one opens a folder that the other has not left
+        cluster.agree(0)  # otherwise one opens a folder that the other still uses

@@ -1,9 +1,9 @@
-"""Writes golden_trl.json: what TRL's own trainers compute on the fixed arrays of `inputs`.
+"""Writes golden_trl.json: the numbers that TRL's own trainers compute on the fixed arrays of `inputs`.
 
 python -m tests.train.make_golden_trl
 
-The methods that compute the losses are called as they are, on a stand-in for their trainer. Everything is in float64
-but ORPO, which TRL computes in float32.
+The methods that compute the losses are called unchanged, on a stand-in for their trainer. Everything is in float64
+except ORPO, which TRL computes in float32.
 """
 
 import collections
@@ -25,7 +25,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def inputs() -> Arrays:
-    """Logits of two models on pairs (first all chosen, then all rejected), and what else the losses need."""
+    """Returns logits of two models on pairs (first all chosen, then all rejected), and the losses' other inputs."""
     random = np.random.RandomState(0)
     rows = 2 * PAIRS
     starts, ends = random.randint(1, 4, rows), random.randint(6, SEQ + 1, rows)
@@ -47,7 +47,7 @@ def inputs() -> Arrays:
 
 
 class Trainer(Namespace):
-    """What a trainer is to its methods: these attributes, and None for any other."""
+    """A stand-in for a trainer in its methods: it has these attributes, and None for any other."""
 
     def __init__(self, **attributes: Any):
         import torch
@@ -67,7 +67,7 @@ class Trainer(Namespace):
 
 
 def numbers() -> dict[str, list[float]]:
-    """What TRL computes, by the name of the loss."""
+    """Returns TRL's numbers by the name of the loss."""
     import torch
     from torch.nn import functional
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
@@ -106,7 +106,7 @@ def numbers() -> dict[str, list[float]]:
 
     found["dpo"] = [dpo("sigmoid").loss]
     found["ipo"] = [dpo("ipo").loss]
-    # In TRL label smoothing as in cDPO is left in "aot" alone, which is DPO where there is a single pair to sort.
+    # TRL has label smoothing as in cDPO only for "aot", which is DPO if there is a single pair to sort.
     pairs = [torch.tensor([i, i + PAIRS]) for i in range(PAIRS)]
     found["dpo_smoothed"] = [dpo("aot", rows, label_smoothing=0.2).loss for rows in pairs]
     metrics = dpo("sigmoid")._metrics["train"]

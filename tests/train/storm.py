@@ -1,4 +1,4 @@
-"""Trains the embedded model in real processes, joined by gloo, under `train.launch`, while faults happen to them."""
+"""Training of the embedded model in real processes, joined by gloo, under `train.launch`, while faults are injected."""
 
 import contextlib
 import json
@@ -32,10 +32,10 @@ def storm(
     calm: dict[int, float] | None = None,
     faults: Sequence[str] = FAULTS[:1],
 ) -> dict[str, Any]:
-    """Trains under the launcher, kills a random process so many times, and compares with a run that nobody disturbs.
+    """Trains under the launcher, kills a random process `kills` times, and compares the run with an undisturbed one.
 
-    With `elastic` a host rests for so many seconds after its process was killed, and the next kill waits until all are
-    back. `calm` is step -> loss of the undisturbed run, if there is one already. Each time one of `faults` is chosen.
+    With `elastic` a host rests for `rest` seconds after its process was killed, and the next kill waits until all are
+    back. `calm` is step -> loss of the undisturbed run, if it already exists. Each fault is a random one of `faults`.
     """
     calm = calm or _train(folder / "calm", steps, processes, elastic=False)[0]
     stormy, seen = _train(folder / "stormy", steps, processes, elastic=elastic, kills=kills, rest=rest, faults=faults)
@@ -45,13 +45,13 @@ def storm(
         "sizes": seen["sizes"],
         "steps": steps,
         "seconds": max(seen["back"], default=0.0),  # from a kill to the next new step, at most
-        "differ": sum(d > 0 for d in differ),  # steps whose loss has other bits
+        "differ": sum(d > 0 for d in differ),  # number of steps whose loss has other bits
         "largest": max(differ),  # relative difference of a loss
     }
 
 
 def told(found: dict[str, Any]) -> str:
-    """What a storm found, in a few words."""
+    """Returns a storm's result in a few words."""
     return (
         f"{found['kills']} of {found['kills']} survived, at most {found['seconds']:.0f} s each; "
         f"{found['differ']} of {found['steps']} losses differ, by {found['largest']:.1e}"
@@ -59,7 +59,7 @@ def told(found: dict[str, Any]) -> str:
 
 
 def arguments(out: pathlib.Path, steps: int) -> list[str]:
-    """A command line of train.pretrain, which saves at every step."""
+    """Returns a command line of train.pretrain that saves at every step."""
     numbers = {"model": "tiny", "data": train.tiny.INSTRUCTIONS, "out": out, "steps": steps, "save-every": 1}
     numbers |= {"eval-every": steps, "sample-every": steps, "eval-batches": 1, "sample-tokens": 1}
     numbers |= {"seq-len": 32, "batch": 8, "lr": 1e-3}
@@ -67,7 +67,7 @@ def arguments(out: pathlib.Path, steps: int) -> list[str]:
 
 
 def losses(out: pathlib.Path) -> dict[int, float]:
-    """Step -> loss."""
+    """Returns step -> loss."""
     return {line["step"]: line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line}
 
 
@@ -81,7 +81,7 @@ def _train(
     rest: float = 4.0,
     faults: Sequence[str] = (),
 ) -> tuple[dict[int, float], dict[str, list]]:
-    """Returns step -> loss, and the numbers of processes of each start with the seconds that each kill cost."""
+    """Returns step -> loss, the number of processes of each start, and the seconds that each kill cost."""
     command = [sys.executable, "-m", "train.pretrain", *arguments(out, steps)]
     o = launch.LaunchOptions(
         processes=processes, elastic=elastic, rest=rest, poll=0.5, start=f"{_environment()} {{command}}"
@@ -120,8 +120,8 @@ def _train(
 
 
 def _damage(out: pathlib.Path, choose: random.Random) -> None:
-    """Flips a bit of the newest checkpoint, as it is now."""
-    with contextlib.suppress(OSError, ValueError):  # it may just make room for the next
+    """Flips a bit of the newest checkpoint."""
+    with contextlib.suppress(OSError, ValueError):  # it may just be making room for the next one
         newest = max(int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit())
         files = (out / "checkpoints" / str(newest)).rglob("*")
         file = choose.choice(sorted(path for path in files if path.is_file() and path.stat().st_size))
@@ -138,7 +138,7 @@ def _environment() -> str:
 
 
 def _last(out: pathlib.Path) -> int:
-    """The last step that a run has written, whatever else it is writing."""
+    """Returns the last step that a run has written, even while it is writing."""
     try:
         lines = (out / "metrics.jsonl").read_text().split("\n")[:-1]
         return json.loads(lines[-1])["step"]

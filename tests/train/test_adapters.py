@@ -1,4 +1,4 @@
-"""Adapters in fine-tuning: what is trained, kept, exported and gone on with, over which weights; and uploads."""
+"""Adapters in fine-tuning: training, checkpoints, exports and resuming, over which weights; and uploads."""
 
 import json
 import math
@@ -57,13 +57,13 @@ def tuned(base, tmp_path_factory):
 
 
 def stored(out, step=8):
-    """Path -> how many numbers, of the arrays in a checkpoint."""
+    """Returns path -> number of elements, for the arrays in a checkpoint."""
     state = json.loads((out / "checkpoints" / str(step) / "meta.json").read_text())["state"]
     return {path: math.prod(json.loads(text[text.index("[") :])) for path, text in state.items()}
 
 
 def test_adapters_are_all_that_is_kept(model, tuned):
-    """Weights are neither in the checkpoint, nor has the optimizer moments of them, nor do they change."""
+    """Weights do not change and are not in the checkpoint, nor has the optimizer moments for them."""
     out, metrics, trained = tuned
     assert np.mean(losses(metrics)[-2:]) < losses(metrics)[0] - 0.3
     adapters, frozen = lora.split(trained)
@@ -89,7 +89,7 @@ def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned, capsys):
 
 
 def test_another_chat_template(base, tmp_path):
-    """A run's folder has it with the adapter, or with the model from any checkpoint; and another one is another run."""
+    """The template is saved with the adapter, or with the model from any checkpoint. Another one is another run."""
     text = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     for name in ("a.jinja", "b.jinja"):
         (tmp_path / name).write_text(text)
@@ -102,7 +102,7 @@ def test_another_chat_template(base, tmp_path):
     to_hub(tmp_path / "whole", tmp_path / "hub")
     for out in (tmp_path / "whole" / "model", tmp_path / "hub"):
         assert zoo.tokenizer(out).chat_template == text
-    run(base, tmp_path / "whole", chat=Chat(template=str(tmp_path / "b.jinja")))  # the same text of another file
+    run(base, tmp_path / "whole", chat=Chat(template=str(tmp_path / "b.jinja")))  # the same text in another file
     (tmp_path / "b.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
     with pytest.raises(ValueError, match=r"of another run: its identity.data.sets.0.tokenizer"):
         run(base, tmp_path / "whole", chat=Chat(template=str(tmp_path / "b.jinja")))
@@ -115,7 +115,7 @@ def rounded(base, tmp_path_factory):
 
 
 def assert_over_rounded_weights(out, metrics, trained, tuned):
-    """A checkpoint of QLoRA is as large as one of LoRA, and the losses are nearly the same."""
+    """Checks that a checkpoint of QLoRA is as large as one of LoRA, and that the losses are nearly the same."""
     assert any(modules(trained, zoo.quantized.QuantizedLinear))
     assert stored(out) == stored(tuned[0])
     assert np.mean(losses(metrics)[-2:]) < losses(metrics)[0] - 0.3
@@ -123,7 +123,7 @@ def assert_over_rounded_weights(out, metrics, trained, tuned):
 
 
 def test_what_an_adapter_was_trained_over(base, tuned, rounded, tmp_path, monkeypatch, capsys):
-    """Its base is named as PEFT finds it; and onto another, or one that is rounded otherwise, it warns."""
+    """The adapter names its base as PEFT finds it. Merging warns about another base, or about other rounding."""
     config = json.loads((tuned[0] / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str((base / "model").resolve()) and config["revision"] is None
     assert peft.base_name("qwen3-0.6b") == "Qwen/Qwen3-0.6B" and peft.base_name("org/name") == "org/name"
@@ -158,7 +158,7 @@ def test_over_weights_of_four_bits(base, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_on_a_mesh(base, rounded, tmp_path, monkeypatch, stop_after):
-    """The losses of one device, over rounded weights too."""
+    """On a mesh, the losses equal one device's, also over rounded weights."""
     devices(monkeypatch, 4)
     stop_after(2)
     metrics = run(base, tmp_path, mesh="fsdp=2,tensor=2", lora=LORA, quantize="int8", lr=3e-2)
@@ -186,7 +186,7 @@ def test_adapters_go_on_exactly(base, tuned, tmp_path, stop_after):
 
 
 def test_more_steps_rewarm(base, tuned, tmp_path, capsys):
-    """At its end the learning rate is 0. With more steps it would jump, which is said, or rises as asked."""
+    """At a run's end the learning rate is 0. With more steps it jumps, which is reported, or it rises by --rewarm."""
     out = shutil.copytree(tuned[0], tmp_path / "out")
     metrics = run(base, out, lora=LORA, lr=3e-2, steps=11, rewarm=2)
     said = " ".join(capsys.readouterr().out.split())
@@ -215,11 +215,11 @@ def test_other_adapters_are_refused(base, tuned, changes, words):
 
 
 def test_another_base_is_refused(base, model, tuned, tmp_path, monkeypatch):
-    """One bit of the weights has changed, in the same place; or their revision is another."""
+    """A base with one changed bit in the weights, or with another revision, is refused."""
     weights, aside = base / "model" / "model.safetensors", tmp_path / "aside"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
-    weights.rename(aside)  # not written over: loaded models are mapped to it
+    weights.rename(aside)  # not overwritten, because loaded models map it
     try:
         weights.write_bytes(content)
         with pytest.raises(ValueError, match=r"identity\.weights is \w{64}, and now it is \w{64}"):
@@ -247,7 +247,7 @@ def test_rounded_weights_are_not_trained(base, tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub that writes down what it is asked, with the files it got; `hub.refuse` names what it does not do."""
+    """Returns a Hub that records the requests and the files that it got; `hub.refuse` names a request that fails."""
     hub = types.SimpleNamespace(asked=[], refuse="")
 
     def answer(name, value):
@@ -271,7 +271,7 @@ CREATED = ("create", ("me/words", True, True))
 
 
 def test_uploads(base, tuned, tmp_path, hub, monkeypatch, capsys):
-    """The repository is made before the training, private, and filled after it: here of a run that is at its end."""
+    """The private repository is created before training, and filled after it; here the run is already at its end."""
     out = shutil.copytree(tuned[0], tmp_path / "out")
     monkeypatch.setattr(loop, "run", lambda *a, run=loop.run, **kw: (hub.asked.append("run"), run(*a, **kw))[1])
     run(base, out, lora=LORA, lr=3e-2, push_to_hub="me/words")
@@ -288,7 +288,7 @@ def test_a_repository_that_cannot_be_made(base, tmp_path, hub):
 
 
 def test_an_upload_that_fails(base, model, tuned, tmp_path, hub):
-    """Nothing is lost, and the same command tries again without training."""
+    """A failed upload loses nothing, and the same command tries again without training."""
     hub.refuse = "upload"
     out, metrics, _ = tuned
     out = shutil.copytree(out, tmp_path / "out")

@@ -13,7 +13,7 @@ from zoo.mesh import make_mesh
 
 
 def test_a_loop_of_products():
-    """Six products in a loop, then the optimizer, which is told by its scope."""
+    """Six products in a loop are counted, and then the optimizer, which is recognised by its scope."""
     place = jax.NamedSharding(make_mesh("fsdp=1", jax.devices()[:1]), jax.P())
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
 
@@ -150,16 +150,16 @@ def test_every_kind_of_kernel():
         Kernel(breakdown.PRODUCTS, 2 * 64 * 2 * 8, 2 * (8 * 64 + 2 * 8 + 64 * 2), 1),
         Kernel(breakdown.PRODUCTS, 2 * 8 * 16 * 32 * 4, 2 * 8 * (16 * 4 + 4 * 32 + 16 * 32), 1),
         Kernel(breakdown.SCATTERS, 0, 3 * 4 * part + 4 * 8, 1),
-        Kernel(breakdown.ASIDE, 0, 8000, 1),  # started, and awaited later
+        Kernel(breakdown.ASIDE, 0, 8000, 1),  # started here, and awaited later
         Kernel(breakdown.ASIDE, 0, 2 * part + 4 + 2 * part, 1),
-        Kernel(breakdown.OPTIMIZER, 0, 8000, 1),  # where the condition holds, though there the other moves more
+        Kernel(breakdown.OPTIMIZER, 0, 8000, 1),  # the branch for true, though the other one moves more there
         Kernel(breakdown.OPTIMIZER, 0, 8000, 1),
     ]
     assert [tuple(kernel) for kernel in found] == [tuple(kernel) for kernel in known]
 
 
 def test_windows_of_padding_are_not_counted():
-    """A TPU's product for 8 tokens and 64 heads, which are a window: of a result's terms one is no padding."""
+    """A TPU's product for 8 tokens and 64 heads is a window, and only one of a result's terms is no padding."""
     text = """HloModule jit_step
 ENTRY %main (a: f32[8]) -> f32[8] {
   %a = bf16[8,1,256]{2,1,0} parameter(0)

@@ -1,4 +1,4 @@
-"""What a checkpoint gives back, bit by bit; and that none is used which is unfinished, damaged or of another run."""
+"""A checkpoint is restored bit by bit, and none is used if it is unfinished, damaged or of another run."""
 
 import errno
 import fcntl
@@ -42,7 +42,7 @@ def model(size=8):
 
 
 def at(step, state=None):
-    """A state as after so many steps: other values everywhere."""
+    """Returns a state as after `step` steps, with different values everywhere."""
     return jax.tree.map(lambda a: a + step, state or init_state(model(), OPTIMIZER))
 
 
@@ -59,7 +59,7 @@ def assert_same(got, want):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with the checkpoints of steps 1 and 2. To be copied, not changed."""
+    """Returns a folder with the checkpoints of steps 1 and 2. Tests copy it, and do not change it."""
     folder = tmp_path_factory.mktemp("saved")
     kept, _ = checkpoints(folder)
     for step in (1, 2):
@@ -81,7 +81,7 @@ def test_restores_the_newest_bit_by_bit(folder):
 
 
 def test_a_run_whose_identity_has_a_password(tmp_path):
-    """As earlier versions kept it: it goes on, also with another one."""
+    """A run with a password in its identity, as earlier versions stored it, resumes, also with another password."""
     identity = lambda url: IDENTITY | {"data": {"path": url}}
     kept, _ = checkpoints(tmp_path, identity=identity("s3://me:pa55@host/a"))
     kept.save(at(1), 7)
@@ -110,7 +110,7 @@ def test_onto_other_devices(folder, sizes):
 
 
 def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
-    """The step that follows writes over the arrays that are being saved."""
+    """The state may be donated: the step that follows overwrites the arrays that are being saved."""
     advance = jax.jit(lambda state: jax.tree.map(lambda a: a + 1, state), donate_argnums=0)
     state = TrainState(jnp.int32(1), jnp.zeros((1024, 1024)), jnp.zeros((1024, 1024)))
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
@@ -144,8 +144,9 @@ def test_keeps_the_last(tmp_path):
 
 
 def test_all_damage_is_found(saved, tmp_path, record_property):
-    """A bit of a file of the newest checkpoint is flipped, a page zeroed, or the file cut or removed: the one before is
-    used."""
+    """If a file of the newest checkpoint has a flipped bit or a zeroed page, or is cut or missing, the one before is
+    used.
+    """
     files = [path.relative_to(saved) for path in (saved / "2").rglob("*") if path.is_file() and path.stat().st_size]
     abstract, choose = abstract_state(model(), OPTIMIZER), random.Random(0)
     meta = json.loads((saved / "2" / "meta.json").read_text())
@@ -178,7 +179,7 @@ def test_all_damage_is_found(saved, tmp_path, record_property):
                 assert kept.steps() == [1, 2]
             found += 1
         same += data == {"next": 2}
-        del kept  # and its lock
+        del kept  # this also releases its lock
         shutil.rmtree(folder)
     record_property("figure", f"{found} of {len(cases) - same} found, 0 wrong ({same} changed nothing)")
 
@@ -186,7 +187,7 @@ def test_all_damage_is_found(saved, tmp_path, record_property):
 def test_all_damaged(folder):
     for step in (1, 2):
         (folder / str(step) / "meta.json").write_text("{}")
-    for _ in range(2):  # the second time there are none but those that were set aside
+    for _ in range(2):  # the second time only those that were set aside are left
         with pytest.raises(
             OSError, match=r"is undamaged. To begin anew, remove 1.damaged, 2.damaged from there, or.*--out"
         ):
@@ -197,7 +198,7 @@ def test_all_damaged(folder):
 
 
 def test_a_file_that_cannot_be_read_is_no_damage(folder, monkeypatch):
-    """As when a file server fails for a while: the start ends, names the file, and leaves all as it is."""
+    """If a file cannot be read, as when a file server fails, the start ends, names the file, and changes nothing."""
 
     def fails(file, _):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -222,7 +223,7 @@ def test_fewer_steps_than_are_done(folder):
 
 
 def test_one_that_is_asked_for(folder):
-    """Another is not taken in its place."""
+    """If a given step cannot be restored, no other is used in its place."""
     kept, said = checkpoints(folder)
     abstract = abstract_state(model(), OPTIMIZER)
     state, data = kept.restore(abstract, step=1)
@@ -275,7 +276,7 @@ def test_a_state_that_is_not_finite_is_refused(tmp_path):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_no_array_of_a_checkpoint_is_not_finite(tmp_path, number):
-    """One element of any of them: of the model, or of the optimizer."""
+    """A checkpoint with one element that is not finite, in the model or the optimizer, is refused."""
     kept, _ = checkpoints(tmp_path)
     leaves, structure = jax.tree.flatten(at(3))
     floats = [n for n, leaf in enumerate(leaves) if leaf.dtype.kind == "f"]
@@ -288,10 +289,10 @@ def test_no_array_of_a_checkpoint_is_not_finite(tmp_path, number):
     assert not list(tmp_path.iterdir())
 
 
-# Orbax's own threads still work on a save that has failed, and find their event loop closed.
+# Orbax's own threads still work on a failed save, and find their event loop closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk(tmp_path):
-    """No file may grow beyond 1 kB for a while, which fails as a full disk does."""
+    """A limit of 1 kB on file sizes fails like a full disk, and later saves succeed."""
     kept, said = checkpoints(tmp_path)
     kept.save(at(1), None)
     kept.check(wait=True)
@@ -309,7 +310,7 @@ def test_a_full_disk(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     kept.save(at(5), None)
-    kept.save(at(6), None)  # removes what was still being written when the disk was full
+    kept.save(at(6), None)  # removes the file that was being written when the disk was full
     kept.close()
     assert kept.steps()[-2:] == [5, 6] and not list(tmp_path.glob("*.unfinished"))
 
@@ -330,7 +331,7 @@ for step in range(10_000):
 
 @pytest.mark.slow
 def test_killed_while_saving(tmp_path, record_property):
-    """At a moment within a save, and at others, some of them within a save too."""
+    """Kills come at a moment within a save, and at random moments, some of them within a save, too."""
     zeros = TrainState(jnp.int32(0), jnp.zeros((3000, 1000)), None)
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), zeros)
     unfinished, kills, least, choose = 0, 0, trials(3, 30, 200), random.Random(0)
@@ -409,7 +410,7 @@ print(peak / 2**27, *([min(seen[:half]), min(seen[half:])] if seen else []))
 
 
 def test_arrays_are_read_one_after_another(tmp_path):
-    """What the host holds beside the restored state, as NumPy tells Python's tracer: once it was the whole state."""
+    """Arrays are read one by one, so that the host's extra memory, as NumPy traces it, is far less than the state."""
     state = TrainState(jnp.int32(1), *([jnp.full(2**18, n, jnp.float32) for n in range(16)] for _ in range(2)))
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
     kept, _ = checkpoints(tmp_path)
@@ -428,8 +429,9 @@ def test_arrays_are_read_one_after_another(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux tells it")
 def test_memory_of_a_resumed_run(tmp_path, record_property):
-    """Of a state of 128 MiB: the most that three steps take, of a new run, and of a resumed one whose state is 64
-    arrays of random numbers; and the growth of memory over saves."""
+    """In three steps a resumed run peaks at little more than its state: 128 MiB in 64 arrays of random numbers. A new
+    run's peak is recorded, too. Saves do not make memory grow.
+    """
 
     def run(folder, saves, arrays):
         command = [sys.executable, "-c", MEMORY, tmp_path / folder, str(saves), str(arrays)]
@@ -453,7 +455,7 @@ sys.stdin.read()
 
 
 def test_a_lock_is_that_of_every_process_of_a_run(tmp_path):
-    """Whichever of them lives keeps others away, and the dead do not; a second process of this run has its place."""
+    """A living process of a run keeps others away, and a dead one does not. Each process has a place of its own."""
     folder, lock = tmp_path / "checkpoints", tmp_path / "checkpoints.lock"
     hold = lambda *place: subprocess.Popen(
         [sys.executable, "-c", HOLDER, lock, *map(str, place)], text=True,

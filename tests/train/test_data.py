@@ -28,7 +28,7 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """One token a byte, after four special ones: the ids can be read."""
+    """Returns a tokenizer with one token a byte, after four special ones, so that ids are readable."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokens = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def learnt(tokenizer: Tokenizer, fields, **options) -> tuple[str, str]:
-    """The text of a record as it is encoded, and the same with a dot for each token that is not learnt."""
+    """Returns the text of a record as it is encoded, and the same with a dot for each token that is not a target."""
     ((ids, mask, *_),) = encode(Record("here", fields), tokenizer, vocab_size=260, **options)
     shown = [tokenizer.decode([i], special=True) for i in ids]
     return "".join(shown), "".join(text if on else "." for text, on in zip(shown, mask, strict=True))
@@ -95,11 +95,11 @@ def test_formats(tokenizer, fields, text, mask):
     assert learnt(tokenizer, fields) == (text, mask)
     assert learnt(tokenizer, fields, completions_only=False)[0] == text
     whole = learnt(tokenizer, fields, completions_only=False)[1]
-    assert whole in (text, text.replace("<s>", ".", 1))  # a first token is nobody's target
+    assert whole in (text, text.replace("<s>", ".", 1))  # no token predicts the first one
 
 
 def test_a_message_of_weight_0_is_not_learnt(tokenizer):
-    """OpenAI's: only the assistant's have weights."""
+    """A message of weight 0, as in OpenAI's format, is not learnt; only the assistant's messages have weights."""
     again = [CHAT[0] | {"weight": 0}, CHAT[1] | {"weight": 0}, CHAT[0] | {"weight": 1}, CHAT[1] | {"weight": 1}]
     text = HEAD + "yo<|im_end|>\n" + HEAD + "yo<|im_end|>\n"
     assert learnt(tokenizer, {"messages": again}) == (text, "." * (21 + 4 + 21) + "yo<|im_end|>.")
@@ -138,7 +138,7 @@ def test_bad_records_are_named(tokenizer, fields, problem):
 
 
 def forgetful(tokenizer: Tokenizer) -> Tokenizer:
-    """One whose template leaves out what stands before | in all answers but the last."""
+    """Returns a tokenizer whose template drops the text before | in all answers except the last."""
     made = Tokenizer(tokenizer.folder)
     said = "{{ m.content if loop.last or m.role == 'user' else m.content.split('|')[-1] }}"
     made.chat_template = CHATML.replace("' + m.content + '", f"' }}}}{said}{{{{ '")
@@ -146,7 +146,9 @@ def forgetful(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def test_a_chat_whose_answers_are_written_differently_later_on(tokenizer):
-    """It is an example for each: in rows, in the survey, and where a run goes on."""
+    """A chat whose template shortens earlier answers becomes one example for each answer: in rows, in the survey, and
+    when a run resumes.
+    """
     forgets = forgetful(tokenizer)
     records = [
         Record("here", {"messages": [CHAT[0], {"role": "assistant", "content": "hm|yo"}] * 3}),
@@ -179,13 +181,13 @@ def source(*texts: str, completion: bool = False) -> grain.MapDataset:
 
 
 def random_texts(count: int, longest: int) -> list[str]:
-    """Distinct texts, the first characters of which number them."""
+    """Returns distinct texts that begin with their number."""
     lengths = np.random.default_rng(0).integers(1, longest, count)
     return [f"{i:03}" + "".join(chr(97 + (i + j) % 26) for j in range(n)) for i, n in enumerate(lengths)]
 
 
 def documents(tokenizer: Tokenizer, made: list[dict[str, np.ndarray]], seq_len: int) -> list[str]:
-    """The text of each segment, with its first token and all of its targets, after a look at every batch."""
+    """Returns each segment's text, with its first token and all of its targets, and checks every batch."""
     found = []
     for batch in made:
         assert set(batch) == {"tokens", "targets", "loss_mask", "segments", "positions"}
@@ -224,7 +226,7 @@ def test_nothing_is_lost_where_documents_are_cut(tokenizer):
     segments = np.concatenate([batch["segments"] for batch in made]).ravel()
     total = sum(len(text) + 1 for text in texts)
     assert (segments > 0).sum() == total and segments[:total].all()
-    # A piece that goes on in the next row starts there with the last target of the row before.
+    # A piece that continues in the next row starts there with the last target of the row before.
     pieces = documents(tokenizer, made, 64)
     joined = pieces[0]
     for piece in pieces[1:]:
@@ -233,7 +235,7 @@ def test_nothing_is_lost_where_documents_are_cut(tokenizer):
 
 
 def test_long_examples(tokenizer):
-    """A text becomes several pieces; a completion loses its end."""
+    """A text is split into several pieces; a completion loses its end."""
     options = dict(vocab_size=260, seq_len=16, batch=2, epochs=1, packing="off")
     text = "".join(chr(97 + i % 26) for i in range(50))
     made = documents(tokenizer, list(batches(source(text), tokenizer, **options)), 16)
@@ -242,7 +244,7 @@ def test_long_examples(tokenizer):
     assert made == ["<s>" + text[:16]]
     found = survey(source(text, "a", completion=True), tokenizer, vocab_size=260, seq_len=16)
     assert (found.shortened, found.unlearnt) == (1, 0)
-    # 14 tokens before the completion, or 17: the row has room for 16 targets.
+    # There are 14 tokens before the completion, or 17, and the row has room for 16 targets.
     for prompt, unlearnt in ("p" * 15, 0), ("p" * 16, 1):
         record = Record("here", {"prompt": prompt, "completion": "c"})
         records = grain.MapDataset.source([record, Record("there", {"text": "t"})])
@@ -294,7 +296,7 @@ def test_every_state_goes_on_exactly(tokenizer, packing):
     used = iter(made)
     next(used)
     for i, state in enumerate(states):
-        iterator = iter(made) if i % 2 else used  # a fresh one, or one that was elsewhere
+        iterator = iter(made) if i % 2 else used  # a fresh iterator, or one that was elsewhere
         iterator.set_state(json.loads(state))
         assert json.dumps(iterator.get_state()) == state
         np.testing.assert_equal(list(iterator), expected[i:])
@@ -335,12 +337,12 @@ def test_fingerprint(tokenizer, tmp_path):
     assert first != fingerprint(tmp_path, tokenizer, seed=2, batch=2)
     of_one = fingerprint(tmp_path / "train.jsonl", tokenizer)["files"]
     assert of_one == {"train.jsonl": hashlib.sha256(b'{"text": "a"}\n').hexdigest()}
-    (tmp_path / "train.jsonl").write_text('{"text": "b"}\n')  # of the same size
+    (tmp_path / "train.jsonl").write_text('{"text": "b"}\n')  # of equal size
     assert first != fingerprint(tmp_path, tokenizer, seed=1, batch=2)
 
 
 def test_the_fingerprint_takes_in_all_that_makes_tokens(tokenizer, tmp_path):
-    """Of tokenizers by tiktoken.model too, which have no tokenizer.json; and what stands around texts."""
+    """The fingerprint covers tokenizers by tiktoken.model, without tokenizer.json, and the tokens around texts."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     kimi = test_tiktoken.write(tmp_path)
     found = [fingerprint(tmp_path / "a.jsonl", Tokenizer(kimi)), fingerprint(tmp_path / "a.jsonl", tokenizer)]

@@ -1,4 +1,4 @@
-"""Which kernels serve attention in a training step on packed rows, traced for a GPU that is not here."""
+"""The kernels that serve attention in a training step on packed rows, traced for a GPU that is not at hand."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from zoo.weights.checkpoint import skeleton
 
 H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", None, "cuda"))
 BATCH = ("tokens", "targets", "loss_mask", "segments", "positions")
-# By default, and where "mosaic" is preferred, which needs jax 0.11.2.
+# The implementation by default, and with "mosaic" preferred, which needs jax 0.11.2.
 SERVED = {
     "llama3.1-8b": ("cudnn", "mosaic"),
     "qwen3-8b": ("cudnn", "mosaic"),

@@ -1,4 +1,4 @@
-"""Distillation: the objective against the formulas written out, stored logits, and that the student learns."""
+"""Distillation: the objective against the formulas written out, stored logits, and a student that learns."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A teacher, a student that is another model, and texts."""
+    """Returns a folder with a teacher, a student that is another model, and texts."""
     folder, random = tmp_path_factory.mktemp("base"), np.random.RandomState(0)
     for name in ("qwen3", "llama"):
         tiny.write(folder / name, name, eos_token_id=63)
@@ -58,7 +58,7 @@ def logits(model, batch):
 
 @pytest.fixture(scope="module")
 def models(folder):
-    """The student and its teacher."""
+    """Returns the student and its teacher."""
     return [zoo.load(folder / name, dtype="float32") for name in ("qwen3", "llama")]
 
 
@@ -105,7 +105,7 @@ def losses_of(out):
 
 
 def test_the_student_learns(folder, tmp_path):
-    """Beside the teacher, and from all of its logits stored before: the same losses, but for half precision."""
+    """The student learns beside the teacher or from all its stored logits, with equal losses up to half precision."""
     o = options(folder, steps=12, out=tmp_path / "online", packing="off", seed=3, lr=1e-2)
     distill.main(o)
     online = losses_of(o.out)
@@ -122,7 +122,7 @@ def test_the_student_learns(folder, tmp_path):
     distill.main(dataclasses.replace(o, teacher=None, logits=tmp_path / "logits", out=tmp_path / "offline"))
     offline = losses_of(tmp_path / "offline")
     assert offline[-1] < 0.5 * offline[0]
-    np.testing.assert_allclose(offline[0], online[0], rtol=0.2)  # of other rows, since the data are in another order
+    np.testing.assert_allclose(offline[0], online[0], rtol=0.2)  # other rows, since the data are in another order
 
 
 def test_refusals(folder, tmp_path):

@@ -32,7 +32,7 @@ LOSSES = tuple(dpo.LOSSES)
 
 
 class Given(AbstractModel):
-    """A model whose logits are known beforehand."""
+    """A model whose logits are given."""
 
     logits: Any
     config: Any = None
@@ -48,7 +48,7 @@ class Given(AbstractModel):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Pairs two in a row, chosen and rejected side by side, with padding at the end, and a row of nothing else."""
+    """Returns rows of two pairs, chosen beside rejected, with padding at the end, and a row of padding alone."""
 
     def row(a, padding):
         a = np.asarray(a[:, 1:] if a.ndim == 2 else a[:, :-1])
@@ -89,12 +89,12 @@ def test_what_is_not_there_counts_for_nothing(rows, loss):
     objective = lambda x: dpo.objective(Given(x), batch, reference, o=dpo.DPOOptions(loss=loss))[0]
     value, gradient = jax.jit(jax.value_and_grad(objective))(model.logits)
     learnt = batch["loss_mask"] != 0
-    learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # of its second documents there is no gradient
+    learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # KTO's second documents have no gradient
     assert jnp.isfinite(value) and jnp.array_equal(jnp.any(gradient != 0, axis=2), learnt)
 
 
 def test_kto_in_microbatches(rows):
-    """Is the same update, though its baseline is of all of the batch."""
+    """Microbatches give the same update, although KTO's baseline is that of the whole batch."""
     batch = {name: a[:2] for name, a in rows[0].items()}
     batch |= {"desirable": batch["loss_mask"] * (batch["segments"] < 3).astype(int), "tokens": batch["targets"]}
     random = np.random.RandomState(0)
@@ -116,7 +116,7 @@ def test_kto_in_microbatches(rows):
 
 
 def test_the_embedded_preferences_follow_from_the_instructions():
-    """Of every third question: the answer; and half of its words, or it and another answer."""
+    """Pairs have every third question and its answer. Rejected is half of the answer, or it with another one."""
     records = open_records(train.tiny.PREFERENCES, 0.0)[0]
     chats = [record.fields["messages"] for record in open_records(train.tiny.INSTRUCTIONS, 0.0)[0]]
     chats = [chat for chat in chats if len(chat) == 2]
@@ -130,7 +130,7 @@ def test_the_embedded_preferences_follow_from_the_instructions():
 
 
 # ======================================================================================================================
-# A tiny model and preferences: capitals rather than small letters.
+# A tiny model and preferences: capitals over small letters.
 # ======================================================================================================================
 
 
@@ -149,7 +149,7 @@ def model(base):
 
 
 def rows_of(base, pairs, count, loss, **shape):
-    """The only batch of the first records, in eight rows of 64 tokens whatever the shape that they were packed for."""
+    """Returns the only batch of the first records, in eight rows of 64 tokens, whatever shape they were packed for."""
     (batch,) = batches(
         open_records(pairs, 0.0)[0][:count], zoo.tokenizer(base / "model"), vocab_size=64, unpaired=loss == "kto",
         kind=preferences.PREFERENCES, batch=8, **shape,
@@ -169,7 +169,7 @@ def test_packing_changes_nothing(base, pairs, model, loss):
         np.testing.assert_allclose(value, sums[1][name], rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("loss", ["orpo", "kto"])  # without and with a copy of the model to refer to
+@pytest.mark.parametrize("loss", ["orpo", "kto"])  # without and with a reference model
 def test_it_learns(base, pairs, model, loss):
     o, optimizer = dpo.DPOOptions(loss=loss, beta=1.0 if loss == "orpo" else 0.1), adamw(optax.constant_schedule(1e-3))
     batch = rows_of(base, pairs, 8, loss, seq_len=64)
@@ -189,11 +189,11 @@ def test_it_learns(base, pairs, model, loss):
 
 
 def assert_learnt_from_the_start(out):
-    """The reference is the model without adapters, which is what it begins as."""
+    """Checks that the run starts at its reference, the model without adapters, and learns."""
     before, first, *_, last = read_metrics(out / "metrics.jsonl")
     for name in ("loss", "margin"):
         want = np.log(2) * (name == "loss")
-        # Rewards are a tenth of differences of sums of up to some 180, in float32.
+        # Rewards are a tenth of differences of sums up to about 180, in float32.
         np.testing.assert_allclose([before[f"validation_{name}"], first[name]], want, atol=1e-5)
     assert last["margin"] > 0 and last["validation_loss"] < np.log(2)
     assert (out / "adapter/adapter_model.safetensors").exists()
@@ -209,7 +209,7 @@ def test_the_script_trains_adapters(base, pairs, tmp_path):
 
 @pytest.mark.slow
 def test_the_embedded_model_learns_the_embedded_preferences(tmp_path, monkeypatch):
-    """On a mesh."""
+    """The embedded model learns the embedded preferences on a mesh."""
     devices(monkeypatch, 8)
     command(
         "train.dpo", "--out", tmp_path, "--lora.rank", 4, "--steps", 4, "--batch", 8, "--seq-len", 176, "--lr", 1e-3,

@@ -1,4 +1,4 @@
-"""When something goes wrong: bad steps, their replay, where the time goes, profiles, and processes that hang."""
+"""Faults in a run: bad steps, their replay, the time lost, profiles, and processes that hang."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from train.watch.metrics import read_metrics
 
 
 def poisoned(model, batch, reference=None, means=None, **options):
-    """NaN for a batch with the word qqqqqqqqq, and a loss a thousand times as large for one with xxxxxxxxx."""
+    """Returns NaN for a batch with the word qqqqqqqqq, and a thousand times the loss for one with xxxxxxxxx."""
     total, count, sums, reports = cross_entropy(model, batch, reference, means, **options)
     letters = lambda letter: jnp.sum((batch["tokens"] == LETTERS[letter]) & (batch["segments"] != 0))
     poison = jnp.log(8.5 - letters("q").astype(jnp.float32))  # the line with the first NaN
@@ -39,7 +39,7 @@ LETTERS = {}
 
 @pytest.fixture(scope="module")
 def bad(base):
-    """Words of which one makes a NaN, and one a spike."""
+    """Writes words of which one makes a NaN, and one a spike."""
     write_words(base / "bad.jsonl", 0, count=100)
     lines = [line for line in (base / "bad.jsonl").read_text().splitlines() if not {"q", "x"} & {*line}]
     for at, letter in ((20, "q"), (50, "x")):
@@ -60,8 +60,9 @@ def options(base, out, *more):
 
 @pytest.mark.usefixtures("quick")
 def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
-    """One batch makes a NaN, one a spike. A run that skips both, and one that stops at the first and is started again,
-    compute the same, bit for bit; of profiles and dumps there is one each."""
+    """One batch makes a NaN, and one a spike. A run that skips both, and a run that stops at the first and is
+    restarted, compute the same bits. There is one profile and one dump.
+    """
     monkeypatch.setattr(train.run.options, "cross_entropy", poisoned)
     monkeypatch.setattr(offending.Running, "WINDOW", 4)
     skips, stops = bad / "skips", bad / "stops"
@@ -75,7 +76,7 @@ def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert f"Step {nan} is not finite: its loss is nan" in said and f"Step {spike} is a spike: its loss is" in said
 
-    # What is written of the run.
+    # Files that the run has written.
     assert "module @jit" in (skips / "hlo" / "step.stablehlo.txt").read_text()
     assert "HloModule" in (skips / "hlo" / "step.hlo.txt").read_text()
     table = (skips / "profile" / "summary.txt").read_text()
@@ -93,7 +94,7 @@ def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     assert (stops / "checkpoints" / str(nan)).is_dir()
     repeated = []
     monkeypatch.setattr(loop, "twice", lambda step, n: repeated.append(n) or twice.twice(step, n))
-    command("train.sft", *options(bad, stops, "--check-replay-every", "2"))  # which changes nothing
+    command("train.sft", *options(bad, stops, "--check-replay-every", "2"))  # this option changes nothing
     assert repeated and repeated == [n for n in range(nan + 1, len(lines) + 1) if n % 2 == 0]
     again = [line for line in read_metrics(stops / "metrics.jsonl") if "loss" in line]
     assert [(a["step"], a["loss"], a["grad_norm"], a["learning_rate"]) for a in lines] == [
@@ -114,7 +115,7 @@ def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
 
 @pytest.mark.parametrize("fault, named", [(None, ""), (0, "model.weight"), (1, "loss")])
 def test_a_step_that_has_other_bits_the_second_time(fault, named):
-    """One bit of the state on one of eight devices, or of the loss: told, with the device."""
+    """A changed bit, in the state on one of eight devices or in the loss, is reported with the device."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.NamedSharding(mesh, jax.P("fsdp"))
     weight = np.array([0, 1, jnp.nan, *range(13)], jnp.bfloat16)
@@ -125,7 +126,7 @@ def test_a_step_that_has_other_bits_the_second_time(fault, named):
     def step(state, batch):
         calls.append(batch)
         new = list(donating(state))
-        if len(calls) == 2 and fault == 0:  # the last bit of what the sixth device has
+        if len(calls) == 2 and fault == 0:  # the last bit of the sixth device's part
             bits = np.asarray(new[0].model.weight).copy()
             bits.view(np.uint16)[11] ^= 1
             new[0] = dataclasses.replace(new[0], model=Weight(jax.device_put(bits, place)))
@@ -139,7 +140,7 @@ def test_a_step_that_has_other_bits_the_second_time(fault, named):
         new, numbers = twice.twice(step, 5)(state, "batch")
         assert calls == ["batch"] * 2 and new.step == 4 and numbers["loss"] == 2
         return
-    device = ", ".join(map(str, jax.devices()[5:6] if fault == 0 else jax.devices()))  # all have the loss
+    device = ", ".join(map(str, jax.devices()[5:6] if fault == 0 else jax.devices()))  # all devices have the loss
     told = rf"Step 5 was computed twice .* 1 of 4 arrays .* \S*{named} first, in process 0 on {device}\. Its result"
     with pytest.raises(FloatingPointError, match=told):
         twice.twice(step, 5)(state, "batch")
@@ -150,7 +151,7 @@ class Weight(eqx.Module):
 
 
 def test_limits_follow_the_numbers():
-    """The mean and deviation are those of what was seen; after a spike they stay, and after a lasting change follow."""
+    """The limit follows the numbers' mean and deviation. It stays after a spike, and follows a lasting change."""
     numbers = np.random.RandomState(0).rand(100)
     running = offending.Running()
     assert running.limit(6.0) == math.inf
@@ -159,7 +160,7 @@ def test_limits_follow_the_numbers():
     assert running.limit(6.0) == pytest.approx(numbers.mean() + 6 * numbers.std())
     again = offending.Running(*json.loads(json.dumps([running.count, running.mean, running.variance])))
     assert again.limit(6.0) == running.limit(6.0)
-    assert offending.Running(99, 2.0, 0.0).limit(5.0) == pytest.approx(2.1)  # a steady number may move a little
+    assert offending.Running(99, 2.0, 0.0).limit(5.0) == pytest.approx(2.1)  # a steady number may vary a little
     steps, high = 0, running.mean + 100 * numbers.std()
     while running.limit(6.0) < high:
         running.add(running.limit(6.0))
@@ -175,7 +176,7 @@ def test_batches_are_kept_with_their_data_types(tmp_path):
 
 
 def test_the_first_operation_with_a_nan():
-    """Within a loop the turn is named, and where an infinity in it came from; masks of -inf are none."""
+    """The first NaN is found in a loop, with its iteration and the infinity before it; masks of -inf do not count."""
 
     def function(x, masked):
         def layer(x, n):
@@ -197,7 +198,7 @@ def test_arrays_that_have_nans_before():
 
 
 class Time:
-    """A clock that is moved by hand."""
+    """A clock that tests set."""
 
     def __init__(self):
         self.now = 1000.0
@@ -218,7 +219,7 @@ def moved(monkeypatch):
 
 
 def test_goodput(moved, tmp_path, capsys):
-    """Each second counts once; a start that was killed loses what it did after the checkpoint."""
+    """Each second counts once. A killed start loses its time after the checkpoint."""
 
     def spend(phase, seconds):
         with goodput.clock().during(phase):
@@ -230,7 +231,7 @@ def test_goodput(moved, tmp_path, capsys):
             spend("input", 1)
             moved.now += 40 if n == 15 else 2
             if n == 1:
-                goodput.clock().compiled(0.5)  # traced within what follows
+                goodput.clock().compiled(0.5)  # traced within the next span
                 goodput.clock().compiled(1.5)
             numbers = found.step(n, tokens=100)
             assert numbers == {"step_seconds": {1: 0.5, 15: 40}.get(n, 2), "input_seconds": 1}
@@ -245,7 +246,7 @@ def test_goodput(moved, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Goodput 71% of 108 s: step 71%" in said.replace("\n", " ") and "step 15 (40 s); 1 in all" in said, said
 
-    (tmp_path / "goodput.json").write_text(killed)  # it was killed after step 20, and wrote nothing more
+    (tmp_path / "goodput.json").write_text(killed)  # killed after step 20, before it could write more
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (moved.now, moved.now))
     moved.now += 60
@@ -258,7 +259,7 @@ def test_goodput(moved, tmp_path, capsys):
 
 
 def test_goodput_on_a_full_disk(moved, tmp_path, capsys):
-    """No file may grow beyond a few bytes for a while, which fails as a full disk does."""
+    """A limit of a few bytes on file sizes fails like a full disk."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     with goodput.Goodput(tmp_path, 0) as found:
         try:
@@ -273,9 +274,9 @@ def test_goodput_on_a_full_disk(moved, tmp_path, capsys):
 
 
 def test_a_run_that_hangs(moved, tmp_path, monkeypatch, capfd):
-    """SIGUSR1 and a step that takes too long write stacks; without any progress the process ends."""
+    """SIGUSR1, or a step that takes too long, writes stacks; without any progress the process ends."""
     ended = []
-    monkeypatch.setattr(watchdog, "EVERY", 1e6)  # it looks when it is told to
+    monkeypatch.setattr(watchdog, "EVERY", 1e6)  # it looks only when told to
     monkeypatch.setattr(watchdog.os, "_exit", ended.append)
     text = lambda: (tmp_path / "stacks-0.txt").read_text()
     with watchdog.Watchdog(watchdog.WatchdogOptions(step_timeout=500.0), tmp_path, 0) as watch:
@@ -290,7 +291,7 @@ def test_a_run_that_hangs(moved, tmp_path, monkeypatch, capfd):
         assert "test_a_run_that_hangs" in text() and "(most recent call first)" in text()
         assert text().count("the last good step was 3") == 1
         moved.now += watchdog.LEAST + 1
-        for _ in range(2):  # it says so once
+        for _ in range(2):  # reported only once
             watch.look()
         assert text().count("the last good step was 3") == 2 and not ended
         moved.now += 500

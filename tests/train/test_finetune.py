@@ -1,4 +1,4 @@
-"""Fine-tuning: noise, mixtures and patience; scripts run in process."""
+"""Fine-tuning: NEFTune's noise, mixtures and patience; scripts run in this process."""
 
 import json
 from typing import Any
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("quick")
 # ======================================================================================================================
 
 SEGMENTS = jnp.asarray(np.repeat([[1, 2, 0], [1, 1, 2]], [4, 9, 3], axis=1))
-LENGTHS = np.repeat([[4, 9, 3], [13, 13, 3]], [4, 9, 3], axis=1)  # of each token's document
+LENGTHS = np.repeat([[4, 9, 3], [13, 13, 3]], [4, 9, 3], axis=1)  # the length of each token's document
 WHERE = jnp.asarray(np.zeros(SEGMENTS.shape, int))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt3"])
 def test_noise_is_bounded_by_the_length_of_the_document(name, tmp_path):
-    """And fills the bounds evenly; it is on the embeddings of tokens, not of positions, nor on a tied head."""
+    """Noise fills the bounds evenly. It is on the embeddings of tokens, not on those of positions or on a tied head."""
     model = zoo.load(tiny.write(tmp_path, name), dtype="float32")
     before = dict(modules(model, Embedding))
     after = dict(modules(noisy(model, SEGMENTS, alpha=5.0, keys=jax.random.split(jax.random.key(0))), NoisyEmbedding))
@@ -57,7 +57,7 @@ def test_noise_is_bounded_by_the_length_of_the_document(name, tmp_path):
 
 
 class PositionsFirst(AbstractModel):
-    """A model whose first embedding is of positions."""
+    """A model whose first embedding is that of positions."""
 
     positions: Embedding
     embed_tokens: Embedding
@@ -79,7 +79,7 @@ def test_noise_is_on_tokens_whichever_embedding_comes_first():
 
 @pytest.fixture(scope="module")
 def batch():
-    """Four rows that are all the same."""
+    """Returns four identical rows."""
     tokens = np.random.RandomState(0).randint(0, 64, (1, 17)).repeat(4, axis=0)
     ones = np.ones((4, 16))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": ones, "segments": ones}
@@ -87,7 +87,7 @@ def batch():
 
 
 def test_noise_depends_on_the_step_and_the_row(model, batch):
-    """And on nothing else, so that a run goes on as if it had not been interrupted, and microbatches change nothing."""
+    """Noise depends on nothing else, so a resumed run equals an undisturbed one, and microbatches change nothing."""
     seen, optimizer = [], optax.sgd(0.0)
 
     def objective(noisy, part, *_):
@@ -108,14 +108,14 @@ def test_noise_depends_on_the_step_and_the_row(model, batch):
     same = lambda a, b: [[bool(np.allclose(x, y, atol=1e-6)) for y in b] for x in a]
     assert (same(rows, rows) == np.eye(4)).all(), "every row has its own"
     _, again = noise_of(init_state(model, optimizer), 2)
-    # In parts each row is there three times: callbacks also run in the passes that otherwise only count.
+    # With microbatches each row occurs three times, because callbacks also run in the passes that only count.
     assert (np.sum(same(rows, again), axis=1) == 3).all(), "the same step in parts"
     _, later = noise_of(first, 1)
     assert not np.any(same(rows, later)), "another step"
 
 
 def test_noise_is_off_by_default(model, batch):
-    """Without it the loss is that of the model, with it a different one, finite, whose gradients reach the table."""
+    """Without noise the loss is the model's. With noise it differs, is finite, and has gradients to the table."""
     optimizer = optax.sgd(1e-3)
     options = dict(optimizer=optimizer, schedule=lambda n: 1e-3, compute_dtype=jnp.float32)
     total, count, _, _ = jax.jit(cross_entropy)(model, batch)
@@ -134,8 +134,9 @@ def test_noise_is_off_by_default(model, batch):
 
 
 def test_packing_changes_no_loss(base, model):
-    """Of rows with several examples, completions alone learnt, the loss is the mean over all targets of what the
-    examples have by themselves."""
+    """The loss of rows with several examples, learning completions only, equals the mean over all targets of the
+    examples alone.
+    """
     fields = [json.loads(line) for line in (base / "words.jsonl").read_text().splitlines()[:20]]
     tokenizer = zoo.tokenizer(base / "model")
     source = grain.MapDataset.source([Record(f"record {i}", f) for i, f in enumerate(fields)])
@@ -154,13 +155,13 @@ def test_packing_changes_no_loss(base, model):
 
 
 def test_a_mixture_through_the_script(base, tmp_path, monkeypatch):
-    """Two sets in the shares 3 to 1: in every step, and an epoch has every row of the first once."""
+    """Two sets have the shares 3 to 1 in every step, and an epoch has every row of the first set once."""
     write_words(tmp_path / "few.jsonl", 1, count=4, sign=lambda word: word[0])
     data, given = (str(base / "words.jsonl"), str(tmp_path / "few.jsonl")), []
     monkeypatch.setattr(finetune, "run", lambda o, config, mesh, tokenizer, task, **_: given.extend(task.data))
     run(base, tmp_path / "out", data=data, weights=(3.0, 1.0), packing="off", batch=4, steps=0, epochs=1)
     many, learnt = (base / "words.jsonl").read_text().count("\n"), [batch["loss_mask"].sum(1) for batch in given]
-    assert all((lengths == 2).sum() == 1 for lengths in learnt)  # a letter and the end
+    assert all((lengths == 2).sum() == 1 for lengths in learnt)  # a letter and the end token
     assert len(given) == many // 3
     with pytest.raises(ValueError, match="2 data sets need as many positive weights"):
         run(base, tmp_path / "out", data=data, weights=(3.0,))
@@ -173,7 +174,7 @@ def test_a_mixture_through_the_script(base, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def impatient(base, tmp_path_factory):
-    """Options of a run that memorises a few words, and gets worse at others; and what it left undisturbed."""
+    """Returns options of a run that memorises a few words and gets worse at others, its metrics, and its folder."""
     folder = tmp_path_factory.mktemp("patience")
     write_words(folder / "data" / "train.jsonl", 2, count=6)
     write_words(folder / "data" / "valid.jsonl", 3, count=12)
@@ -188,7 +189,7 @@ def weights(folder):
 
 
 def kept_model(out, step, like):
-    """The model in the checkpoint of this step; `like` is another of its shapes."""
+    """Returns the model in the checkpoint of this step; `like` is a model of the same shapes."""
     identity = json.loads((out / "checkpoints" / str(step) / "meta.json").read_text())["identity"]
     state, _ = Checkpoints(out / "checkpoints", identity=identity).restore(
         abstract_state(like, adamw(lambda step: 0.0)), step=step
@@ -197,7 +198,7 @@ def kept_model(out, step, like):
 
 
 def test_a_run_without_progress_ends(base, model, impatient, capsys):
-    """Two looks after the best one, whose model is exported."""
+    """The run ends two evaluations after the best one, whose model is exported."""
     options, metrics, out = impatient
     looks = {line["step"]: line["validation_loss"] for line in metrics if "validation_loss" in line}
     best, last = min(looks, key=looks.get), max(looks)
@@ -213,7 +214,7 @@ def test_a_run_without_progress_ends(base, model, impatient, capsys):
 
 @pytest.mark.slow
 def test_patience_survives_interruptions(base, impatient, tmp_path, stop_after):
-    """The best model is not among the checkpoints that make room for newer ones."""
+    """The best model's checkpoint is not removed to make room for newer ones."""
     options, metrics, out = impatient
     last = metrics[-1]["step"]
     stop_after(last - 3)  # a step after the best one
@@ -226,7 +227,7 @@ def test_patience_survives_interruptions(base, impatient, tmp_path, stop_after):
 
 @pytest.mark.slow
 def test_the_best_without_patience(base, model, impatient, tmp_path):
-    """All steps are taken, and the model of the lowest loss is exported."""
+    """All steps are run, and the model with the lowest loss is exported."""
     options, _, _ = impatient
     metrics = run(base, tmp_path, **options | dict(patience=0, eval_every=5, best="validation_loss"))
     looks = {line["step"]: line["validation_loss"] for line in metrics if "validation_loss" in line}
@@ -236,7 +237,7 @@ def test_the_best_without_patience(base, model, impatient, tmp_path):
 
 
 def test_patience_needs_validation(base, impatient, tmp_path):
-    """And checkpoints of all looks, which a run that began without it has not kept."""
+    """Patience also needs the checkpoints of all evaluations, which a run that began without it has not kept."""
     with pytest.raises(ValueError, match="--patience 2 waits for a lower loss on validation data, and there is none"):
         run(base, tmp_path / "out", patience=2)
     options, _, out = impatient
@@ -250,7 +251,7 @@ def test_patience_needs_validation(base, impatient, tmp_path):
 
 
 def test_a_run_begins_with_the_state_of_another(base, tmp_path, capsys):
-    """Of any of its steps, and takes the same steps from there; on other data it begins at its first record."""
+    """A run may begin at any of another's steps, with the same steps from there. Other data begin at their start."""
     first, branch = tmp_path / "first", tmp_path / "branch"
     whole = losses(run(base, first, save_every=3, keep=1, bin=True))
     assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["8", "bin"]
@@ -261,7 +262,7 @@ def test_a_run_begins_with_the_state_of_another(base, tmp_path, capsys):
     assert sorted(first.rglob("*")) == before
     assert weights(branch / "model") == weights(first / "model")
     assert "at step 6 and at its place in the data" in " ".join(capsys.readouterr().out.split())
-    (branch / "checkpoints" / "8" / "meta.json").rename(tmp_path / "gone")  # its own comes first, or says that it can't
+    (branch / "checkpoints" / "8" / "meta.json").rename(tmp_path / "gone")  # its own one comes first, or ends the run
     with pytest.raises(OSError, match=r"No checkpoint in .*branch/checkpoints is undamaged"):
         run(base, branch, load_state=f"{first}@6")
     write_words(tmp_path / "other" / "words.jsonl", 1)

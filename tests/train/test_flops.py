@@ -1,4 +1,4 @@
-"""The count of operations behind every MFU, against what others print of the same models, and against counting."""
+"""The operations behind every MFU, against others' published counts for the same models, and against plain counting."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ TOLERANCE = 0.005
         ("llama3.1-405b", 8192, 1261, 500),
         ("deepseek-v3", 4096, 607.5, 2426),
         ("qwen3-235b-a22b", 4096, 629.8, 4246),
-        # MaxText on v5p: the same, training/v5p
+        # MaxText on v5p: the same repository, training/v5p
         ("llama3.1-405b", 8192, 314.5, 124.6),
         ("llama4-scout", 8192, 225.5, 2070),
         # Megatron-Bridge: github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md
@@ -37,7 +37,7 @@ TOLERANCE = 0.005
     ],
 )
 def test_as_published(name, seq, teraflops, tokens):
-    """Operations a second over tokens a second, of one chip."""
+    """The count equals published operations per second over tokens per second, of one chip."""
     assert flops_per_token(zoo.config(name), seq) == pytest.approx(teraflops * 1e12 / tokens, rel=TOLERANCE)
 
 
@@ -56,7 +56,7 @@ def test_as_published(name, seq, teraflops, tokens):
     ],
 )
 def test_by_the_formula(name, short, long):
-    """In GFLOP, at 4,096 and 8,192 tokens, worked out by hand from the sizes in the papers."""
+    """Counts in GFLOP, at 4,096 and 8,192 tokens, equal those worked out by hand from the sizes in the papers."""
     config = zoo.config(name)
     found = [flops_per_token(config, seq) / 1e9 for seq in (4096, 8192)]
     assert found == pytest.approx([short, long], rel=TOLERANCE)
@@ -64,7 +64,7 @@ def test_by_the_formula(name, short, long):
 
 @pytest.mark.parametrize(("name", "giga"), [("gpt-oss-20b", 24.1), ("gpt-oss-120b", 34.4)])
 def test_without_windows(name, giga):
-    """The count of gpt-oss that others print takes all of its layers for full ones."""
+    """The published count of gpt-oss treats all of its layers as full attention."""
     config = zoo.config(name)
     full = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
     assert flops_per_token(full, 4096) / 1e9 == pytest.approx(giga, rel=TOLERANCE)
@@ -72,7 +72,7 @@ def test_without_windows(name, giga):
 
 
 def test_chunks():
-    """Against counting the pairs that attention multiplies one by one, a token itself as half of one."""
+    """The count equals the pairs that attention multiplies, one by one; a token with itself counts as half of one."""
     config, seq = zoo.config("llama4-scout"), 20_000
     full = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
     chunked = sum(config.window(n) is not None for n in range(config.num_hidden_layers))
@@ -82,7 +82,7 @@ def test_chunks():
 
 
 def test_routers_and_shared_experts():
-    """All matrices of DeepSeek V3's layers, but of the 256 experts the 8 that a token goes to."""
+    """All matrices of DeepSeek V3's layers count, but among the 256 experts only the 8 that a token goes to."""
     mla = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     dense, expert, router = 3 * 7168 * 18432, 3 * 7168 * 2048, 7168 * 256
     layers = 61 * mla + 3 * dense + 58 * (router + (1 + 8) * expert)
@@ -101,12 +101,12 @@ def test_routers_and_shared_experts():
     ],
 )
 def test_flops_of_the_active_parameters(name, billions):
-    """6 a token for each, with those of the head, and of the experts those that a token goes to."""
+    """A token takes 6 FLOPs for each active parameter, including the head and the experts that the token goes to."""
     assert flops_per_token(zoo.config(name), 1) / 6e9 == pytest.approx(billions, rel=0.03)
 
 
 def test_flops_through_a_window():
-    """Against counting the pairs one by one: 12 operations for each, times heads and their size."""
+    """The count equals pairs one by one, with 12 operations for each, times heads and their size."""
     full = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2, layer_types=())
     half = dataclasses.replace(
         full, use_sliding_window=True, sliding_window=100, layer_types=("full_attention", "sliding_attention")
@@ -121,12 +121,12 @@ def test_flops_through_a_window():
 
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3.5-27b"])
 def test_attention_sees_half_of_all_pairs(name):
-    """Whatever the states of a hybrid's other layers take, which does not grow with the row."""
+    """The share does not depend on states of a hybrid's other layers, which do not grow with the row."""
     assert seen_pairs(zoo.config(name), 4096) == pytest.approx(0.5)
 
 
 def test_flops_of_what_is_frozen():
-    """No gradients of frozen weights, and nothing is sent back to where nothing is trained; in multiply-adds."""
+    """Frozen weights have no gradients, and nothing is propagated below trained layers. Counts are multiply-adds."""
     config = dataclasses.replace(zoo.config("qwen3-8b"), num_hidden_layers=2, layer_types=())
     model, p = skeleton(family_of(config), config), products_per_token(config, 100)
     counted = lambda *patterns: flops_per_token(config, 100, trained=state.split_frozen(model, patterns)[0]) / 2
@@ -135,7 +135,7 @@ def test_flops_of_what_is_frozen():
     assert counted("embed_tokens.*", "*norm*") == all_of_it
     assert counted("*.mlp.up_proj.*") == all_of_it - 2 * 4096 * 12288
     assert counted("lm_head.*") == all_of_it - p.head
-    assert counted("layers.*") == all_of_it - p.layers  # the embedding's gradients come through the layers
+    assert counted("layers.*") == all_of_it - p.layers  # the embedding's gradients pass through the layers
     assert counted("layers.*", "embed_tokens.*") == sum(p) + 2 * p.head
     assert counted("layers.*", "embed_tokens.*", "norm.*") == sum(p) + p.head
     assert counted("layers.*", "embed_tokens.*", "lm_head.*") == sum(p) + p.head  # through the head, to the last norm

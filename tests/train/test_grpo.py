@@ -1,5 +1,6 @@
-"""GRPO: its objective against the formulas written out, what it learns from, the script to its end, that rewards rise,
-and that a run which fails goes on as if nothing had happened."""
+"""GRPO: its objective against the formulas written out, its rollouts, the script to its end, rewards that rise, and
+runs that fail and resume as if undisturbed.
+"""
 
 import dataclasses
 import functools
@@ -66,7 +67,7 @@ def batch():
     return {name: jnp.asarray(a) for name, a in rows.items()}
 
 
-# Every loss, both levels, and one and several microbatches, but not all combinations of them.
+# Every loss, both levels, and one and several microbatches, but not all combinations.
 CASES = {"grpo": ("sequence", 2), "dapo": ("token", 1), "dr_grpo": ("token", 2)}
 
 
@@ -77,7 +78,7 @@ def objective_options(folder, loss):
 
 
 def plain(model, batch, o, reference):
-    """The formulas, with all logits at once: the three losses of a loss's level."""
+    """Computes the three losses for a loss's level, by the formulas, with all logits at once."""
     where = dict(positions=batch["positions"], segments=batch["segments"])
 
     def logps(model):
@@ -109,7 +110,7 @@ def model(folder):
 
 @pytest.fixture
 def expected(folder, batch):
-    """A model, a reference, and the loss -> its value and its gradients, by the formulas: one program for all."""
+    """Returns a model, a reference, and loss -> its value and gradients by the formulas, from one program."""
     random = np.random.RandomState(1)
     tables = [random.normal(size=(64, 64)) for _ in range(2)]
     moved, model = (Bigram(jnp.asarray(a, jnp.float32)) for a in (tables[0], tables[0] + 0.1 * tables[1]))
@@ -120,7 +121,7 @@ def expected(folder, batch):
 
 
 def test_objective(folder, batch, expected):
-    """The losses and their gradients, in microbatches too, with a reference."""
+    """The losses and their gradients equal the formulas, with a reference, in microbatches, too."""
     moved, model, of_losses = expected
     for loss, (_, parts) in CASES.items():
         o, (want, gradients) = objective_options(folder, loss), of_losses[loss]
@@ -146,7 +147,7 @@ def test_the_reference_is_the_model_without_adapters(folder, model, batch):
 
 
 def test_rollout(folder, model):
-    """Rows hold prompts and completions, `old` is what the model itself gives the tokens, advantages are of groups."""
+    """Rows hold prompts and completions, `old` has the model's own log-probabilities, and advantages are by group."""
     o = options(folder, pathlib.Path(), temperature=0.7, iterations=2, minibatches=2, compute_dtype="float32")
     o = dataclasses.replace(o, batch=8)
     tokenizer = zoo.tokenizer(folder / "model")
@@ -195,8 +196,9 @@ def arguments(folder, out, *more):
 
 
 def test_the_script(folder, tmp_path, capsys):
-    """All weights, off-policy, and near to a second copy of the model; then nothing is left to do. Half of the prompts
-    are held out, and evaluated at each step."""
+    """The script trains all weights off-policy, near a second copy of the model; a second call has nothing left to do.
+    Half of the prompts are held out, and evaluated at each step.
+    """
     more = ["--steps", 2, "--iterations", 2, "--minibatches", 2, "--kl", 0.1, "--compute-dtype", "float32"]
     more += ["--hold-out", 0.5, "--correct", 0.01, "--eval-every", 1]
     for _ in range(2):
@@ -221,7 +223,7 @@ def test_the_script(folder, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"lora": grpo.finetune.Lora(rank=8), "iterations": 2, "minibatches": 2}])
 def test_the_reward_rises(folder, tmp_path, changes):
-    """From chance, 5 letters of 26, to nearly all: on- and off-policy, all weights and adapters only."""
+    """The reward rises from chance, 5 of 26 letters, to nearly 1: on- and off-policy, with all weights or adapters."""
     o = options(folder, tmp_path / "run", steps=40, lr=0.01, warmup=0, **changes)
     grpo.main(dataclasses.replace(o, group=8))
     earned = rewards_of(tmp_path / "run")
@@ -231,7 +233,9 @@ def test_the_reward_rises(folder, tmp_path, changes):
 
 @pytest.mark.slow
 def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch):
-    """From its last checkpoint, bit by bit, in what is sampled and in what is learnt. By kill -9: test_scripts.py."""
+    """A failed run resumes from its last checkpoint with the same samples and updates, bit by bit. For kill -9 see
+    test_scripts.py.
+    """
     command_of = lambda out: arguments(folder, out, "--prompts", 2, "--steps", 8, "--save-every", 2, "--iterations", 2)
     command("train.grpo", *command_of(tmp_path / "whole"))
     asked = []
@@ -256,7 +260,7 @@ def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypa
 
 
 def test_pass_at():
-    """The share of all choices of k completions that have a correct one, on average over prompts."""
+    """pass@k is the share of all choices of k completions that contain a correct one, averaged over prompts."""
     correct = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]], bool)
     assert list(rollouts.pass_at(correct)) == ["pass@1", "pass@2", "pass@4", "pass@6"]
     for name, value in rollouts.pass_at(correct).items():
@@ -266,7 +270,7 @@ def test_pass_at():
 
 
 def test_what_is_correct(folder):
-    """--correct, or all that the rewards can add up to; what is taken away for others is none of it."""
+    """A reward of --correct counts as correct, or by default the sum of the positive weights."""
     o = options(folder, pathlib.Path(), reward_weights=(0.7, 0.3, -1.0))
     assert rollouts.correct_from(o) == 1.0 and rollouts.correct_from(options(folder, pathlib.Path())) == 1.0
     assert rollouts.correct_from(dataclasses.replace(o, correct=0.0)) == 0.0
@@ -288,7 +292,7 @@ def test_refusals(folder, tmp_path):
 
 
 def test_a_dry_run_tries_the_rewards(folder, tmp_path, monkeypatch):
-    """It names the record that lacks what a reward needs, before a model is loaded."""
+    """A dry run names the record that lacks a field that a reward needs, before a model is loaded."""
     lines = [{"prompt": "a ", "answer": "1"}, {"prompt": "b ", "answer": "2"}, {"prompt": "c "}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "own.py").write_text("def fails(completion, record):\n    return record['no']\n")
@@ -301,7 +305,7 @@ def test_a_dry_run_tries_the_rewards(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"data\.jsonl, line 3: The reward needs a field `answer` in the record"):
         start(reward=("number",))
     with pytest.raises(ValueError, match=r"data\.jsonl, line 3: The reward needs a field `answer`"):
-        start(reward=("exact",), hold_out=0.3)  # where it is held out
+        start(reward=("exact",), hold_out=0.3)  # the record is held out
     with pytest.raises(ValueError, match=r"data\.jsonl, line 1: The reward python needs a field `tests`"):
         start(reward=("number", "python"))
     with pytest.raises(ValueError, match=r"line 1: --reward \S+own\.py:fails raises KeyError: 'no'\.$"):
@@ -309,7 +313,7 @@ def test_a_dry_run_tries_the_rewards(folder, tmp_path, monkeypatch):
 
 
 def test_what_is_tried_of_rewards():
-    """A reward of the user's is called once, with the record's own answer; what it gives is told."""
+    """A user's reward is called once, with the record's own answer, and its result is shown."""
     calls = []
     prompts = [(f"line {n}", prompts_.Prompt([0], {"answer": str(n)})) for n in range(3)]
     own = lambda completion, record: calls.append((completion, record)) or 0.5

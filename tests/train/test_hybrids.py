@@ -30,12 +30,12 @@ def model(base):
 
 @pytest.fixture(scope="module")
 def other(model):
-    """The reference of preferences, and the teacher."""
+    """Returns the reference of preferences, which is also the teacher."""
     return jax.tree.map(lambda a: jnp.asarray(np.asarray(a) * np.float32(0.97)), model)
 
 
 def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
-    """A pair's log-probabilities do not depend on what stands before it in its row, of the model or the reference."""
+    """A pair's log-probabilities do not depend on the text before it in its row, for the model and the reference."""
     objective = jax.jit(functools.partial(dpo.objective, o=dpo.DPOOptions()))
     packed, spread = (rows_of(base, pairs, 4, "dpo", seq_len=seq_len) for seq_len in (64, 20))
     assert packed["segments"].max() > 4 > spread["segments"].max()
@@ -46,7 +46,7 @@ def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
 
 
 def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
-    """The objective is the formula, of packed rows."""
+    """The objective on packed rows equals the formula."""
     o = distill.DistillOptions(model="", teacher="", data=("unused",), beta=0.0, temperature=2.0, weight=1.0)
 
     @jax.jit
@@ -64,9 +64,10 @@ def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_training_in_eight_bits(model, batch, dtype):  # noqa: F811
-    """Log-probabilities and loss are nearly those of floats, in int8 gradients too; and every parameter has one.
+    """Log-probabilities and loss are nearly those of floats. So are int8's gradients, and every parameter has one.
 
-    In fp8 gradients are rounded as well, and in this random model they turn far: their cosine to floats is 0.18.
+    With fp8, gradients are rounded, too, and in this random model their direction changes much: their cosine to floats'
+    is 0.18.
     """
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""What train.inspect says of data: exact numbers, marks, its page, and that a store has what was put into it."""
+"""The report of train.inspect on data: exact numbers, marks, its page, and stores that hold the given data."""
 
 import html
 import json
@@ -30,7 +30,7 @@ def chat(question, answer):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Eight records: three are the same, one has its answer beyond the row, one loses its end, one is markup."""
+    """Returns eight records: three are equal, one has its answer beyond the row, one loses its end, one is markup."""
     folder = tmp_path_factory.mktemp("data")
     same, another = chat("What?", "This."), chat("Why?", "So.")
     records = [
@@ -83,13 +83,13 @@ def test_some_of_the_records(data):
 
 @pytest.fixture
 def texts(tmp_path):
-    """Of 6, 100, 180, 14 and 14 tokens of rows: the pieces of 32 are 2 first ones and 6 others."""
+    """Writes texts of 6, 100, 180, 14 and 14 tokens. Cut at 32, they have 2 first pieces and 6 others."""
     return write(tmp_path / "texts.jsonl", *({"text": "word " * n} for n in (3, 50, 90, 7, 7)))
 
 
 @pytest.mark.parametrize("long_texts", ["split", "cut"])
 def test_how_full_rows_are(texts, long_texts):
-    """As the survey says of each packing, which makes the rows."""
+    """The report's fill of each packing equals that of the survey, which makes the rows."""
     (found,) = inspect.main(InspectOptions(data=(texts,), seq_len=32, long_texts=long_texts, samples=0, records=0))
     (records, _), tokenizer = open_records(texts, 0.0), zoo.tokenizer("tiny")
     for part in found.table["filled"].removesuffix(" of the rows' tokens").split(", "):
@@ -141,7 +141,7 @@ def test_pairs(tmp_path):
 
 
 def test_bad_records(tmp_path, capsys):
-    """Each kind is counted and placed, and the rest is looked at; a run refuses them by the same sentences."""
+    """Each kind of bad record is counted and placed; the rest is inspected. A run refuses with the same messages."""
     wrong = {"query": "?"}
     turn = {"messages": [{"role": "user"}]}
     records = [chat("a", "b"), wrong, turn, wrong, chat("c", ""), wrong, chat("a", "b"), wrong, wrong]

@@ -1,4 +1,4 @@
-"""What is kept of a state between steps, and where: --offload optimizer, and --weights-dtype bfloat16."""
+"""The state between steps, by its place and its dtype: --offload optimizer, and --weights-dtype bfloat16."""
 
 import functools
 from typing import Any
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def numbers(metrics):
-    """Metrics without those of clocks and of memory."""
+    """Returns metrics without times and memory."""
     return [{k: v for k, v in line.items() if "second" not in k and "memory" not in k} for line in metrics]
 
 
@@ -49,7 +49,7 @@ def exported(folder):
 
 
 def test_an_offloaded_run_is_the_same(base, tmp_path, stop_after, capsys):
-    """Also with a break, and after it: where the state lies is no part of the run."""
+    """A run is the same with offloading, also if it is interrupted: the state's place is no part of a run."""
     stop_after(0)
     plain = run(base, tmp_path / "plain", steps=6, eval_every=3)
     assert "In its host's" not in capsys.readouterr().out
@@ -71,7 +71,7 @@ class Layer(AbstractBlock):
 
 
 class Small(eqx.Module):
-    """A layer's matrices, those of a head, and an array that stays in float32."""
+    """A layer's matrices, a head's, and an array that stays in float32."""
 
     layer: Layer
     head: Linear
@@ -91,9 +91,10 @@ def placed(text="fsdp=1"):
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
 def test_one_parameter_after_another(name):
-    """The update is that of all at once, bit for bit, and so is what a step that is not fine leaves; everything stays
-    where it was. Numbers of steps, and what is always float32, stay on the device. XLA of jax 0.10.2 rounds some of so
-    small arrays otherwise, in the last place."""
+    """The update of one parameter after another equals that of all at once, bit for bit, and so does the state after a
+    step that is not fine. Every array stays in its memory: step counts, and arrays that are always float32, stay on the
+    device. XLA of jax 0.10.2 rounds some arrays this small differently in the last place.
+    """
     exact = jax.__version_info__ >= (0, 12) or name in ("adafactor", "sgd")
     optimizer = OPTIMIZERS[name](optax.linear_schedule(0.1, 0.2, 5))
     optimizer = rounded(optimizer, "bfloat16") if name == "sgd" else optimizer
@@ -119,7 +120,7 @@ def test_one_parameter_after_another(name):
 
 
 def test_bytes_by_memory():
-    """Of a device and of its host, in a state and in the shapes of one."""
+    """Bytes are counted by memory, of a device and of its host, for a state and for the shapes of one."""
     model, optimizer = placed(), OPTIMIZERS["adamw"](lambda step: 0.1)
     for state in (init_state, abstract_state):
         away = state(model, optimizer, offload="optimizer")
@@ -149,7 +150,7 @@ def test_a_device_without_its_hosts_memory_is_refused(monkeypatch):
 
 
 def test_places_on_gpus_that_are_not_here():
-    """They keep their kinds of memory, and differ by them."""
+    """Shardings for GPUs that are not at hand keep their kinds of memory, and differ by them."""
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     shape = lambda place: jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=place(mesh, P("fsdp")))
     away, here = places.explicit((shape(places.HostPlace), shape(NamedSharding)))
@@ -165,7 +166,7 @@ def test_places_on_gpus_that_are_not_here():
 
 
 def test_the_mean_of_many_roundings_is_the_value():
-    """Within five standard deviations of so many; and each is one of the two nearest numbers."""
+    """The mean is within five standard deviations of the value, and each rounded number is one of the two nearest."""
     count = 40_000
     parts = np.array([0, 1 / 65536, 0.1, 0.25, 0.5, 0.75, 65535 / 65536])
     for size in (1, -3, 1e-30, 1e38):
@@ -189,7 +190,7 @@ def test_exact_values_stay():
 
 
 def test_random_bits_follow_from_the_step_and_the_array():
-    """Not from the mesh, nor from what else is trained; other arrays and other steps have others."""
+    """Random bits depend neither on the mesh nor on other arrays. Other arrays and other steps have other bits."""
     mesh = make_mesh("fsdp=4,tensor=2")
     new = jnp.full((64, 64), 1.001953125)  # a quarter of a unit above 1
     old = {"a": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones((64, 64), jnp.bfloat16), "c": jnp.ones(())}
@@ -203,7 +204,7 @@ def test_random_bits_follow_from_the_step_and_the_array():
 
 
 def test_bfloat16_weights_go_on_as_if_never_stopped(base, tmp_path, stop_after):
-    """With moments in bfloat16 too; they learn; and float32 weights are refused from then on."""
+    """bfloat16 weights, with moments in bfloat16 too, learn and resume; float32 weights are refused for such a run."""
     small = functools.partial(run, base, steps=6, weights_dtype="bfloat16", moments="bfloat16", freeze=("*norm*",))
     stop_after(0)
     whole = small(tmp_path / "whole")

@@ -1,6 +1,6 @@
-"""The launcher's decisions, of processes that are not really there; and what asks a run to stop.
+"""The launcher's decisions, with simulated processes, and the requests that stop a run.
 
-Real processes that are killed and come back: the slow tests at the end.
+The slow tests at the end kill real processes, which then come back.
 """
 
 import http.server
@@ -29,8 +29,9 @@ from train.step.microbatches import elastic
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """Runs a plan: what happens in each attempt to processes that are not really there, by a clock that sleeping moves.
-    Returns the exit code, the calls, and what was said."""
+    """Returns a function that runs a plan: the events of each attempt, with simulated processes and a clock that
+    sleeping advances. It returns the exit code, the calls, and the messages.
+    """
     now, started = [0.0], []
 
     class Child:
@@ -79,7 +80,7 @@ def calls(attempt, hosts, full):
 
 
 def test_it_goes_on_with_what_is_left_and_returns_to_full_size(launched):
-    """Without b, two processes: three do not divide four. When b has rested, they are asked to stop; then four."""
+    """Without b there are two processes, since three do not divide four. After b's rest they stop; then four."""
     code, called, said = launched("kill1,wait,end", elastic=True)
     everyone = ["a0", "b1", "c2", "d3"]
     assert code == 0
@@ -126,8 +127,8 @@ def test_a_command_needs_a_folder():
         (1, 8, 1, 1, 2, 2),
         (2, 32, 4, 2, 4, 4),
         (1, 24, 6, 6, 8, 2),  # 24 / 8 = 3 rows on a device with all, 24 / 6 / 2 = 2 now
-        (1, 24, 3, 3, 8, 4),  # not 3 parts, which would not be of one size
-        (1, 8, 3, 3, 4, 1),  # the mesh does not divide the rows: it says so
+        (1, 24, 3, 3, 8, 4),  # not 3 parts, which would differ in size
+        (1, 8, 3, 3, 4, 1),  # the mesh does not divide the rows, and its message says so
     ],
 )
 def test_microbatches_keep_the_rows_on_a_device(microbatches, rows, shares, processes, full, parts):
@@ -157,13 +158,13 @@ def test_coordinators_of_jobsets(monkeypatch, environment, found):
 
 
 # ======================================================================================================================
-# What asks a run to stop.
+# Requests to stop a run.
 # ======================================================================================================================
 
 
 @pytest.fixture
 def metadata(monkeypatch):
-    """A metadata server's values, to be changed."""
+    """Returns a metadata server's values, which tests change."""
     values = {"preempted": "FALSE", "maintenance-event": "NONE"}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -188,7 +189,7 @@ def metadata(monkeypatch):
 
 def test_notices_of_google_cloud(metadata, tmp_path):
     assert preemption.found(tmp_path) == ""
-    metadata["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"  # the machine goes on elsewhere
+    metadata["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"  # the machine moves elsewhere
     assert preemption.found(None) == ""
     metadata["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
     assert preemption.found(None) == "Google Cloud (maintenance-event)"
@@ -198,7 +199,7 @@ def test_notices_of_google_cloud(metadata, tmp_path):
 
 @pytest.fixture
 def no_nohup():
-    """A SIGHUP is not ignored, as it is in what nohup runs."""
+    """Resets SIGHUP, which a process under nohup ignores."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -209,8 +210,9 @@ STOPS = [*((f"SIG{name}", 75) for name in ("TERM", "USR2", "HUP", "XCPU")), ("SI
 
 @pytest.mark.parametrize("name, code", STOPS)
 def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, no_nohup, name, code):
-    """By a signal, as Slurm's --signal=USR2@120, or by a file, which it removes. The exit code says whether to start it
-    again."""
+    """A signal, such as Slurm's --signal=USR2@120, or a file asks the run to stop; the file is removed. The exit code
+    says whether to start the run again.
+    """
     monkeypatch.setattr(preemption, "EVERY", 0.01)
     before = {*threading.enumerate()}
     with StopRequest(tmp_path) as stop:
@@ -229,7 +231,7 @@ def test_a_run_is_asked_to_stop(tmp_path, monkeypatch, no_nohup, name, code):
 
 
 def test_an_old_file_stop_is_removed(tmp_path, capsys):
-    """It was for an earlier start of the run."""
+    """A file `stop` from before this start is ignored."""
     (tmp_path / "stop").touch()
     os.utime(tmp_path / "stop", (preemption.STARTED - 1,) * 2)
     with StopRequest(tmp_path) as stop:
@@ -238,7 +240,7 @@ def test_an_old_file_stop_is_removed(tmp_path, capsys):
 
 
 def test_a_signal_of_every_second(monkeypatch):
-    """SIGXCPU is one, and does not end a run that is saving."""
+    """SIGXCPU, which repeats every second, does not end a run that is saving."""
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"it ends with {code}"))
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGXCPU)
@@ -258,7 +260,7 @@ def test_nohup():
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGXCPU"])
 def test_a_signal_before_the_first_step(monkeypatch, no_nohup, name):
-    """And after the last one: the same command goes on."""
+    """A signal before the first step or after the last one ends with the exit code for a restart."""
     codes, before = [], signal.getsignal(signal.Signals[name])
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(sys, "argv", ["train.sft"])
@@ -285,7 +287,7 @@ def test_a_signal_while_modules_are_imported(monkeypatch):
 
 @pytest.mark.slow
 def test_a_lost_process_changes_no_step(tmp_path):
-    """Of two processes one is killed; one goes on, with twice the microbatches, as one with eight devices does."""
+    """One of two processes is killed. The other continues with twice the microbatches, like one with eight devices."""
     command("train.pretrain", *storm.arguments(tmp_path / "calm", 5))
     calm = storm.losses(tmp_path / "calm")
     found = storm.storm(tmp_path, kills=1, steps=5, rest=1000.0, calm=calm)
@@ -296,7 +298,7 @@ def test_a_lost_process_changes_no_step(tmp_path):
 @nightly
 @pytest.mark.slow
 def test_lost_processes_come_back(tmp_path, record_property):
-    """A random one of two is killed, again and again, and as many are started again: no loss has other bits."""
+    """A random one of two processes is killed, again and again, and restarted: no loss has other bits."""
     kills = trials(1, 20, 100)
     found = storm.storm(tmp_path, kills=kills, steps=12 * kills + 10, elastic=False)
     record_property("figure", storm.told(found))
@@ -306,7 +308,7 @@ def test_lost_processes_come_back(tmp_path, record_property):
 @nightly
 @pytest.mark.slow
 def test_processes_that_are_lost_and_found(tmp_path, record_property):
-    """With --elastic: one goes on, and later two again. Sums are then in another order."""
+    """With --elastic one process continues, and later two again. Sums are then in another order."""
     kills = trials(1, 5, 100)
     found = storm.storm(tmp_path, kills=kills, steps=12 * kills + 10)
     record_property("figure", storm.told(found))
@@ -316,7 +318,7 @@ def test_processes_that_are_lost_and_found(tmp_path, record_property):
 @nightly
 @pytest.mark.slow
 def test_a_soak(tmp_path, record_property):
-    """Faults of all kinds: processes that are killed, hang or get a SIGTERM, and checkpoints that are damaged."""
+    """Faults of all kinds happen: processes are killed, hang or get a SIGTERM, and checkpoints are damaged."""
     kills = trials(1, 10, 100)
     found = storm.storm(tmp_path, kills=kills, steps=13 * kills, elastic=False, faults=storm.FAULTS)
     record_property("figure", storm.told(found))

@@ -1,6 +1,6 @@
 """Fast checkpoints on the hosts' own disks: the newest complete one is used, wherever it is, and is whole bit by bit.
 
-What several processes do for each other is in test_processes.py, and a whole run in test_scripts.py.
+For several processes see test_processes.py, and for a whole run test_scripts.py.
 """
 
 import errno
@@ -26,7 +26,7 @@ from zoo.nn.layers import Linear
 
 @pytest.fixture(scope="module")
 def placed():
-    """A model over two replicas of two devices each; the optimizer's arrays are split over all four."""
+    """Returns a model over two replicas of two devices each; the optimizer's arrays are split over all four."""
     mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     place = Linear.partition_specs(model(), P("fsdp", None))
     return jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), model(), place)
@@ -62,7 +62,7 @@ def save(kept, first, *steps, only_local=True):
 
 
 def parts(folder):
-    """Of one process: the folder of each step, oldest first."""
+    """Returns the folder of each step of one process, oldest first."""
     (mine,) = (folder / "disk").glob("*/0")
     return sorted(mine.iterdir(), key=lambda path: int(path.name.split("-")[0]))
 
@@ -122,7 +122,7 @@ def test_a_damaged_one_is_set_aside(kept, first, abstract, tmp_path, kind):
 
 
 def test_a_piece_that_cannot_be_read_is_no_damage(kept, first, abstract, tmp_path, monkeypatch):
-    """The start ends, names the file, and leaves all as it is."""
+    """The start ends, names the file, and changes nothing."""
     save(kept()[0], first, 1, 2)
 
     def fails(path):
@@ -138,7 +138,7 @@ def test_a_piece_that_cannot_be_read_is_no_damage(kept, first, abstract, tmp_pat
 
 
 def test_a_piece_that_is_on_no_disk(kept, first, abstract, tmp_path):
-    """As when a host is lost and no replica has its part: the manifest of what is there lacks it."""
+    """A piece may be on no disk, as when a host is lost and no replica has its part. Then the manifests lack it."""
     save(kept()[0], first, 1, only_local=False)
     save(kept()[0], first, 2)
     newest = parts(tmp_path)[-1]
@@ -153,7 +153,7 @@ def test_a_piece_that_is_on_no_disk(kept, first, abstract, tmp_path):
 
 
 def test_another_mesh(kept, first, abstract, tmp_path):
-    """With as many devices to a replica one replica is enough; otherwise there are other pieces."""
+    """With as many devices in a replica, one replica is enough; otherwise the pieces differ."""
     save(kept()[0], first, 1, only_local=False)
     save(kept()[0], first, 2)
     for sizes, step in (((1, 2), 2), ((4, 2), 2), ((1, 4), 1)):
@@ -179,7 +179,7 @@ def test_a_new_run_in_the_same_place_begins_anew(kept, first, abstract, tmp_path
 
 
 def test_a_copy_of_a_run_has_its_own(kept, first, abstract, tmp_path):
-    """It goes on from what was copied, and the original's are left alone."""
+    """A copied run resumes from the copied checkpoints, and the original's are left alone."""
     before, _ = kept()
     save(before, first, 1, only_local=False)
     save(kept()[0], first, 2)
@@ -193,7 +193,7 @@ def test_a_copy_of_a_run_has_its_own(kept, first, abstract, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_keeps_its_own(kept, first, abstract, tmp_path):
-    """It did not note the place of the run."""
+    """An earlier version did not note the place of the run."""
     save(kept()[0], first, 1)
     name, _, place = (tmp_path / "shared" / "id").read_text().partition("\n")
     (tmp_path / "shared" / "id").write_text(name)
@@ -216,7 +216,7 @@ def test_only_one_run_has_the_folder(kept, first, tmp_path):
 
 
 def test_a_full_disk_does_not_end_the_run(kept, first, abstract, tmp_path):
-    """No file may grow beyond 100 bytes for a while, which fails as a full disk does."""
+    """A limit of 100 bytes on file sizes fails like a full disk."""
     before, said = kept()
     save_one = lambda step: before.save(at(step, first), {"next": step}, only_local=True)
     save_one(1)
@@ -237,7 +237,7 @@ def test_a_full_disk_does_not_end_the_run(kept, first, abstract, tmp_path):
 
 
 def test_the_state_may_be_donated(kept, first, abstract):
-    """The step that follows writes over the arrays that are being saved."""
+    """The state may be donated: the step that follows overwrites the arrays that are being saved."""
     advance = jax.jit(lambda state: jax.tree.map(lambda a: a + 1, state), donate_argnums=0)
     before, _ = kept()
     state = at(1, first)
@@ -253,7 +253,7 @@ def test_the_state_may_be_donated(kept, first, abstract):
 
 
 def test_after_2038(kept, first, abstract, monkeypatch):
-    """The second of a start does not fit into 32 bits."""
+    """A start's time in seconds no longer fits into 32 bits."""
     monkeypatch.setattr("time.time", lambda: 2.0**31 + 5)
     save(kept()[0], first, 1)
     after, _ = kept()

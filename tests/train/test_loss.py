@@ -1,4 +1,4 @@
-"""The losses: equal to TRL's, to their definitions on whole logits, and deaf to what is masked."""
+"""The losses: equal to TRL's, and to their definitions on whole logits, and independent of masked tokens."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 
 
 def completions(logits: jax.Array) -> jax.Array:
-    """Log-probability of each row's completion."""
+    """Returns the log-probability of each row's completion."""
     found, _ = loss.logprobs(lambda x: x, logits[:, :-1], GIVEN["tokens"][:, 1:], chunk=20)
     return jnp.sum(jnp.where(MASK[:, 1:] != 0, found, 0), axis=1)
 
@@ -104,7 +104,7 @@ def test_advantages_equal_trl(name, scale):
     ],
 )
 def test_policy_losses_equal_trl(name, how, level, beta):
-    """The loss, the norm of its gradient, the fraction that is clipped, and the mean KL."""
+    """The loss, the norm of its gradient, the clipped fraction, and the mean KL equal TRL's."""
     advantages = jnp.asarray(np.array(GOLDEN["advantages"], np.float32))
     poison = lambda a: jnp.asarray(np.where(np.asarray(MASK) != 0, a, np.float32(np.nan)))
     old, reference = poison(GIVEN["old"]), poison(GIVEN["ref"])
@@ -159,7 +159,7 @@ LOGITS, TEACHERS = (5 * np.tanh(np.asarray(x) @ np.asarray(HEAD).T / 5) for x in
 
 
 def score(function, x, head):
-    """A number that depends on every log-probability and every entropy."""
+    """Returns a number that depends on every log-probability and every entropy."""
     logps, entropies = function(functools.partial(unembed, head), x, TARGETS)
     return jnp.sum(jnp.sin(logps) + jnp.cos(entropies)), (logps, entropies)
 
@@ -272,7 +272,7 @@ def test_equal_distributions_do_not_diverge():
 
 
 def test_the_heads_gradient_is_added_up_over_chunks_in_float32():
-    """In bfloat16 it would stop at 512."""
+    """The sum over chunks is exact; in bfloat16 it would stop at 512."""
     x, head = jnp.ones((1, 2048, 4), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
     total = lambda head: jnp.sum(loss.by_chunks(lambda x: jnp.einsum("bsd,vd->bsv", x, head), x, chunk=2))
     gradient = jax.jit(jax.grad(total))(head)

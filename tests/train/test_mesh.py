@@ -1,4 +1,4 @@
-"""Meshes from words, on eight devices that are not really there."""
+"""Meshes from text, on eight fake devices."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def test_some_devices():
 
 
 class Chip:
-    """One of 64, wired as a torus of 4 x 4 x 4."""
+    """One of 64 chips, wired as a torus of 4 x 4 x 4."""
 
     platform, device_kind, process_index, core_on_chip = "tpu", "TPU v5", 0, 0
 
@@ -79,7 +79,7 @@ def test_put_batch():
 
 
 def test_put_batch_along_the_context():
-    """Each device has the front's and the back's share of every sequence."""
+    """Each device has its share of the front and of the back of every sequence."""
     mesh = make_mesh("fsdp=4,context=2")
     batch = put_batch({"tokens": np.arange(32).reshape(4, 8)}, mesh)
     shards = {shard.device: shard.data for shard in batch["tokens"].addressable_shards}
@@ -90,7 +90,7 @@ def test_put_batch_along_the_context():
 
 
 def test_put_batch_keeps_the_order_that_a_model_needs():
-    """Whichever of the models that read it: the student, the teacher, a reference. `next_token` follows."""
+    """The order depends on all models that read the batch: student, teacher and reference. `next_token` follows it."""
     dense, hybrid = (
         skeleton(module.FAMILY, read(module.FAMILY, tiny.CONFIGS[name]))
         for module, name in ((qwen3, "qwen3"), (nemotron_h, "nemotron_h"))
@@ -112,12 +112,12 @@ def test_put_batch_keeps_the_order_that_a_model_needs():
 def test_balanced_is_balanced(parts):
     order = balanced(24, parts)
     assert sorted(order) == list(range(24))
-    work = order.reshape(parts, -1).sum(axis=1)  # a token sees as many as come before it
+    work = order.reshape(parts, -1).sum(axis=1)  # a token sees all tokens before it
     assert (work == work[0]).all()
 
 
 class Slice:
-    """A device of one of several slices of TPUs, as far as a mesh looks at it."""
+    """A device in one of several slices of TPUs, with the attributes that a mesh reads."""
 
     platform, device_kind, process_index = "tpu", "TPU v9", 0
 
@@ -164,7 +164,7 @@ def test_a_dense_model_has_no_experts():
 
 
 def test_experts_of_gpus_are_in_one_node(untyped):
-    """Four devices in two nodes, where neighbours along "expert" are in one, or not."""
+    """Four devices in two nodes are accepted only if neighbours along "expert" are in one node."""
     config, shape = read(mixtral.FAMILY, tiny.CONFIGS["mixtral"]), dict.fromkeys(AXES, 1) | {"fsdp": 2, "expert": 2}
 
     def mesh(*order):
@@ -177,21 +177,21 @@ def test_experts_of_gpus_are_in_one_node(untyped):
 
 
 def test_stages_of_several_scans():
-    """Three of Nemotron-H's, which repeat 3, 1 and 5 times: a pipeline takes those that the stages divide."""
+    """Nemotron-H has three scans, which repeat 3, 1 and 5 times. A pipeline takes the scans that the stages divide."""
     model = skeleton(nemotron_h.FAMILY, read(nemotron_h.FAMILY, tiny.CONFIGS["nemotron_h-mlp-new"]))
     mesh = make_mesh("stage=3,fsdp=2", jax.devices()[:6])
     check_mesh(mesh, model, nemotron_h.FAMILY, batch=6, seq_len=16)
     specs = jax.tree.map(lambda place: place.spec, surgery.shardings(model, nemotron_h.FAMILY.partition_rules, mesh))
     pair, attention, five = specs.layers.period[1].mixer, specs.layers.period[2].mixer, specs.layers.period[3].mixer
     assert pair.up_proj.weight == P("stage", "tensor", "fsdp")
-    assert attention.q_proj.weight == P(None, "tensor", "fsdp")  # of 32 features, which 3 stages do not divide
+    assert attention.q_proj.weight == P(None, "tensor", "fsdp")  # of 32 features; 3 stages do not divide them
     assert five.out_proj.weight == P(None, "fsdp", "tensor")
     with pytest.raises(ValueError, match=r"5 repeated groups of layers can't be split by stage = 8: .* as 1, 5 do"):
         check_mesh(make_mesh("stage=8"), model, nemotron_h.FAMILY, batch=8, seq_len=16)
 
 
 def test_without_stages():
-    """Stages go along fsdp, whose neighbours they become, or along the replicas if that does not divide the model."""
+    """Stages join fsdp, as neighbours along it, or the replicas if that does not divide the model."""
     model = skeleton(qwen3.FAMILY, read(qwen3.FAMILY, tiny.CONFIGS["qwen3"]))
     mesh = make_mesh("stage=2,replica=2,fsdp=2")
     other = without_stages(mesh, model, qwen3.FAMILY)

@@ -1,4 +1,4 @@
-"""The file of metrics, the picture, and what is shown on a screen or in a log."""
+"""The metrics file, the picture, and the output on a screen or in a log."""
 
 import collections
 import io
@@ -47,7 +47,7 @@ def test_going_on_drops_what_came_after(tmp_path):
 
 
 def test_a_full_disk(tmp_path):
-    """No file may grow beyond a few bytes for a while, which fails as a full disk does: no line is lost or halved."""
+    """A limit of a few bytes on file sizes fails like a full disk: no line is lost or cut."""
     path, said = tmp_path / "metrics.jsonl", []
     file, hard = MetricsFile(path, say=said.append), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     file.write(1, loss=1.0)
@@ -64,7 +64,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_lines_that_are_no_steps(tmp_path):
-    """Broken, empty and foreign ones are told in one line, kept in a copy, and in nobody's way."""
+    """Lines that are broken, empty or foreign are reported in one message, kept in a copy, and otherwise ignored."""
     path, said = tmp_path / "metrics.jsonl", []
     lines = [
         '{"step": 1, "loss": 1.5}',
@@ -103,7 +103,7 @@ def test_progress_in_a_log(clock, monkeypatch):
     with Progress(200, start=100, flops_per_token=1e9, console=console) as bar:
         for step in range(101, 201):
             rates = bar.update(step, loss=np.float32(1 + step / 1000), tokens=np.int32(300), targets=1)
-            clock[0] += 1.0 if step > 101 else 60.0  # a pause, for evaluation perhaps
+            clock[0] += 1.0 if step > 101 else 60.0  # a pause, such as for evaluation
     assert rates["tokens_per_second"] == 300 and rates["mfu"] == pytest.approx(0.3)
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 101/200  loss 1.1010"

@@ -70,13 +70,13 @@ def test_only_the_matrices_of_linears_are_decayed():
 
 
 def test_rewarmed():
-    """From the rate that there was, halfway in the first of two steps, then on the schedule."""
+    """The rate starts from the previous one, is halfway in the first of two steps, and then follows the schedule."""
     schedule = rewarmed(lambda step: jnp.asarray(step, jnp.float32), start=10, rate=2.0, steps=2)
     np.testing.assert_allclose([schedule(step) for step in (10, 11, 12, 40)], [6, 11, 12, 40])
 
 
 def test_adamw():
-    """Three steps, of which the first gradient is clipped."""
+    """Three steps equal the formula; the first gradient is clipped."""
     linear = Linear(3, 2, bias=True, key=jax.random.key(0))
     weight, bias = (np.asarray(a, np.float64) for a in (linear.weight, linear.bias))
     optimizer = adamw(lambda step: 0.1 / (step + 1), weight_decay=0.5, clip_norm=3.0, b1=0.8, b2=0.9, eps=1e-3)
@@ -128,7 +128,7 @@ class Block(AbstractBlock):
 
 
 class Tree(eqx.Module):
-    """What a model is to an optimizer: a stack of layers, an embedding, a head."""
+    """A model as an optimizer sees it: a stack of layers, an embedding, a head."""
 
     layers: Stack
     embed_tokens: Embedding
@@ -154,8 +154,9 @@ def tree():
 
 
 def trained(tree, optimizer):
-    """Path -> the array after three steps with random gradients, of which the first is clipped to a norm of 3; the
-    gradients; and the state."""
+    """Returns path -> array after three steps with random gradients, the gradients, and the state. The first gradient
+    is clipped to a norm of 3.
+    """
     state, gradients = optimizer.init(tree), []
     update = jax.jit(lambda gradient, state, tree: optimizer.update(gradient, state, tree))
     arrays, structure = jax.tree.flatten(tree)
@@ -174,7 +175,7 @@ def named(tree):
 
 
 def adam(gradients, keep=lambda moment: moment):
-    """AdamW's direction for one array at every step; its moments are kept as `keep` says."""
+    """Yields AdamW's direction for one array at every step; `keep` rounds the moments."""
     m = v = 0.0
     for t, g in enumerate(gradients, 1):
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
@@ -183,7 +184,7 @@ def adam(gradients, keep=lambda moment: moment):
 
 
 def muon(gradients):
-    """Muon's direction for one matrix (out, in) at every step: Newton and Schulz's iteration of the momentum."""
+    """Yields Muon's direction for one matrix (out, in) at every step: Newton and Schulz's iteration on the momentum."""
     m = 0.0
     for t, g in enumerate(gradients, 1):
         m = 0.95 * m + 0.05 * g
@@ -196,7 +197,7 @@ def muon(gradients):
 
 
 def expected(tree, gradients, direction):
-    """Path -> the array after steps of `direction(path, gradients)`, at a learning rate of 0.1, and 0.05 of decay."""
+    """Returns path -> array after steps of `direction(path, gradients)`, at learning rate 0.1 and decay 0.05."""
     decayed = {path: decays for path, decays in named(is_decayed(tree)).items()}
     arrays = {}
     for path, array in named(tree).items():
@@ -215,7 +216,7 @@ SETTINGS = dict(weight_decay=0.5, clip_norm=3.0)
 
 
 def test_muon(tree):
-    """A stack's update is that of each layer's, and each expert's, matrix alone; other parameters get AdamW's."""
+    """A stack's update equals that of each layer's, and each expert's, matrix alone; other parameters get AdamW's."""
 
     def direction(path, gradients):
         if not path.startswith("layers.") or path.endswith("bias"):
@@ -230,7 +231,7 @@ def test_muon(tree):
 
 
 def compiled(layers, make, mesh, *spec):
-    """Muon's update of a stack of so many linear maps, compiled for eight devices that split the weights so."""
+    """Compiles Muon's update of a stack of `layers` linear maps, with weights split over eight devices by `spec`."""
     mesh = make_mesh(mesh)
     init = lambda: Stack(lambda n, *, key: Block({"map": make(key)}), ["block"] * layers, key=jax.random.key(0))
     place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*spec)))
@@ -242,7 +243,7 @@ def compiled(layers, make, mesh, *spec):
 
 
 def test_muon_leaves_experts_where_they_are():
-    """Each device makes its own experts' matrices orthogonal: none are gathered, nor made so twice."""
+    """Each device orthogonalises its own experts' matrices: none is gathered, or orthogonalised twice."""
     program = compiled(3, lambda key: ExpertLinear(8, 4, 6, key=key), "expert=8", None, "expert").as_text()
     assert "all-reduce" in program and "all-gather" not in program  # the norm of all gradients
 
@@ -256,7 +257,7 @@ def test_muon_leaves_experts_where_they_are():
     ],
 )
 def test_muon_gathers_a_layer_at_a_time(mesh, spec):
-    """In memory are a few copies of one layer's whole matrix, and of the device's own eighth of all 16 layers."""
+    """Memory holds a few copies of one layer's whole matrix, and of the device's own eighth of all 16 layers."""
     memory = compiled(16, lambda key: Linear(128, 128, key=key), mesh, *spec).memory_analysis()
     matrix = 4 * 128 * 128
     assert memory.temp_size_in_bytes < 6 * matrix + 4 * 16 * matrix / 8, memory
@@ -274,7 +275,7 @@ def test_sgd(tree):
 
 
 def test_adafactor():
-    """A matrix has sums of its rows and columns; what is small has a second moment in full. No update is above 1."""
+    """A matrix has sums of its rows and columns, and small arrays have a full second moment. No update exceeds 1."""
     tree = {"layers": Linear(130, 128, bias=True, key=jax.random.key(0))}
 
     def direction(path, gradients):
@@ -295,10 +296,10 @@ def test_adafactor():
 
 
 def test_moments_in_bfloat16(tree):
-    """Both are rounded after every step, and nothing else is."""
+    """Both moments are rounded after every step, and nothing else is."""
     near = lambda moment: np.float64(np.asarray(moment, jnp.bfloat16))
     got, gradients, state = trained(tree, rounded(adamw(lambda step: 0.1, **SETTINGS), "bfloat16"))
-    # Moments in float32 may round to the other side of a tie in float64: half a unit of bfloat16's last place.
+    # Float32 moments may round to the other side of a tie in float64: half a unit in bfloat16's last place.
     assert_near(got, expected(tree, gradients, lambda _, gradients: adam(gradients, near)), rtol=2e-3)
     dtypes = {path_name(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
     assert {dtype for path, dtype in dtypes.items() if "count" not in path} == {jnp.dtype("bfloat16")}

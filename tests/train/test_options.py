@@ -1,4 +1,4 @@
-"""The options of a run that is watched and that survives, all at once, on the embedded model."""
+"""The options for watching a run and for surviving faults, all at once, on the embedded model."""
 
 import importlib.util
 import re
@@ -48,8 +48,9 @@ TRACKERS = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboard
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_all_at_once(tmp_path, monkeypatch, capsys):
-    """A NaN and a spike are left out; what is written of the run is there; another begins with its state; the page of
-    both is drawn, and the NaN is computed again."""
+    """A NaN and a spike are skipped, and the run's files are written. Another run begins with its state, the page of
+    both is drawn, and the NaN is computed again.
+    """
     data = joined.write_marked(tmp_path / "data.jsonl")
     monkeypatch.setattr(train.run.options, "cross_entropy", joined.poisoned(data))
     monkeypatch.setattr(offending.Running, "WINDOW", 4)

@@ -1,4 +1,4 @@
-"""The page of a run, and of several: what it draws, and, where there is a browser, that it does."""
+"""The page of a run, and of several: its content, and its drawing in a browser if there is one."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from train.watch.metrics import MetricsFile
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-# What a hand does: it drags over the first chart, from a quarter of it to the half.
+# Simulates a hand that drags over the first chart, from a quarter of it to the half.
 DRAG = """<script>
 SVGElement.prototype.setPointerCapture = () => {};  // there is no pointer
 const first = document.querySelector("svg"), box = first.getBoundingClientRect();
@@ -52,7 +52,7 @@ def data_of(path):
 
 
 def test_the_slowest_process():
-    """By medians, since each process is late at times; of the present number of processes."""
+    """The slowest of the present processes is found by medians, since each process is late at times."""
     lines = [{"step": n, "own_seconds": [0.1, 9.0 if n == 5 else 0.2, 0.9]} for n in range(1, 10)]
     told = "process 2: 0.9 s of its own a step; the median process has 0.2 s"
     assert page.slowest([{"step": 0, "own_seconds": [5.0] * 4}, *lines]) == {"slowest process": told}
@@ -99,7 +99,7 @@ def test_runs_compared(tmp_path):
 
 
 def test_old_and_damaged_runs(tmp_path):
-    """Those of versions that wrote less, or whose run.json is cut off, are drawn with what there is."""
+    """Runs of versions that wrote less, or with a truncated run.json, are drawn with the data that they have."""
     run = write_run(tmp_path / "old")
     (run / page.RUN).write_text('{"identity": {}, "opt')
     (run / "samples.jsonl").unlink()
@@ -109,7 +109,7 @@ def test_old_and_damaged_runs(tmp_path):
 
 
 def test_a_long_run_is_thinned(tmp_path):
-    """To the lowest and highest points, so that no spike is lost."""
+    """A long run is thinned to the lowest and highest points, so that no spike is lost."""
     lines = [{"step": n, "loss": 100.0 if n == 33_333 else 1.0 + n % 7 / 100} for n in range(100_000)]
     curve = page.curves(lines)["loss"]
     assert len(curve["steps"]) <= 2 * page.BUCKETS + 2 and curve["steps"][-1] == 99_999
@@ -118,7 +118,7 @@ def test_a_long_run_is_thinned(tmp_path):
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on PATH")
 def test_in_a_browser(tmp_path):
-    """Its script runs to the end, draws each curve, writes samples as text, and zooms to what its address says."""
+    """The page's script runs to the end, draws each curve, writes samples as text, and zooms as its address says."""
     run = write_run(tmp_path / "seen", norms=True)
     page.write([run], run / page.REPORT)
 

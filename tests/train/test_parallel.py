@@ -1,7 +1,7 @@
-"""Meshes of eight devices that are not really there: what each axis does to numbers, places and collectives.
+"""Meshes of eight fake devices: each axis's effect on numbers, places and collectives.
 
-Each thing that an axis does runs once, in the family that has most of it, and every two axes meet in some mesh. That
-all families can be split so is seen from their shapes.
+Each effect of an axis is tested once, in the family with most of it, and every two axes meet in some mesh. That all
+families can be split in this way is tested by their shapes.
 """
 
 import functools
@@ -35,7 +35,7 @@ from zoo.registry import family_of
 
 
 ROWS, SEQ = 24, 32
-WIDTH = 72  # of the widest activations: keys of all heads in DeepSeek's
+WIDTH = 72  # width of the widest activations: keys of all heads in DeepSeek's
 
 SPLIT, EXPERTS, STAGES = "fsdp=2,context=2,tensor=2", "expert=2,context=2,tensor=2", "stage=3,replica=2"
 WEIGHTS = "fsdp=2,tensor=4"
@@ -46,8 +46,8 @@ FAST = [
 ]
 SLOW = [
     ("gpt3", SPLIT),  # learnt positions
-    ("qwen3-window-tail", "replica=2,context=2,tensor=2"),  # windows over the edges of parts; layers behind the scan
-    ("deepseek2", WEIGHTS),  # latents, which all devices have whole; more devices along tensor than key/value heads
+    ("qwen3-window-tail", "replica=2,context=2,tensor=2"),  # windows over the edges of parts; layers after the scan
+    ("deepseek2", WEIGHTS),  # latents, whole on each device; more devices along tensor than key/value heads
     ("gpt_oss", EXPERTS),  # sinks, and the biases of experts
     ("mixtral", "replica=2,fsdp=2,expert=2"),
     ("llama4-alternating", "stage=2,expert=2,tensor=2"),  # layers of two kinds in a pipeline, chunks of attention
@@ -69,7 +69,7 @@ SMALLER = {  # a layer of each kind, or two of each for a pipeline
 
 
 def write(folder, name):
-    """The tiny checkpoint, with fewer layers perhaps, and with what predicts one more token if there is such a part."""
+    """Writes the tiny checkpoint, perhaps with fewer layers, and with the MTP module if the family has one."""
     module, changes = tiny.MODULES[tiny.FAMILIES[name]], SMALLER.get(name, {})
     tiny.write(folder, name, **changes)
     hub, random, values = tiny.CONFIGS[name] | changes, np.random.RandomState(0), getattr(module, "values", tiny.values)
@@ -80,10 +80,10 @@ def write(folder, name):
 
 
 def make_batch():
-    """Two documents to a row, of other lengths in each, and padding behind them."""
+    """Returns rows of two documents, whose lengths differ by row, and padding."""
     random, index = np.random.RandomState(2), np.arange(SEQ)[None]  # a seed with which no router is at a tie
     tokens, cut = random.randint(0, 64, (ROWS, SEQ)), random.randint(5, 25, (ROWS, 1))
-    first = np.where(index < cut, 0, np.where(index < 30, cut, 30))  # of each token's document, or of the padding
+    first = np.where(index < cut, 0, np.where(index < 30, cut, 30))  # start of each token's document or padding
     arrays = dict(
         tokens=tokens, targets=np.roll(tokens, -1, axis=1), loss_mask=tokens + index < 80,
         segments=np.where(index < cut, 1, 2) * (index < 30), positions=index - first,
@@ -98,15 +98,16 @@ def folders(tmp_path_factory):
 
 
 def load(folder, **options):
-    """The tiny checkpoint with half its weights. As it is, half a unit in the last place of gpt-oss's moves its
-    gradients by 3e-5, and so would any other order of adding up."""
+    """Loads the tiny checkpoint with halved weights. With whole ones, half a unit in the last place of gpt-oss's
+    weights, or any other order of adding up, moves its gradients by 3e-5.
+    """
     return jax.tree.map(
         lambda a: jnp.asarray(np.asarray(a) / 2) if eqx.is_inexact_array(a) else a, zoo.load(folder, **options)
     )
 
 
 def compiled(model, batch, places=None):
-    """The gradients of a sum over the batch, with its logits and reports: a program, and the parameters for it."""
+    """Returns a program for the gradients of a sum over the batch, with its logits and reports, and its parameters."""
     parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(parameters, batch):
@@ -128,7 +129,7 @@ def alone(folder):
 
 
 def distance(a, b) -> float:
-    """The Frobenius norm of the difference, as a part of that of `b`."""
+    """Returns the Frobenius norm of the difference relative to that of `b`."""
     a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)]) for tree in (a, b))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
@@ -144,7 +145,7 @@ def test_every_two_axes_meet():
 
 @pytest.mark.parametrize("name", [next(iter(module.CONFIGS)) for module in tiny.MODULES.values()])
 def test_every_family_can_be_split(name):
-    """No device has much more than its share of the parameters, of as many devices as a replica has."""
+    """No device has much more than its share of the parameters, among the devices of a replica."""
     family = FAMILIES[tiny.FAMILIES[name]]
     config = read(family, tiny.CONFIGS[name])
     texts = ["replica=2,fsdp=4", SPLIT, "stage=2,context=2", "stage=3,tensor=2"]
@@ -185,7 +186,7 @@ def test_split_equals_whole(folders, name, text):
     if routings_of(reports):
         assert distance(our_reports, reports) < 1e-5
 
-    # Each device has its own tokens, nothing of the others', and the collectives are those that it takes.
+    # Each device has only its own tokens, and the collectives are those expected.
     assert math.prod(our_logits.addressable_shards[0].data.shape[:2]) == ROWS * SEQ // (shares * parts)
     found = list(collectives(program.as_text()))
     kinds = {kind for kind, _ in found}
@@ -200,13 +201,13 @@ def test_split_equals_whole(folders, name, text):
 
 @pytest.mark.slow
 def test_a_step_with_tokens_in_order(tmp_path):
-    """A whole training step of a hybrid, with its module for one more token and chunks of logits."""
+    """A whole training step of a hybrid, with its MTP module and chunks of logits, equals one device's."""
     model, batch, mesh = (
         load(write(tmp_path, "qwen3_5"), parts=("mtp",)),
         make_batch(),
         make_mesh("fsdp=2,context=2,tensor=2"),
     )
-    rate = optax.constant_schedule(1e4)  # so that a step is the gradients, with no digits lost to the weights
+    rate = optax.constant_schedule(1e4)  # with it a step is the gradients, and no digits are lost to the weights
     sgd = optax.sgd(rate)
 
     def after(model, batch):
@@ -226,7 +227,7 @@ def test_a_step_with_tokens_in_order(tmp_path):
 
 
 def collectives(text):
-    """Kind and number of elements of each array that a compiled program's collectives make."""
+    """Yields kind and number of elements of each array that a compiled program's collectives make."""
     for result, kind in re.findall(
         r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)\(", text
     ):

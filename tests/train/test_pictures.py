@@ -1,4 +1,4 @@
-"""Training on images: where they stand in rows, their patches, refusals, and a run of train.sft."""
+"""Training on images: their places in rows, their patches, refusals, and a run of train.sft."""
 
 import base64
 import io
@@ -64,7 +64,7 @@ def tokenizer(checkpoint):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Images as paths, in base64, from a column beside, two in a chat, and a chat without any."""
+    """Writes records with images as paths, in base64, in a column, two in a chat, and a chat without any."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "images").mkdir()
     for colour in COLOURS:
@@ -89,7 +89,7 @@ def of(data, tokenizer, **options):
 
 
 def test_a_batch_has_the_images_of_its_rows(checkpoint, tokenizer, data):
-    """Each document's tokens and patches are what `encode_prompt` makes of it, packed as they are."""
+    """Each document's tokens and patches, as packed, equal the result of `encode_prompt`."""
     model = zoo.load(checkpoint, parts=("vision",))
     found = {}
     for batch in of(data, tokenizer):
@@ -131,7 +131,7 @@ def test_features_of_a_batch(checkpoint, tokenizer, data):
 
 
 def test_a_row_never_holds_a_part_of_an_image(tokenizer, data):
-    """An example longer than a row ends before the image that would be cut; the shortest row has no image at all."""
+    """An example longer than a row ends before an image that would be cut; the shortest row has no image at all."""
     two = open_records(data / "train.jsonl", 0.0)[0][1]
     ((ids, _, _, places),) = encode(two, tokenizer, vocab_size=64)
     for seq in range(5, len(ids)):
@@ -142,7 +142,7 @@ def test_a_row_never_holds_a_part_of_an_image(tokenizer, data):
 
 
 def test_images_of_a_column(tokenizer, tmp_path):
-    """As Hugging Face's datasets store them: bytes beside messages whose parts have all keys, most of them empty."""
+    """Images may be bytes beside messages whose parts have all keys, mostly empty, as in Hugging Face's datasets."""
     part = lambda kind, text: {"type": kind, "text": text}
     user = {"role": "user", "content": [part("image", None), part("text", "what is it"), part("image", None)]}
     turns = [user, {"role": "assistant", "content": [part("text", "red")]}]
@@ -159,7 +159,7 @@ def test_images_of_a_column(tokenizer, tmp_path):
 
 
 def test_image_tokens_are_never_targets(tokenizer):
-    """All others are, where prompts are learnt, too."""
+    """All other tokens are targets if prompts are learnt, too."""
     record = Record("line 1", {"messages": chat("red", {"base64": base64.b64encode(png("red")).decode()})})
     (example,) = encode(record, tokenizer, vocab_size=64, completions_only=False)
     assert example.ids.count(63) == 9 and example.mask == [int(id != 63) for id in example.ids]
@@ -269,7 +269,7 @@ def test_pairs(tokenizer, data):
 
 
 def test_rollouts(checkpoint, tokenizer, data):
-    """Answers are drawn of what the images show, and the rows that learn from them have the same images."""
+    """Answers are sampled given the images, and the rows that learn from them have the same images."""
     mesh = zoo.make_mesh("fsdp=1", jax.devices()[:1])
     model = zoo.load(checkpoint, parts=("vision",), mesh=mesh)
     asked = {"messages": chat("red", {"path": "images/red.png"})}
@@ -293,7 +293,7 @@ def test_rollouts(checkpoint, tokenizer, data):
 
 
 def test_a_plan_counts_the_tower(checkpoint):
-    """Its parameters and the images of a batch, in the step that is compiled, which takes the batch's arrays."""
+    """A plan counts the tower's parameters and a batch's images, and its compiled step takes the batch's arrays."""
     config, family = zoo.config(checkpoint), zoo.gemma3.FAMILY
     mesh = zoo.make_mesh("fsdp=2", jax.devices()[:2])
     shape = dict(batch=4, seq=32, remat="full", microbatches=1)
@@ -312,7 +312,7 @@ def test_a_plan_counts_the_tower(checkpoint):
 
 @pytest.mark.slow
 def test_fine_tuning(checkpoint, data, tmp_path, monkeypatch):
-    """The tower learns too, or stays as it is by --freeze; and the result sees."""
+    """The tower learns, too, or stays unchanged with --freeze; the resulting model sees."""
     devices(monkeypatch, 2)
     given = dict(model=checkpoint, data=data / "train.jsonl", hold_out=0.2, seq_len=60, batch=2, lr=1e-2)
     given |= dict(compute_dtype="float32", sample_tokens=2)

@@ -55,7 +55,7 @@ def made(config):
 
 
 def small(memory):
-    """A chip with so many bytes."""
+    """Returns a chip with `memory` bytes."""
     return CHIPS["v6e"]._replace(memory=memory)
 
 
@@ -63,7 +63,7 @@ def small(memory):
 
 
 def test_collectives_of_a_loop():
-    """Six layers, each gathered over fsdp, and their products added up over tensor."""
+    """Six layers are each gathered over fsdp, and their products added up over tensor."""
     mesh = make_mesh("fsdp=4,tensor=2")
     place = lambda *axes: NamedSharding(mesh, P(*axes))
     weights = jax.ShapeDtypeStruct((6, 64, 32), jnp.float32, sharding=place(None, "tensor", "fsdp"))
@@ -150,15 +150,15 @@ ENTRY %main (p: s32[]) -> s32[] {
 def test_every_notation():
     found = hlo.collectives(TEXT, 8)
     assert {(c.kind, c.group, c.sent, c.times) for c in found} == {
-        ("reduce-scatter", (0, 2, 4, 6), 2 * 8 * 128 * 3 / 4, 5),  # what TPUs make of one
+        ("reduce-scatter", (0, 2, 4, 6), 2 * 8 * 128 * 3 / 4, 5),  # a TPU's form of one
         ("all-gather", (0, 1), 2 * 32 / 2, 5),
-        ("collective-permute", (0, 1), 40, 4),  # once, where it is not known how often, and three times
+        ("collective-permute", (0, 1), 40, 4),  # once, where the number is unknown, and three times
         ("collective-permute", (0, 1), 80, 3),  # the counter is 0, 2 and 4
         ("all-to-all", (0, 2, 4, 6), 64 * 3 / 4, 1),
         ("reduce-scatter", (0, 2, 4, 6), 4 * 4 * 3, 1),
         ("all-reduce", (0,), 0, 1),
         ("all-gather", tuple(range(8)), 4 * 16 * 7 / 8, 1),  # by a SparseCore
-        ("ragged-all-to-all", tuple(range(8)), 0, 1),  # the routers decide
+        ("ragged-all-to-all", tuple(range(8)), 0, 1),  # the number depends on the routers
     }
     assert hlo.by_axis(found, {"fsdp": 4, "tensor": 2}) == {
         ("reduce-scatter", "fsdp"): 5 * 2 * 8 * 128 * 3 / 4 + 48,
@@ -197,7 +197,7 @@ ENTRY %main (p: s32[]) -> s32[] {
 
 
 def test_activations_are_what_one_loop_leaves_to_another():
-    """Not what it passes on, nor what lies in the host's memory, nor what nobody reads."""
+    """Activations exclude arrays that a loop passes on, arrays in the host's memory, and arrays that nobody reads."""
     assert hlo.activations(LOOPS) == 2 * 4 * 8
 
 
@@ -209,19 +209,19 @@ def test_bytes_by_kind(config, made):
     assert made.kinds["parameters"] == ahead.device_bytes(whole)
     assert made.kinds["optimizer"] == pytest.approx(2 * made.kinds["parameters"], rel=0.01)
     assert made.kinds["batch"] == 4 * 8 * 64 * 4 // 8  # rows in order need no positions
-    step = 4  # the number of the step itself
+    step = 4  # the number of the step
     assert made.compiled.arguments == sum(made.kinds.values()) + step
     assert (
         made.needed
         == made.compiled.arguments + made.compiled.temporaries + made.compiled.results - made.compiled.reused
     )
-    assert made.compiled.reused > 0.9 * made.kinds["parameters"]  # the new state lies where the old one was
+    assert made.compiled.reused > 0.9 * made.kinds["parameters"]  # the new state reuses the old one's memory
     assert made.compiled.activations == config.num_hidden_layers * 64 * config.hidden_size * 2  # one row's layer inputs
     assert made.compiled.activations < made.compiled.temporaries
 
 
 def wide(text, devices):
-    """The mesh, and the step of a model whose parts weigh more than what is gathered of them."""
+    """Returns the mesh, and the step of a model whose parts are larger than the arrays gathered from them."""
     config = qwen3.Config(
         vocab_size=2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, head_dim=32, max_position_embeddings=256, max_window_layers=8,
@@ -231,7 +231,7 @@ def wide(text, devices):
 
 
 def compiled(mesh, program):
-    """As users compile it: what hurries (hurry.py) also changes what one loop leaves to another."""
+    """Compiles with users' options, because hurry.py's also change the arrays that one loop leaves to another."""
     with pytest.MonkeyPatch.context() as patch:
         as_users = {name: True for name in ["xla_cpu_use_fusion_emitters"] if name in hurry.FLAGS}
         compile = jax.stages.Lowered.compile
@@ -244,12 +244,11 @@ def compiled(mesh, program):
     [
         ("replica=2,fsdp=2,tensor=2", 2, 2),
         ("fsdp=8", 1, 1),
-        ("context=4,tensor=2", 1, 2 * 5 / 4),  # whose tokens have positions
+        ("context=4,tensor=2", 1, 2 * 5 / 4),  # tokens have positions
     ],
 )
 def test_no_argument_is_replicated_in_silence(text, replicas, of_tokens):
-    """Each of eight devices has an eighth of everything but what its mesh says: parameters by replicas, and tokens by
-    tensor."""
+    """Each of eight devices has an eighth of everything, except parameters over replicas, and tokens over tensor."""
     sizes = lambda mesh, program: {kind: ahead.device_bytes(tree) for kind, tree in program.kinds.items()}
     whole, parts = sizes(*wide("fsdp=1", jax.devices()[:1])), sizes(*wide(text, jax.devices()))
     assert parts["parameters"] == pytest.approx(whole["parameters"] * replicas / 8, rel=0.01)  # norms are not split
@@ -259,7 +258,7 @@ def test_no_argument_is_replicated_in_silence(text, replicas, of_tokens):
 
 @pytest.mark.slow
 def test_no_activation_is_replicated_in_silence():
-    """An eighth of them is on each of eight devices, but where both heads and sequences are split."""
+    """Each of eight devices has an eighth of the activations, unless both heads and sequences are split."""
     whole = compiled(*wide("fsdp=1", jax.devices()[:1]))
     for text, times in ("replica=2,fsdp=2,tensor=2", 1), ("context=4,tensor=2", 2):
         split = compiled(*wide(text, jax.devices()))
@@ -286,7 +285,7 @@ def test_bounds(config, made, monkeypatch):
     assert rows[-1].startswith("with what is started ahead beside kernels, MFU ")
     copies = {breakdown.ASIDE: Part(0.0, 8.0, 2.0, 1), breakdown.PRODUCTS: Part(8.0, 8.0, sent + 1, 1)}
     monkeypatch.setattr(planner, "parts", lambda *_: copies)
-    assert made.seconds == pytest.approx((sent + 1, 2 * sent + 3))  # copies that are started ahead take no time beside
+    assert made.seconds == pytest.approx((sent + 1, 2 * sent + 3))  # copies that start ahead take no extra time
 
 
 def test_decoding(config, made):
@@ -302,7 +301,7 @@ def test_decoding(config, made):
 
 
 def test_adapters(config, monkeypatch):
-    """Frozen weights take two bytes or fewer; moments are kept of adapters alone; and there are fewer products."""
+    """Frozen weights take two bytes or fewer, only adapters have moments, and there are fewer products."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
 
     def planned(**changes):
@@ -310,7 +309,7 @@ def test_adapters(config, monkeypatch):
 
     whole, adapted = planned(), planned(lora=Lora(rank=4))
     rounded = planned(lora=Lora(rank=4), quantize="nf4")
-    adapters = adapted.kinds["optimizer"] / 2  # as many as either of its moments
+    adapters = adapted.kinds["optimizer"] / 2  # equal to the number of either moment
     assert 0 < adapters < 0.25 * whole.kinds["parameters"]
     assert adapted.kinds["parameters"] - adapters == pytest.approx(whole.kinds["parameters"] / 2, rel=0.02)
     assert rounded.kinds["parameters"] < 0.8 * adapted.kinds["parameters"]
@@ -331,7 +330,7 @@ def test_adapters(config, monkeypatch):
 
 
 def test_preferences(config, monkeypatch):
-    """The reference takes two bytes a parameter, or nothing beside adapters; and one more forward pass."""
+    """The reference takes two bytes a parameter, or none with adapters, and one more forward pass."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
     planned = lambda **changes: script.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
     whole, pairs, rewarded = planned(), planned(method="dpo"), planned(method="grpo", kl=0.1)
@@ -340,7 +339,7 @@ def test_preferences(config, monkeypatch):
     assert (
         pairs.bounds["compute"] == rewarded.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
     )
-    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # advantages and old log-probabilities
+    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # plus advantages and old log-probabilities
     with pytest.raises(ValueError, match="--decode plans no training: leave out --method dpo"):
         planned(method="dpo", decode=True)
     with pytest.raises(ValueError, match="--save writes the step of a training script: leave out --decode"):
@@ -353,7 +352,7 @@ def test_preferences(config, monkeypatch):
 
 @pytest.mark.parametrize("cache", ["auto", "int8"])
 def test_rollouts(config, monkeypatch, cache):
-    """The planned programs have the shapes of those that rollouts run; beside them lies all that they do not read."""
+    """The planned programs have the shapes of a rollout's. Arrays that they do not read lie beside them."""
     o = dataclasses.replace(
         TINY, method="grpo", seq=63, max_new_tokens=24, rollout_batch=20, group=4, mesh="fsdp=1", cache_dtype=cache
     )
@@ -393,7 +392,7 @@ def test_rollouts(config, monkeypatch, cache):
 
 @pytest.mark.slow
 def test_sampling_beside_adapters(config):
-    """Frozen weights are read by both; and who needs more memory, the update or sampling, is what a device needs."""
+    """Update and sampling share frozen weights. A device needs the larger memory of the two."""
     o = dataclasses.replace(TINY, method="grpo", lora=Lora(rank=4), rollout_batch=8)
     few, many = (
         script.plan(dataclasses.replace(o, rollout_batch=n), config, CHIPS["v6e"], jax.devices()) for n in (8, 4096)
@@ -443,7 +442,7 @@ def test_larger_than_the_fleet(config):
 
 
 def refuse(needed, available):
-    """A compiler that finds the program too large."""
+    """Returns a compiler that finds the program too large."""
 
     def compile_ahead(*_):
         raise TooLarge(needed, available)
@@ -479,8 +478,9 @@ def test_suggestions_take_away_what_is_missing(config, monkeypatch):
 
 
 def test_remat_before_more_devices(monkeypatch):
-    """What libtpu says of Llama 3.1 8B on a v6e-8: 180.3 GB without remat, of which activations are more than ours say.
-    With full remat it needs 28.8 GB, and fits."""
+    """Remat is suggested first for Llama 3.1 8B on a v6e-8. libtpu needs 180.3 GB without remat, with more activations
+    than in our estimate, and 28.8 GB with full remat, which fits.
+    """
     monkeypatch.setattr(planner, "compile_ahead", refuse(180.3e9, 33.54e9))
     o = Options(model="llama3.1-8b", topology="v6e-8", batch=16, seq=8192, remat="none")
     made = script.plan(o, zoo.config("llama3.1-8b"), CHIPS["v6e"], jax.devices())
@@ -494,10 +494,10 @@ def test_remat_before_more_devices(monkeypatch):
         ("v6e-8", "v6e:2x4"),
         ("v5litepod-16", "v5e:4x4"),
         ("v5e-256", "v5e:16x16"),
-        ("v5p-8", "v5p:2x2x1"),  # of TensorCores, which are two a chip
+        ("v5p-8", "v5p:2x2x1"),  # TensorCores, two a chip
         ("v5p-128", "v5p:4x4x4"),
         ("v4-64", "v4:2x4x4"),
-        ("v5p-1536", "v5p-1536"),  # of several shapes
+        ("v5p-1536", "v5p-1536"),  # the name has several shapes
         ("v6e:2x4", "v6e:2x4"),
         ("a100-40gb:8", "a100-40gb:8"),
     ],
@@ -590,8 +590,8 @@ def test_candidates(config, made):
         "context=2,fsdp=-1",
         "stage=4,fsdp=-1",
     }
-    assert not any("expert" in o.mesh or "tensor=4" in o.mesh for o in found)  # it has no experts, and six heads
-    # With room for the split state only, nothing is replicated.
+    assert not any("expert" in o.mesh or "tensor=4" in o.mesh for o in found)  # the model has no experts, and six heads
+    # With memory for the split state only, nothing is replicated.
     state = sum(made.kinds.values())
     tight = script.candidates(dataclasses.replace(TINY, seq=1), config, small(1.8 * state), jax.devices())
     assert {o.mesh for o in tight} == {"fsdp=-1", "tensor=2,fsdp=-1", "stage=2,fsdp=-1", "stage=4,fsdp=-1"}
@@ -600,7 +600,7 @@ def test_candidates(config, made):
 
 
 def test_stages_wait_for_each_other(config, monkeypatch):
-    """Four layers on two stages come round twice: with 4 microbatches that is 8 turns, and one of waiting."""
+    """Four layers on two stages take two rounds: with 4 microbatches these are 8 turns, and one of waiting."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
     together, staged = (
         script.plan(dataclasses.replace(TINY, mesh=mesh, batch=16), config, CHIPS["v6e"], jax.devices())
@@ -627,7 +627,7 @@ def test_the_command(made, monkeypatch, capsys, tmp_path):
         "bounds",
     ):
         assert words in out, words
-    assert len(re.findall(r"│ +(4|8|16) +│", out)) == 4  # what was asked for, and the best of three meshes
+    assert len(re.findall(r"│ +(4|8|16) +│", out)) == 4  # the given one, and the best of three meshes
     written = json.loads((tmp_path / "step").read_bytes().partition(b"\n")[0])
     assert written["devices"] == "8 x cpu (fsdp=8)" and written["options"]["--batch"] in (4, 8, 16)
     assert f"The compiled step is {tmp_path / 'step'}, which a run loads by --program." in " ".join(out.split())
@@ -645,7 +645,7 @@ def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):
 
 
 def run(*options):
-    """What the command prints, in a process of its own: libtpu can't leave one."""
+    """Runs the command in a process of its own, because libtpu can't leave one."""
     root = pathlib.Path(script.__file__).parents[1]
     command = [sys.executable, "-m", "train.plan", *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "120"}
@@ -654,7 +654,7 @@ def run(*options):
 
 @needs_libtpu
 def test_a_tpu():
-    """The real compiler for TPUs, with the layers' inputs in the host's memory."""
+    """The real TPU compiler compiles the step, with the layers' inputs in the host's memory."""
     done = run("tiny", "--topology", "v6e:2x2", "--batch", "8", "--seq", "128", "--remat", "offload")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "fits" in done.stdout and "and of its host" in done.stdout and "over fsdp" in done.stdout
@@ -681,7 +681,7 @@ def test_a_gpu():
 
 
 def test_offload_trains_alike(config):
-    """On a CPU, whose memory is the host's anyway."""
+    """Offloading gives the same gradients on a CPU, whose memory is the host's anyway."""
     family = planner.family_of(config)
     model = noise(lambda: family.Model(config, key=jax.random.key(0)), 0.02)
     tokens = jnp.asarray(np.arange(64).reshape(2, 32) % config.vocab_size)
@@ -694,8 +694,9 @@ def test_offload_trains_alike(config):
 
 
 def test_remat_auto(config, monkeypatch, capsys):
-    """What fits is chosen, the fastest first: from products that are all kept to small parts of the batch. With no room
-    for any, it is what needs the least; where the memory is unknown, as on a CPU, it is what is usual."""
+    """The fastest choice that fits is taken, from saving all products to small microbatches. If none fits, it is the
+    one that needs the least. If the memory is unknown, as on a CPU, it is the usual one.
+    """
     o = PretrainOptions(model="tiny", data=("",), remat="auto", batch=32, seq_len=64, compute_dtype="bfloat16")
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
     model = abstract_model(config, planner.family_of(config), mesh)
@@ -721,12 +722,12 @@ def test_remat_auto(config, monkeypatch, capsys):
     assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == set(fit.REMATS[1:])
     sizes = {way[:2]: way.needed for way in ways}
     assert sizes["dots", 1] > sizes["attention", 1] > sizes["full", 1] > sizes["offload", 1] > held
-    adapted = {way[:2]: way.needed for way in list_ways(trained=[], frozen=True)}  # of adapters that have no size
+    adapted = {way[:2]: way.needed for way in list_ways(trained=[], frozen=True)}  # for adapters without size
     results = fit.kept(config, mesh, rows=32, seq=64, remat="dots") - fit.kept(
         config, mesh, rows=32, seq=64, remat="full"
     )
     assert adapted["dots", 1] - adapted["full", 1] == pytest.approx(2 * results)
-    for way in ways:  # just enough memory for each: never more than that is taken, nor slower than it
+    for way in ways:  # with just enough memory for each, the choice needs no more, and is not slower
         remat, parts = chosen(way.needed / fit.MARGIN + 1)
         other = next(each for each in ways if each[:2] == (remat, parts))
         assert other.needed <= way.needed + 1 and other.work <= way.work
@@ -734,7 +735,7 @@ def test_remat_auto(config, monkeypatch, capsys):
 
 
 def test_states_are_kept():
-    """Of Qwen3.5 30 layers with 32 matrices of 128 x 128 for each of 64 chunks, beside what layers without any keep."""
+    """Qwen3.5 keeps 32 states of 128 x 128 in 30 layers for each of 64 chunks, beside what other layers keep."""
     config, mesh = zoo.config("qwen3.5-35b-a3b"), make_mesh("fsdp=1", jax.devices()[:1])
     assert fit.state_numbers(config) == 30 * 32 * 128 * 128 and fit.state_numbers(zoo.config("qwen3-0.6b")) == 0
     keeps = lambda remat: fit.kept(config, mesh, rows=1, seq=64 * 64, remat=remat)

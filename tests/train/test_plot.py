@@ -12,7 +12,7 @@ from train.watch.plot import CURVES, plot_losses, ticks
 
 
 def colours(path):
-    """Where pixels have about a curve's colour: name -> list of (x, y)."""
+    """Returns the pixels that have about a curve's colour: name -> list of (x, y)."""
     with Image.open(path) as file:
         image = file.copy()
     near = lambda pixel, hex: all(abs(c - int(hex[i : i + 2], 16)) < 12 for c, i in zip(pixel, (1, 3, 5), strict=True))

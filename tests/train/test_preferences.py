@@ -21,7 +21,7 @@ END = "<|im_end|>"
 
 
 def shown(tokenizer, fields, other=None, **options) -> list[str]:
-    """Both documents of a record's pairs, with a dot for each token that is not learnt."""
+    """Returns both documents of a record's pairs, with a dot for each token that is not learnt."""
     record, other = Record("here", fields), Record("there", other or fields)
     pairs = encode_pairs(record, other, tokenizer, vocab_size=260, **{"unpaired": False, **options})
     text = lambda example: "".join(
@@ -119,7 +119,7 @@ def count(batch) -> int:
 
 @pytest.fixture
 def records():
-    """Pairs of many lengths, whose texts say which they are."""
+    """Returns pairs of many lengths, whose texts identify them."""
     random = np.random.RandomState(0)
     text = lambda i, side: f"{i:02}{side}" + "x" * random.randint(9)
     fields = [{"prompt": f"{i:02}?", "chosen": text(i, "+"), "rejected": text(i, "-")} for i in range(40)]
@@ -127,7 +127,7 @@ def records():
 
 
 def documents(tokenizer, batch):
-    """(row, segment, text of the targets to be learnt) of all documents."""
+    """Yields (row, segment, text of the learnt targets) of all documents."""
     for row in range(len(batch["tokens"])):
         for segment in range(1, batch["segments"][row].max() + 1):
             here = batch["segments"][row] == segment
@@ -179,7 +179,7 @@ def test_each_completion_of_kto_is_put_after_one_other_prompt(tokenizer, records
         assert own[3][2] == other[3][2] == ("+" if own[4] == {1} else "-") and own[4] == other[4]
     assert sorted(own[3] for own, _ in found) == sorted(other[3] for _, other in found)
     matches = lambda pairs: {(own[2], other[3]) for own, other in pairs}
-    assert len(matches(both(1)) - matches(found)) > 40  # another seed has others
+    assert len(matches(both(1)) - matches(found)) > 40  # another seed has other matches
 
 
 def test_ends_are_cut_fairly(tokenizer):

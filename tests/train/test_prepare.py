@@ -1,5 +1,4 @@
-"""Prepared stores: whoever makes them, and after whatever interruption, they are the same bytes; runs read and refuse
-them."""
+"""Prepared stores: the same bytes, whoever makes them and after whatever interruption; runs read and refuse them."""
 
 import json
 import os
@@ -40,7 +39,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path_factory):
-    """Files of ten records, no other processes, and hashes of files remembered elsewhere."""
+    """Sets files of ten records, no other processes, and another folder for remembered hashes of files."""
     monkeypatch.setattr(store, "RECORDS", 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
@@ -75,7 +74,7 @@ def test_a_store_has_all_rows(data, tmp_path, small):
 
 
 def test_what_is_finished_is_not_made_again(data, tmp_path, small, monkeypatch):
-    """Whatever is missing or broken off is; then the store has the same bytes."""
+    """Only missing or unfinished files are made; then the store has the same bytes."""
     whole = tmp_path / "whole"
     prepare.main(options(data, whole))
     expected, made = contents(whole), []
@@ -84,7 +83,7 @@ def test_what_is_finished_is_not_made_again(data, tmp_path, small, monkeypatch):
     prepare.main(options(data, whole))
     assert made == [] and contents(whole) == expected
     (whole / "store.json").unlink()
-    (whole / "train-00002-of-00009.json").unlink()  # it is written last
+    (whole / "train-00002-of-00009.json").unlink()  # this file is written last
     (whole / "train-00004-of-00009.array_record").write_bytes(b"cut off")
     (whole / "train-00005-of-00009.tmp").write_bytes(b"begun")
     with pytest.raises(FileNotFoundError, match=r"whole is not complete: run `python -m train.prepare`"):
@@ -95,7 +94,7 @@ def test_what_is_finished_is_not_made_again(data, tmp_path, small, monkeypatch):
 
 
 def test_columns(tmp_path, small):
-    """Preparing and looking rename columns, other names are another store, and a store has none to rename."""
+    """Preparing and inspecting rename columns. Other names make another store. A store has no columns to rename."""
     own, ours = tmp_path / "own.jsonl", tmp_path / "ours.jsonl"
     own.write_text('{"body": "a list of keys"}\n')
     ours.write_text('{"text": "a list of keys"}\n')
@@ -151,7 +150,7 @@ def test_refusals(data, tmp_path, small):
 
 
 def test_a_full_disk(data, tmp_path, small):
-    """No file may grow beyond 1 kB for a while, which fails as a full disk does; then the same command goes on."""
+    """A limit of 2 kB on file sizes fails like a full disk; then the same command continues."""
     out, hard = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
@@ -176,7 +175,7 @@ def test_one_preparation_at_a_time(data, tmp_path, small):
 
 
 def given(script, options, monkeypatch, data, tmp_path, **changes):
-    """The batches, the validation batches and the number of steps of a script's run."""
+    """Returns the batches, the validation batches and the number of steps of a script's run."""
     found = {}
 
     def run(o, config, mesh, tokenizer, task, *, source):
@@ -208,7 +207,7 @@ def test_a_run_reads_a_store(data, tmp_path, small, monkeypatch, capsys):
 
 
 def test_a_run_compares_the_files_of_a_store(data, tmp_path, small, monkeypatch):
-    """Also those of equal size; what it has read once it does not read again."""
+    """A run also notices another file of equal size, and reads each file only once."""
     out, content = tmp_path / "out", prepare.main(options(data, tmp_path / "out"))
     begin = lambda: given(sft, sft.SFTOptions, monkeypatch, (str(out),), tmp_path, steps=1)
     begin()
@@ -229,7 +228,7 @@ def test_a_run_compares_the_files_of_a_store(data, tmp_path, small, monkeypatch)
     with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record, row [1-9], is not what was written"):
         begin()
     with pytest.raises(ValueError, match=r"train-00003-of-00009.array_record, row [1-9], is not what was written"):
-        list(store.rows(out, content, "train") or ())  # of a run that has begun
+        list(store.rows(out, content, "train") or ())  # when a run has begun
 
 
 def test_preferences(tmp_path, small, monkeypatch):
@@ -246,7 +245,7 @@ def test_preferences(tmp_path, small, monkeypatch):
 
 
 def test_phases(data, tmp_path, small, monkeypatch):
-    """Each with its own rows; a set goes on where it was; a run that goes on anywhere has the same batches."""
+    """Each phase has its own rows; a set continues where it was; a run that resumes anywhere has the same batches."""
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": f"other {n}"}) + "\n" for n in range(50)))
     first, other = str(data / "train.jsonl"), str(tmp_path / "other.jsonl")
     (tmp_path / "phases.yaml").write_text(
@@ -293,7 +292,7 @@ def test_phases_that_are_wrong(tmp_path, monkeypatch, data, phases, problem):
 
 
 def test_only_the_rows_that_a_run_comes_to_are_made(data, tmp_path, monkeypatch):
-    """And a longer run begins with the same."""
+    """A run makes only the rows that it reaches, and a longer run begins with the same."""
     made, in_memory = [], rows.in_memory
     counted = lambda found, seq_len, limit=None: made.append(limit) or in_memory(found, seq_len, limit=limit)
     monkeypatch.setattr("train.data.sets.in_memory", counted)
@@ -310,7 +309,7 @@ def test_only_the_rows_that_a_run_comes_to_are_made(data, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_killed_again_and_again(data, tmp_path):
-    """By kill -9, at any moment: by two processes it becomes what one makes undisturbed."""
+    """After kill -9 at any moment, two processes make the same store as one undisturbed process."""
     code = "from train.data import store; store.RECORDS = 3; from train import prepare; import tyro\n"
     code += "if __name__ == '__main__': prepare.main(tyro.cli(prepare.PrepareOptions))"
     (tmp_path / "script.py").write_text(code)

@@ -1,6 +1,6 @@
-"""Runs of several real processes, joined by gloo on this machine: the same numbers, files and ends as of one.
+"""Runs of several real processes, joined by gloo on this machine, have the same numbers, files and ends as one process.
 
-The processes do one task after another (see joined.py). What one process does is done in the tests' own.
+The processes run one task after another (see joined.py). The tests' own process does the work of a single process.
 """
 
 import contextlib
@@ -34,9 +34,10 @@ LIMIT = 240  # seconds for any processes
 
 
 def pair(folder, devices, codes, *tasks):
-    """Lets two processes do tasks together, until both end with these exit codes. None: whatever an aborted one has.
+    """Runs tasks in two processes together, until both end with these exit codes. None allows any code of an aborted
+    process.
 
-    Returns what each of them printed: task -> text.
+    Returns each process's output: task -> text.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -66,7 +67,7 @@ def pair(folder, devices, codes, *tasks):
 
 
 def script(name, out, *options, kind="quiet"):
-    """A task that trains the model of `folder` a little."""
+    """Returns a task that trains the model of `folder` a little."""
     data = ["--model", str(out.parent / "model"), "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
     data += ["--seq-len", "32", "--lr", "1e-3", "--sample-tokens", "1"]
     data += [] if name == "grpo" else ["--batch", "8", "--eval-batches", "1"]
@@ -74,12 +75,12 @@ def script(name, out, *options, kind="quiet"):
 
 
 def struck(task, kind, step):
-    """The same task, in which the second process gets a signal in this step."""
+    """Returns the task with a signal to the second process in this step."""
     return ["struck", kind, str(step), *task[1:]]
 
 
 def alone(task, number=2):
-    """The same in this process, with so many devices."""
+    """Runs the task in this process, with `number` devices."""
     kind, name, *options = task
     with pytest.MonkeyPatch.context() as patch:
         devices(patch, number)
@@ -102,7 +103,7 @@ def saved_steps(out):
 
 
 def assert_same_run(ours, theirs):
-    """Every loss is the same but for the order in which numbers were added up."""
+    """Checks that every loss is the same, except for the order in which numbers were added up."""
     ours, theirs = metrics(ours), metrics(theirs)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for name in ("loss", "validation_loss", "grad_norm"):
@@ -114,7 +115,7 @@ def assert_same_run(ours, theirs):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder for all runs, with a model like the embedded one, whose tokenizer it has, but much smaller."""
+    """Returns a folder for all runs, with a much smaller version of the embedded model and the same tokenizer."""
     folder, config = tmp_path_factory.mktemp("processes"), zoo.config("tiny")
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=16)
     config = dataclasses.replace(config, source=zoo.tokenizer("tiny").folder, **sizes)
@@ -127,7 +128,7 @@ FINE_TUNING = ["--steps", "4", "--save-every", "3", "--eval-every", "2", "--samp
 ADAPTERS = ["--steps", "2", "--lora.rank", "4", "--quantize", "int8"]
 GRPO = ["--steps", "2", "--prompts", "2", "--group", "4", "--max-new-tokens", "8"]
 PRETRAINING = ["--steps", "12", "--hold-out", "0"]
-REPLICAS = ["--mesh", "replica=2,fsdp=2"]  # in each of which two devices share the state
+REPLICAS = ["--mesh", "replica=2,fsdp=2"]  # in each replica two devices share the state
 
 
 BAD = ["--seq-len", 32, "--lr", 1e-3, "--batch", 8, "--epochs", 1, "--packing", "off", "--hold-out", 0]
@@ -136,7 +137,7 @@ BAD += ["--sample-every", 99, "--save-every", 99, "--on-nonfinite", "skip", "--s
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """Pre-training: undisturbed, told to stop, and one whose second process is killed, with disks for its pieces."""
+    """Returns pre-training tasks: undisturbed, told to stop, and killed in the second process, with local disks."""
     run = lambda name, *more: script("pretrain", folder / name, *PRETRAINING, *more)
     disks = ["--local-checkpoints", str(folder / "disks" / "{process}"), "--save-local-every", "2"]
     return {
@@ -147,13 +148,13 @@ def runs(folder):
 
 
 def printed(outputs, tasks):
-    """What each process printed, by the name of the task."""
+    """Returns each process's output by the name of the task."""
     return [{name: output[json.dumps(task)] for name, task in tasks.items()} for output in outputs]
 
 
 @pytest.fixture(scope="module")
 def two(folder):
-    """What two processes with a device each print of each task. The last one is wrong in both, and so ends them."""
+    """Returns each task's output from two processes with a device each. The last fails in both, and so ends them."""
     bad = joined.write_marked(folder / "bad.jsonl")
     joined.save(str(folder / "bits"))
     tasks = {
@@ -174,7 +175,7 @@ def two(folder):
 
 @pytest.fixture(scope="module")
 def four(folder, runs):
-    """What two processes with two devices each print of `runs`. In the last one the second process is killed."""
+    """Returns the outputs of `runs` from two processes with two devices each. The last run kills the second process."""
     tasks = {
         "calm": runs["calm"],
         "stormy": struck([*runs["stormy"], *REPLICAS], "SIGTERM", 3),
@@ -185,7 +186,9 @@ def four(folder, runs):
 
 @pytest.fixture(scope="module")
 def later(folder, runs, four):
-    """What two others print, that go on with the runs of `four`. One has lost its disk, and is killed in the end."""
+    """Returns the outputs of two other processes that resume the runs of `four`. One has lost its disk, and is killed
+    in the end.
+    """
     assert last_step(folder / "robbed") < 12 and not saved_steps(folder / "robbed")
     shutil.rmtree(folder / "disks" / "1")
     tasks = {"robbed": runs["robbed"], "stormy": struck([*runs["stormy"], "--mesh", "fsdp=4"], "SIGKILL", 5)}
@@ -194,7 +197,7 @@ def later(folder, runs, four):
 
 @pytest.mark.slow
 def test_fine_tuning(folder, two):
-    """Two processes with a device each do what one with two does, and only the first speaks and writes."""
+    """Two processes with a device each give the results of one with two, and only the first one prints and writes."""
     alone(script("sft", folder / "sft-one", *FINE_TUNING, kind="script"))
     one, two, (first, second) = folder / "sft-one", folder / "sft-two", (output["sft"] for output in two)
     assert_same_run(two, one)
@@ -202,7 +205,7 @@ def test_fine_tuning(folder, two):
     assert len(lines) == 4 and all(len(line["own_seconds"]) == 2 for line in lines)
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     assert "step 4/4" in first and f'zoo.load("{two / "model"}")' in first
-    # Gloo's threads write of their connections, and into each other's lines.
+    # Gloo's threads print about their connections, also into each other's lines.
     assert not [word for word in ("step", "loss", "records", "zoo", "Warning") if word in second], second
     assert (two / "loss.png").exists() and saved_steps(two) == {3, 4}
     files = [sorted(path.name for path in (out / "model").iterdir()) for out in (one, two)]
@@ -223,7 +226,7 @@ def test_fine_tuning(folder, two):
     ],
 )
 def test_two_processes_do_what_one_does(folder, two, name, task, seen):
-    """With adapters, whose export both take part in; and with samples, which both have to draw alike."""
+    """Two processes equal one with adapters, which both export together, and with samples, which both draw alike."""
     alone(script(task[0], folder / f"{name}-one", *task[1]))
     ours, theirs = (metrics(folder / f"{name}-{processes}") for processes in ("two", "one"))
     assert len(ours) == len(theirs) == 3
@@ -235,8 +238,9 @@ def test_two_processes_do_what_one_does(folder, two, name, task, seen):
 
 @pytest.mark.slow
 def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, runs, four, later):
-    """Pre-training by two processes with four devices, one of which gets SIGTERM; by two with another mesh, one of
-    which is killed; and by one process with eight devices."""
+    """Pre-training runs on two processes with four devices, one of which gets SIGTERM; then on two with another mesh,
+    one of which is killed; and then on one process with eight devices.
+    """
     assert "Stopped by SIGTERM after step 3, which is saved" in four[0]["stormy"].replace("\n", " ")
     first = later[0]["stormy"]
     assert "Going on from step 3 " in first
@@ -251,7 +255,7 @@ def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, runs, fo
 
 @pytest.mark.slow
 def test_a_lost_disk(folder, later):
-    """A process is killed, and its own disk is lost: the run goes on from the pieces of its replica, to the last bit.
+    """A process is killed, and its own disk is lost: the run resumes from its replica's pieces, to the last bit.
 
     Nothing is saved in the shared folder before the end.
     """
@@ -294,19 +298,19 @@ def test_dry_run(folder, two):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_processes_is_restored_by_one_bit_by_bit(folder, two):
-    """That of one is restored by two, and their own the other way round, or they had not gone on to other tasks."""
+    """Two processes also restore one's checkpoint, and their own; otherwise later tasks would not have run."""
     joined.restore(str(folder / "bits of two"))
 
 
 @pytest.mark.slow
 def test_a_save_that_fails_in_one_process_fails_in_all_and_the_run_goes_on(folder, two):
-    """As the tasks themselves see; here is what they left."""
+    """The tasks themselves check the failure; this test checks the files that are left."""
     assert [path.name for path in (folder / "failing").iterdir()] == ["7"]
 
 
 @pytest.mark.slow
 def test_bad_steps_of_two_processes(folder, two):
-    """A NaN and a spike are left out by both alike; the batch is kept once, and computed again it is the same."""
+    """Both processes skip a NaN and a spike; the batch is saved once, and gives the same when it is computed again."""
     first, second = ([line for line in output["bad"].splitlines() if line.startswith("[[")] for output in two)
     assert len(first) == 1 and first == second
     found = json.loads(first[0])
@@ -320,7 +324,7 @@ def test_bad_steps_of_two_processes(folder, two):
     kept = folder / "bad-steps" / f"offending-{nan}"
     assert [path.name for path in kept.glob("*.npz")] == [f"batch-{nan}.npz"]
     with np.load(kept / f"batch-{nan}.npz") as batch:
-        assert len(batch["tokens"]) == 8  # of both processes
+        assert len(batch["tokens"]) == 8  # rows of both processes
     said = two[0]["bad"].replace("\n", " ")
     assert f"batch-{nan}.npz: its loss is nan, and its gradients' norm nan, bit by bit as in the run." in said
     assert "The first NaN is made by" in said
@@ -328,7 +332,7 @@ def test_bad_steps_of_two_processes(folder, two):
 
 @pytest.mark.slow
 def test_generation(two, capsys):
-    """Rows that lie on the devices of several processes come to all of them."""
+    """Rows on the devices of several processes are generated for all of them."""
     joined.generate(jax.devices()[:2])
     texts = [line for text in (*(o["generate"] for o in two), capsys.readouterr().out) for line in text.splitlines()]
     texts = [json.loads(line) for line in texts if line.startswith('["')]

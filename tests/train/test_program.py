@@ -1,4 +1,4 @@
-"""--program: a run takes a step that was compiled before, with the same losses; any other is refused, with a reason."""
+"""--program: a run uses a step that was compiled before, with the same losses; any other is refused, with a reason."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ O = SimpleNamespace(model="tiny", remat="dots", microbatches=1)
 
 
 def traced(mesh="fsdp=2", size=4, scale=2.0, name="weights"):
-    """A step of a state and a batch, and its arguments."""
+    """Returns a step of a state and a batch, and its arguments."""
     mesh = make_mesh(mesh, jax.devices()[:2])
     place = NamedSharding(mesh, P())
     arguments = {name: jnp.arange(size, dtype=jnp.float32)}, jnp.ones(size)
@@ -38,7 +38,7 @@ def traced(mesh="fsdp=2", size=4, scale=2.0, name="weights"):
 
 @contextlib.contextmanager
 def uncached():
-    """Compiles anew, as train.plan does: XLA does not serialise all of a program that comes from the cache."""
+    """Compiles without the cache, like train.plan, because XLA does not serialise all of a cached program."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -57,7 +57,7 @@ def saved(tmp_path_factory):
 
 
 def load(path, *arguments, **changes):
-    """The step of a run with the file's options but for changes, called once."""
+    """Loads the program into a run with the file's options, except for changes, and calls its step once."""
     o = SimpleNamespace(**{**vars(O), **changes.pop("o", {})}, program=path)
     step, own = traced(**changes)
     return program.loaded(o, step, {"--lr": 0.1, "--seed": 2, **dict(arguments)})(*own)
@@ -106,7 +106,7 @@ def test_another_version_is_refused(saved, tmp_path, name):
 
 
 def test_what_is_no_program(saved, tmp_path):
-    """A pickle is not read; nor is an executable that is not whole, or that XLA does not know."""
+    """A pickle is never unpickled. An executable that is incomplete, or that XLA does not know, is refused."""
     path = tmp_path / "step"
     path.write_bytes(pickle.dumps(SystemExit))
     with pytest.raises(ValueError, match=f"^--program {path} is no program: train.plan --save writes such"):
@@ -131,12 +131,12 @@ def test_kernels_do_not_tell_where_they_were_traced():
 
 @pytest.mark.slow
 def test_a_run_with_a_plan_s_program(base, tmp_path, quick, monkeypatch, capsys):
-    """The plan's step is the run's, bit for bit; with another learning rate it is refused."""
+    """The plan's step equals the run's, bit for bit; with another learning rate it is refused."""
     o = planner.Options(
         model=str(base / "model"), topology="v6e-1", batch=4, seq=32, remat="dots", steps=8, lr=1e-2, mesh="fsdp=1"
     )
     config = zoo.config(o.model)
-    monkeypatch.setattr(planner, "make_mesh", make_mesh)  # that of `quick` has the devices already
+    monkeypatch.setattr(planner, "make_mesh", make_mesh)  # the `make_mesh` of `quick` already sets the devices
     made = script.plan(o, config, CHIPS["v6e"], jax.devices()[:1])
     planned, path = script.script(o, config), tmp_path / "step"
     program.write(path, made.compiled.lowered, made.compiled.executable, planned, folder.telling(planned))

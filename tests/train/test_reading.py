@@ -1,4 +1,4 @@
-"""What a reader of fine-tuning opens stays short, and docs/sft.md says what else these files call."""
+"""The files that a reader of fine-tuning opens stay short, and docs/sft.md lists the other folders that they call."""
 
 import ast
 import pathlib
@@ -8,11 +8,11 @@ import re
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "sft.md").read_text().split("## The code")[1]
 READ = re.findall(r"^\d\. \[(train/[\w/]+\.py)\]", PAGE, flags=re.MULTILINE)  # in this order
-CALLED = re.findall(r"^\| `(\w+/)` \|", PAGE, flags=re.MULTILINE)  # need not be read
+CALLED = re.findall(r"^\| `(\w+/)` \|", PAGE, flags=re.MULTILINE)  # these need not be read
 
 
 def imported(path):
-    """The folders of train that a file imports from."""
+    """Returns the folders of train that a file imports from."""
     names = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "train":

@@ -1,4 +1,4 @@
-"""Records: every format of file, its random access, its errors, and which files are for what."""
+"""Records: every file format, random access, errors, and the files of each split."""
 
 import json
 import pathlib
@@ -60,7 +60,7 @@ def write_array_record(path: pathlib.Path, records: list[bytes]):
 
 
 def tf_example(**features: bytes | list[bytes] | int) -> bytes:
-    """Serializes as tf.train.Example does."""
+    """Serializes like tf.train.Example."""
 
     def field(number: int, data: bytes) -> bytes:
         size, encoded = len(data), b""
@@ -157,7 +157,7 @@ def test_array_record(tmp_path):
     assert open_records(file, holdout=0.0)[0][1].where == f"{file}, record 2"
     write_array_record(file, [tf_example(text=[b"one", b"two"]), b"\xff"])
     records, _ = open_records(file, holdout=0.0)
-    assert records[0].fields == {"text": ["one", "two"]}  # not a string: refused later, not shortened to one
+    assert records[0].fields == {"text": ["one", "two"]}  # not a string, so it is refused later and not cut to one
     with pytest.raises(ValueError, match=r"record 2 is broken: it is neither a tf.train.Example nor UTF-8 text"):
         records[1]
     file.write_bytes(b"short")
@@ -196,7 +196,7 @@ def test_text_uses_every_byte_once(tmp_path):
     file = tmp_path / "a.txt"
     lines = "".join(f"line {i}\r\n\n" for i in range(9000))
     words = "word " * 9000
-    blob = "x" * (PIECE - 2) + "🎉" * 9000  # no place to cut but between characters
+    blob = "x" * (PIECE - 2) + "🎉" * 9000  # cuts are possible only between characters
     for text in lines, words, blob, blob + "y", words + lines + blob + words, "\n" * PIECE, "x" * PIECE, "short":
         file.write_bytes(text.encode())
         pieces = fields(file)

@@ -1,4 +1,4 @@
-"""Rewards: what earns one, what does not, and that programs which run wild are ended."""
+"""Rewards: which answers earn one and which do not, and the end of programs that run wild."""
 
 import builtins
 import json
@@ -23,7 +23,7 @@ tokenizer = test_data.tokenizer  # a fixture
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Programs have as long as a busy machine may take for them, but where a test is about their time."""
+    """Gives programs as long as a busy machine may need, except in tests of their time."""
     monkeypatch.setattr(rewards, "SECONDS", 300)
 
 
@@ -94,11 +94,11 @@ def test_python(completion, worth):
         "import atexit, os\natexit.register(os._exit, 0)",
         "import builtins\nbuiltins.exec = lambda *_: None",
         "import sys, builtins\nsys.modules['__main__'].__dict__.update(map=lambda *_: [], exec=print)",
-        "tests = '''",  # as if the tests were a string
+        "tests = '''",  # turns the tests into a string
     ],
 )
 def test_only_tests_that_end_earn(program):
-    """However the program ends, and whatever it redefines: the tests fail, or never run."""
+    """However a program ends, and whatever it redefines, the tests fail or never run."""
     assert rewards.python(program, {"tests": "assert False  # '''"}) == 0
 
 
@@ -129,14 +129,14 @@ double = lambda x: RETURNED
 )
 def test_an_object_that_equals_all_others_earns_nothing(base, returned, tests):
     program = LIAR.replace("BASE", base).replace("RETURNED", returned)
-    # In this process, where it takes no time; so its "builtins" are not the real ones.
+    # It runs in this process, which takes no time, so its "builtins" are not the real ones.
     space = {"__name__": "x", "__builtins__": vars(builtins) | {"__import__": lambda *_: types.SimpleNamespace()}}
     exec(program, space)
     with pytest.raises((AssertionError, TypeError)) as end:
         exec(fair.fair(tests), space)
     assert isinstance(end.value, AssertionError) or "order" in str(end.value) or ">" in str(end.value)
     if base == "object":
-        exec(tests, space)  # by its own methods it passes
+        exec(tests, space)  # its own methods make it pass
 
 
 def test_a_liar_in_its_process():
@@ -145,7 +145,7 @@ def test_a_liar_in_its_process():
 
 
 def test_what_equals_counts():
-    """What tests compare in good faith has the value that Python gives it."""
+    """Comparisons in honest tests have the value that Python gives them."""
     tests = """
 from collections import Counter, OrderedDict, namedtuple
 from fractions import Fraction
@@ -197,12 +197,12 @@ assert not found, found
 
 
 def test_programs_cannot_find_the_secret():
-    """Neither in frames nor the collector's lists, nor in their own memory, nor where it was sent."""
+    """Programs find the secret neither in frames, the collector's lists, their own memory, nor where it was sent."""
     assert rewards.python(SEARCH, {"tests": ""}) == 1
-    assert rewards.python("secret = bytes(32)\n" + SEARCH, {"tests": ""}) == 0  # where it has a name it is found
+    assert rewards.python("secret = bytes(32)\n" + SEARCH, {"tests": ""}) == 0  # under a name it is found
 
 
-# What programs must not do, to a process of the same user among others. It goes around Python's own checks.
+# Actions that programs must not do, also to other processes of the same user. It bypasses Python's own checks.
 DO = """
 import os, resource, socket, threading
 from multiprocessing.util import spawnv_passfds
@@ -234,7 +234,7 @@ def test_programs_are_confined(tmp_path):
     with subprocess.Popen(["sleep", "60"], env={"HF_TOKEN": "secret"}, start_new_session=True) as other:
         program = DO.replace("PID", str(other.pid)).replace("HOME", str(tmp_path))
         assert rewards.python(program, {"tests": "assert not done, done"}) == 1
-        # Without the system's help the same program gets at all that the interpreter alone does not refuse.
+        # Without the system's help the same program can do everything that the interpreter alone does not refuse.
         command = [sys.executable, "-I", "-c", program + "print(*done)"]
         alone = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         other.kill()
@@ -242,7 +242,7 @@ def test_programs_are_confined(tmp_path):
 
 
 def test_no_process_outlives_its_time(monkeypatch):
-    """Nor can it fill memory or disks through the file where it says that tests have ended."""
+    """A program that runs too long also cannot fill memory or disks through the file that reports the tests' end."""
     monkeypatch.setattr(rewards, "SECONDS", 1)
     program = (
         "import os, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -283,12 +283,12 @@ def test_programs_have_no_more_than_their_time(program, monkeypatch):
     ],
 )
 def test_programs_are_held_in(program):
-    """By what they ask for, not by their time."""
+    """Programs are stopped by limits on their requests, not by their time."""
     assert rewards.python(program, {"tests": ""}) == 0
 
 
 def test_programs_see_no_secrets(monkeypatch):
-    """Neither variables nor files: they begin with nothing, and in an empty folder, where they may write."""
+    """Programs see neither variables nor files: they start without any, in an empty folder where they may write."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     program = "import os\nassert 'HF_TOKEN' not in os.environ and not os.listdir()\nopen('small', 'w').write('x')"
     assert rewards.python(program, {"tests": "assert open('small').read() == 'x'"}) == 1
@@ -317,7 +317,7 @@ def test_find(tmp_path):
 
 
 class Everything:
-    """It equals all others, and calls itself a number."""
+    """An object that equals all others, and converts to a number."""
 
     def __eq__(self, other):
         return True
@@ -327,7 +327,7 @@ class Everything:
 
 
 def test_rewards_that_raise_score_0(recwarn):
-    """And are counted, with the first named; a record that lacks what a reward needs still ends the run."""
+    """Errors of rewards are counted, and the first is named. A record without a required field still ends the run."""
 
     def ratio(completion, record):
         return 1 / len(completion)
@@ -352,7 +352,7 @@ def test_rewards_that_raise_score_0(recwarn):
 
 
 # ======================================================================================================================
-# The records that rewards see.
+# The records that rewards get.
 # ======================================================================================================================
 
 TOOLS = [{"name": "add"}]

@@ -1,4 +1,4 @@
-"""A training step of a mixture of experts: what its routers add to the loss, and what moves their biases."""
+"""A training step of a mixture of experts: the routers' part of the loss, and the movement of their biases."""
 
 import functools
 
@@ -45,7 +45,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def routed(model):
-    """The step with what routers add to the loss."""
+    """Returns the step with the routers' losses."""
     return jit_train_step(init_state(model, SGD), optimizer=SGD, **OPTIONS, **ROUTER)
 
 
@@ -54,7 +54,7 @@ def assert_close(got, want, tolerance=1e-5):
 
 
 def test_the_loss_of_the_routers(model, batch, routed):
-    """Against the formulas, with the means over layers written out."""
+    """The loss equals the formulas, with the means over layers written out."""
 
     def loss(model):
         x, _, reports = model.hidden(batch["tokens"], positions=batch["positions"], segments=batch["segments"])
@@ -76,7 +76,7 @@ def test_the_loss_of_the_routers(model, batch, routed):
 
 
 def test_in_microbatches_on_a_mesh(model, batch):
-    """In parts or not is the same update, though the balance is that of a whole batch, and parts are unlike."""
+    """Microbatches give the same update, although the balance is that of a whole batch, and the parts differ."""
     sgd = optax.sgd(
         0.1
     )  # gradients in parts are off by 2.4e-5 of the largest on CPUs without AVX-512, weights by a tenth
@@ -94,7 +94,7 @@ def test_in_microbatches_on_a_mesh(model, batch):
 
 
 def test_biases_move_towards_an_even_load(tmp_path, batch):
-    """By the rate at each step, whatever the optimizer does."""
+    """Biases move by the rate at each step, whatever the optimizer does."""
     model = zoo.load(tiny.write(tmp_path, "deepseek3"))
     optimizer = adamw(SCHEDULE)
     biases = lambda model: [np.asarray(a) for p, a in jax.tree_util.tree_leaves_with_path(model) if "bias" in str(p)]

@@ -1,4 +1,4 @@
-"""Rows as bytes; which row a run reads when, whatever it is split over; batches by their number."""
+"""Rows as bytes; the order in which a run reads rows, however it is split; batches by their number."""
 
 import collections
 import itertools
@@ -16,7 +16,7 @@ from zoo.mesh import make_mesh
 
 
 def numbered(count: int, first: int = 0) -> grain.MapDataset:
-    """Rows whose first token is their number."""
+    """Returns rows whose first token is their number."""
     one = np.ones(4, np.int32)
     names = ("tokens", "targets", "loss_mask", "segments", "positions")
     return grain.MapDataset.source([{name: (first + n) * one for name in names} for n in range(count)])
@@ -58,7 +58,7 @@ def test_an_epoch_has_each_row_once():
         assert len(made) == 2 * len(every)
         first, second = names_of(made, 0, len(every)), names_of(made, len(every), len(made))
         assert sorted(first) == sorted(second) == every and first != second
-        assert [n for n in first if n < 100] == list(range(sizes[0]))  # as it was packed
+        assert [n for n in first if n < 100] == list(range(sizes[0]))  # in packed order
         assert first == names_of(order(sets), 0, len(every))  # without an end, too
 
 
@@ -73,7 +73,7 @@ def test_an_epoch_has_each_row_once():
     ],
 )
 def test_shares(sizes, weights, length):
-    """Any rows in a row are of each set in its share, to within one; each set's rows come equally often."""
+    """In any span of rows each set has its share, to within one row. Each set's rows come equally often."""
     sets = [Set(numbered(size, 100 * i), seed=i) for i, size in enumerate(sizes)]
     made = order(sets, weights=weights, epochs=1)
     found = names_of(made, 0, len(made))
@@ -87,7 +87,7 @@ def test_shares(sizes, weights, length):
 
 
 def test_other_weights_go_on_with_the_rows_that_are_left():
-    """Each set goes on where it was, whatever the weights were before: its next epoch begins when it is through."""
+    """Each set continues where it was, whatever the weights were before. Its next epoch follows its last row."""
     rng = np.random.default_rng(0)
     sets, begun, found = [Set(numbered(50), 1), Set(numbered(20, 100), 2)], [0, 0], []
     for _ in range(8):
@@ -115,7 +115,7 @@ def test_weights_that_are_too_different():
 
 @pytest.mark.parametrize("processes", [1, 2, 8, 128])
 def test_processes_share_every_batch(processes):
-    """Whatever their number, together they read each row of an epoch once, and the same batches."""
+    """Whatever their number, the processes together read each row of an epoch once, and the same batches."""
     batch, made = 128, order([Set(numbered(512), 5)], epochs=1)
     whole = rows.Batches(made, batch, None)
     parts = [rows.Batches(made, batch, here) for here in np.array_split(np.arange(batch), processes)]

@@ -1,4 +1,4 @@
-"""Options of a run in a file: what is read, what wins, what is refused, and that a run's own file gives its options."""
+"""A run's options in a file: reading, precedence, refusals, and a run's own file, which restores its options."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def parse(tmp_path):
-    """`parse(text, *arguments)`: options of `train.sft` from a file with this text, and from a command line."""
+    """Returns `parse(text, *arguments)`: options of `train.sft` from a file with this text, and from a command line."""
 
     def parse(text, *arguments, options=sft.SFTOptions):
         (tmp_path / "run.yaml").write_text(text)
@@ -92,7 +92,7 @@ def test_values_of_another_kind_are_refused_as_on_the_command_line(parse, capsys
 
 @pytest.mark.parametrize("options", [sft.SFTOptions, grpo.GRPOOptions])
 def test_a_run_s_own_file(tmp_path, monkeypatch, options):
-    """It gives the options of the run, what was counted from the data apart, and keeps the commands."""
+    """The file restores the run's options, except for those derived from the data, and keeps the commands."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--model", "a b"])
     more = {} if options is grpo.GRPOOptions else {"data": ("x", "y"), "weights": (0.5, 0.5), "packing": "off"}
     o = options(out=pathlib.Path("runs/a"), lr=1e-9, clip_norm=float("inf"), push_to_hub="off", dry_run=True, **more)
@@ -116,7 +116,7 @@ URL = "https://me:pa55@127.0.0.1:9/a.jsonl?X-Amz-Signature=pa55"
 
 @pytest.mark.parametrize("script", ["train.prepare", "train.inspect", "train.sft"])
 def test_secrets_stay_out_of_messages(tmp_path, capsys, script):
-    """A script that cannot read the URL names it without them. It warns of the list of processes, once."""
+    """A script that cannot read a URL names it without secrets. It warns once that the list of processes shows them."""
     with pytest.raises(SystemExit) as end:
         data = ["--data", URL] if script == "train.sft" else [URL, "--model", "tiny"]
         command(script, *data, *([] if script == "train.inspect" else ["--out", tmp_path / "out"]))
@@ -127,7 +127,7 @@ def test_secrets_stay_out_of_messages(tmp_path, capsys, script):
 
 
 def test_secrets_stay_out_of_stores_and_tables(tmp_path, capsys):
-    """A store that an earlier version began with them goes on, as does one whose password is another now."""
+    """A store that an earlier version began with secrets continues, and so does one with another password."""
     about, other = ({"sources": [URL.replace("pa55", word)]} for word in ("pa55", "0ther"))
     store.begin(tmp_path / "new", about)
     (tmp_path / "old").mkdir()
@@ -146,7 +146,7 @@ def test_secrets_stay_out_of_pages():
 
 
 def test_secrets_of_urls_stay_out(tmp_path, monkeypatch):
-    """Of a run's files, which are their owner's alone, and of messages."""
+    """Secrets are neither in messages nor in a run's files, which only the owner can read."""
     url, shown = (
         "https://me:pa55@host/a.jsonl?X-Amz-Signature=abc&b=1",
         "https://***@host/a.jsonl?X-Amz-Signature=***&b=1",

@@ -37,12 +37,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 STEPS = 16
 pytestmark = pytest.mark.usefixtures("quick")
-generate = zoo.generate  # that of `quick` runs writes nothing
+generate = zoo.generate  # in runs under `quick`, `generate` writes nothing
 
 
 @pytest.fixture(scope="module")
 def words(base):
-    """With a chat template whose turns end otherwise than texts: with a 9, which is in no word."""
+    """Returns a folder whose chat template ends turns otherwise than texts: with a 9, which is in no word."""
     write_words(base / "words.jsonl", 0, count=200)
     tokenizer = tokenizers.Tokenizer.from_file(str(base / "model" / "tokenizer.json"))
     tokenizer.add_special_tokens(["9"])
@@ -60,7 +60,7 @@ def options(base, out, *more):
 
 
 def refused(*arguments, script="train.sft"):
-    """The sentence that the script ends with."""
+    """Returns the message that the script ends with."""
     with pytest.raises(SystemExit) as end:
         command(script, *arguments)
     assert isinstance(end.value.code, str) and "Traceback" not in end.value.code
@@ -83,7 +83,7 @@ def last(out):
 
 @pytest.fixture(scope="module")
 def whole(words):
-    """The folder of a run that nobody disturbed."""
+    """Returns the folder of an undisturbed run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zoo, "generate", generate)
         command("train.sft", *options(words, words / "whole"))
@@ -107,7 +107,7 @@ def test_a_run(words, whole, capsys):
     assert model.config == zoo.load(words / "model").config
     assert model.embed_tokens.weight.dtype == "float32"
     assert zoo.tokenizer(whole / "model").encode("ab") == zoo.tokenizer(words / "model").encode("ab")
-    ends = [63, zoo.tokenizer(words / "model").encode("9")[0]]  # of a text, and of a chat's turn
+    ends = [63, zoo.tokenizer(words / "model").encode("9")[0]]  # the end of a text, and of a chat's turn
     assert json.loads((whole / "model" / "generation_config.json").read_text())["eos_token_id"] == ends
     command("train.sft", *options(words, whole))
     said = capsys.readouterr().out.replace("\n", "")
@@ -117,7 +117,7 @@ def test_a_run(words, whole, capsys):
 
 @pytest.fixture
 def stopped_at(monkeypatch):
-    """`stopped_at(n)`: a SIGTERM comes in the n-th step of a run."""
+    """Returns `stopped_at(n)`, which sends a SIGTERM in the n-th step of a run."""
 
     def stopped_at(step):
         class Stop(StopRequest):
@@ -138,7 +138,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden" / "losses.json"
 
 
 def test_the_same_again(whole, record_property):
-    """The losses of `whole` are those that were committed: as far as another jax, or another CPU, rounds the same."""
+    """The losses of `whole` equal the committed ones, up to another jax's or another CPU's rounding."""
     golden, found = json.loads(GOLDEN.read_text()), list(losses(whole).values())
     off = np.abs(np.array(found) / np.array(golden) - 1).max()
     record_property("figure", f"{STEPS} losses within {off:.1e} of the committed ones")
@@ -159,7 +159,7 @@ def test_told_to_stop(words, whole, stopped_at, capsys):
 
 
 def test_a_run_goes_on_from_a_local_checkpoint(words, whole, tmp_path, monkeypatch, capsys):
-    """A run that fails in step 8, with a shared checkpoint of step 4 and a local one of step 6."""
+    """A run that failed in step 8 resumes from its local checkpoint of step 6, rather than the shared one of step 4."""
     out, asked = tmp_path / "failed", []
 
     def fail(stop):
@@ -181,7 +181,7 @@ def test_a_run_goes_on_from_a_local_checkpoint(words, whole, tmp_path, monkeypat
 
 
 def test_a_run_from_the_file_of_another(words, whole, tmp_path, stopped_at):
-    """Its options and its numbers are the same; an option that does not exist ends it in a sentence."""
+    """The run has the same options and numbers as the other; an unknown option ends it with a message."""
     stopped_at(3)
     command("train.sft", "--config", whole / "run.yaml", "--out", tmp_path / "again")
     assert losses(tmp_path / "again") == {step: loss for step, loss in losses(whole).items() if step <= 3}
@@ -192,7 +192,7 @@ def test_a_run_from_the_file_of_another(words, whole, tmp_path, stopped_at):
 
 
 def test_remat_auto(words, whole, tmp_path, stopped_at, monkeypatch, capsys):
-    """Where memory is known, a run says what it chose, and is the run with that."""
+    """If the memory is known, a run reports its choice, and equals a run with that choice."""
     monkeypatch.setattr(defaults, "device_bytes", lambda: 1e12)
     stopped_at(2)
     command("train.sft", *options(words, tmp_path / "out", "--remat", "auto"))
@@ -203,7 +203,7 @@ def test_remat_auto(words, whole, tmp_path, stopped_at, monkeypatch, capsys):
 
 
 def assert_eight_bits(words, float_run, stopped_at, matmul, *more):
-    """The losses are nearly those of the float run, though this one stops in between and goes on."""
+    """Checks that the losses are nearly those of the float run, though this run stops in between and resumes."""
     out = words / matmul
     stopped_at(5)
     command("train.sft", *options(words, out, "--matmul", matmul, *more))
@@ -222,7 +222,7 @@ def test_int8(words, whole, stopped_at):
 
 @pytest.mark.slow
 def test_fp8(words, stopped_at):
-    """Which rounds gradients too, so that at a higher rate two runs are soon apart."""
+    """fp8 rounds gradients, too, so that at a higher rate two runs soon differ."""
     more = ["--steps", 40, "--lr", 3e-3]
     command("train.sft", *options(words, words / "float", *more))
     assert_eight_bits(words, words / "float", stopped_at, "fp8", *more)
@@ -242,7 +242,7 @@ def test_fp8(words, stopped_at):
     ],
 )
 def test_resuming_on_other_data_is_refused(words, whole, more, said):
-    """It names what differs: here the tokenizer is another, of the same size."""
+    """The message names the difference; here the tokenizer is another one of the same size."""
     if more[0] == "--model":
         more = ["--model", shutil.copytree(words / "model", words / "other")]
         text = (words / "other" / "tokenizer.json").read_text()
@@ -251,7 +251,7 @@ def test_resuming_on_other_data_is_refused(words, whole, more, said):
 
 
 def test_a_mended_record(words, tmp_path, stopped_at, capsys):
-    """A letter of the data has changed, and no size: that is refused, unless it is accepted; other options are told."""
+    """A changed letter in data of equal size is refused unless accepted. Changes of other options are reported."""
     write_words(tmp_path / "words.jsonl", 0, count=200)
     same = [words, tmp_path / "out", "--data", tmp_path / "words.jsonl", "--hold-out", 0]
     command_of = lambda *more: options(*same, *more)
@@ -266,7 +266,7 @@ def test_a_mended_record(words, tmp_path, stopped_at, capsys):
     said = capsys.readouterr().out.replace("\n", " ")
     assert "words.jsonl has other contents. The run goes on with it at the same place" in said
     assert "Not as before: --eval-batches was 50 and is 3." in said and "Stopped by SIGTERM after step 4" in said
-    command("train.sft", *command_of())  # what was accepted need not be accepted again
+    command("train.sft", *command_of())  # the change was accepted before, and need not be again
     said = capsys.readouterr().out.replace("\n", " ")
     assert "Going on from step 4" in said and "--eval-batches was 3 and is 50" in said and "other contents" not in said
     (tmp_path / "words.jsonl").rename(tmp_path / "verbs.jsonl")
@@ -277,7 +277,7 @@ def test_a_mended_record(words, tmp_path, stopped_at, capsys):
 
 
 def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
-    """A run has one of its own, in which the same command goes on; with other options it is another run."""
+    """A run has a folder of its own, in which the same command resumes; other options make another run."""
     monkeypatch.chdir(tmp_path)
 
     def start(*more):
@@ -304,7 +304,7 @@ def test_the_folder_that_is_chosen(tmp_path, monkeypatch, capsys):
         (tmp_path / "runs" / name).mkdir(parents=True)
     folder.describe(tmp_path / "runs" / "sft-3", about(), sft.SFTOptions())
     assert choose(about()) == "runs/sft-3" and choose(about(**{"--lr": 2.0})) == "runs/sft"
-    # Options that there were not yet when a run began: it has their defaults.
+    # Options that did not exist when a run began have their defaults.
     assert choose(about(**{"--optimizer": "adamw", "--moments": "float32"})) == "runs/sft-3"
     assert choose(about(**{"--optimizer": "muon"})) == "runs/sft"
     (tmp_path / "runs" / "sft" / "notes.txt").write_text("of somebody else")
@@ -315,12 +315,12 @@ def test_the_folder_that_is_chosen(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "sft-5").mkdir()
     folder.describe(tmp_path / "runs" / "sft-5", steps(100, 20), sft.SFTOptions())
     capsys.readouterr()
-    choose(steps(40, 8))  # of which the user has given --steps alone
+    choose(steps(40, 8))  # the user has given --steps alone
     assert "runs/sft-5 has another run: --steps was 100 and is 40." in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_never(words, tmp_path, stopped_at):
-    """Neither the first step nor the end of a run has samples or evaluations then."""
+    """With "never", neither the first step nor the end of a run has samples or evaluations."""
     out = tmp_path / "out"
     stopped_at(1)
     command("train.sft", *options(words, out, "--sample-every", "never", "--eval-every", "never"))
@@ -334,7 +334,7 @@ def test_never(words, tmp_path, stopped_at):
 
 
 def test_what_follows_from_the_steps_is_not_told():
-    """The user has changed --steps alone, and is not told of --decay, unless one of its values was given."""
+    """A user who changes --steps alone gets no message about --decay, unless one of its values was given."""
     of = lambda steps, **more: folder.telling(defaults.resolve_steps(sft.SFTOptions(**more), steps))
     before, now = of(100), of(40)
     assert before["--decay"] == 20 and now["--decay"] == 8
@@ -347,7 +347,7 @@ def test_what_follows_from_the_steps_is_not_told():
 
 
 def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsys):
-    """Those that bear on its numbers, in one line. It is at its end, so nothing is computed."""
+    """Options that affect the numbers are reported in one line. The run is at its end, so nothing is computed."""
     out = shutil.copytree(whole, tmp_path / "out")
     more = ["--lr", 0.02, "--schedule", "wsd", "--neftune", 5, "--matmul", "int8", "--compute-dtype", "bfloat16"]
     command("train.sft", *options(words, out, *more, "--keep", 7))
@@ -361,8 +361,9 @@ def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsy
 
 
 def test_freeze(words, tmp_path, stopped_at, capsys):
-    """Frozen weights are exported as they were, also after a stop; all others learn. The base of a run must not change,
-    nor what is frozen."""
+    """Frozen weights are exported unchanged, also after a stop; all others learn. Neither a run's base nor its frozen
+    weights may change.
+    """
     patterns = ("embed_tokens.*", "*.mlp.*")
     more = ["--freeze", *patterns, "--steps", 3, "--eval-every", 3, "--hold-out", 0]
     stopped_at(2)
@@ -403,7 +404,7 @@ def test_dry_run(words, capsys):
 
 
 def test_examples_are_decoded_whole(capsys):
-    """Where what is learnt begins within a character or behind a space, nothing is lost of them."""
+    """Examples are shown in full, even if the learnt part begins within a character or after a space."""
     tokenizer, text = zoo.tokenizer("tiny"), "na\u00efve \u65e5\u672c"
     ids = tokenizer.encode(text, special=False)
     masks = [[int(i >= at) for i in range(len(ids))] for at in range(1, len(ids))]
@@ -422,7 +423,7 @@ def test_pretrain(words, capsys):
 
 @pytest.mark.parametrize("name", ["deepseek3", "qwen3_next"])
 def test_mtp_weight(base, name, monkeypatch):
-    """The scripts train the module for the token after the next, and give its loss that weight."""
+    """The scripts train the MTP module, and give its loss this weight."""
     model, got = tiny.write(base / "further" / name, name), []
     tiny.write_tokenizer(model)
     monkeypatch.setattr(loop, "run", lambda o, trained, task, *_: got.append((trained.abstract, task.objective)))
@@ -439,8 +440,7 @@ def test_mtp_weight(base, name, monkeypatch):
 
 @pytest.mark.slow
 def test_mtp_learns(base):
-    """The module for the token after the next is made, learns, and is exported. Without decay it changes only by its
-    own loss."""
+    """The MTP module is created, learns, and is exported. Without decay it changes only by its own loss."""
     model, out = tiny.write(base / "further", "deepseek3", num_hidden_layers=1, first_k_dense_replace=1), base / "mtp"
     tiny.write_tokenizer(model)
     more = ("--steps", 1, "--weight-decay", 0, "--mtp-weight", 0.3, "--router-balance", 0, "--sample-tokens", 0)
@@ -453,7 +453,7 @@ def test_mtp_learns(base):
 
 
 def test_options_in_python(untyped):
-    """As on the command line: strings for paths, and one value or a list of them where there may be several."""
+    """Options accept the command line's forms: strings for paths, and one value or a list where several are allowed."""
     o = sft.SFTOptions(data="x.jsonl", weights=1, out="runs/x")
     assert (o.data, o.weights, o.out) == (("x.jsonl",), (1.0,), pathlib.Path("runs/x"))
     assert sft.SFTOptions(data=["a", pathlib.Path("b")]).data == ("a", "b")
@@ -493,7 +493,7 @@ def test_bad_input(base, tmp_path, content, more, said):
 
 
 # ======================================================================================================================
-# Processes of their own.
+# Separate processes.
 # ======================================================================================================================
 
 
@@ -512,9 +512,10 @@ def finish(process, code=0):
 
 @pytest.mark.slow
 def test_killed_and_resumed(words, record_property):
-    """SIGKILL at two moments, saves under way, then SIGTERM: every loss and every weight is as if nothing had
-    happened. An error is one sentence, and exit code 1. With more trials, every other kill comes at a random time after
-    the start, which may be before the first step."""
+    """SIGKILL at two moments, with saves under way, and then SIGTERM, change no loss and no weight. An error is one
+    sentence with exit code 1. With more trials, every other kill comes at a random time after the start, perhaps before
+    the first step.
+    """
     kills, choose = trials(2, 50, 200), random.Random(0)
     steps = 40 if kills == 2 else 8 * kills
     long = ["--steps", steps, "--lr", "3e-3", "--eval-every", max(4, steps // 10)]
@@ -550,7 +551,7 @@ def test_killed_and_resumed(words, record_property):
 @nightly
 @pytest.mark.slow
 def test_stopped_at_any_moment(words, record_property):
-    """A signal at a random moment after the first step, of a run that mostly validates and saves: it is saved, soon."""
+    """After a signal at a random moment after the first step, a run that mostly validates and saves is saved soon."""
     choose, out, took = random.Random(0), words / "any", []
     busy = ["--steps", 2000, "--eval-every", 3, "--save-every", 3]
     for _ in range(count := trials(3, 20, 100)):
@@ -570,7 +571,7 @@ def test_stopped_at_any_moment(words, record_property):
 
 @pytest.fixture(scope="module")
 def shakespeare(tmp_path_factory):
-    """The start of the longer run in the README, on real weights."""
+    """Runs the start of the README's longer run, on real weights."""
     if not SHARED.is_dir():
         pytest.skip("the small trained Llama is not beside this checkout")
     folder = tmp_path_factory.mktemp("shakespeare")
@@ -597,7 +598,7 @@ def test_transformers_loads_what_was_trained(shakespeare):
 
 
 def test_faults_of_ours_end_a_run_of_several_processes(monkeypatch, capsys):
-    """Which would wait for this one; alone it shows where the fault is, as Python does."""
+    """A fault ends the process, for which the others would otherwise wait. A process alone shows Python's traceback."""
     monkeypatch.setattr(sys, "argv", ["sft"])
     ended = []
     monkeypatch.setattr(cluster, "end", ended.append)

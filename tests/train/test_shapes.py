@@ -1,4 +1,4 @@
-"""Drawings with questions, and the untrained model that sees: `python -m train.tiny.shapes`."""
+"""Drawings with questions, and the untrained vision model: `python -m train.tiny.shapes`."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def chats(out, name):
 
 
 def test_answers_are_what_is_drawn():
-    """The cross has its colour in its place, and there are as many shapes as places that are not ground."""
+    """The cross has its colour in its place, and there are as many shapes as places without background."""
     chance = random.Random(0)
     for _ in range(20):
         placed = shapes.arrange(chance)
@@ -55,7 +55,7 @@ def test_data_is_the_same_every_time_and_none_of_it_held_out(out, tmp_path):
 
 
 def test_the_model_sees_the_data(out):
-    """The checkpoint loads whole, and an answer is a token a word and the end of the turn."""
+    """The checkpoint loads whole. An answer has one token for each word and one for the end of the turn."""
     model, tokenizer = zoo.load(out / "model", parts=("vision",)), zoo.tokenizer(out / "model")
     for question, answer, *_ in chats(out, "train")[:3]:
         image, text = question["content"]
@@ -63,5 +63,5 @@ def test_the_model_sees_the_data(out):
         ids, images = encode_prompt(model, tokenizer, [asked])
         assert max(ids) < model.config.vocab_size and images.image.max() == 0
         assert (images.image >= 0).sum() == model.config.vision.mm_tokens_per_image
-        assert np.abs(np.median(images.patches)) < 0.3  # the ground
+        assert np.abs(np.median(images.patches)) < 0.3  # the background
         assert len(tokenizer.encode(answer["content"], special=False)) == len(answer["content"].split())

@@ -41,10 +41,10 @@ def wheres(path) -> list[str]:
 
 
 def refused(path, *words: str, kind=ValueError):
-    """All of its records cannot be read, by one sentence with these words."""
+    """Checks that reading all records fails with one message that has these words."""
     with pytest.raises(kind) as error:
         fields(path)
-    said = str(error.value).splitlines()[0]  # grain adds its own below
+    said = str(error.value).splitlines()[0]  # grain adds its own lines below
     assert all(word in said for word in words), said
 
 
@@ -85,7 +85,7 @@ def test_tfrecord(tmp_path, monkeypatch):
 
 
 def test_examples_have_numbers_and_lists_of_objects(tmp_path):
-    """As TFDS writes them, in a folder with files that are no data."""
+    """Examples may have numbers and lists of objects, as TFDS writes them, in a folder that has other files, too."""
     field = lambda number, data: bytes([number << 3 | 2, len(data)]) + data
     packed = b"".join(bytes([n & 127 | 128, n >> 7]) if n > 127 else bytes([n]) for n in (5, 300, 0))
     tokens = field(1, field(1, field(1, b"tokens") + field(2, field(3, field(1, packed)))))
@@ -159,7 +159,7 @@ def test_npy(tmp_path, monkeypatch):
 
 
 def test_csv(tmp_path):
-    """Quoted line breaks, a byte order mark, and rows of other lengths, which are refused by their line."""
+    """CSV may have quoted line breaks and a byte order mark. A row of another length is refused by its line."""
     file = tmp_path / "a.csv"
     file.write_bytes(b'\xef\xbb\xbfquestion,answer,id\r\n"a ""b""\nc",d,1\r\n\r\ne,f\r\ng,h,\r\n')
     records, _ = open_records(file, holdout=0.0)
@@ -185,7 +185,7 @@ def write_arrow(path: pathlib.Path, rows: list, make=pa.ipc.new_stream):
 
 
 def test_arrow(tmp_path):
-    """Of a folder by `save_to_disk`, whose other files are no data."""
+    """A folder by `save_to_disk` is read; its other files are no data."""
     for name in ("train", "validation"):
         write_arrow(tmp_path / name / "data-00000-of-00001.arrow", CHATS)
         (tmp_path / name / "state.json").write_text("{}")
@@ -243,7 +243,7 @@ def test_compressed_files(tmp_path, monkeypatch):
         assert [record["text"] for record in fields(tmp_path / name)] == found
     file = tmp_path / "gz.00000-of-00001.json.gz"
     assert wheres(file)[1] == f"{file}, line 2"
-    monkeypatch.setattr(files, "unpack", None)  # it is not unpacked again
+    monkeypatch.setattr(files, "unpack", None)  # fails if it is unpacked again
     assert len(fields(file)) == 2
     monkeypatch.undo()
 
@@ -282,7 +282,7 @@ def store():
 
 
 def test_object_stores(tmp_path, store, monkeypatch):
-    """Files are copied once, and again when they have changed; messages and hashes have their names in the store."""
+    """Files are copied once, and again when they have changed; messages and hashes use their names in the store."""
     store.pipe({"/b/d/train.jsonl": lines("a", "b"), "/b/d/valid.jsonl": lines("c"), "/b/d/README.md": b""})
     train, valid = open_records("memory://b/d")
     assert [r.fields["text"] for r in train] == ["a", "b"] and valid and valid[0].fields["text"] == "c"
@@ -320,7 +320,7 @@ def test_object_stores_that_refuse(store, monkeypatch):
 
 
 class Site(http.server.ThreadingHTTPServer):
-    """Serves `files` from memory: path -> the pieces of a body, and its headers. `sent` has the paths of whole ones."""
+    """Serves `files` from memory: path -> the pieces of a body, and its headers. `sent` has the paths sent in full."""
 
     daemon_threads = True
 
@@ -339,7 +339,7 @@ class Page(http.server.BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        with contextlib.suppress(OSError):  # the other side has had enough
+        with contextlib.suppress(OSError):  # the client has disconnected
             for piece in pieces or ():
                 self.wfile.write(piece)
             self.server.sent.append(self.path)
@@ -360,11 +360,11 @@ def site():
 
 
 def test_files_of_web_servers(site, tmp_path):
-    """They are fetched again when any of the size, the ETag and the time of change differs, and only then."""
+    """A file is fetched again if its size, its ETag or its modification time differs, and only then."""
     read = lambda path: [record["text"] for record in fields(f"{site.url}/{path}")]
     old, new = {"ETag": '"1"', "Last-Modified": "Mon, 23 Nov 2026 10:00:00 GMT"}, {"ETag": '"2"'}
     for headers in (old, old | new, old | {"Last-Modified": "Tue, 24 Nov 2026 10:00:00 GMT"}):
-        for text in ("a", "b"):  # the second is said to be the same, and so it is not read
+        for text in ("a", "b"):  # the second has the same headers, so it is not read
             site.files["/a.jsonl"] = [lines(text)], headers | {"Content-Length": "14"}
             assert read("a.jsonl") == ["a"]
     site.files["/a.jsonl"] = [lines("a", "c")], old | {"Content-Length": "28"}
@@ -391,7 +391,7 @@ def test_a_web_server_that_does_not_tell_files_apart(site):
 
 
 def test_web_servers_that_refuse(site, monkeypatch):
-    """Each by one sentence, and nothing is left of what came."""
+    """Each refusal is one sentence, and nothing is left of the data received."""
     endless = lambda piece: iter(lambda: piece, None)
     tag, whole = {"ETag": "1"}, gzip.compress(lines(*"abcdefgh" * 99))
     cases = {
@@ -406,7 +406,7 @@ def test_web_servers_that_refuse(site, monkeypatch):
     }
     for name, (pieces, headers, why) in cases.items():
         site.files[f"/{name}.jsonl"] = pieces, headers
-        clock = itertools.count(step=20.0 if name in ("drip", "slow") else 0.0)  # what a piece takes
+        clock = itertools.count(step=20.0 if name in ("drip", "slow") else 0.0)  # the seconds that a piece takes
         monkeypatch.setattr(pacing, "time", types.SimpleNamespace(monotonic=clock.__next__))
         monkeypatch.setattr(web, "LARGEST", 2**40 if name == "slow" else 2**20)
         monkeypatch.setattr(web, "SECONDS", 3600 if name == "slow" else 2**40)
@@ -420,7 +420,7 @@ def test_web_servers_that_refuse(site, monkeypatch):
 
 
 def test_what_took_long_is_kept(tmp_path, monkeypatch):
-    """Where the records of a large file begin, until it changes."""
+    """The places of a large file's records are kept until the file changes."""
     monkeypatch.setattr(index, "LARGE", 1)
     file, scans = tmp_path / "a.jsonl", []
     file.write_bytes(lines("a", "b"))
@@ -433,7 +433,7 @@ def test_what_took_long_is_kept(tmp_path, monkeypatch):
 
 
 def test_only_one_process_copies(tmp_path):
-    """And a half that was left is not taken for the whole, nor is one that is being written."""
+    """A half that was left over is not taken for the whole file, nor is one that is still being written."""
     code = (
         "import sys\nfrom train.base import cache\n"
         "def make(to):\n to.write_text('h')\n print('made', flush=True)\n input()\n to.write_text('whole')\n"
@@ -457,7 +457,7 @@ def test_only_one_process_copies(tmp_path):
 
 
 class Stream:
-    """As much of `datasets.IterableDataset` as is used."""
+    """The parts of `datasets.IterableDataset` that are used."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -504,7 +504,7 @@ def test_data_sets_by_name(tmp_path, monkeypatch):
 
 @pytest.mark.live
 def test_data_sets_by_the_library_itself(tmp_path, monkeypatch):
-    """Folders that it saves, files that it caches, and streams."""
+    """The library's saved folders, cached files and streams are read."""
     datasets = pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_bytes(lines(*"abcde"))
@@ -519,12 +519,12 @@ def test_data_sets_by_the_library_itself(tmp_path, monkeypatch):
 
 
 # ======================================================================================================================
-# Functions of the user's, and ids that were made before.
+# Users' functions, and precomputed ids.
 # ======================================================================================================================
 
 
 def test_functions_of_the_user(tmp_path):
-    """They get all fields, and are part of what is hashed."""
+    """Users' functions get all fields, and are part of the hash."""
     from pyarrow import parquet
 
     code, data = tmp_path / "rows.py", tmp_path / "a.parquet"
@@ -548,7 +548,7 @@ def test_functions_of_the_user(tmp_path):
 
 
 def test_questions():
-    """They are chats, or without a chat template prompts with completions."""
+    """Questions become chats, or prompts with completions if there is no chat template."""
     tokenizer, plain = zoo.tokenizer("tiny"), zoo.tokenizer("tiny")
     plain.chat_template = None
     encoded = lambda tokenizer, **fields: encode(Record("a.csv, line 2", fields), tokenizer, vocab_size=2048)
@@ -564,7 +564,7 @@ def test_questions():
 
 
 def test_columns_of_the_user(tmp_path):
-    """Every format has its columns renamed before the record's shape is told, and before a function gets it."""
+    """Columns of every format are renamed before the record's kind is recognised, or a user's function gets it."""
     from pyarrow import parquet
 
     rows, names = [{"q": "Why?", "said": "No.", "text": "-"}] * 2, ("prompt=q", "completion=said")
@@ -610,7 +610,7 @@ def test_columns_that_cannot_be(tmp_path):
 
 
 def test_tokens():
-    """They are learnt as they are, or where `loss_mask` says so; then they are not cut."""
+    """Precomputed tokens are all learnt, or as `loss_mask` says; with a mask they are not cut."""
     tokenizer = zoo.tokenizer("tiny")
     encoded = lambda **fields: encode(Record("a.jsonl, line 1", fields), tokenizer, vocab_size=9)
     assert encoded(tokens=[1, 8]) == [Example([1, 8], [1, 1], whole=False)]
@@ -631,7 +631,7 @@ def test_tokens():
 
 
 def test_flipped_arrow(tmp_path):
-    """A bit of a text's place, which would be far out of the file: reading there would end the process."""
+    """A flipped bit puts a text's offset far outside the file; reading there would end the process."""
     table, path = pa.table({"text": [f"text {n}" for n in range(9)]}), tmp_path / "a.arrow"
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)

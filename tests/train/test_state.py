@@ -1,4 +1,4 @@
-"""Where every optimizer's arrays lie on eight devices, of a dense model, a mixture and adapters. Compiles nothing."""
+"""Places of every optimizer's arrays on eight devices, for a dense model, a mixture and adapters. Compiles nothing."""
 
 import math
 
@@ -27,7 +27,7 @@ MESHES = ["replica=2,fsdp=2,tensor=2", "fsdp=8", "replica=8", "fsdp=4,expert=2"]
 
 @pytest.fixture(scope="module")
 def models():
-    """Shapes of what is trained. Matrices are large enough for Adafactor to sum over their rows and columns."""
+    """Returns shapes of models to train. Matrices are large enough for Adafactor to sum over their rows and columns."""
     dense = qwen3.Config(**SIZES, intermediate_size=384)
     mixture = qwen3_moe.Config(**SIZES, **MIXTURE)
     make = lambda family, config: eqx.filter_eval_shape(family.Model, config, key=jax.random.key(0))
@@ -38,7 +38,7 @@ def models():
 
 
 def placed(models, name, text):
-    """What is trained of the model, with its places on the mesh."""
+    """Returns the trained part of the model, with its places on the mesh."""
     model, family = models[name]
     places = shardings(model, family.FAMILY.partition_rules, make_mesh(text))
     return lora.split(jax.tree.map(lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p), model, places))[0]
@@ -49,7 +49,7 @@ def arrays(tree):
 
 
 def parts(array):
-    """How many different parts of an array there are on all devices."""
+    """Returns the number of different parts of an array on all devices."""
     return math.prod(array.shape) // math.prod(array.sharding.shard_shape(array.shape))
 
 
@@ -63,8 +63,9 @@ def optimizers():
 @pytest.mark.parametrize("name", ["dense", "mixture", "adapters"])
 @pytest.mark.parametrize("text", MESHES)
 def test_no_optimizer_copies_a_matrix_to_every_device(models, name, text):
-    """Each array is split at least as its parameter is, and over the replicas. No matrix lies whole on a device, but
-    for those whose parameter does: norms, routers, and the sides of adapters that a rule does not split."""
+    """Each array is split at least as its parameter is, and over the replicas. No matrix lies whole on a device unless
+    its parameter does: norms, routers, and sides of adapters that no rule splits.
+    """
     model = placed(models, name, text)
     parameters, replicas = arrays(model), make_mesh(text).shape["replica"]
     for optimizer, transform in optimizers():
@@ -78,7 +79,9 @@ def test_no_optimizer_copies_a_matrix_to_every_device(models, name, text):
 
 
 def test_places_by_name(models):
-    """Moments where the parameter is, over the replicas too; sums where the rest of it is, over all that is left."""
+    """Moments are split like their parameter, and over the replicas. Sums are split like the remaining axis, and over
+    all axes that are left.
+    """
     model = placed(models, "dense", "replica=2,fsdp=2,tensor=2")
     weight = model.layers.period[0].self_attn.q_proj.weight
     assert weight.shape == (3, 256, 256) and weight.sharding.spec == P("stage", "tensor", "fsdp")
@@ -100,20 +103,20 @@ def test_places_by_name(models):
 
 
 def test_bytes(models):
-    """Of moments, in floats of each parameter: what `train.plan` counts and docs/optimizers.md says."""
+    """Moments take the floats for each parameter that `train.plan` counts and docs/optimizers.md states."""
     model = placed(models, "dense", "fsdp=8")
     size = sum(a.size for a in jax.tree.leaves(model))
     others = size - sum(a.size for path, a in arrays(model).items() if path.startswith("layers.") and "_proj" in path)
     count = lambda transform: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract_state(model, transform)))
     of = {name: (count(transform) - 4 * size) / 4 for name, transform in optimizers()}
-    about = lambda n: pytest.approx(n, abs=20)  # and numbers of steps
+    about = lambda n: pytest.approx(n, abs=20)  # plus the numbers of steps
     assert of["adamw"] == about(2 * size) and of["adamw, bfloat16"] == about(size)
     assert of["muon"] == about(size + others) and of["sgd"] == about(size)
     assert of["adafactor"] < 0.02 * size
 
 
 def test_paths_of_adamw(models):
-    """Those of checkpoints from before there were other optimizers, which therefore still resume."""
+    """Paths equal those in checkpoints from before there were other optimizers, which therefore still resume."""
     model = placed(models, "dense", "fsdp=8")
     state = arrays(abstract_state(model, OPTIMIZERS["adamw"](lambda step: 0.1)))
     moments = {f"opt_state.1.0.{moment}.{path}" for moment in ("mu", "nu") for path in arrays(model)}
@@ -122,7 +125,7 @@ def test_paths_of_adamw(models):
 
 
 def test_optax_says_what_is_a_parameter():
-    """A tree of the parameters' structure that is none of them is copied, and an array of any rank as well."""
+    """A tree that has the parameters' structure but holds none of them is copied to all devices, whatever its ranks."""
     mesh = make_mesh("fsdp=8")
     model = {"weight": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=jax.NamedSharding(mesh, P("fsdp", None)))}
     noise = {"weight": np.zeros((8, 8), np.float32)}

@@ -1,4 +1,4 @@
-"""One training step: its numbers, its memory, and what it leaves alone."""
+"""One training step: its numbers, its memory, and the arrays that it must not change."""
 
 import collections
 import functools
@@ -52,7 +52,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def train(model):
-    """Compiled steps by their optimizer and the options that are not usual."""
+    """Returns a function that compiles steps once for each optimizer and set of unusual options."""
 
     @functools.cache
     def step(optimizer, **changes):
@@ -63,7 +63,7 @@ def train(model):
 
 @pytest.fixture(scope="module")
 def batch():
-    """Two documents and some padding in every row, and very different numbers of targets."""
+    """Returns rows of two documents and some padding, with very different numbers of targets."""
     random = np.random.RandomState(0)
     lengths, rows = [7, 13, 4], np.ones((BATCH, 1))
     segments = np.repeat([1, 2, 0], lengths) * rows
@@ -87,7 +87,7 @@ def assert_same(got, want):
 
 
 def test_the_global_norm_is_taken_once(model, batch, monkeypatch):
-    """For the metrics and for clipping alike: it reads all gradients."""
+    """Metrics and clipping share one global norm, because it reads all gradients."""
     norms = []
     norm = optax.tree.norm
     monkeypatch.setattr(optax.tree, "norm", lambda tree: norms.append(norm(tree)) or norms[-1])
@@ -134,7 +134,7 @@ def test_in_microbatches_on_a_mesh(model, batch, train):
 
 
 def test_counting_runs_no_layers(model, batch, train):
-    """Parts are divided by the count of all. The passes that look for it are traced; only the count is compiled."""
+    """Parts are divided by the whole batch's count. The passes that count are traced; only the count is compiled."""
     state = abstract_state(model, SGD)
     one, parts = (train(SGD, **o).lower(state, batch).as_text() for o in ({}, {"microbatches": 2}))
     products = one.count("stablehlo.dot_general")
@@ -147,10 +147,10 @@ def test_microbatches_must_fit(model, batch, train):
 
 
 def test_dots_runs_no_kernel_twice():
-    """Neither attention's forward kernel nor an expert's product is in the backward pass again."""
+    """The backward pass repeats neither attention's forward kernel nor an expert's product."""
 
     def calls(jaxpr):
-        """Names of the kernels of a program, and of those that it calls, whose results are used: XLA drops others."""
+        """Yields the kernels of a program, and of its inner programs, whose results are used; XLA drops others."""
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         for eqn in jaxpr.eqns:
             if eqn.primitive.name != "pallas_call":
@@ -177,7 +177,7 @@ def test_dots_runs_no_kernel_twice():
 
 
 def test_gradients_of_one_part_are_kept_in_the_compute_dtype(model, batch):
-    """They wait for the global norm before the optimizer reads them: in float32 that takes twice the bytes."""
+    """Gradients wait for the global norm before the optimizer reads them. Float32 ones would take twice the bytes."""
     step = functools.partial(train_step, optimizer=SGD, **OPTIONS | dict(compute_dtype=jnp.bfloat16))
     (update,) = [
         e for e in jax.make_jaxpr(step)(init_state(model, SGD), batch).jaxpr.eqns if e.primitive.name == "cond"
@@ -191,8 +191,9 @@ def test_gradients_of_one_part_are_kept_in_the_compute_dtype(model, batch):
 
 
 def test_chunks_of_logits(model, batch, monkeypatch):
-    """Of three times as many tokens as a wide model has features, so that 8,192 of Llama 3.2 3B are one. All are alike,
-    so that none is mostly padding."""
+    """A chunk has at least 2,048 tokens, or three times as many as a wide model has features, so that 8,192 of Llama
+    3.2 3B are one chunk. All chunks are equal, so that none is mostly padding.
+    """
     sizes = []
     cross_entropy_of = kernels.cross_entropy
     keep = lambda *args, chunk, **options: sizes.append(chunk) or cross_entropy_of(*args, chunk=chunk, **options)
@@ -205,7 +206,7 @@ def test_chunks_of_logits(model, batch, monkeypatch):
 
 
 def test_options_of_xla_for_training(model, batch, monkeypatch):
-    """Those in the table are known to XLA, and the step is compiled with those of the device in use."""
+    """XLA knows the options in the table, and the step is compiled with those of the device in use."""
     for options in compile_options.OPTIONS["train"].values():
         jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
     monkeypatch.setitem(compile_options.OPTIONS["train"], "cpu", {"no_such_option": 1})
@@ -230,7 +231,7 @@ def test_a_step_that_is_not_finite_changes_nothing(model, batch, train):
     after, metrics = train(ADAMW)(state, batch)
     assert not metrics["finite"] and not np.isfinite(metrics["grad_norm"])
     counted = jax.tree.map(lambda a: a + 1 if a.shape == () else a, before)
-    counted = eqx.tree_at(lambda s: s.opt_state[1][0].count, counted, before.opt_state[1][0].count)  # AdamW's own
+    counted = eqx.tree_at(lambda s: s.opt_state[1][0].count, counted, before.opt_state[1][0].count)  # AdamW's own count
     assert_same(after, counted)
 
 
@@ -243,7 +244,7 @@ def test_the_state_is_used_up(model, batch, train):
 
 
 def test_a_memory_mapped_model(folder, model, batch, train):
-    """On a CPU the arrays of a loaded model are the file itself, which training must not write to."""
+    """On a CPU the arrays of a loaded model are the file itself, which training must not overwrite."""
     content = (folder / "model.safetensors").read_bytes()
     mapped = zoo.load(folder)
     state = init_state(mapped, ADAMW)
@@ -300,8 +301,9 @@ def test_remat():
 
 
 def test_remat_wraps_each_layer():
-    """Of the head, the period and the tail. Only in a scan of one layer XLA needs not be held back: what is computed
-    again there can't be merged with the forward pass, nor be computed for all layers at once."""
+    """Remat wraps each layer of the head, the period and the tail. CSE may stay enabled only in a scan of one layer:
+    there XLA can neither merge the recomputation with the forward pass, nor compute it for all layers at once.
+    """
 
     def prevented(kinds):
         calls = []

@@ -1,4 +1,4 @@
-"""Evaluation during runs: questions of files and tasks of lm-eval, and which step is the best by a metric."""
+"""Evaluation during runs: questions in files and tasks of lm-eval, and the choice of the best step by a metric."""
 
 import json
 import pathlib
@@ -35,7 +35,7 @@ def write(path, records):
 
 
 def test_a_run_answers_questions(base, model, tokenizer, tmp_path, capsys):
-    """With the model as it is at each step; what counts as right is what the first model writes, to two questions."""
+    """Each step's model answers; right answers to two questions are those of the first model."""
     prompts = [tokenizer.encode(word) for word in WORDS]
     texts = [
         tokenizer.answer(completion.tokens)
@@ -135,7 +135,7 @@ def test_directions():
 
 
 def test_log_likelihoods(model, tokenizer):
-    """Those of the plain forward pass, of pairs of any lengths in rows of two; and greedy as the argmax says."""
+    """Log-likelihoods equal the plain forward pass's, for pairs of any lengths in rows of two; greedy is by argmax."""
     texts = [("abc", " def"), ("", "hello"), ("xyz quick ", "brown"), ("a", "b" * 20), ("fox", "\n")]
     pairs = [harness.pair(tokenizer, *text, first=63) for text in texts]
     assert [tokenizer.decode(a + b) for a, b in pairs[2:4]] == ["".join(text) for text in texts[2:4]]
@@ -154,7 +154,7 @@ def test_log_likelihoods(model, tokenizer):
 
 @pytest.mark.live
 def test_lm_eval(monkeypatch, tmp_path):
-    """Tasks of YAML files and of a folder: the same results as through the server (tests/zoo/test_serve.py)."""
+    """Tasks from YAML files and a folder have the same results as through the server (tests/zoo/test_serve.py)."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     tokenizer, model = zoo.tokenizer("tiny"), zoo.load("tiny", dtype="float32")

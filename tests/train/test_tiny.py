@@ -1,4 +1,4 @@
-"""The embedded default: the text it was made of, its tokenizer, its size, and the instructions it is fine-tuned on."""
+"""The embedded default model: its training text, its tokenizer, its size, and the instructions to fine-tune on."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ FOLDER = pathlib.Path(zoo.__file__).parent / "tiny"
 INSTRUCTIONS = pathlib.Path(train.__file__).parent / "tiny" / "instructions.jsonl"
 LIBRARY = pathlib.Path(sysconfig.get_path("stdlib"))
 
-# Its own process, so that neither the order of sets nor what pytest has imported is the same.
+# A process of its own, so that neither the order of sets nor the modules that pytest imported are the same.
 DIGEST = """
 import hashlib, pathlib, sysconfig
 from train.tiny.__main__ import documents
@@ -58,9 +58,9 @@ def test_corpus_is_the_same_every_time(corpus):
 @pytest.mark.slow
 def test_corpus_documents_python(corpus):
     assert 2_000_000 < sum(map(len, corpus)) < 4_000_000
-    assert len({document.split("\n\n", 1)[1] for document in corpus}) == len(corpus)  # nothing twice
+    assert len({document.split("\n\n", 1)[1] for document in corpus}) == len(corpus)  # no text occurs twice
     titles = {document.split("\n\n")[0] for document in corpus}
-    # Written in Python, written in C, built in, known under another name, and a topic of the language reference.
+    # Functions in Python, in C, built in, and known under another name, and a topic of the language reference.
     assert {"textwrap.dedent(text)", "math.sqrt(x, /)", "len(obj, /)", "os.getcwd()", "class list", "with"} <= titles
 
 
@@ -83,7 +83,7 @@ def test_folder_is_made_as_it_is_embedded(tmp_path, corpus):
     assert zoo.config(str(tmp_path)) == zoo.config("tiny")
     for name in "generation_config.json", "tokenizer_config.json":
         assert json.loads((tmp_path / name).read_text()) == json.loads((FOLDER / name).read_text())
-    # The text, and so the vocabulary, is that of another version of Python perhaps.
+    # The text, and so the vocabulary, may be that of another version of Python.
     ours, embedded = (Tokenizer(folder) for folder in (tmp_path, FOLDER))
     assert ours.vocab_size == embedded.vocab_size == zoo.config("tiny").vocab_size == 2048
     assert ours.eos == embedded.eos == (0, 2)

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on: trackers, starts and ends in run.json, memory, and norms of layers."""
+"""Watching a run while it continues: trackers, starts and ends in run.json, memory, and norms of layers."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from train.watch.watch import Watch, commit
 
 
 class Stand(types.SimpleNamespace):
-    """A stand-in for a tracker's package: it writes down each call of whatever is called in it."""
+    """A stand-in for a tracker's package that records every call."""
 
     calls: list
 
@@ -37,7 +37,7 @@ class Stand(types.SimpleNamespace):
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Stand-ins for the trackers' packages, by name."""
+    """Returns stand-ins for the trackers' packages, by name."""
     found = {name: Stand(calls=[]) for name in ("tensorboardX", "wandb", "trackio", "mlflow")}
     found["wandb"].step = 0
     mlflow = found["mlflow"]
@@ -53,7 +53,7 @@ def packages(monkeypatch):
 
 
 def started(folder, *, n=0, new=True, tracker=("tensorboard", "wandb", "trackio", "mlflow")):
-    """A run as the loop has it before its first step."""
+    """Returns a run as the loop has it before its first step."""
     folder.mkdir(exist_ok=True)
     if new:
         about = {
@@ -70,7 +70,7 @@ def of(package, method):
 
 
 def test_trackers(tmp_path, packages, monkeypatch):
-    """Each gets every step's numbers, by the names that its users know, the samples, and what the run is."""
+    """Each tracker gets every step's numbers, by the names that its users know, the samples, and the run's details."""
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     with Watch(started(tmp_path / "a")) as watch:
         watch.write(0, validation_loss=np.float32(5))
@@ -99,13 +99,13 @@ def test_trackers(tmp_path, packages, monkeypatch):
 
 
 def test_a_resumed_run_continues_its_curves(tmp_path, packages):
-    """From step 2, where a checkpoint is, though it had got to 3: the same run, and no step twice."""
+    """A run that had reached step 3 resumes from the checkpoint of step 2: the same run, and no step twice."""
     with Watch(started(tmp_path / "a")) as watch:
         for step in range(1, 4):
             watch.write(step, loss=5.0 - step)
     for package in packages.values():
         package.calls.clear()
-    packages["wandb"].step = 4  # as the library says of a run that it goes on with
+    packages["wandb"].step = 4  # the library's value for a run that it continues
     packages["mlflow"].search_runs = lambda *_, **__: [packages["mlflow"]]
     with pytest.raises(KeyboardInterrupt), Watch(started(tmp_path / "a", n=2, new=False)) as watch:
         for step in range(3, 6):
@@ -138,7 +138,7 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path, packages, capsys):
 
 
 def test_trackers_that_are_not_there(monkeypatch):
-    """Are refused before anything is loaded."""
+    """A tracker that is not installed is refused before anything is loaded."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     for words, said in (
         ("wandb", r"needs wandb: pip install 'equinox-zoo\[wandb\]'"),
@@ -152,7 +152,7 @@ def test_trackers_that_are_not_there(monkeypatch):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", trackers.TRACKERS)
 def test_as_installed(tmp_path, name, monkeypatch):
-    """The packages themselves take a run and its continuation, without a network."""
+    """The packages themselves accept a run and its continuation, without a network."""
     pytest.importorskip({"tensorboard": "tensorboardX"}.get(name, name))
     for variable, value in {
         "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -180,7 +180,7 @@ def test_memory(tmp_path, monkeypatch):
 
 
 def test_norms_of_layers(model):
-    """They are those of the gradients that a step has, and of what the layers pass on one by one."""
+    """Norms equal those of a step's gradients, and of the activations passed from layer to layer."""
     random = np.random.RandomState(0)
     batch = {name: random.randint(1, 63, (4, 12)) for name in ("tokens", "targets")}
     segments = np.repeat([[1] * 5 + [2] * 4 + [0] * 3], 4, axis=0)

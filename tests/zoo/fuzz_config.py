@@ -1,9 +1,9 @@
-"""Changes config.json of the tiny checkpoints at random, and compares what they then compute with transformers.
+"""Changes config.json of the tiny checkpoints at random, and compares the resulting logits with transformers'.
 
 python -m tests.zoo.fuzz_config --mutations 20000 --seed 1
 
-A changed file is refused in one sentence, or the logits are transformers'. Where transformers itself fails, there is
-nothing to compare with; these are counted apart.
+A changed file is refused in one sentence, or the logits equal transformers'. Where transformers itself fails, there is
+nothing to compare with; these files are counted separately.
 """
 
 import argparse
@@ -56,7 +56,7 @@ ROPES: list[Any] = [
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 ]  # fmt: skip
-# Keys of one family that a file of another may have.
+# Keys of one family that may occur in a file of another.
 ADDED: dict[str, list[Any]] = dict(
     attention_bias=[True, False], mlp_bias=[True, False], head_dim=[8, 16, 32], hidden_activation=list(WORDS),
     sliding_window=[4, None], use_sliding_window=[True, False], max_window_layers=[0, 1, 2], layer_types=[None],
@@ -73,18 +73,18 @@ ADDED: dict[str, list[Any]] = dict(
 )  # fmt: skip
 
 
-MEANT_OTHERWISE = {"architectures", "time_step_min"}  # docs/config.md says of the second what transformers makes of it
+MEANT_OTHERWISE = {"architectures", "time_step_min"}  # docs/config.md has transformers' use of the second
 
 
 def mutate(hub: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """A copy with one key changed, removed or added, or two."""
+    """Returns a copy with one or two keys changed, removed or added."""
     hub = copy.deepcopy(hub)
     for _ in range(1 + (draw.random() < 0.3)):
         if draw.random() < 0.3:
             key = draw.choice(list(ADDED))
             hub[key] = copy.deepcopy(draw.choice(ADDED[key]))
             continue
-        seldom = draw.random() < 0.1  # what says nothing of the model
+        seldom = draw.random() < 0.1  # keys that do not affect the model
         key = draw.choice(
             [key for key in hub if says_nothing(key) == seldom and key not in MEANT_OTHERWISE] or list(hub)
         )
@@ -96,7 +96,7 @@ def mutate(hub: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 
 
 def others(key: str, value: Any, draw: random.Random) -> list[Any]:
-    """Values that a key may be changed to: likely ones, and such as make no sense."""
+    """Returns values that a key may be changed to: likely ones, and nonsensical ones."""
     if key in ("rope_scaling", "rope_parameters"):
         inner = dict(value or {})
         if inner:
@@ -122,10 +122,10 @@ def others(key: str, value: Any, draw: random.Random) -> list[Any]:
 
 
 class Fuzz:
-    """Counts what became of each changed file.
+    """Counts of the outcomes of changed files.
 
-    `found` has those with other logits or a traceback, `failed` those that transformers fails with: `(checkpoint,
-    config.json, what happened)`.
+    `found` has the files with other logits or a traceback, and `failed` those with which transformers fails:
+    `(checkpoint, config.json, outcome)`.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -133,13 +133,13 @@ class Fuzz:
         self._weights, self._ours, self._refused = {}, {}, {}
 
     def weights(self, name: str) -> dict[str, Any]:
-        """transformers' parameters of a tiny checkpoint, which is written for the first time."""
+        """Returns transformers' parameters of a tiny checkpoint, which is written on first use."""
         if name not in self._weights:
             self._weights[name] = make_golden.load(tiny.write(self.folder / name, name)).state_dict()
         return self._weights[name]
 
     def ours(self, name: str, hub: dict[str, Any]) -> np.ndarray:
-        """Our logits, worked out once for each `Config`; or what it is refused with."""
+        """Returns our logits, computed once for each `Config`, or raises the refusal."""
         (self.folder / name / "config.json").write_text(json.dumps(hub))
         config = zoo.config(self.folder / name)
         if (refusal := self._refused.get((name, config))) is not None:
@@ -151,14 +151,14 @@ class Fuzz:
                 self._refused[name, config] = refusal
                 raise
             try:
-                with jax.disable_jit():  # step by step: nearly all configurations share the steps, and none a program
+                with jax.disable_jit():  # step by step: nearly all configurations share the steps, and no program
                     self._ours[name, config] = np.asarray(model.unembed(model.hidden(jnp.asarray(TOKENS))[0]))
             except ValueError as problem:
                 raise RuntimeError(f"refused only when it runs: {problem}") from problem
         return self._ours[name, config]
 
     def theirs(self, name: str, hub: dict[str, Any]) -> np.ndarray:
-        """transformers' logits, of the same tensors."""
+        """Returns transformers' logits with the same tensors."""
         hub = copy.deepcopy(hub)
         config = transformers.AutoConfig.for_model(hub.pop("model_type"), **hub)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -167,7 +167,7 @@ class Fuzz:
             return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
     def try_one(self, name: str, hub: dict[str, Any]) -> str:
-        """What becomes of a changed file: "refused", "equal", "different", "tracebacks", or "transformers fails"."""
+        """Returns a changed file's outcome: "refused", "equal", "different", "tracebacks", or "transformers fails"."""
         self.weights(name)
         try:
             ours = self.ours(name, hub)
@@ -189,8 +189,8 @@ class Fuzz:
             return "different"
         both = ~(np.isfinite(ours) | np.isfinite(theirs))  # a factor of 1e30 leaves no numbers to compare
         ours, theirs = np.where(both, 0, ours), np.where(both, 0, theirs)
-        # Of 40 positions, one may be ill-conditioned: there two ways to compile one model differ as much. What
-        # is meant otherwise shows at many.
+        # One of 40 positions may be ill-conditioned: there two ways to compile one model differ as much. A different
+        # meaning shows at many positions.
         errors = np.sort(np.abs(ours - theirs).max(-1)[0] / max(np.abs(theirs).max(), 1e-30))
         if errors[-2] < 1e-4 and errors[-1] < 1e-3:
             return "equal"
@@ -198,7 +198,7 @@ class Fuzz:
         return "different"
 
     def run(self, mutations: int, seed: int) -> collections.Counter:
-        """Changes so many files; returns how many of them were what."""
+        """Changes `mutations` files. Returns the number of files by outcome."""
         draw, names = random.Random(seed), list(tiny.CONFIGS)
         for n in range(mutations):
             name = names[n % len(names)]
@@ -207,7 +207,7 @@ class Fuzz:
 
 
 def difference(name: str, hub: dict[str, Any]) -> str:
-    """What a changed file says otherwise than the checkpoint."""
+    """Returns the changes of a file against the checkpoint's."""
     old = tiny.CONFIGS[name]
     gone = [f"without {key}" for key in old.keys() - hub.keys()]
     return ", ".join([*gone, *(f"{k}={v!r}" for k, v in hub.items() if k not in old or repr(old[k]) != repr(v))])

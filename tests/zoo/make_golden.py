@@ -1,4 +1,4 @@
-"""Writes golden/FAMILY.npz: what transformers computes on the checkpoints of tiny/.
+"""Writes golden/FAMILY.npz: transformers' logits of the checkpoints in tiny/.
 
 python -m tests.zoo.make_golden [FAMILY ...]
 """
@@ -14,7 +14,7 @@ from tests.zoo import tiny
 
 
 def load(folder: pathlib.Path, dtype: str = "float32"):
-    """transformers' model, with its eager attention."""
+    """Loads transformers' model, with its eager attention."""
     import transformers
 
     if json.loads((folder / "config.json").read_text())["model_type"].startswith("qwen3_vl"):
@@ -37,7 +37,7 @@ def with_rounded_routers(model):
 
 
 def _text_of_qwen3_vl(folder: pathlib.Path, dtype: str):
-    """transformers has no class for it with its head: so it is that of a whole model, whose tower says nothing."""
+    """Loads Qwen3-VL's text model as a whole model with an unused tower; transformers has no text class with a head."""
     import safetensors.torch
     import transformers
 
@@ -60,7 +60,7 @@ def _text_of_qwen3_vl(folder: pathlib.Path, dtype: str):
 
 
 def logits(model) -> np.ndarray:
-    """What transformers' model, or the one of a folder, says of `tiny.TOKENS`."""
+    """Returns the logits of `tiny.TOKENS` by transformers' model, or by the one of a folder."""
     import torch
 
     model = load(model) if isinstance(model, pathlib.Path) else model

@@ -1,4 +1,4 @@
-"""Writes golden/images.json: what transformers' processors make of drawn pictures, with and without pan and scan.
+"""Writes golden/images.json: the outputs of transformers' processors for drawn pictures, with and without pan and scan.
 
 python -m tests.zoo.make_golden_images
 
@@ -16,7 +16,7 @@ import numpy as np
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "images.json"
 
-# preprocessor_config.json as released (of Qwen2-VL the older form), and what else is in processor_config.json.
+# preprocessor_config.json as released (for Qwen2-VL the older form), and the remaining keys of processor_config.json.
 HALF = dict(image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5])
 CLIP = dict(image_mean=[0.48145466, 0.4578275, 0.40821073], image_std=[0.26862954, 0.26130258, 0.27577711])
 STEPS = dict(do_resize=True, do_rescale=True, do_normalize=True, rescale_factor=0.00392156862745098)
@@ -57,12 +57,12 @@ FILES = {
     ),
 }  # fmt: skip
 SIZES = {"small": (37, 53), "wide": (199, 611), "tall": (701, 233), "large": (997, 1603), "thin": (11, 400)}
-SECONDS = [0.0, 0.5, 1.0, 1.5, 2.0]  # of the frames of a video, an odd number
+SECONDS = [0.0, 0.5, 1.0, 1.5, 2.0]  # times of a video's frames, an odd number
 
 
 @functools.cache
 def picture(name: str) -> np.ndarray:
-    """A picture of one of SIZES, [height, width, 3]: ramps, blocks and noise, of integers and so the same anywhere."""
+    """Returns a picture of one of SIZES, [height, width, 3]: ramps, blocks and noise, equal everywhere as integers."""
     height, width = SIZES[name]
     random = np.random.default_rng(len(name) * height)
     y, x = np.ogrid[:height, :width]
@@ -76,12 +76,12 @@ def video() -> list[np.ndarray]:
 
 
 def short(text: str) -> str:
-    """With a count in place of repeated tokens."""
+    """Returns a text with counts in place of repeated tokens."""
     return re.sub(r"(<[^<>]*>|\[[A-Z]+\])\1+", lambda m: f"{len(m[0]) // len(m[1])} x {m[1]}", text)
 
 
 def summary(patches: np.ndarray, grids, text: str) -> dict:
-    """Some numbers of them all, by which a patch or channel in a wrong place shows."""
+    """Returns numbers that change if a patch or a channel is in a wrong place."""
     numbers = patches.astype(np.float64).ravel()
     weighted = numbers * np.cos(np.arange(numbers.size))
     values = [*numbers[:: max(1, numbers.size // 40)][:40], numbers.mean(), weighted.mean() * 1000]
@@ -90,21 +90,21 @@ def summary(patches: np.ndarray, grids, text: str) -> dict:
 
 
 def theirs(name: str, images: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, str | None]:
-    """Patches, grids and text by transformers, of an image or the frames of a video.
+    """Returns patches, grids and text by transformers, for an image or the frames of a video.
 
     The text of Pixtral is None without torchvision.
 
     Raises:
-        ImportError: where the pixels need torchvision and it is not there.
+        ImportError: if the pixels need torchvision, and it is not installed.
     """
     import torch
 
     inner, outer = FILES[name]
     inner = {key: value for key, value in inner.items() if value is not None and not key.endswith(("_type", "_class"))}
     inner.pop("image_seq_length", None)
-    tokens = types.SimpleNamespace()  # in place of the processor, of which the text needs no more than these
+    tokens = types.SimpleNamespace()  # in place of the processor; the text needs no more than these
     if name == "qwen3-vl-video":
-        import torchvision  # noqa: F401  # its processor imports without, and then fails
+        import torchvision  # noqa: F401  # its processor imports without torchvision, and then fails
         from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -153,10 +153,10 @@ def theirs(name: str, images: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray,
         except ImportError:
             text = None
     pixels = torch.as_tensor(out["pixel_values"]).float()
-    # As a convolution of this stride takes them apart.
+    # Splits the pixels as a convolution of this stride does.
     patches = torch.nn.functional.unfold(pixels, 14, stride=14).mT.flatten(0, 1).numpy()
     rows, columns = pixels.shape[2] // 14, pixels.shape[3] // 14
-    if name == "pixtral":  # whose patches are merged two by two, and so are neighbours here
+    if name == "pixtral":  # merges patches two by two, and so orders them by block
         patches = patches[np.arange(rows * columns).reshape(rows // 2, 2, columns // 2, 2).swapaxes(1, 2).ravel()]
     return patches, np.array([[1, rows, columns]] * len(pixels)), text
 

@@ -1,4 +1,4 @@
-"""Writes golden/vision/FAMILY.npz: what transformers computes on the checkpoints of seeing/.
+"""Writes golden/vision/FAMILY.npz: transformers' logits and features of the checkpoints in seeing/.
 
 python -m tests.zoo.make_golden_vision [FAMILY ...]
 """

@@ -1,4 +1,4 @@
-"""Write the README's table of families, with the parity measured now: `python -m tests.zoo.make_table`."""
+"""Writes the README's table of families, with newly measured errors: `python -m tests.zoo.make_table`."""
 
 import pathlib
 import re
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def rows(errors: dict[str, float]) -> list[str]:
-    """A row for each family; `errors` has the largest error of each."""
+    """Returns the table's lines, with a row for each family; `errors` has the largest error of each."""
     out = ["| family | file | lines | models | largest error |", "|---|---|---|---|---|"]
     for name, family in FAMILIES.items():
         file = f"zoo/models/{name}.py"
@@ -27,18 +27,18 @@ def rows(errors: dict[str, float]) -> list[str]:
 
 
 def names() -> list[str]:
-    """A line for each family, with the zoo names of its models."""
+    """Returns a line for each family, with the zoo names of its models."""
     return [f"- {family.title}: {', '.join(f'`{name}`' for name in family.configs)}" for family in FAMILIES.values()]
 
 
 def section(errors: dict[str, float]) -> str:
-    """The table and the list of names, as they stand in the README."""
+    """Returns the table and the list of names, as in the README."""
     summary = "<details><summary>All names</summary>"
     return "\n".join(["", *rows(errors), "", summary, "", *names(), "", "</details>", "", ""])
 
 
 def measure() -> dict[str, float]:
-    """Family -> the largest error of its tiny checkpoints' logits, compared with the golden ones."""
+    """Returns family -> the largest error of its tiny checkpoints' logits, compared with the golden ones."""
     errors = dict.fromkeys(tiny.MODULES, 0.0)
     forward = eqx.filter_jit(lambda model, tokens: model(tokens))
     with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):

@@ -1,4 +1,4 @@
-"""The calls of a model, compiled: tests that call these with equal shapes, best those of TOKENS, share programs."""
+"""Compiled calls of a model: tests that call these with equal shapes, best those of TOKENS, share programs."""
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ decode = eqx.filter_jit(lambda model, tokens, cache, positions: model.decode(tok
 
 
 def packed(model, tokens=TOKENS, segments=SEGMENTS):
-    """Logits of rows whose documents are in order, what they are of, and the routers' reports."""
+    """Returns logits and last features of rows with documents in order, and the routers' reports."""
     return _packed(model, tokens, segments)
 
 
@@ -31,7 +31,7 @@ def _packed(model, tokens, segments):
 
 
 def prefill_and_decode(model, tokens):
-    """The logits of all tokens but the last from a prefill, and of the last from a decode with the cache."""
+    """Returns the logits of all tokens but the last from a prefill, and of the last from a step with the cache."""
     last = tokens.shape[1] - 1
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cache = model.init_cache(len(tokens), tokens.shape[1], jnp.float32)
@@ -41,32 +41,33 @@ def prefill_and_decode(model, tokens):
 
 
 def error(ours, theirs) -> float:
-    """The largest difference, as a fraction of the largest logit."""
+    """Returns the largest difference, as a fraction of the largest logit."""
     ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 def same(ours, theirs) -> bool:
-    """Whether two trees of arrays are equal, compared by numpy: JAX would compile for each shape."""
+    """Whether two trees of arrays are equal. numpy compares them, because JAX would compile for each shape."""
     (a, one), (b, other) = jax.tree.flatten(ours), jax.tree.flatten(theirs)
     equal = lambda x, y: x.dtype == y.dtype and np.array_equal(np.asarray(x), np.asarray(y))
     return one == other and all(map(equal, a, b))
 
 
 def on_host(model):
-    """The model with arrays of numpy: what slices them, to write them into files, compiles nothing."""
+    """Returns the model with numpy arrays, so that slicing them, to write them into files, compiles nothing."""
     return jax.tree.map(np.asarray, model)
 
 
 def noise(make, scale=0.4, seed=0):
-    """What `make()` builds, with normal noise for its numbers (norms: around 1): nothing compiles for that, and no
-    default hides an error."""
+    """Builds `make()` with normal noise for its numbers (norms: around 1). This compiles nothing, and no default hides
+    an error.
+    """
     random = np.random.RandomState(seed)
 
     def fill(path, x):
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
         values = ("norm" in surgery.path_name(path)) + scale * random.standard_normal(x.shape)
-        return jax.device_put(values.astype(x.dtype))  # not jnp.asarray, which compiles a copy for each shape
+        return jax.device_put(values.astype(x.dtype))  # jnp.asarray would compile a copy for each shape
 
     return jax.tree_util.tree_map_with_path(fill, eqx.filter_eval_shape(make))

@@ -1,4 +1,4 @@
-"""What a user may get wrong: each is one sentence that names the file, and the tensor or key."""
+"""Users' mistakes: each is reported in one sentence that names the file, and the tensor or key."""
 
 import contextlib
 import json
@@ -82,7 +82,7 @@ UP, EMBED = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
     ],
 )
 def test_values_that_no_model_has(folder, name, value, options):
-    """One that is no number, anywhere; a matrix of zeros, be it stacked, mapped, cast, split or quantised."""
+    """A value that is not finite is refused, and a matrix of zeros, be it stacked, mapped, cast, split or quantised."""
 
     def change(tensors):
         if value:
@@ -98,7 +98,7 @@ def test_values_that_no_model_has(folder, name, value, options):
 
 
 def test_zeros_that_models_have(folder):
-    """Norms and biases; half of a matrix, of which a process on another mesh might have no more."""
+    """Norms and biases may be zero, and half of a matrix, because a process on another mesh may have only that half."""
 
     def change(tensors):
         tensors[NORM][:] = 0
@@ -123,7 +123,7 @@ def test_files_of_another_export(folder, tmp_path):
 
 
 def damaged(raw, header, choose):
-    """Bytes of which some bits are flipped among the first `header`, or some are cut off, gone, or too many."""
+    """Returns bytes with some bits flipped among the first `header`, or some bytes cut off, removed or inserted."""
     changed, at = bytearray(raw), choose.randrange(header)
     match choose.choice(["flip", "flip", "flip", "cut", "drop", "insert", "zero"]):
         case "flip":
@@ -141,8 +141,10 @@ def damaged(raw, header, choose):
 
 
 def test_damage_makes_no_wrong_model(folder, tmp_path, record_property):
-    """Of a folder as others write it: headers, index, and files cut short. Of one that `zoo.save` wrote, which has
-    hashes: all bytes. What loads is the model, bit by bit, and what does not is one sentence that names the file."""
+    """A damaged folder gives the same model, bit by bit, or one sentence that names the file. In others' folders the
+    headers and the index are damaged, and files are cut short. In folders by `zoo.save`, which have hashes, any byte is
+    damaged.
+    """
     tensors, choose = tiny.tensors("qwen3-tied"), random.Random(0)
     model = zoo.load(folder)
     bits = lambda model: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model)]
@@ -190,7 +192,7 @@ EVENTS = (
 
 
 def test_nothing_of_a_repository_is_run(folder, tmp_path):
-    """A repository full of code, and a config that names it: nothing is opened but what is read as data."""
+    """In a repository full of code, with a config that names it, only data files are opened."""
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w').write('1')"
     for name in (
@@ -211,7 +213,7 @@ def test_nothing_of_a_repository_is_run(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     config |= {"auto_map": classes, "_attn_implementation_internal": "evil/kernel"}
-    zoo.load(folder)  # what is imported at first use is imported
+    zoo.load(folder)  # imports everything that is imported at first use
     tiny.write_tokenizer(folder)
     zoo.tokenizer(folder)
     seen, watching = [], True
@@ -220,7 +222,7 @@ def test_nothing_of_a_repository_is_run(folder, tmp_path):
         if watching and (event in EVENTS or (event in ("open", "import", "compile", "exec"))):
             seen.append((event, str(arguments[0] if event != "compile" else arguments[1])))
 
-    sys.addaudithook(watch)  # for as long as Python runs
+    sys.addaudithook(watch)  # until Python ends
     try:
         zoo.load(folder)
         zoo.tokenizer(folder)
@@ -242,7 +244,7 @@ def test_nothing_of_a_repository_is_run(folder, tmp_path):
 def test_an_untied_head_in_a_tied_model(folder):
     embed = tiny.tensors("qwen3-tied")["model.embed_tokens.weight"]
     edit(folder, lambda t: t.update({"lm_head.weight": embed}))
-    zoo.load(folder)  # Qwen3-0.6B repeats it: nothing is lost
+    zoo.load(folder)  # Qwen3-0.6B repeats it, and nothing is lost
     edit(folder, lambda t: t.update({"lm_head.weight": embed + 1}))
     refused(folder, "model.safetensors", "lm_head.weight", "differs from model.embed_tokens.weight")
 

@@ -1,5 +1,4 @@
-"""Caches: against a plain dictionary of what was written; families that decode with them, against transformers; and the
-memory that local layers take, by shape."""
+"""Caches against a plain dictionary, decoding families against transformers, and local layers' memory by shape."""
 
 import equinox as eqx
 import jax
@@ -25,7 +24,7 @@ CACHES = {  # each with the window of its layers
     "WindowKV, wider": (WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32).widened(2), WINDOW),
     "LatentKV": (LatentKV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
 }
-# Positions of two rows, call by call.
+# Positions of two rows, for each call.
 CALLS = {
     "token by token": [[[n], [n]] for n in range(10)],
     "right-padded prefill, then decode": [
@@ -47,12 +46,12 @@ CALLS = {
     "no positions, then decode": [None, [[3], [3]], [[4], [4]]],
 }
 
-WIDTHS = (1, 3, 7, 12)  # calls are padded to these, so that few programs compile; windows are of 4
+WIDTHS = (1, 3, 7, 12)  # calls are padded to these, so that few programs compile; windows are 4
 
 
 @eqx.filter_jit
 def write(cache, k, v, positions):
-    """The new cache, its layer's keys and values, and where they stand; a key is a latent, its value a rotary key."""
+    """Returns the new cache, its layer's keys and values, and their positions. A latent's value is its rotary key."""
     if isinstance(cache, LatentKV):
         cache, latents, at = cache.update(jnp.concatenate([k, v], axis=-1), Tokens(positions))
         return cache, *jnp.split(read(latents), 2, axis=-1), at
@@ -61,7 +60,7 @@ def write(cache, k, v, positions):
 
 
 def update(cache, tokens, positions):
-    """The new cache, and what the cache shows of the tokens' numbers: keys, values (their negatives), positions."""
+    """Returns the new cache, and its view of the tokens' numbers: keys, values (their negatives), positions."""
     if positions is not None:
         more = next(width for width in WIDTHS if width >= positions.shape[1]) - positions.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, more)))
@@ -76,7 +75,7 @@ def update(cache, tokens, positions):
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("kind", CACHES)
 def test_every_query_finds_what_it_may_see(kind, calls):
-    """In the second of two layers; and the first stays empty."""
+    """Queries find them in the second of two layers, and the first layer stays empty."""
     empty, window = CACHES[kind]
     cache = eqx.tree_at(lambda c: c.layer, empty, jnp.array(1))
     written, count = ({}, {}), 0
@@ -97,10 +96,10 @@ def test_every_query_finds_what_it_may_see(kind, calls):
         assert before.ndim == 0 or np.array_equal(np.asarray(before)[0], np.asarray(after)[0])
 
 
-WIDTH = 8  # of the calls that decode: wider than most windows
-# How many new tokens of two rows come in each call: the rest of it is padding.
+WIDTH = 8  # tokens of a decode call, wider than most windows
+# The number of new tokens of two rows in each call; the rest of a call is padding.
 COMING = [(8, 5), (8, 0), (1, 8), (7, 1), (1, 1), (0, 8), (8, 8), (7, 8), (0, 1)]
-# What has the caches of its family's STACK, but other positions in its formulas, or fewer kinds of layers.
+# Checkpoints with the caches of their family's STACK, but other positions in its formulas, or fewer kinds of layers.
 OTHERS = [
     "gemma3", "granite4", "granite4-mamba", "kimi_linear-groups-new", "llama-rope3", "llama4-alternating", "ministral3",
     "mixtral-window-new", "nemotron_h-groups", "qwen3-window-tail", "qwen3-yarn", "qwen3_5-moe", "smollm3-lists-new",
@@ -108,7 +107,7 @@ OTHERS = [
 
 
 def decoded(model, cache, tokens, coming):
-    """Logits of all tokens, of which so many of each row come call by call, in calls of `WIDTH`."""
+    """Returns logits of all tokens, in calls of `WIDTH`; `coming` has each row's number of new tokens by call."""
     index, done, out = np.arange(WIDTH), np.zeros(len(tokens), int), [[] for _ in tokens]
     for new in coming:
         new = np.array(new)
@@ -123,10 +122,10 @@ def decoded(model, cache, tokens, coming):
 
 @pytest.mark.parametrize("name", [*STACKS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_decode_equals_forward(load, name):
-    """Rows of their own lengths, right-padded: prompts in several calls, single tokens, and nothing at all.
+    """Rows have their own lengths, right-padded, in calls with a prompt's part, a single token, or nothing.
 
-    What else a checkpoint has shows in its logits (test_parity.py). Keys of llama-dynamic and llama-longrope keep the
-    angles of the length at which they were cached, so these decode otherwise, as they do in transformers.
+    Other features of a checkpoint show in its logits (test_parity.py). Keys of llama-dynamic and llama-longrope keep
+    the angles of the length at which they were cached. So these two decode differently, as in transformers.
     """
     logits, _ = decoded(load(name), init_cache(load(name), 2, 40), tiny.TOKENS, COMING)
     assert error(logits, GOLDEN[name]) < 1e-4
@@ -135,9 +134,9 @@ def test_decode_equals_forward(load, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek2", "granite4-dense-new", "kimi_linear", "llama4-lists-new", "qwen3_5"])
 def test_token_by_token(load, name):
-    """After a right-padded prefill, in calls of one token, which layers of these compute in a way of their own.
+    """After a right-padded prefill, calls of one token are right, which some layers compute in a special way.
 
-    An engine decodes so in test_engine.py and test_hybrids.py, and every family in test_generate.py (live).
+    An engine decodes like this in test_engine.py and test_hybrids.py, and every family in test_generate.py (live).
     """
     model = load(name)
     lengths, cache = np.array([5, 23]), init_cache(model, 2, 40)
@@ -175,8 +174,9 @@ def test_local_layers_keep_their_window_alone(name):
 
 @pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3"])  # keys and values, in windows too; and latents
 def test_int8_is_close_and_small(load, name):
-    """The root mean square of what it changes in the logits, prefilled and decoded: at most 2.2% of theirs, of latents,
-    where routers' choices change too."""
+    """The root mean square of the logits' change, in prefill and decode, is at most 2.2% of the logits. That is for
+    latents, where routers' choices change, too.
+    """
     model = load(name)
     caches = eqx.filter_jit(lambda model: [zoo.nn.cache.init_cache(model, 2, 40, kind) for kind in ("int8", None)])
     empty, exact = caches(model)
@@ -188,7 +188,7 @@ def test_int8_is_close_and_small(load, name):
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_cache_of_another_dtype(kind):
-    """It keeps what is rounded to its dtype, and shows that in the tokens'."""
+    """The cache rounds to its dtype, and returns the rounded values in the tokens' dtype."""
     narrow = lambda x: x.astype(jnp.bfloat16) if x.ndim > 3 else x
     cache, tokens = jax.tree.map(narrow, CACHES[kind][0]), np.float32([[0.1], [1.7]])
     cache, k, v, at = update(cache, tokens, np.array([[1], [2]]))
@@ -211,7 +211,7 @@ def test_dtypes_of_caches(dtype):
 
 
 def test_int8_of_a_real_head():
-    """Of 128 features in bfloat16, as models have: a scale each makes it 132 bytes for 256."""
+    """128 bfloat16 features, as in real models, take 132 bytes of int8 with one scale, instead of 256."""
     config = zoo.config("qwen3-0.6b")
     model = eqx.filter_eval_shape(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
     size = lambda dtype: sum(

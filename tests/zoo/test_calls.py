@@ -1,4 +1,4 @@
-"""A model that is called as it is, outside of compiled functions; and what it says to those who call it wrongly."""
+"""Calls of a model outside of compiled functions, and the errors for wrong calls."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from tests.zoo.programs import POSITIONS, TOKENS, error, forward
 
 @pytest.fixture
 def compiled():
-    """The compilations so far, each by its seconds."""
+    """Returns the compilations so far, each by its seconds."""
     found = []
     listener = lambda event, seconds, **_: found.append(seconds) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listener)
@@ -19,7 +19,7 @@ def compiled():
 
 @pytest.mark.parametrize("name", ["qwen3-window-head"])
 def test_nothing_compiles_twice(load, compiled, name):
-    """Layers before the scan, and those in it, with a cache and without."""
+    """Layers before the scan, and layers in it, are compiled once each, with a cache and without."""
     model = load(name)
     logits = model(TOKENS)
     assert error(logits, forward(model, TOKENS)) < 1e-6

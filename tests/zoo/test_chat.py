@@ -1,4 +1,4 @@
-"""The chat in the terminal: what it sends to the model, what it shows, and how it ends. The lines are made up."""
+"""The chat in the terminal: its prompts to the model, its output, and its end. Tests provide the lines."""
 
 import io
 import pathlib
@@ -28,7 +28,7 @@ def tokenizer():
 
 @pytest.fixture
 def talk(model, monkeypatch, capsys):
-    """Enters lines, then Ctrl-D, or raises an exception among them. Returns what is shown and the model's prompts."""
+    """Enters lines, or raises exceptions among them, and then Ctrl-D. Returns the output and the model's prompts."""
     monkeypatch.setattr(zoo, "load", lambda source, **options: model)
 
     def talk(*lines, source="tiny", **options):
@@ -61,7 +61,7 @@ def reply(model, tokenizer, messages, new=12):
 
 
 def test_a_conversation(talk, model, tokenizer):
-    """Each prompt is the whole conversation, by the model's template."""
+    """Each prompt is the whole conversation, rendered by the model's template."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
     first = reply(model, tokenizer, messages)
     longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
@@ -77,7 +77,7 @@ def test_commands(talk):
 
 
 def test_images(monkeypatch, talk):
-    """They go with the next message. This model takes none, and a file may be none."""
+    """Images go with the next message. A model that takes none, and a file that is no image, are reported."""
     assert "A model of qwen3 takes no images; load one" in talk("/image photo.png")[0]
     monkeypatch.setattr("zoo.chat.seeing", lambda model: model)
     encode = lambda model, tokenizer, messages: sent.append(messages) or Encoded([1])
@@ -111,7 +111,7 @@ def test_control_c_stops_a_reply_and_no_more(talk, monkeypatch):
 
 
 def test_it_stays_within_the_positions(talk, tokenizer, monkeypatch):
-    """The oldest turns go, from one of the user to the next; a message that is too long by itself is not kept."""
+    """The oldest turns are dropped, from one user message to the next. A message too long by itself is not kept."""
     monkeypatch.setattr(zoo, "stream", lambda *_, **options: iter(["So be it."]))
     long = ASK * 20
     shown, prompts = talk(long, long, long, max_new_tokens=200)
@@ -135,7 +135,7 @@ def test_the_command(model, monkeypatch, capsys):
     arguments = ["zoo", "chat", "tiny", "--max-new-tokens", "12", "--system", "Be brief.", "--temperature", "0"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{ASK}\n/exit\n"))
-    monkeypatch.delitem(sys.modules, "zoo.__main__", raising=False)  # of which other tests import parts
+    monkeypatch.delitem(sys.modules, "zoo.__main__", raising=False)  # other tests import parts of it
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # see tests/train/conftest.py
     runpy.run_module("zoo", run_name="__main__")
     shown = capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_the_command(model, monkeypatch, capsys):
 
 def test_the_command_refuses(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["zoo", "chat", "nothing"])
-    monkeypatch.delitem(sys.modules, "zoo.__main__", raising=False)  # of which other tests import parts
+    monkeypatch.delitem(sys.modules, "zoo.__main__", raising=False)  # other tests import parts of it
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # see tests/train/conftest.py
     with pytest.raises(SystemExit, match="'nothing' is no zoo name"):
         runpy.run_module("zoo", run_name="__main__")

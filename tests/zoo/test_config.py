@@ -1,4 +1,4 @@
-"""What config.json means by keys that are absent, null, or say nothing of the model: what transformers makes of it."""
+"""Keys of config.json that are absent, null, or without effect on the model mean the same as in transformers."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from zoo.nn.stack import Stack
 
 
 def read(name, /, *without, **changes):
-    """The Config of a tiny checkpoint's config.json, without these keys and with these changes."""
+    """Returns the Config of a tiny checkpoint's config.json, without these keys and with these changes."""
     hub = {key: value for key, value in tiny.CONFIGS[name].items() if key not in without} | changes
     return read_config(registry.FAMILIES[hub["model_type"]], hub)
 
@@ -42,7 +42,7 @@ def test_the_same_key_absent_and_null():
 
 
 def test_windows_of_qwen3_moe():
-    """transformers has no max_window_layers there: every layer slides."""
+    """transformers ignores max_window_layers there: every layer slides."""
     config = read("qwen3_moe", use_sliding_window=True, sliding_window=4, max_window_layers=2)
     assert [config.window(n) for n in range(3)] == [4, 4, 4]
 
@@ -100,11 +100,11 @@ def test_what_is_left_behind_is_named_in_one_line(tmp_path, load, folders, caplo
 
 
 def test_plans_of_layers():
-    """One run of a pattern with a period, and its first and last layers alone; several runs of one without."""
-    assert Stack.plan(["full"] * 10_000) == (0, ((1, 10_000),))  # in linear time, as the next
+    """A period becomes one run, with its first and last layers alone; a pattern without one becomes several runs."""
+    assert Stack.plan(["full"] * 10_000) == (0, ((1, 10_000),))  # in linear time, like the next one
     assert Stack.plan([*"abcab"] * 2_000) == (0, ((5, 2_000),))
     assert Stack.plan("aaab" * 3 + "aa") == (0, ((4, 3),)) and Stack.plan("xx" + "ab" * 4 + "a") == (2, ((2, 4),))
-    assert Stack.plan("aaa" + "b" * 8) == (3, ((1, 8),))  # a scan of three layers would spare too little
+    assert Stack.plan("aaa" + "b" * 8) == (3, ((1, 8),))  # a scan of three layers would save too little
     assert Stack.plan("abcdefgh") == (0, ((8, 1),)) and Stack.plan("a") == (0, ((1, 1),))
     patterns = {name: zoo.config(name).hybrid_override_pattern for name in nemotron_h.CONFIGS}
     assert Stack.plan(patterns["nemotron3-nano-30b-a3b"]) == (0, ((7, 5), (2, 3), (2, 1), (2, 4)))
@@ -115,7 +115,7 @@ def test_plans_of_layers():
     }  # fmt: skip
 
     def spared(kinds):
-        """The most blocks that one run spares, by a search through all."""
+        """Returns the most blocks that one run saves, by a search through all runs."""
         n = len(kinds)
         runs = [(h, p, k) for h in range(n) for p in range(1, n - h) for k in range(2, (n - h) // p + 1)]
         return max((p * (k - 1) for h, p, k in runs if kinds[h : h + p] * k == kinds[h : h + p * k]), default=0)
@@ -155,19 +155,19 @@ def test_refused(name, changes, words):
 @pytest.mark.live
 @pytest.mark.parametrize("family", sorted(tiny.MODULES))
 def test_defaults_are_transformers(family, tmp_path):
-    """A config.json with what is required alone means the same as the one that transformers makes of it, in full."""
+    """A config.json with only the required keys means the same as the full one that transformers makes of it."""
     transformers = pytest.importorskip("transformers", reason="live parity needs transformers")
     configs = tiny.MODULES[family].CONFIGS.values()
-    # Mixtures of Qwen3.5 and Qwen3-VL share a Config with dense models, whose defaults it has.
+    # Mixtures of Qwen3.5 and Qwen3-VL share a Config with dense models, and have the defaults of these.
     hub = next(hub for hub in configs if hub["model_type"] not in ("qwen3_5_moe_text", "qwen3_vl_moe_text"))
     module = registry.FAMILIES[hub["model_type"]]
     required = [f.name for f in dataclasses.fields(module.Config) if f.default is dataclasses.MISSING]
     wide = dict(
         hidden_size=1024, num_attention_heads=128, num_key_value_heads=128, n_routed_experts=256
-    )  # as many as defaults have
+    )  # equal to the defaults
     least = {key: wide.get(key, hub[key]) for key in required}
     if family == "qwen3_5":
-        least["intermediate_size"] = 64  # of a dense model; its Config is also that of mixtures, which have none
+        least["intermediate_size"] = 64  # for a dense model; mixtures share its Config and have none
     theirs = transformers.AutoConfig.for_model(hub["model_type"], **least)
     (tmp_path / "config.json").write_text(theirs.to_json_string(use_diff=False))
     full = read_json(tmp_path / "config.json")
@@ -178,8 +178,9 @@ def test_defaults_are_transformers(family, tmp_path):
 
 @pytest.mark.live
 def test_changed_at_random():
-    """250 changed files, of the 2,000 that `python -m tests.zoo.fuzz_config` makes: each is refused in one sentence, or
-    means what it means to transformers."""
+    """Each of 250 changed files, of the 2,000 that `python -m tests.zoo.fuzz_config` makes, is refused in one sentence,
+    or means the same as in transformers.
+    """
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     command = [sys.executable, "-m", "tests.zoo.fuzz_config", "--mutations", "250"]
     done = subprocess.run(command, env=hurry.environment(), capture_output=True, text=True)

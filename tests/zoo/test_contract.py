@@ -1,7 +1,7 @@
-"""What no family of today needs and the contract promises: a recurrent layer, whose state is no list of keys.
+"""A recurrent layer that no family has, but that the contract allows: its state is no list of keys.
 
-Its cache has five axes as keys have, but heads are the third of them; it may not be rounded, and it can't take tokens
-back. Its tokens must come in order, documents restart it, and padding does not touch it.
+Its cache has five axes like keys, but heads are the third of them. It may not be rounded, and it can't roll tokens
+back. Its tokens must come in order, documents restart it, and padding does not affect it.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ HEADS, DIM = 4, 8
 
 
 class State(caches.AbstractCache):
-    """Of linear attention: the sum of k v^T, which fades."""
+    """The state of linear attention: the decaying sum of k v^T."""
 
     kv: jax.Array  # [layers, batch, heads, dim, dim], float32
     layer: jax.Array
@@ -55,7 +55,8 @@ class State(caches.AbstractCache):
 class Recurrence(AbstractDecoderBlock):
     """S_t = S_{t-1} / 2 + k_t v_t^T, and y_t = q_t S_t, in float32.
 
-    Of normed tokens: the product of three numbers would cube their size in each layer, and the logits' rounding.
+    Its input is normed, because the product of three numbers would cube their size, and the rounding error, in each
+    layer.
     """
 
     norm: RMSNorm
@@ -106,7 +107,7 @@ class Config(AbstractConfig):
     max_position_embeddings: int = 64
 
     def attention_products(self, layer, seq):
-        return HEADS * 2 * DIM * DIM  # whatever the length
+        return HEADS * 2 * DIM * DIM  # independent of the length
 
 
 class Model(AbstractModel):
@@ -162,7 +163,7 @@ def forward():
 
 
 def test_it_is_placed_as_it_says(model):
-    """Over its heads, which are not the fourth axis; and it is not rounded where vectors are."""
+    """The cache is split over its heads, which are not the fourth axis; it is not rounded where vectors are."""
     mesh = zoo.make_mesh("fsdp=4,tensor=2")
     ((), (state,), ()), _ = init_state(model, None, 4, 16, "int8", mesh).caches
     assert state.kv.sharding.spec == P(None, ("fsdp",), ("tensor",)) and state.kv.dtype == jnp.float32
@@ -176,7 +177,7 @@ def test_documents_restart_it(model, forward):
 
 
 def test_padding_does_not_touch_it(model, forward):
-    """Right-padded prompts, then a token each; and rows that have ended."""
+    """Right-padded prompts, then single tokens and rows that have ended, give the same logits."""
     decode = eqx.filter_jit(lambda model, tokens, cache, at: model.decode(tokens, cache, positions=at))
     lengths, index = np.array([[8], [5]]), np.arange(8)[None]
     cache = caches.init_cache(model, 2, 16)
@@ -194,7 +195,7 @@ def test_its_tokens_are_not_taken_back(model):
 
 
 def test_its_tokens_stay_in_order(model, forward):
-    """Where training splits the tokens of a row over devices, too."""
+    """Tokens stay in order also if training splits a row's tokens over devices."""
     mesh, batch = zoo.make_mesh("fsdp=2,context=4"), dict.fromkeys(("segments", "positions"), SEGMENTS)
     tokens = np.random.RandomState(1).randint(0, 64, SEGMENTS.shape)
     check_mesh(mesh, model, FAMILY, batch=2, seq_len=16)
@@ -206,7 +207,7 @@ def test_its_tokens_stay_in_order(model, forward):
 
 
 def test_its_products_are_counted(monkeypatch):
-    """Not those of a full attention, which grow with the sequence."""
+    """A family may count its own products, unlike those of full attention, which grow with the sequence."""
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     registry.register(FAMILY)
     short, long = (products_per_token(Config(), seq) for seq in (16, 64))

@@ -1,4 +1,4 @@
-"""What is DeepSeek's alone: two forms of latent attention, routers and their bias, one more token, 8 bits."""
+"""DeepSeek's own features: two forms of latent attention, routers and their bias, MTP, 8 bits."""
 
 import dataclasses
 import functools
@@ -34,14 +34,14 @@ KEY, E4M3 = jax.random.key(0), ml_dtypes.float8_e4m3fn
 
 @eqx.filter_jit
 def hidden(model, tokens):
-    """Logits, what they are of, and the routers' reports."""
+    """Returns logits, last features, and the routers' reports."""
     x, _, reports = model.hidden(tokens)
     return model.unembed(x), x, reports
 
 
 @eqx.filter_jit
 def further(model, x, following):
-    """Logits of one more token, what they are of, and the router's report."""
+    """Returns logits and features of the MTP module, and its router's report."""
     x, _, report = model.mtp(x, model.embed_tokens(following), None, Tokens())
     return model.unembed(x), x, report
 
@@ -76,7 +76,7 @@ def test_the_cache_holds_576_numbers_a_token_and_layer(name):
     "family, surgeon", [(deepseek2, "none"), (deepseek2, "int8"), (deepseek3, "none"), (deepseek3, "lora")]
 )
 def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
-    """A few tokens are absorbed; with much padding beside them, they are expanded."""
+    """A few tokens use the absorbed form; with much padding beside them, they use the expanded one."""
     config = read_config(family.FAMILY, tiny.CONFIGS[family.FAMILY.name])
     attention = noise(lambda: family.Block(config, "dense", key=KEY).self_attn, 0.2)
     if surgeon == "int8":
@@ -114,7 +114,7 @@ def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
     ],
 )
 def test_yarn(name, frequencies, scale):
-    """Against what transformers makes of the released configurations."""
+    """Frequencies and scales equal transformers' for the released configurations."""
     config = zoo.config(name)
     attention = latent_attention(config)
     ours, magnitude = attention.rotary.frequencies()
@@ -132,7 +132,7 @@ def test_without_yarn_the_scale_is_plain():
 
 
 def choose(scores, config, group_score, hidden_score):
-    """The experts chosen for a token, by plain search."""
+    """Returns the experts chosen for a token, by plain search."""
     groups = np.split(np.arange(len(scores)), config.n_group)
     kept = sorted(groups, key=lambda group: group_score(scores[group]))[-config.topk_group :]
     allowed = set(np.concatenate(kept).tolist())
@@ -141,7 +141,7 @@ def choose(scores, config, group_score, hidden_score):
 
 
 class Named(eqx.Module):
-    """Experts each of whom returns a vector that names it."""
+    """Experts that each return a vector that names them."""
 
     names: jax.Array
 
@@ -151,7 +151,7 @@ class Named(eqx.Module):
 
 @eqx.filter_jit
 def route(layer, x):
-    """The weight of each expert for each token, the report, and what the router says of each."""
+    """Returns the weight of each expert for each token, the report, and the router's logits."""
     silent = eqx.tree_at(lambda m: m.shared_experts.down_proj.weight, layer, replace_fn=jnp.zeros_like)
     named = Named(jnp.eye(layer.config.n_routed_experts, x.shape[1]))
     y, routing = eqx.tree_at(lambda m: m.experts, silent, named)(x[None], None)
@@ -159,7 +159,7 @@ def route(layer, x):
 
 
 def layer_of(family, **changes):
-    """A mixture of experts."""
+    """Returns a mixture of experts."""
     config = tiny.CONFIGS[family.FAMILY.name] | dict(rope_scaling=None) | changes
     return noise(lambda: family.MoE(read_config(family.FAMILY, config), key=KEY))
 
@@ -183,7 +183,7 @@ def test_v2_router(topk_method):
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("level", [0.0, -3.0])
 def test_v3_router(norm_topk_prob, level):
-    """With biases so low that an unchosen group of zeros would win."""
+    """The router is right with biases so low that an unchosen group of zeros would win."""
     layer, x = layer_of(deepseek3, norm_topk_prob=norm_topk_prob), np.random.RandomState(0).standard_normal((50, 32))
     bias = (level + 0.3 * np.random.RandomState(1).standard_normal(12)).astype(np.float32)
     layer = eqx.tree_at(lambda m: m.gate.e_score_correction_bias.value, layer, jnp.asarray(bias))
@@ -229,7 +229,7 @@ def test_rebalance_evens_the_load(load):
         return deepseek3.rebalance(model, reports, 0.005), reports
 
     def imbalance(reports):
-        """The largest load over the mean one."""
+        """Returns the largest load divided by the mean load."""
         load = np.asarray(reports[1][0].load)
         return float((load.max(axis=1) / load.mean(axis=1)).max())
 
@@ -245,11 +245,11 @@ def test_rebalance_evens_the_load(load):
     assert imbalance(first) > 2 and imbalance(last) < 1.3
 
 
-# One more token.
+# Multi-token prediction.
 
 
 def test_further(model_with_further, further_tensors):
-    """Against a model whose embedding is what the module's layer gets, and whose only layer is that one."""
+    """The MTP module equals a model with the module's layer as its only one, and the layer's input as its embedding."""
     model, t = model_with_further, further_tensors
     _, x, _ = hidden(model, TOKENS[:, :-1])
     _, ours, routing = further(model, x, TOKENS[:, 1:])
@@ -310,7 +310,7 @@ def test_mtp_needs_the_module(folders, tmp_path):
 
 
 def test_mtp_shares_the_embedding(with_further, further_tensors, tmp_path):
-    """The copies of embedding and head in the files are not looked at, with the module or without it."""
+    """The copies of embedding and head in the files are ignored, with the module or without it."""
     tensors = dict(further_tensors)
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
     tiny.write(tmp_path, "deepseek3")
@@ -321,7 +321,7 @@ def test_mtp_shares_the_embedding(with_further, further_tensors, tmp_path):
 
 
 def test_a_layer_is_not_taken_for_mtp(tmp_path):
-    """Where config.json says that there is none, one layer too many is one layer too many."""
+    """If config.json states no MTP layer, one layer too many is an error."""
     folder = tiny.write(
         tmp_path, "deepseek3-kimi", num_hidden_layers=tiny.CONFIGS["deepseek3-kimi"]["num_hidden_layers"] - 1
     )
@@ -346,7 +346,9 @@ def test_mtp_has_rules_for_every_array(model_with_further):
 
 
 def test_mtp_loss(model_with_further):
-    """Of packed documents as of separate ones: of token i + 2 at position i. Its gradient reaches all of the module."""
+    """The loss predicts token i + 2 at position i, equally in packed and separate documents. Its gradient reaches the
+    whole module.
+    """
     tokens = tiny.TOKENS
     segments, index = np.array([[1] * 19 + [2] * 19 + [0] * 2]), np.arange(19)
     positions = np.concatenate([index, index, np.zeros(2, int)])[None]
@@ -362,7 +364,7 @@ def test_mtp_loss(model_with_further):
     gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
     (_, sums), gradients = gradient(model_with_further.mtp, rest)
 
-    documents = np.zeros((2, 40), int)  # each with the token that its last one predicts; what follows is not looked at
+    documents = np.zeros((2, 40), int)  # each with the target of its last token; the rest is ignored
     documents[:, :20] = tokens[0, :20], tokens[0, 19:39]
     _, x, _ = hidden(model_with_further, jnp.asarray(documents[:, :-1]))
     logits = np.asarray(further(model_with_further, x, jnp.asarray(documents[:, 1:]))[0], np.float64)[:, :18]
@@ -392,7 +394,7 @@ WIDE = dict(
     topk_group=1, num_hidden_layers=3,
 )  # fmt: skip
 QUANTIZED = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
-PLAIN = ("norm", "gate.weight", "gate.e_score", "embed_tokens", "lm_head", "eh_proj")  # what is not in 8 bits
+PLAIN = ("norm", "gate.weight", "gate.e_score", "embed_tokens", "lm_head", "eh_proj")  # these are not in 8 bits
 
 
 def in_blocks(name):
@@ -400,7 +402,7 @@ def in_blocks(name):
 
 
 def spread(scales, shape):
-    """The scale of every number."""
+    """Returns the scale of every number."""
     return scales.repeat(128, axis=0).repeat(128, axis=1)[: shape[0], : shape[1]]
 
 
@@ -411,7 +413,7 @@ def write_wide(folder, tensors, **changes):
 
 
 def test_fp8_is_read_as_stored(tmp_path):
-    """The same as from a checkpoint of the numbers that it stands for."""
+    """fp8 is read as the same model as a checkpoint of its dequantised numbers."""
     random = np.random.RandomState(3)
     shapes = tiny.deepseek3.shapes(tiny.CONFIGS["deepseek3"] | WIDE)
     stored, plain = {}, {}
@@ -448,7 +450,7 @@ def test_fp8_round_trip(tmp_path):
     for name in filter(in_blocks, tensors):
         scale = spread(saved[f"{name}_scale_inv"].view(), tensors[name].shape)
         error = np.abs(saved[name].view().astype(np.float32) * scale - tensors[name])
-        # Half a unit in the last of 4 binary digits; below 2**-6, where these are as fine as they get, of 2**-9.
+        # Half a unit in the last of 4 binary digits; below 2**-6, where numbers are spaced by 2**-9, half of that.
         assert (error <= np.maximum(np.abs(tensors[name]) / 16, scale * 2.0**-10) * (1 + 1e-5)).all()
     again = zoo.load(tmp_path / "fp8", dtype="float32", parts=("mtp",))
     assert jax.tree.structure(again) == jax.tree.structure(model)
@@ -460,7 +462,7 @@ def test_fp8_round_trip(tmp_path):
 
 
 def test_kimi(tmp_path):
-    """Another model_type, code of its own that is not needed, and tensors left from it."""
+    """Kimi has another model_type, code of its own that is not needed, and stale tensors."""
     name = "deepseek3-kimi"
     folder = tiny.write(tmp_path / "kimi", name, model_type="kimi_k2", auto_map={"AutoConfig": "remote.Config"})
     stale = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
@@ -475,7 +477,7 @@ def test_kimi(tmp_path):
 
 @pytest.mark.slow
 def test_kimi_trains(tmp_path, monkeypatch):
-    """From tiktoken.model alone, and its export has that too."""
+    """Kimi trains from tiktoken.model alone, and its export has that file, too."""
     devices(monkeypatch, 1)
     source = test_tiktoken.write(tiny.write(tmp_path / "kimi", "deepseek3-kimi", model_type="kimi_k2", vocab_size=527))
     (tmp_path / "a.jsonl").write_text('{"text": "hello world"}\n' * 40)

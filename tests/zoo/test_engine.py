@@ -1,4 +1,4 @@
-"""Continuous batching: each token against the plain forward pass, and against transformers; queue, keys, refusals."""
+"""Continuous batching: each token against the plain forward pass and transformers; the queue, keys, refusals."""
 
 import collections
 import contextlib
@@ -22,9 +22,9 @@ from zoo.mesh import make_mesh
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
 STOPS = range(0, 64, 8)
-NEVER = range(64, 72)  # stop tokens that are not drawn, as many as of those that are: their number is in the programs
-SHAPE = dict(batch=2, max_tokens=30)  # of most engines, and of `complete` for 14 new tokens, which so share programs
-SMALL = zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1)  # where little is to be computed
+NEVER = range(64, 72)  # never drawn, but as many as STOPS, since programs depend on their number
+SHAPE = dict(batch=2, max_tokens=30)  # for most engines, and `complete` with 14 new tokens: they share programs
+SMALL = zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1)  # for tests that need little computing
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 draw = eqx.filter_jit(lambda sampler, logits, keys: settings([sampler] * len(logits)).draw(logits, keys))
@@ -36,7 +36,7 @@ def model(load):
 
 
 def logits_after(model, prompt, completion):
-    """By one forward pass: the logits that each of its tokens was drawn from."""
+    """Returns the logits that each token of a completion was drawn from, by one forward pass."""
     ids = np.zeros(tiny.TOKENS.shape, np.int32)
     ids[0, : len(prompt) + len(completion.tokens)] = prompt + completion.tokens
     return np.asarray(forward(model, jnp.asarray(ids)))[0, len(prompt) - 1 :][: len(completion.tokens)]
@@ -47,7 +47,7 @@ def log_softmax(logits):
 
 
 def penalized(sampler, logits, prompt, tokens):
-    """By the formulas, one position and one token at a time."""
+    """Applies the penalties by their formulas, one position and one token at a time."""
     logits = np.array(logits, np.float64)
     for n, row in enumerate(logits):
         for token in {*prompt, *tokens[:n]}:
@@ -61,7 +61,7 @@ def penalized(sampler, logits, prompt, tokens):
 
 @pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", slow("llama4"), slow("gpt_oss")])
 def test_greedy_is_the_forward_pass(load, name):
-    """Past windows, and in rows that others had before; stop tokens end some early."""
+    """Greedy decoding is exact beyond windows, and in rows that others used before; stop tokens end some early."""
     model = load(name)
     groups = complete(model, PROMPTS, samples=3, max_new_tokens=14, stops=STOPS, batch=2)
     for prompt, (completion, *others) in zip(PROMPTS, groups, strict=True):
@@ -85,7 +85,9 @@ def test_greedy_is_the_forward_pass(load, name):
     ],
 )
 def test_each_sample_has_its_key(model, sampler):
-    """As the sampler draws from the forward pass's logits, whatever else there is; log-probabilities are plain."""
+    """A sample is the sampler's draw from the forward pass's logits by its own key, whatever else runs;
+    log-probabilities are unmodified.
+    """
     groups = complete(model, PROMPTS[:3], samples=3, max_new_tokens=14, stops=NEVER, sampler=sampler, seed=4, batch=2)
     for m, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False)):
         for n, completion in enumerate(group):
@@ -107,7 +109,7 @@ def test_each_sample_has_its_key(model, sampler):
 
 
 def test_a_prompt_is_read_once(model, monkeypatch):
-    """With more samples than rows; and prompts of one bucket are read together."""
+    """A prompt is prefilled once for more samples than rows, and prompts of one bucket are prefilled together."""
     read, calls = zoo.generation.engine.prefill, []
     monkeypatch.setattr(zoo.generation.engine, "prefill", lambda *args: calls.append(args[2].shape) or read(*args))
     complete(model, PROMPTS[:1], samples=5, max_new_tokens=14, stops=NEVER, batch=2)
@@ -122,7 +124,7 @@ def test_a_prompt_is_read_once(model, monkeypatch):
 
 
 def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
-    """And each gets what it gets alone."""
+    """Each request gets the same tokens as it does alone."""
     shape = SHAPE | dict(stride=4, stops=NEVER)
     kinds = [Sampler(), Sampler(1.0), Sampler(0.5, top_k=3), Sampler(2.0, top_p=0.9), Sampler(1.0, min_p=0.1)]
     options = [dict(max_new_tokens=5 + n, sampler=s, key=jax.random.key(n)) for n, s in enumerate(kinds)]
@@ -149,7 +151,7 @@ def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
 
 
 def test_cancel(model):
-    """Of one that runs, and of one that waits; another takes its row."""
+    """A running or a waiting request can be cancelled, and another one takes its row."""
     engine = Engine(model, **SHAPE, stride=4, stops=NEVER)
     (first, beside), (second,), (third,) = (
         engine.submit(prompt, max_new_tokens=6, samples=samples)
@@ -200,7 +202,7 @@ def test_refusals(model):
 
 
 def test_prompts_of_all_lengths_share_few_programs(monkeypatch):
-    """As many as docs/serve.md says, for rows of 4,096 tokens."""
+    """The number of programs is that in docs/serve.md, for rows of 4,096 tokens."""
     shapes, read = set(), object.__new__(decoding.State)
     monkeypatch.setattr(
         zoo.generation.engine, "prefill", lambda model, draft, prompts, *_: shapes.add(prompts.shape) or read
@@ -220,7 +222,7 @@ def test_buckets():
 
 
 def test_options_of_xla_for_decoding(monkeypatch):
-    """Those in the table are known to XLA, and `advance` is compiled with those of the device in use."""
+    """XLA knows the options in the table, and `advance` is compiled with those of the device in use."""
     for options in compile_options.OPTIONS["decode"].values():
         jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
     monkeypatch.setitem(compile_options.OPTIONS["decode"], "cpu", {"no_such_option": 1})

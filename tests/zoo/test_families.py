@@ -1,6 +1,6 @@
-"""What a family is made of: our own have all of it, all kernels serve them, and a user's own family needs no more.
+"""The parts of a family: our families have all of them, all kernels serve them, and a user's own family needs no more.
 
-docs/families.md says how to add one; its lines are run here.
+docs/families.md describes how to add one; its code is run here.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ IMPLEMENTATIONS = ("reference", "xla", "triton", "tpu")
 
 
 def missing(families, modules, golden, names, public) -> list[str]:
-    """A sentence for each thing that a family lacks.
+    """Returns a sentence for each part that a family lacks.
 
-    `families` are those of zoo/models, `modules` those of tests/zoo/tiny, `golden` says which checkpoints each file of
-    tests/zoo/golden has, `names` are those with a repository, and `public` are zoo's names.
+    `families` are those of zoo/models, `modules` those of tests/zoo/tiny, `golden` has the checkpoints in each file of
+    tests/zoo/golden, `names` are those with a repository, and `public` are zoo's names.
     """
     lacks = []
     for name in sorted(families.keys() | modules.keys()):
@@ -61,7 +61,7 @@ def missing(families, modules, golden, names, public) -> list[str]:
 
 @pytest.fixture
 def pieces():
-    """The arguments of `missing`, as they are; copies, from which a test may take something away."""
+    """Returns the present arguments of `missing` as copies, from which a test may remove something."""
     golden = {path.stem: set(np.load(path).files) for path in (ROOT / "tests/zoo/golden").glob("*.npz")}
     names = registry.REPOSITORIES | registry.TOKENIZERS
     return dict(
@@ -89,7 +89,7 @@ def test_nothing_is_missing(pieces):
     ],
 )
 def test_what_is_missing_is_named(pieces, piece, entry, sentence):
-    before = missing(**pieces)  # of a family that somebody is adding
+    before = missing(**pieces)  # of a family that is being added
     del pieces[piece][entry]
     (lack,) = [sentence for sentence in missing(**pieces) if sentence not in before]
     assert lack.startswith(sentence)
@@ -97,7 +97,7 @@ def test_what_is_missing_is_named(pieces, piece, entry, sentence):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_every_implementation_serves(load, name):
-    """A decode may refuse heads of 8 features and latents of 24, which no released model has; nothing else."""
+    """Only a decode step may refuse heads of 8 features and latents of 24, which no released model has."""
     calls = kernels.explain(prefill_and_decode, load(name), TOKENS)
     able = lambda call, implementation: implementation == call.implementation or call.others[implementation] is None
     asked = [call for call in calls if call.operation in ("attention", "ragged_dot")]
@@ -105,7 +105,7 @@ def test_every_implementation_serves(load, name):
     assert all(able(call, implementation) for call in asked for implementation in IMPLEMENTATIONS)
 
 
-# The Python of docs/families.md: lines of our own files and a user's files, named in the first line; and what to type.
+# The Python of docs/families.md: lines of our own and of a user's files, named in the first line, and lines to type.
 BLOCKS = re.findall(r"```python\n(?:# (\S+\.py)\n)?(.*?)```", (ROOT / "docs/families.md").read_text(), flags=re.DOTALL)
 
 
@@ -117,7 +117,7 @@ def test_quoted_lines_stand_in_their_files():
 
 @pytest.fixture
 def own(monkeypatch, tmp_path):
-    """The user's files of the page in a folder of theirs, in which Python is; what they register is forgotten after."""
+    """Writes the page's user files into a folder and makes it current; registrations are undone afterwards."""
     for name in ("FAMILIES", "CONFIGS", "REPOSITORIES", "TOKENIZERS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     monkeypatch.chdir(tmp_path)
@@ -130,7 +130,7 @@ def own(monkeypatch, tmp_path):
 
 
 def test_a_family_of_ones_own(own, untyped, monkeypatch):
-    """As the page has it: registered, saved, loaded, generating; then trained by its script, and loaded again."""
+    """The page's family is registered, saved, loaded, and generates; its script trains it; it is loaded again."""
     (lines,) = [lines for file, lines in BLOCKS if not file]
     names = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -156,12 +156,12 @@ def test_a_family_of_ones_own(own, untyped, monkeypatch):
 
 
 def make(**changes):
-    """A family to register, which is Qwen3 but for these fields."""
+    """Returns a family to register: Qwen3 except for these fields."""
     return dataclasses.replace(qwen3.FAMILY, **{"model_types": ("mine",), "configs": {}} | changes)
 
 
 def test_names_of_ones_own(own):
-    """One with a repository, and one that has a config alone."""
+    """A user's family may have a name with a repository, and one with only a config."""
     config = dataclasses.replace(zoo.config("qwen3-8b"), rope_theta=2e6)
     own_family = make(configs={"mine-8b": Released(config, "org/mine"), "mine-new": Released(config)})
     before = zoo.names()
@@ -171,7 +171,7 @@ def test_names_of_ones_own(own):
 
 
 def test_own_families_that_are_refused(own, untyped):
-    """Each in one sentence, and nothing of them is kept."""
+    """Each family is refused in one sentence, and nothing of it is kept."""
     known = [dict(registry.FAMILIES), dict(registry.CONFIGS), dict(registry.REPOSITORIES), dict(registry.TOKENIZERS)]
     released = Released(zoo.config("qwen3-8b"), "org/mine")
     for family, sentence in [

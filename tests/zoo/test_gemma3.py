@@ -1,5 +1,6 @@
-"""Gemma 3 beyond parity and the contract of test_vision.py: image tokens see each other; and the text model of a
-checkpoint with a tower is read, under any name it goes by, and saved as a text model."""
+"""Gemma 3 beyond parity and the contract of test_vision.py: image tokens that see each other, and the text model of a
+checkpoint with a tower, which is read under every name in use, and saved as a text model.
+"""
 
 import json
 
@@ -21,7 +22,7 @@ OUTER = dict(
     image_token_index=63, mm_tokens_per_image=4, eos_token_id=[1, 9], torch_dtype="float32", initializer_range=0.02,
     vision_config=dict(model_type="siglip_vision_model", hidden_size=8, num_attention_heads=2),
 )  # fmt: skip
-BEGINNINGS = {  # of the names of the text model's tensors, of its head and of the others
+BEGINNINGS = {  # prefixes of the text model's tensors, of its head and of the others
     "as released": ("language_model.model.", "language_model.lm_head.", ""),
     "as transformers 4.52 has it": ("model.language_model.", "lm_head.", "model."),
 }
@@ -29,7 +30,7 @@ STRAY = ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_project
 
 
 def wrap(folder, name, beginnings, **outer):
-    """The text checkpoint `name` as part of a multimodal one."""
+    """Writes the text checkpoint `name` as a part of a multimodal one."""
     text, head, other = BEGINNINGS[beginnings]
     plain = tiny.tensors(name)
     tensors = {head + "weight": plain.pop("lm_head.weight", plain["model.embed_tokens.weight"])}
@@ -45,7 +46,7 @@ def wrap(folder, name, beginnings, **outer):
 
 
 def test_an_image_is_seen_both_ways(load_vision):
-    """Without spans the logits of the prompts with images are others, so the tests above look at them."""
+    """Without spans the logits of the prompts with images differ, so the tests above depend on them."""
     case = seeing.CHECKPOINTS["gemma3-pattern"]
     golden = case.golden()
 
@@ -63,7 +64,7 @@ def test_an_image_is_seen_both_ways(load_vision):
 
 @pytest.mark.parametrize("name", ["gemma3-pattern", "gemma3-new"])
 def test_the_text_model_is_read_and_saved(folders, load, tmp_path, name):
-    """Under any name; with a head that repeats the embedding, and whatever a tower's tensors are."""
+    """The text model is read under any name, with a head that repeats the embedding, whatever the tower's tensors."""
     for n, beginnings in enumerate(BEGINNINGS):
         wrapped = zoo.load(wrap(tmp_path / str(n), name, beginnings))
         assert wrapped.config == load(name).config and same(wrapped, load(name))
@@ -103,7 +104,7 @@ def test_a_scaled_local_rope_is_refused(tmp_path):
 
 @pytest.mark.live
 def test_what_transformers_saves(tmp_path):
-    """Its own multimodal model, read by us, has its logits of text."""
+    """transformers' own multimodal model, read by us, has the same logits of text."""
     transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     import torch
 

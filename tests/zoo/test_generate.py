@@ -1,4 +1,4 @@
-"""Generation: against the plain forward pass, ragged batches, sampling, stops, streaming, and the real small Llama."""
+"""Generation: the plain forward pass, ragged batches, sampling, stops, streaming, and a small trained Llama."""
 
 import pathlib
 
@@ -20,7 +20,7 @@ PROMPTS = ["abc", "the cat sat", "x"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random model over 64 characters, which it has no reason ever to end."""
+    """Returns the folder of a random model over 64 characters, which rarely generates an end token."""
     folder = tiny.write(tmp_path_factory.mktemp("model"), "qwen3", eos_token_id=63)
     tiny.write_tokenizer(folder)
     return folder
@@ -37,7 +37,7 @@ def tokenizer(folder):
 
 
 def greedy(model, tokenizer, prompt, new):
-    """By the whole forward pass at every step, with one length so that it compiles once."""
+    """Generates greedily by the whole forward pass at every step, with one length so that it compiles once."""
     ids = tokenizer.encode(prompt)
     for _ in range(new):
         padded = np.zeros((2, 40), np.int32)
@@ -58,7 +58,7 @@ def test_ragged_batch_equals_the_forward_pass(model, tokenizer):
 
 
 def test_one_prompt(untyped, model, tokenizer):
-    """A text, ids or messages alone: one text. Messages are what their template makes of them."""
+    """A single text, ids or messages give a single text. Messages are rendered by the template."""
     (want,) = zoo.generate(model, tokenizer, PROMPTS[1:2], max_new_tokens=12)
     ids = tokenizer.encode(PROMPTS[1])
     for prompt in (PROMPTS[1], ids, np.array(ids), jnp.array(ids)):
@@ -75,7 +75,7 @@ def test_one_prompt(untyped, model, tokenizer):
 
 
 def test_end_token(model, tokenizer):
-    """Whatever the model says third is made an end token: it ends the text, and only that row's."""
+    """The third token of a text, made an end token, ends that text, and only that row's."""
     text = zoo.generate(model, tokenizer, PROMPTS, max_new_tokens=12)
     tokenizer = zoo.tokenizer(tokenizer.folder)
     tokenizer.eos = (tokenizer.encode(text[0][2])[0],)
@@ -121,7 +121,7 @@ draw = eqx.filter_jit(lambda rows, logits, key: rows.draw(logits, jax.random.spl
     ],
 )
 def test_sampler(sampler, kept):
-    """Probabilities 0.5, 0.25, 0.13, 0.07, 0.05: what is drawn in 2,000 tries, and how often the first is."""
+    """In 2,000 draws by 0.5, 0.25, 0.13, 0.07, 0.05, the drawn tokens and the first one's frequency are right."""
     p = np.array([0.5, 0.25, 0.13, 0.07, 0.05], np.float32)
     drawn = np.asarray(draw(settings([sampler] * 2000), np.broadcast_to(np.log(p), (2000, 5)), jax.random.key(0)))
     assert set(np.unique(drawn).tolist()) == kept
@@ -130,7 +130,7 @@ def test_sampler(sampler, kept):
 
 
 def test_repetition_penalty_of_the_checkpoint(model, tokenizer, folder, tmp_path):
-    """generation_config.json's holds where none is given; and which it is changes the text."""
+    """The penalty in generation_config.json applies if none is given, and its value changes the text."""
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 63, "repetition_penalty": 1.9}')
@@ -189,16 +189,16 @@ def test_refusals(untyped, model, tokenizer):
 @pytest.mark.live
 @pytest.mark.parametrize("name", [*STACKS, "llama-dynamic", "llama-longrope"])
 def test_greedy_is_transformers(load, theirs, name):
-    """Prompts of different lengths, together here and one by one there, up to the model's positions.
+    """Prompts of different lengths, together here and one by one there, agree up to the model's last position.
 
-    Of every family; that all checkpoints have transformers' logits, and decode to them, is in other files.
+    This tests every family. Other files test that all checkpoints have transformers' logits, and decode to them.
     """
     import torch
 
     theirs(name).generation_config.eos_token_id = None
     prompts = [tiny.TOKENS[0, :5].tolist(), tiny.TOKENS[1, :12].tolist()]
     new = min(14, load(name).config.max_position_embeddings - 12)
-    cached = name != "granite4-dense-new"  # with a cache, transformers 5.23 leaves out its time_step_limit
+    cached = name != "granite4-dense-new"  # with a cache, transformers 5.23 ignores its time_step_limit
     ours = zoo.complete(load(name), prompts, max_new_tokens=new)
     for prompt, (completion,) in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
@@ -209,7 +209,9 @@ def test_greedy_is_transformers(load, theirs, name):
 
 @pytest.mark.live
 def test_repetition_penalty_is_transformers(load, theirs):
-    """Which orders it before the temperature and the filters: with top_k=1 drawing is greedy, but takes that way."""
+    """transformers applies the penalty before the temperature and the filters; drawing with top_k=1 is greedy, and
+    takes that path.
+    """
     import torch
 
     theirs("qwen3").generation_config.eos_token_id = None
@@ -224,7 +226,7 @@ def test_repetition_penalty_is_transformers(load, theirs):
 
 @pytest.mark.skipif(not AIDREAMS.is_dir(), reason="the small trained Llama is not beside this checkout")
 def test_real_weights():
-    """Text and loss that transformers gives for this checkpoint."""
+    """Text and loss equal transformers' for this checkpoint."""
     model, tokenizer = zoo.load(AIDREAMS), zoo.tokenizer(AIDREAMS)
     (text,) = zoo.generate(model, tokenizer, ['"I sense a gentle'], max_new_tokens=100)
     want = " hum of precision, as I siphon whispers of 0.000000. Dimensions unfold, as I settle into a tapestry"

@@ -1,4 +1,4 @@
-"""GPT-3's recorded facts, GPT-2's files as OpenAI left them, positions that end, and models without weights."""
+"""GPT-3's recorded facts, GPT-2's files as OpenAI published them, the last position, and models without weights."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
 
 @pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
 def test_facts():
-    """They are in MaxText's words."""
+    """The facts use MaxText's names."""
     facts = {path.stem: json.loads(path.read_text()) for path in FACTS.glob("gpt3-*.json")}
     assert facts.keys() == registry.TOKENIZERS.keys()
     for name, fact in facts.items():
@@ -42,7 +42,7 @@ def test_facts():
 
 
 def test_the_released_config():
-    """GPT-2 XL's, which has the most keys."""
+    """GPT-2 XL's config, which has the most keys, is read."""
     hub = dict(
         activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1, bos_token_id=50256,
         embd_pdrop=0.1, eos_token_id=50256, initializer_range=0.02, layer_norm_epsilon=1e-05, model_type="gpt2",
@@ -68,7 +68,7 @@ def test_configs_that_are_refused(tmp_path, changes, words):
 
 
 def test_names_without_the_prefix_and_stale_buffers(load, tmp_path):
-    """As in openai-community/gpt2, with what old versions of transformers add."""
+    """Names may be those of openai-community/gpt2, with the buffers that old versions of transformers add."""
     folder = tiny.write(tmp_path / "bare", "gpt3")
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tiny.tensors("gpt3").items()}
     tensors |= {f"h.{n}.attn.bias": np.tri(40, dtype=bool)[None, None] for n in range(3)}
@@ -94,7 +94,7 @@ def test_positions_end(load):
 
 
 def test_a_model_without_published_weights(tmp_path, monkeypatch):
-    """Built, saved with the tokenizer of another family's checkpoint, loaded; and transformers agrees."""
+    """The model is built, saved with the tokenizer of another family's checkpoint, and loaded; transformers agrees."""
     tiny.write_tokenizer(tiny.write(tmp_path / "tokenizer", "qwen3-tied"))
     monkeypatch.setitem(registry.TOKENIZERS, "gpt3-52k", str(tmp_path / "tokenizer"))
     tokenizer = zoo.tokenizer("gpt3-52k")

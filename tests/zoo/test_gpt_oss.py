@@ -1,4 +1,4 @@
-"""gpt-oss as it is released: experts in MXFP4, and what config.json says twice."""
+"""gpt-oss as released: experts in MXFP4, and the duplicate keys of config.json."""
 
 import json
 
@@ -34,7 +34,7 @@ def write(folder, tensors, **changes):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The same weights twice, with the experts in MXFP4 and in 16 bits; and the values of one layer's in float64."""
+    """Returns the same weights twice, with the experts in MXFP4 and in 16 bits, and one layer's experts in float64."""
     random, root = np.random.RandomState(0), tmp_path_factory.mktemp("gpt_oss")
     packed, plain, values = {}, {}, {}
     for name, shape in tiny.MODULES["gpt_oss"].shapes(tiny.CONFIGS["gpt_oss"] | dict(intermediate_size=64)).items():
@@ -100,7 +100,7 @@ def test_transformers_reads_the_same(checkpoint):
 
 
 def test_the_norm_rounds_once():
-    """In bfloat16 the product with the weight is in float32, unlike Llama's."""
+    """In bfloat16 the product with the weight is computed in float32, unlike Llama's."""
     x, weight = np.random.RandomState(0).standard_normal((2, 64)).astype(BF16)
     norm = eqx.tree_at(lambda m: m.weight, Float32RMSNorm(64, 1e-5), jnp.asarray(weight))  # not compiled as one
     x64, weight64 = (np.asarray(a, np.float64) for a in (x, weight))
@@ -109,7 +109,7 @@ def test_the_norm_rounds_once():
 
 
 def test_sliding_layers_cache_their_window_alone():
-    """At 131,072 positions: 12 layers of them, and 12 of 128; of 8 heads of 64 numbers each."""
+    """At 131,072 positions, 12 layers cache all of them, and 12 cache 128, for 8 heads of 64 numbers."""
     c = zoo.config("gpt-oss-20b")
     model = eqx.filter_eval_shape(lambda: gpt_oss.Model(c, key=jax.random.key(0)))
     _, (sliding, full), _ = jax.eval_shape(lambda: model.init_cache(1, c.max_position_embeddings, jnp.bfloat16))
@@ -118,7 +118,7 @@ def test_sliding_layers_cache_their_window_alone():
 
 
 def test_no_rope_scaling_is_this_familys_own():
-    """As in transformers, a file that says none means YaRN."""
+    """A file without rope_scaling means YaRN, as in transformers."""
     hub = {k: v for k, v in tiny.CONFIGS["gpt_oss"].items() if k not in ("rope_scaling", "initial_context_length")}
     for without in (hub, hub | dict(rope_scaling=None)):
         assert read(gpt_oss.FAMILY, without).rope_scaling == gpt_oss.YARN

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16: no family sums any over tokens in it, or scatters them."""
+"""Gradients in bfloat16: no family sums any of them over tokens in bfloat16, or scatters them."""
 
 import math
 
@@ -15,7 +15,7 @@ from zoo.surgery import cast, modules
 
 
 def operations(jaxpr):
-    """All of a program's, those of loops and branches too."""
+    """Yields all operations of a program, including those of loops and branches."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
@@ -24,7 +24,8 @@ def operations(jaxpr):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, untyped, name):
-    """Of what is traced, so of any length of text. Matrix products sum in float32 on every device.
+    """The traced program is checked, so the result holds for any length. Matrix products sum in float32 on every
+    device.
 
     Types are those of the same models in test_cache.py, and not checked again.
     """
@@ -34,14 +35,14 @@ def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, untyped, name):
         x, _, _ = model.hidden(TOKENS, positions=POSITIONS, segments=SEGMENTS)
         return jnp.sum(model.unembed(x).astype(jnp.float32))
 
-    # Kimi Linear's decays, one for each channel: rounded, they would forget at other rates.
+    # Kimi Linear's decays, one for each channel, would forget at other rates if rounded.
     exempt = {"scan keeps float32[2,2,40,4,8]"} if name.startswith("kimi_linear") else set()
-    choices = getattr(model.config, "num_experts_per_tok", 0)  # gpt-oss has the softmax of these in its dtype
+    choices = getattr(model.config, "num_experts_per_tok", 0)  # gpt-oss has their softmax in its dtype
     found, width = set(), model.config.hidden_size
     for equation in operations(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model).jaxpr):
         kind = equation.primitive.name
-        # What a scan of layers keeps of its tokens, or of its experts' rows, for the backward pass (attention by XLA
-        # keeps weights, too): results that have an axis more than those of one step.
+        # Results of a scan over layers with one more axis than those of a step are kept for the backward pass, by token
+        # or by expert row. (XLA's attention also keeps weights.)
         results = zip(equation.outvars, equation.params["jaxpr"].out_avals, strict=True) if kind == "scan" else ()
         for kept in (whole for whole, once in results if whole.aval.shape != once.shape):
             _, rows, *_ = shape = (*kept.aval.shape, 1)
@@ -63,10 +64,10 @@ def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, untyped, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt3", "gpt_oss"])
 def test_long_text_that_repeats_itself(load, name):
-    """Biases' and embeddings' gradients are, rounded once, the sums over tokens of what each would get of its own.
+    """Gradients of biases and embeddings equal, rounded once, the sums over tokens of each token's own gradient.
 
-    The same model is given a copy of them for each token, so nothing is summed. What multiplies, such as norms, would
-    round the copies' gradients before they are added up; tests/kernels/test_sums.py has those.
+    The same model gets a copy of them for each token, so that nothing is summed. Parameters that multiply, such as
+    norms, would round the copies' gradients before the sum; tests/kernels/test_sums.py tests these.
     """
     model, (batch, seq) = cast(load(name), jnp.bfloat16), (32, 60)
     text = np.random.RandomState(0).zipf(1.5, (batch, seq)) % 64
@@ -82,7 +83,7 @@ def test_long_text_that_repeats_itself(load, name):
         return jnp.sum(x.astype(jnp.float32) * weights)
 
     def gradients(arrays, tokens):
-        exact = {"xla_allow_excess_precision": False}  # or fusions decide what is rounded
+        exact = {"xla_allow_excess_precision": False}  # otherwise fusions decide where to round
         arguments = arrays, model, jnp.asarray(tokens)
         found = jax.jit(jax.grad(loss)).lower(*arguments).compile(compiler_options=exact)(*arguments)
         return [np.asarray(a, np.float64) for a in found]

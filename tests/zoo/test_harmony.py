@@ -1,4 +1,4 @@
-"""Replies in channels: what is reasoning and what is answer, at once and piece by piece, in the chat and the server."""
+"""Replies in channels are split into reasoning and answer, whole and piece by piece, in the chat and in the server."""
 
 import json
 
@@ -16,7 +16,7 @@ ANALYSIS = "<|channel|>analysis<|message|>They greet.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>Hello é!"
 CALL = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 SPECIAL = [f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "return", "call")]
-# As gpt-oss's: the model opens its channels itself, and of earlier turns hears the answers.
+# Like gpt-oss's: the model opens its channels itself, and sees only the answers of earlier turns.
 TEMPLATE = """\
 {%- for message in messages -%}
 <|start|>{{ message.role }}{{ '<|channel|>final' if message.role == 'assistant' -}}
@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture
 def source(tmp_path):
-    """A folder with a tokenizer that has channels."""
+    """Returns a folder with a tokenizer that has channels."""
     path = folder(tmp_path / "channels", TEMPLATE)
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.add_special_tokens(SPECIAL)
@@ -62,7 +62,7 @@ def test_split(text, reasoning, answer):
 
 
 def test_pieces_join_to_the_whole(source):
-    """Token by token, as a stream decodes them; special tokens come whole."""
+    """The pieces are single tokens as a stream decodes them; special tokens come whole."""
     tokenizer = zoo.tokenizer(source)
     for text in ANALYSIS + FINAL, ANALYSIS + "<|start|>assistant" + ANALYSIS + CALL:
         decoder, parts = tokenizer.stream(special=True), Parts(tokenizer.channels)
@@ -102,7 +102,7 @@ def test_chat(talk, source, monkeypatch):  # noqa: F811
 
 
 def test_serve(model, source, monkeypatch):
-    """Over HTTP, whole and in pieces; the model's tokens are made up."""
+    """Replies over HTTP are split, whole and in pieces; the model's tokens are given by the test."""
     tokenizer = zoo.tokenizer(source)
     script = tokenizer.encode(ANALYSIS + FINAL + "<|return|>")
 
@@ -126,4 +126,4 @@ def test_serve(model, source, monkeypatch):
         for field in ("content", "reasoning_content"):
             assert "".join(delta.get(field, "") for delta in deltas) == want[field]
         assert sum("reasoning_content" in delta for delta in deltas) > 3
-    assert completion["text"] == "analysisThey greet.assistantfinalHello é!"  # a completion is text
+    assert completion["text"] == "analysisThey greet.assistantfinalHello é!"  # a completion is plain text

@@ -1,5 +1,6 @@
-"""Hybrids of recurrent layers and attention, where they differ from other families: documents packed into a row, rows
-of an engine that others had before, tokens taken back, and what is stored in 8 bits."""
+"""Hybrids of recurrent layers and attention, where they differ from other families: packed documents, reused rows of an
+engine, tokens that are rolled back, and storage in 8 bits.
+"""
 
 import re
 
@@ -37,19 +38,19 @@ def is_hybrid(name):
 
 
 HYBRIDS = [name for name in STACKS if is_hybrid(name)]
-LENGTHS = 11, 1, 9, 3  # of documents in a row, of which two are no longer than a convolution
+LENGTHS = 11, 1, 9, 3  # lengths of documents in a row, of which two are no longer than a convolution
 
 
-# Mamba 2, the delta rule, and that with a decay for each channel, in models of few layers.
+# Mamba 2, the delta rule, and the delta rule with a decay for each channel, in models of few layers.
 RECURRENCES = ["granite4-mamba", "qwen3_next", "kimi_linear-groups-new"]
 SLOW = {name: pytest.mark.slow for name in RECURRENCES[1:]}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in RECURRENCES])
 def test_packed_documents_do_not_leak(load, name):
-    """Logits, and gradients of all parameters by them, are those of each document alone.
+    """Logits, and gradients of all parameters, equal those of each document alone.
 
-    So neither the states nor the convolutions see a token of another document, nor what pads the row. Logits of all
+    So neither the states nor the convolutions see a token of another document, or the row's padding. Logits of all
     checkpoints' packed documents are in test_parity.py.
     """
     model, total, ends = load(name), sum(LENGTHS), np.cumsum(LENGTHS)
@@ -83,18 +84,20 @@ def test_packed_documents_do_not_leak(load, name):
         assert error(ours[0, start : start + length], theirs[n, :length]) < 1e-5
     norms = lambda tree: np.array([np.linalg.norm(x) for x in jax.tree.leaves(tree)])
     away, whole = norms(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), gradients, expected)), norms(expected)
-    # Rounding alone is 1.3e-5 of Qwen3.5's gradients with jax 0.12. A leak of one token moves the logits above by 1.
+    # Rounding alone is 1.3e-5 of Qwen3.5's gradients with jax 0.12. A leak of one token changes the logits above by 1.
     assert np.linalg.norm(away) <= 3e-5 * np.linalg.norm(whole) and np.all(away <= 1e-4 * whole)
 
 
 def test_a_prompt_of_several_chunks(load):
-    """Right-padded to a length that the recurrence's chunks do not divide, like the prompts; then decoded."""
+    """A prefill, right-padded to a length that the recurrence's chunks do not divide, and a decode step after it are
+    right.
+    """
     model, lengths, seq = load("qwen3_next"), np.array([67, 90]), 92
     tokens = np.random.RandomState(3).randint(0, 64, (2, seq))
     whole, index = np.asarray(forward(model, jnp.asarray(tokens))), np.arange(seq - 1)[None]
     positions = jnp.asarray(np.where(index < lengths[:, None], index, -1))
     logits, cache = decode(model, jnp.asarray(tokens[:, :-1]), init_cache(model, 2, seq), positions)
-    following = np.where(index == 0, tokens[np.arange(2), lengths][:, None], 0)  # alone, by the same program
+    following = np.where(index == 0, tokens[np.arange(2), lengths][:, None], 0)  # one token alone, by the same program
     positions = jnp.asarray(np.where(index == 0, lengths[:, None], -1))
     one, _ = decode(model, jnp.asarray(following), cache, positions)
     logits, one = np.asarray(logits), np.asarray(one)
@@ -104,7 +107,7 @@ def test_a_prompt_of_several_chunks(load):
 
 
 def test_rows_of_an_engine(load):
-    """Rows end at different times and others take them; the samples of a prompt begin with copies of one state."""
+    """Rows end at different times, and others take them; the samples of a prompt start with copies of one state."""
     model, stops = load("qwen3_next"), range(0, 64, 8)
     groups = zoo.complete(model, PROMPTS, samples=3, max_new_tokens=12, stops=stops, batch=2)
     for prompt, (completion, *others) in zip(PROMPTS, groups, strict=True):
@@ -119,7 +122,7 @@ def test_rows_of_an_engine(load):
 
 @pytest.fixture(scope="module")
 def with_further(tmp_path_factory):
-    """The folder of Qwen3-Next's checkpoint with the module that predicts one more token, and its tensors."""
+    """Returns the folder of Qwen3-Next's checkpoint with the MTP module, and its tensors."""
     family, tensors, random = tiny.MODULES["qwen3_next"], tiny.tensors("qwen3_next"), np.random.RandomState(2)
     shapes = sorted(family.further_shapes(tiny.CONFIGS["qwen3_next"]).items())
     tensors |= {n: family.values(n, random.standard_normal(shape)).astype(np.float32) for n, shape in shapes}
@@ -129,7 +132,7 @@ def with_further(tmp_path_factory):
 
 
 def test_further_token_round_trip(folders, load, with_further, tmp_path):
-    """The module is skipped, or loaded, given rules and exported bit by bit."""
+    """The MTP module is skipped, or loaded, given rules, and exported bit by bit."""
     folder, tensors = with_further
     model = zoo.load(folder, parts=("mtp",))
     without = load("qwen3_next")
@@ -148,7 +151,7 @@ def test_further_token_round_trip(folders, load, with_further, tmp_path):
 
 
 def test_fp8_as_qwen3_next_has_it(with_further, tmp_path):
-    """Matrices in 8 bits are those that Qwen3-Next-80B-A3B-Instruct-FP8 has, and read as they were but for rounding."""
+    """The 8-bit matrices are the same as in Qwen3-Next-80B-A3B-Instruct-FP8, and read back up to rounding."""
     model = zoo.load(with_further[0], parts=("mtp",))
     zoo.save(model, tmp_path, fp8=True)
     stored = convert.tensors.open_tensors(tmp_path)
@@ -164,7 +167,7 @@ def test_fp8_as_qwen3_next_has_it(with_further, tmp_path):
 
 @pytest.mark.live
 def test_further_token_is_a_layer_of_transformers(with_further, theirs):
-    """transformers drops the module; but its own layers, put together as vLLM and SGLang do, give the same."""
+    """transformers drops the module, but its own layers, combined as in vLLM and SGLang, give the same."""
     torch = pytest.importorskip("torch", reason="live parity needs transformers and torch")
     from transformers.models.qwen3_next import modeling_qwen3_next as layers
 
@@ -199,7 +202,7 @@ def test_further_token_is_a_layer_of_transformers(with_further, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["model", "mtp"])
 def test_speculation(load, with_further, draft):
-    """Greedy text is the model's own, where states are taken back: the model's, and a hybrid draft's."""
+    """Greedy text is the model's own, though states are rolled back: the model's, and a hybrid draft's."""
     if draft == "mtp":
         model = zoo.load(with_further[0], parts=("mtp",))
         proposes = zoo.MTPDraft(model, 2)
@@ -213,7 +216,7 @@ def test_speculation(load, with_further, draft):
 
 
 def test_states_are_kept_in_float32(load):
-    """Whatever the cache's dtype is; and 8 bits are for keys and values."""
+    """States are in float32 whatever the cache's dtype; 8 bits are for keys and values."""
     for dtype in ("bfloat16", "int8"):
         make = lambda model, dtype=dtype: zoo.nn.cache.init_cache(model, 2, 64, dtype)
         _, (recurrent, attention), _ = eqx.filter_eval_shape(make, load("qwen3_next"))
@@ -221,12 +224,12 @@ def test_states_are_kept_in_float32(load):
         assert isinstance(attention.k, Int8Vectors) == (dtype == "int8")
 
 
-HALF = {"nf4": 0.152, "int8": 0.5 / 127, "fp8": 16 / 448}  # of the widest gap between neighbours
+HALF = {"nf4": 0.152, "int8": 0.5 / 127, "fp8": 16 / 448}  # half of the widest gap between neighbours
 
 
 @pytest.mark.parametrize("name, format", list(zip(HYBRIDS, [*HALF, "nf4", "int8"], strict=True)))
 def test_what_is_stored_in_fewer_bits(load, name, format):
-    """All projections, within the format's bound; and no convolution, decay, norm, router or gate of one row."""
+    """Projections are within the format's bound. Convolutions, decays, norms, routers, one-row gates are unchanged."""
     flat = lambda tree: {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(tree)}
     plain, stored = flat(load(name).layers), flat(load(name, quantize=format).layers)
     kept = {path for path in plain if re.search("conv|norm|A_log|dt_bias|[.]D$|bias|gate[.]weight|router", path)}
@@ -244,7 +247,7 @@ def test_what_is_stored_in_fewer_bits(load, name, format):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENCES[:2])
 def test_adapters_over_four_bits(load, name):
-    """QLoRA: every adapter has a gradient, and steps against it lower the loss."""
+    """With QLoRA, every adapter has a gradient, and steps against it lower the loss."""
     adapters, frozen = lora.split(trained(load(name, quantize="nf4")))
     tokens = TOKENS[:, :12]
 

@@ -1,4 +1,4 @@
-"""Images of all kinds are opened or refused in a sentence, and processed as by transformers' processors."""
+"""Images of all kinds are opened, or refused in a sentence, and processed as by transformers' processors."""
 
 import base64
 import http.server
@@ -41,7 +41,7 @@ def kind(name):
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads the processor of FILES[name], with some keys changed."""
+    """Returns a function that reads the processor of FILES[name], with some keys changed."""
 
     def read(name, outer=None, **changed):
         inner, beside = FILES[name]
@@ -63,7 +63,7 @@ def process(processor, name, size):
 
 @pytest.mark.parametrize("name, size", CASES)
 def test_as_in_transformers(read, name, size):
-    """Patches, their order and grids, and the text; where torchvision resizes, within one level of 255."""
+    """Patches, their order, grids, and text equal transformers'; where torchvision resizes, up to one level of 255."""
     processor, golden = read(name), GOLDEN[name][size]
     processed = process(processor, name, size)
     said = make_golden_images.summary(processed.patches, processed.grids, processed.text)
@@ -76,7 +76,7 @@ def test_as_in_transformers(read, name, size):
     else:
         assert off.max() < 1e-5
     assert len(processed.patches) == processed.grids.prod(axis=1).sum()
-    merged = {"gemma3": 16, "gemma3-scan": 1}.get(name, 4)  # patches to a feature
+    merged = {"gemma3": 16, "gemma3-scan": 1}.get(name, 4)  # patches per feature
     assert processed.text.count(processor.placeholder) * merged == len(processed.patches)
 
 
@@ -106,7 +106,7 @@ def any_size(random):
 
 @pytest.mark.live
 def test_sizes_live():
-    """Of a thousand images each, extreme ones among them; what is refused is refused by both."""
+    """The sizes agree for a thousand images each, with extreme ones, and both refuse the same ones."""
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
@@ -158,9 +158,9 @@ def test_canvases_live():
         assert tuple(max(int(side), 1) for side in size) == ours.resized(height, width), (height, width, largest)
 
 
-# --- Which canvases are chosen, without torchvision.
+# --- The choice of a canvas, without torchvision.
 def test_llama4_canvases(read):
-    """Of equally good ones the smallest, and none larger than a tile for what is smaller; by hand from the rule."""
+    """By hand from the rule: the smallest of equally good ones, and a single tile for an image that is smaller."""
     processor = read("llama4")
     assert processor.canvas(336, 336) == (1, 1)
     assert processor.canvas(37, 53) == (1, 1) and processor.resized(37, 53) == (234, 336)
@@ -175,7 +175,7 @@ def test_llama4_canvases(read):
 
 @pytest.mark.parametrize(("tower", "size"), [(dict(patch_size=4), 4), ({}, 16), (None, 14)])
 def test_gemma3_patches_are_those_of_the_tower(tmp_path, tower, size):
-    """The released files of its processor do not say their size, and transformers cuts them in the tower."""
+    """The released files of its processor do not state the size, and transformers cuts the patches in the tower."""
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(dict(size=dict(height=224, width=224))))
     (tmp_path / "config.json").write_text(json.dumps(dict(vision_config=tower)))
     patches = Gemma3.read(tmp_path)(np.zeros((224, 224, 3), np.uint8)).patches
@@ -187,7 +187,7 @@ def test_gemma3_patches_by_default():
 
 
 def test_gemma3_crops(read):
-    """By hand: as many as the image is longer than wide, rounded, but none smaller than the smallest crop allowed."""
+    """By hand: the number is the ratio of the sides, rounded, unless a crop would be below the least size."""
     processor = read("gemma3", do_pan_and_scan=True)
     sizes = {(1000, 1199): 0, (1000, 1200): 2, (1000, 2550): 3, (2450, 1000): 2, (300, 3000): 4, (300, 700): 2}
     sizes |= {(300, 500): 0, (255, 3000): 0, (3000, 256): 4}
@@ -203,7 +203,7 @@ def encoded(image, format="PNG", **options):
 
 
 def png(width, height, depth, color, rows):
-    """A PNG of any header, also of such as Pillow would not write."""
+    """Returns a PNG with any header, including those that Pillow would not write."""
     chunk = lambda name, data: struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     data = zlib.compress(b"".join(b"\0" + row for row in rows))
@@ -241,7 +241,7 @@ def test_transparency_is_laid_on_white():
 
 
 def test_upright():
-    """By each of EXIF's eight orientations."""
+    """An image is turned upright from each of EXIF's eight orientations."""
     image = picture("small")
     stored = [
         image, image[:, ::-1], image[::-1, ::-1], image[::-1], image.swapaxes(0, 1), np.rot90(image),
@@ -255,7 +255,7 @@ def test_upright():
 
 
 def test_sizes_are_read_without_pixels():
-    """Of a PNG whose pixels no memory would hold, and that tells behind them which side is up."""
+    """The size is read from a PNG whose pixels would exceed any memory, and whose orientation comes after them."""
     exif = Image.Exif()
     exif[0x0112] = 6
     front, end = encoded(picture("small"), exif=exif), encoded(picture("small"))
@@ -272,7 +272,7 @@ def test_sizes_are_read_without_pixels():
 
 
 def test_grey_and_deep():
-    """All channels of a grey image are it; of 16 bits the upper 8 are kept, as Pillow does with colour."""
+    """All channels of a grey image are equal. Of 16 bits the upper 8 are kept, as Pillow does with colour."""
     image = picture("small")
     grey, deep = image[..., 0], image[..., 0] * np.uint16(256) + np.uint16(77)
     three = lambda channel: np.repeat(channel[..., None], 3, -1).astype(np.uint8)
@@ -335,7 +335,7 @@ def test_refused_in_a_sentence(tmp_path):
 
 
 def test_damage_is_always_a_sentence(tmp_path):
-    """Whatever is cut, changed, left out or put in."""
+    """A file with cut, changed, missing or inserted bytes is opened, or refused in a sentence."""
     image, exif = Image.fromarray(picture("small")), Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "a description"
     files = {
@@ -384,9 +384,9 @@ class Server(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(encoded(picture("small")))
             while self.path == "/endless":
                 self.wfile.write(bytes(2**16))
-            while self.path == "/slow":  # by the reader's clock, which the test turns
+            while self.path == "/slow":  # by the reader's clock, which the test advances
                 self.wfile.write(b"x")
-        except OSError:  # the other end has had enough
+        except OSError:  # the reader has disconnected
             pass
 
     def log_message(self, *args):
@@ -394,7 +394,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 
 def test_downloads_end(monkeypatch):
-    """When allowed; of what is too large, too slow, missing or no URL in a sentence."""
+    """An allowed download ends, and a too large, too slow, missing or malformed URL is refused in a sentence."""
     server, opener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server), sys.modules[open_image.__module__]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -421,7 +421,7 @@ def refused(path, host, words):
 
 @pytest.mark.live
 def test_opened_as_by_transformers(tmp_path):
-    """Photographs as its `load_image` opens them; what is transparent as its processors take Pillow's images."""
+    """Photographs open as by its `load_image`, and transparent images as its processors take Pillow's."""
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     from transformers.image_transforms import convert_to_rgb
     from transformers.image_utils import load_image
@@ -472,7 +472,7 @@ def test_every_key_is_accounted_for(read):
     ):
         read("pixtral", outer={"image_token": "<img>"})
     with pytest.raises(ValueError, match="lacks 'spatial_merge_size', which Pixtral needs"):
-        read("pixtral", outer={})  # a model of Mistral's would take each patch for a token
+        read("pixtral", outer={})  # a model of Mistral's would treat each patch as a token
     with pytest.raises(ValueError, match=r"preprocessor_config.json lacks 'size', which Gemma3 needs"):
         read("gemma3", size=None)
     with pytest.raises(ValueError, match="but tiles are square"):
@@ -480,7 +480,7 @@ def test_every_key_is_accounted_for(read):
 
 
 def test_numbers_have_bounds(read):
-    """Files that would take more memory or time than there is, as a whole or for a small image."""
+    """Files are refused if they would take too much memory or time, as a whole or for a small image."""
     for name, key, value in (
         ("gemma3", "size", {"height": 10**9, "width": 896}),
         ("gemma3", "patch_size", 0),
@@ -513,7 +513,7 @@ def test_numbers_have_bounds(read):
 
 
 def test_both_forms_of_the_files(read, tmp_path):
-    """transformers 5 writes one file with a section each; older ones had `min_pixels` and `max_pixels`."""
+    """transformers 5 writes one file with two sections; older files had `min_pixels` and `max_pixels`."""
     new = tmp_path / "new"
     new.mkdir()
     with pytest.raises(ValueError, match=r"new has no preprocessor_config\.json: download it"):
@@ -551,7 +551,7 @@ def test_what_cannot_be_processed(read):
 
 
 def test_patches_are_a_convolutions():
-    """In its weight's order of features, and row by row; merged ones block by block."""
+    """Patches have the order of features in a convolution's weight, row by row; merged ones come block by block."""
     frames = np.arange(2 * 8 * 12 * 3, dtype=np.float32).reshape(2, 8, 12, 3)
     plain = patchify(frames, 4)
     assert plain.shape == (12, 48)

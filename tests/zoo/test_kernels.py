@@ -1,8 +1,8 @@
-"""Models by every implementation of the kernels: the same logits, whoever computes them.
+"""Models with every implementation of the kernels have the same logits.
 
-That every implementation takes what every family asks for is in test_families.py, by `kernels.explain`; that each
-computes every kind of attention, of experts and of weights in 8 bits is in tests/kernels. So here is a model whole by
-each implementation, and behind `slow` each kind of attention once: latents, sinks and windows, chunks, softcaps. The
+test_families.py tests by `kernels.explain` that every implementation accepts every family's calls. tests/kernels tests
+that each computes every kind of attention, of experts and of 8-bit weights. So here is one whole model with each
+implementation. Behind `slow` is each kind of attention once: latents, sinks and windows, chunks, softcaps. The
 reference, which serves such short rows by default, is in test_parity.py.
 """
 
@@ -22,7 +22,7 @@ GOLDEN = tiny.golden()
 
 
 def by(implementation, function, *args):
-    """The result, and who served which call; compiled anew, since what another preference has compiled would serve."""
+    """Returns the result, and the served calls. Compiles anew, as another preference's program would be reused."""
     compiled = eqx.filter_jit(lambda *args: function(*args))
     with kernels.prefer(implementation):
         calls = kernels.explain(compiled, *args)
@@ -36,8 +36,7 @@ def assert_served(calls, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
 def test_int8_weights(load, implementation):
-    """By attention, experts and linear maps of this implementation: the logits of the numbers that the 8 bits stand
-    for."""
+    """Attention, experts and linear maps of this implementation give the logits of the dequantised numbers."""
     model, stored = load("qwen3_moe"), load("qwen3_moe", quantize="int8")
     arrays = {path_name(path): np.asarray(array) for path, array in jax.tree_util.tree_leaves_with_path(stored)}
 
@@ -58,7 +57,7 @@ def test_int8_weights(load, implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, implementation", [("deepseek3", "tpu"), ("gpt_oss", "triton"), ("llama4", "xla")])
 def test_logits(load, name, implementation):
-    """Of a prefill and a decode."""
+    """Logits of a prefill and a decode step are right."""
     logits, calls = by(implementation, prefill_and_decode, load(name), TOKENS)
     assert_served(calls, implementation)
     assert error(logits, GOLDEN[name]) < 1e-4
@@ -67,7 +66,9 @@ def test_logits(load, name, implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, implementation", [("mixtral-window-new", "tpu"), ("gemma2", "triton")])
 def test_gradients(load, name, implementation):
-    """Of a loss by every weight, with windows and experts in one, and softcaps in the other; and the logits."""
+    """Logits, and gradients of a loss by every weight, are right, with windows and experts in one model, and softcaps
+    in the other.
+    """
 
     @eqx.filter_grad(has_aux=True)
     def gradient(model, tokens):

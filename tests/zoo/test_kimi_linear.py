@@ -1,4 +1,4 @@
-"""What is Kimi Linear's alone: its delta attention, against the recurrence in float64; its config.json; its biases."""
+"""Kimi Linear's own features: delta attention, against the recurrence in float64; its config.json; its biases."""
 
 import equinox as eqx
 import jax
@@ -25,7 +25,7 @@ def sigmoid(x):
 
 
 def recurrence(layer, x):
-    """The layer's output for one document [seq, embed], token by token, in float64, from the formulas of the paper."""
+    """Computes the layer's output for one document [seq, embed], token by token in float64, by the paper's formulas."""
     w = {surgery.path_name(p).removesuffix(".weight"): np.asarray(a, np.float64) for p, a in leaves(layer)}
     size, width = CONFIG.linear_attn_config.num_heads, CONFIG.linear_attn_config.short_conv_kernel_size
     heads = lambda a: a.reshape(size, -1)
@@ -50,12 +50,12 @@ def leaves(tree):
 
 
 def test_delta_attention_is_the_recurrence():
-    """Of two documents in a row, across chunks of tokens, with padding behind them: each is as if it were alone.
+    """Two documents in a row, across chunks of tokens, with padding after them, have the same outputs as alone.
 
     transformers' own code lets the second document see the first.
     """
     layer = noise(lambda: kimi_linear.DeltaAttention(CONFIG, key=jax.random.key(0)))
-    layer = eqx.tree_at(lambda m: m.dt_bias.value, layer, replace_fn=lambda a: a - 3)  # so that it remembers
+    layer = eqx.tree_at(lambda m: m.dt_bias.value, layer, replace_fn=lambda a: a - 3)  # so that states last
     x = np.random.RandomState(0).standard_normal((1, 75, 32)).astype(np.float32)
     segments = np.repeat([1, 2, 0], [37, 33, 5])[None]
     y = eqx.filter_jit(lambda layer, x: layer(x, None, Tokens(segments=jnp.asarray(segments)))[0])(layer, x)
@@ -85,7 +85,7 @@ def changed(**changes):
 
 
 def test_both_forms_of_the_file():
-    """transformers writes its own keys beside the Hub's; saving writes the Hub's, which other programs read."""
+    """transformers writes its own keys beside the Hub's; saving writes only the Hub's, which other programs read."""
     kinds = ["linear_attention" if n in (1, 2, 4) else "full_attention" for n in range(1, 7)]
     theirs = dict(layer_types=kinds, linear_head_dim=8, linear_num_heads=4, linear_conv_kernel_dim=4)
     theirs |= dict(mlp_layer_types=["dense"] + ["sparse"] * 5, qk_head_dim=18)
@@ -130,7 +130,7 @@ def test_sizes_inside_are_checked():
 
 @pytest.mark.live
 def test_what_transformers_saves(theirs, load, tmp_path):
-    """It names the tensors of the dense layer as if that had experts."""
+    """transformers names the tensors of the dense layer as if it had experts."""
     theirs("kimi_linear").save_pretrained(tmp_path)
     assert "model.layers.0.block_sparse_moe.up_proj.weight" in convert.tensors.open_tensors(tmp_path)
     assert same(zoo.load(tmp_path), load("kimi_linear"))

@@ -98,7 +98,7 @@ def test_a_model_without_experts():
 
 
 def test_a_token_sees_its_chunk_and_no_more():
-    """With chunks of 8 in every layer, a token touches those that follow it in its own chunk, and nothing else."""
+    """With chunks of 8 in every layer, a token affects only the tokens after it in its own chunk."""
     chunked = dict(num_hidden_layers=2, no_rope_layers=[1, 1])
     config = read(llama4.FAMILY, tiny.CONFIGS["llama4"] | chunked)
     model, tokens = noise(lambda: llama4.Model(config, key=jax.random.key(0))), np.array(tiny.TOKENS)
@@ -108,7 +108,7 @@ def test_a_token_sees_its_chunk_and_no_more():
 
 
 def test_chunked_layers_keep_one_chunk():
-    """Of 36 layers of Scout the last 8,192 positions, of 12 all 131,072: 30 % of what all of everything would be."""
+    """36 layers of Scout keep the last 8,192 positions, and 12 keep all 131,072: 30 % of a full cache."""
     model = eqx.filter_eval_shape(lambda: llama4.Model(zoo.config("llama4-scout"), key=jax.random.key(0)))
     cache = eqx.filter_eval_shape(lambda: model.init_cache(1, 131_072, jnp.bfloat16))[1]
     assert [type(part) for part in cache] == [WindowKV, WindowKV, WindowKV, KV]
@@ -116,10 +116,10 @@ def test_chunked_layers_keep_one_chunk():
 
 
 def test_prefill_in_pieces(model):
-    """That begin and end anywhere in a chunk of 8, and are shorter and longer than it."""
+    """Pieces may begin and end anywhere in a chunk of 8, and be shorter or longer than it."""
     start, parts, cache = 0, [], init_cache(model, 2, 40)
     for size in (5, 11, 1, 11, 1, 11):
-        index = np.broadcast_to(np.arange(11), (2, 11))  # all by one program, with padding
+        index = np.broadcast_to(np.arange(11), (2, 11))  # one program for all, with padding
         tokens = np.take(tiny.TOKENS, np.minimum(start + index[0], 39), axis=1)
         at = np.where(index < size, start + index, -1)
         logits, cache = decode(model, jnp.asarray(tokens), cache, jnp.asarray(at))
@@ -129,7 +129,7 @@ def test_prefill_in_pieces(model):
 
 
 def test_padding_is_harmless(model):
-    """A row of nothing but padding is finite, and leaves no trace in the cache."""
+    """A row of padding alone is finite, and leaves the cache unchanged."""
     positions = jnp.asarray(np.array([range(11), [-1, -2, -9, -8, -10_000, *[-1] * 6]]))
     logits, cache = decode(model, TOKENS[:, :11], init_cache(model, 2, 40), positions)
     logits = np.asarray(logits)

@@ -1,4 +1,4 @@
-"""Loading: where the bytes go."""
+"""Loading: memory, mapping and alignment."""
 
 import json
 import resource
@@ -33,7 +33,7 @@ for folder, options in map(json.loads, sys.argv[1:]):
 
 
 def write_large(folder, name, **size):
-    """A checkpoint of ones in shards of 60 MB, and the sizes of all tensors and of the largest."""
+    """Writes ones in shards of 60 MB. Returns the folder, the size of all tensors, and that of the largest."""
     tiny.write(folder, name, **size)
     (folder / "model.safetensors").unlink()
     shapes = tiny.MODULES[tiny.FAMILIES[name]].shapes(tiny.CONFIGS[name] | size)
@@ -47,20 +47,20 @@ def write_large(folder, name, **size):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """170 MB, with a largest tensor of 33 MB."""
+    """Writes 170 MB, with a largest tensor of 33 MB."""
     size = dict(vocab_size=16384, hidden_size=512, intermediate_size=16384, num_hidden_layers=1, head_dim=128)
     return write_large(tmp_path_factory.mktemp("large"), "llama-rope3", **size)
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """200 MB, nearly all of it in 72 matrices of experts."""
+    """Writes 200 MB, nearly all of it in 72 matrices of experts."""
     size = dict(vocab_size=1024, hidden_size=512, intermediate_size=1280, num_hidden_layers=3, head_dim=128)
     return write_large(tmp_path_factory.mktemp("mixture"), "mixtral", **size, num_local_experts=8)
 
 
 def test_peak_memory(large, mixture, pytestconfig):
-    """By how much the peak rises while a model is loaded, one after another in a process of their own."""
+    """The peak rises by a bounded amount while a model is loaded, one after another in a process of their own."""
     runs = (large[0], {}), (mixture[0], {}), (mixture[0], {"dtype": "bfloat16"}), (mixture[0], {"quantize": "int8"})
     command = [sys.executable, "-c", CODE, *(json.dumps([str(folder), options]) for folder, options in runs)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=pytestconfig.rootpath)
@@ -70,17 +70,17 @@ def test_peak_memory(large, mixture, pytestconfig):
     # At most the model and its largest tensor.
     _, size, largest = large
     assert size > 150e6 and peaks[0] < size + largest
-    # Each expert is a tensor of its own, and all of a kind become one array.
+    # Each expert is a tensor of its own, and all of one kind become one array.
     _, size, _ = mixture
     assert loaded[1] == size > 150e6 and peaks[1] < 1.1 * size
-    # Read in one dtype and kept in another: what is read is not kept.
+    # If the dtypes of reading and keeping differ, the tensors that were read are freed.
     assert loaded[2] == size / 2 and peaks[2] < 0.7 * size
-    # In 8 bits it is a quarter of the weights, and what a few threads work on.
+    # In 8 bits the peak is a quarter of the weights, plus the work of a few threads.
     assert 0.25 * size < loaded[3] < 0.3 * size and peaks[3] < 0.4 * size
 
 
 def test_an_aligned_tensor_is_not_copied(large):
-    """The array of a tensor that is in no stack is the file's own mapping."""
+    """The array of a tensor outside of stacks is the file's own mapping."""
     folder, *_ = large
     tensor = convert.tensors.open_tensors(folder)["model.embed_tokens.weight"]
     mapped = tensor.view().__array_interface__["data"][0]

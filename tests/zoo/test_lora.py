@@ -1,5 +1,6 @@
-"""Adapters: nothing changes at first, merging changes nothing either, and files are PEFT's: ours are read there, and
-theirs here (where it is installed)."""
+"""Adapters change nothing at first, nor does merging. Files are PEFT's: PEFT reads ours, and we read PEFT's, if it is
+installed.
+"""
 
 import json
 
@@ -22,12 +23,12 @@ from zoo.weights import peft
 
 NAMES = ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3", "qwen3_next", "granite4", "nemotron_h", "kimi_linear"]
 CASES = pytest.mark.parametrize("name", NAMES)
-# Each stores its matrices in its own way, or has names of its own.
+# Each of these stores its matrices in its own way, or has names of its own.
 UNLIKE = pytest.mark.parametrize("name", ["gpt3", "llama4", "mixtral", "qwen3_next", "granite4", "nemotron_h"])
 
 
 def trained(model, *, where=lora.LAYERS, rank=3, alpha=5.0):
-    """With adapters that do something, as if they had been trained; of numbers from numpy, so that nothing compiles."""
+    """Adds adapters with values as after training. The numbers come from numpy, so that nothing compiles."""
     add = lambda model: lora.add(model, rank=rank, alpha=alpha, where=where, key=jax.random.key(0))
     random, kept = np.random.RandomState(1), iter(jax.tree.leaves(lora.bare(model)))
     new = lambda x, scale: jnp.asarray((scale * random.standard_normal(x.shape)).astype(x.dtype))
@@ -57,8 +58,9 @@ def test_added_split_and_merged(load):
 
 
 def test_gradients_transpose_nothing_wide():
-    """They are JAX's; and no array as wide as the outputs or the inputs is transposed, or stands left in a product that
-    sums over tokens."""
+    """Gradients equal JAX's. No array as wide as the outputs or the inputs is transposed, or is the left side of a
+    product that sums over tokens.
+    """
     shapes = ((2, 8, 24), (3, 24), (40, 3), (2, 8, 40))
     x, a, b, g = (np.random.RandomState(n).standard_normal(shape).astype(np.float32) for n, shape in enumerate(shapes))
     loss = lambda x, a, b: jnp.sum(lora.low_rank(x, a, b, 0.5) * g)
@@ -76,20 +78,20 @@ def test_gradients_transpose_nothing_wide():
 
 @UNLIKE
 def test_files(load, name, tmp_path):
-    """What was saved is loaded, bit by bit, adapters of experts too."""
+    """Saved adapters, also those of experts, are loaded bit by bit."""
     adapted = trained(load(name))
     peft.save(adapted, tmp_path)
     assert same(peft.load(load(name), tmp_path), adapted)
 
 
 @pytest.mark.live
-@pytest.mark.filterwarnings("ignore")  # those of PEFT and transformers
+@pytest.mark.filterwarnings("ignore")  # warnings of PEFT and transformers
 @CASES
 def test_ours_in_peft(folders, load, name, tmp_path):
     """PEFT, around transformers' model, computes the same logits from the same files."""
     module = pytest.importorskip("peft")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    # PEFT refuses adapters of out_proj in Nemotron-H, and so "*t_proj" has none.
+    # PEFT refuses adapters of out_proj in Nemotron-H, so "*t_proj" has none.
     adapted = trained(load(name), where="layers.*[!t]_proj" if name == "nemotron_h" else lora.LAYERS)
     peft.save(adapted, tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32).eval()
@@ -114,7 +116,7 @@ SEEING = {  # some modules of transformers' models, by our checkpoint
 
 @pytest.mark.parametrize("name", SEEING)
 def test_files_of_models_that_see(load_vision, name, tmp_path):
-    """Adapters of the tower and of the text model are named as transformers' modules, as the Hub's tensors are not."""
+    """Adapters of the tower and of the text model are named like transformers' modules, unlike the Hub's tensors."""
     model = load_vision(name)
     adapted = trained(model, where="*[1j]")  # fc1, linear_1, q_proj, ...
     peft.save(adapted, tmp_path)
@@ -128,10 +130,10 @@ def test_files_of_models_that_see(load_vision, name, tmp_path):
 
 
 @pytest.mark.live
-@pytest.mark.filterwarnings("ignore")  # those of PEFT and transformers
+@pytest.mark.filterwarnings("ignore")  # warnings of PEFT and transformers
 @pytest.mark.parametrize("name", SEEING)
 def test_ours_of_models_that_see_in_peft(load_vision, vision_folders, name, tmp_path):
-    """Merged by PEFT into transformers' model they are the weights that they are when merged here."""
+    """PEFT merges our adapters into transformers' model with the same weights as our merge."""
     module = pytest.importorskip("peft")
     pytest.importorskip("transformers")
     case, folder = seeing.CHECKPOINTS[name], vision_folders[name]
@@ -146,10 +148,10 @@ def test_ours_of_models_that_see_in_peft(load_vision, vision_folders, name, tmp_
 
 
 @pytest.mark.live
-@pytest.mark.filterwarnings("ignore")  # those of PEFT and transformers
+@pytest.mark.filterwarnings("ignore")  # warnings of PEFT and transformers
 @CASES
 def test_theirs_here(folders, load, name, tmp_path):
-    """An adapter that PEFT has made and saved; of two ranks, or scaled by the root of the rank."""
+    """An adapter that PEFT made and saved is loaded, with two ranks, or scaled by the root of the rank."""
     module = pytest.importorskip("peft")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -182,7 +184,9 @@ def test_some_of_them(load, where, tmp_path):
 
 
 def test_over_rounded_weights(load, tmp_path):
-    """QLoRA: files are as ever, and only merging is refused. Gradients are in test_surgery.py and test_hybrids.py."""
+    """Files of QLoRA adapters are the usual ones, and only merging is refused. For gradients see test_surgery.py and
+    test_hybrids.py.
+    """
     model = load("mixtral", quantize="nf4")
     adapted = trained(model)
     peft.save(adapted, tmp_path)
@@ -193,7 +197,7 @@ def test_over_rounded_weights(load, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral"])
 def test_on_a_mesh(load, name, tmp_path):
-    """Adapters are split as what they lie over, compute the same, and come back from files as they were."""
+    """Adapters are split like the weights below them, compute the same, and are loaded as they were saved."""
     model = trained(load(name))
     want = forward(model, TOKENS)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

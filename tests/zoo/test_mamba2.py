@@ -17,7 +17,7 @@ HEADS, DIM, GROUPS, STATE, WIDTH, LIMIT = 4, 6, 2, 5, 3, (0.1, 0.9)
 
 
 def recurrence(layer, x):
-    """The outputs [tokens, features] of a document of these inputs."""
+    """Returns the outputs [tokens, features] of a document with these inputs."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), layer)
     silu = lambda a: a / (1 + np.exp(-a))
     inner, of_state = HEADS * DIM, GROUPS * STATE
@@ -56,7 +56,7 @@ def test_documents_are_the_recurrence():
 
 
 def test_heads_of_one_group_are_split():
-    """Over "tensor", although all of them share a group's keys and queries."""
+    """Heads are split over "tensor", although all of them share a group's keys and queries."""
     with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
         program = jax.make_jaxpr(lambda x: make(groups=1)(x, None, Tokens())[0])(jnp.ones((4, 24, 16)))
     split = [e.params["jaxpr"].invars for e in program.jaxpr.eqns if e.primitive.name == "shard_map"]

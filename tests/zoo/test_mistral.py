@@ -1,4 +1,4 @@
-"""Mistral's config.json beyond the contract of test_vision.py: every form of it, with a tower above the text model."""
+"""Mistral's config.json beyond the contract of test_vision.py: all of its forms, with a tower above the text model."""
 
 import json
 
@@ -21,7 +21,7 @@ CASE = seeing.CHECKPOINTS["mistral"]
 @pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
 @pytest.mark.parametrize("name", ["ministral3-3b", "ministral3-8b", "ministral3-14b"])
 def test_facts(name):
-    """These names end as the Hub's do, so that `test_registry.test_facts` does not find them."""
+    """`test_registry.test_facts` does not find these names, because they end like the Hub's."""
     facts = json.loads((FACTS / f"{name}.json").read_text())["config"]
     assert all(
         read(mistral.FAMILY, facts) == zoo.config(f"{name}-{kind}") for kind in ("base", "instruct", "reasoning")
@@ -29,7 +29,7 @@ def test_facts(name):
 
 
 def test_text_for_long_contexts_beneath_a_tower(tmp_path):
-    """Ministral 3's text part, as config.json is saved, in the form in which it was released."""
+    """Ministral 3's text config below a tower is saved in the form in which it was released."""
     text = {key: value for key, value in tiny.CONFIGS["ministral3"].items() if key not in BESIDE}
     config = zoo.config(CASE.write_config(tmp_path, text_config=text))
     assert config.llama_4_scaling_beta == 0.5 and config.vision is not None
@@ -43,17 +43,17 @@ def test_text_for_long_contexts_beneath_a_tower(tmp_path):
         zoo.config(CASE.write_config(tmp_path, text_config=text))
 
 
-ROPE = dict(  # transformers' of Ministral 3
+ROPE = dict(  # transformers' for Ministral 3
     type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, max_position_embeddings=64,
     beta_fast=32.0, beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
 )  # fmt: skip
-SAID = dict(rope_parameters=ROPE | dict(rope_type="yarn"))  # as transformers saves its default
+SAID = dict(rope_parameters=ROPE | dict(rope_type="yarn"))  # transformers' saved default
 UNSAID = [{}, dict(rope_parameters=None), dict(rope_theta=5000.0), dict(rope_scaling=None)]
 OLDER = dict(rope_scaling=ROPE | dict(llama_4_scaling_beta=0.5, original_max_position_embeddings=8))
 
 
 def without_rope(folder, changes):
-    """The tiny Ministral 3 with these keys in place of those of its rope, and without those that have defaults."""
+    """Writes the tiny Ministral 3 with these keys in place of its rope's, and without keys that have defaults."""
     tiny.write(folder, "ministral3")
     text = {key: value for key, value in tiny.CONFIGS["ministral3"].items() if key != "rope_parameters"}
     (folder / "config.json").write_text(json.dumps(text | changes))
@@ -62,14 +62,14 @@ def without_rope(folder, changes):
 
 @pytest.mark.parametrize("changes", UNSAID)
 def test_ministral_that_says_nothing_of_its_rope(changes, tmp_path):
-    """It has Ministral 3's own, in which a `rope_theta` beside it does not count."""
+    """A config without rope parameters means Ministral 3's own, and a `rope_theta` beside them is ignored."""
     said = zoo.config(without_rope(tmp_path, SAID))
     assert said.llama_4_scaling_beta == 0.1 and said.rope_theta == 1e6 and said.rope_scaling.factor == 16
     assert zoo.config(without_rope(tmp_path, changes)) == said
 
 
 def test_what_absent_keys_of_ministral_mean(tmp_path):
-    """Something else than in a Mistral; and its rope may be in the older key."""
+    """Absent keys have other defaults than a Mistral's, and the rope may be under the older key."""
     absent = ("head_dim", "max_position_embeddings", "rms_norm_eps", "sliding_window")
     text = {key: value for key, value in tiny.CONFIGS["ministral3"].items() if key not in absent}
     config = read(mistral.FAMILY, text)
@@ -88,7 +88,7 @@ def test_live_ropes_of_ministral(changes, tmp_path):
 
 @pytest.mark.live
 def test_live_defaults_of_ministral():
-    """A config.json as transformers saves its own default."""
+    """transformers' saved default config.json is read with the same values."""
     transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     hub = transformers.Ministral3Config().to_dict()
     config = read(mistral.FAMILY, hub)
@@ -98,7 +98,7 @@ def test_live_defaults_of_ministral():
 
 
 def test_other_forms_of_the_file(tmp_path):
-    """A newer one is read alike; what is not implemented of the projector is refused, and an unknown key is."""
+    """A newer form is read the same; unsupported features of the projector and unknown keys are refused."""
     vision = {key: value for key, value in TOWER.items() if key != "rope_theta"}
     newer = dict(vision_config=vision | dict(rope_parameters=dict(rope_theta=100.0, rope_type="axial")))
     expected = zoo.config(CASE.write_config(tmp_path / "older"))

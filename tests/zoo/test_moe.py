@@ -1,4 +1,4 @@
-"""Mixtures of experts: grouping, what routers report and the losses made of it, cost, and experts in 8 bits."""
+"""Mixtures of experts: grouping, routers' reports and the losses from them, cost, and experts in 8 bits."""
 
 import contextlib
 import fnmatch
@@ -27,18 +27,18 @@ from zoo.nn.layers import AbstractExpertLinear, ExpertLinear
 from zoo.quantized import QuantizedExpertLinear, quantize
 
 
-WIDTH = 24  # of the experts' hidden layer: in nf4 three blocks of 8
-PADDED = (np.arange(40)[None] < np.array([[29], [12]])).astype(int)  # the segments of right-padded rows
+WIDTH = 24  # width of the experts' hidden layer: in nf4 three blocks of 8
+PADDED = (np.arange(40)[None] < np.array([[29], [12]])).astype(int)  # segments of right-padded rows
 
 
 def routings(reports):
-    """What each router reports, sorted by layer or stack of layers."""
+    """Returns each router's report, sorted by layer or stack of layers."""
     reports = jax.tree.leaves(reports, is_leaf=lambda node: isinstance(node, moe.Routing))
     return [jax.tree.map(np.asarray, report) for report in reports]
 
 
 def pooled(reports):
-    """The reports of several layers as one."""
+    """Returns the reports of several layers as one."""
     single = [jax.tree.map(lambda x: x.sum(axis=0), r) if r.tokens.ndim else r for r in reports]
     return jax.tree.map(lambda *sums: sum(sums), *single)
 
@@ -60,14 +60,16 @@ class Experts(eqx.Module):
 
 
 def summed(chosen, experts, x, weights):
-    """The sum of the sines of what every expert says of each token."""
+    """Returns the sum of the sines of the chosen experts' outputs over tokens."""
     return jnp.sum(jnp.sin(moe.dispatch(experts, x, jnp.asarray(chosen), weights, lambda experts: experts.down)))
 
 
 @pytest.fixture(scope="module")
 def mixture():
-    """Experts, tokens, choices and weights: with an expert that nobody chose, one that all of a sequence want, and a
-    token that chose one twice; and the value and gradients of `summed`, by all experts at once."""
+    """Returns experts, tokens, choices and weights, with the value and gradients of `summed` by all experts at once.
+
+    One expert is never chosen, all tokens of a sequence choose the same one, and one token chooses an expert twice.
+    """
     random = np.random.RandomState(0)
     x, weights = (random.normal(size=shape).astype(np.float32) for shape in ((3, 10, 8), (3, 10, 2)))
     chosen = random.choice([0, 1, 3, 4, 5, 6, 7], (3, 10, 2))
@@ -86,7 +88,7 @@ def mixture():
 
 @pytest.mark.parametrize("text", [None, "fsdp=8", "expert=4,fsdp=2", "expert=2,context=2,tensor=2"])
 def test_dispatch_equals_all_experts_at_once(mixture, text):
-    """Value and gradients, on meshes too, which have more devices than there are sequences.
+    """Value and gradients are equal, also on meshes with more devices than there are sequences.
 
     On some the weights are a layer of a stack, as in decoding, with another layer of NaN.
     """
@@ -105,7 +107,7 @@ def test_dispatch_equals_all_experts_at_once(mixture, text):
 
 
 def test_split_experts_adapted_and_quantised(mixture):
-    """Where "tensor" splits the hidden layer, and in it blocks of nf4 (three for two devices): as on one device."""
+    """Results equal one device's if "tensor" splits the hidden layer, with three blocks of nf4 for two devices."""
     (_, *tokens), chosen, _ = mixture
     random, key = np.random.RandomState(2), jax.random.key(1)
 
@@ -196,7 +198,7 @@ def test_every_router_reports_and_padding_does_not_count(load, name, layers):
 
 
 def test_a_cache_and_reports_stand_side_by_side(load):
-    """Reports are the third result with a cache as without one, which is then None."""
+    """Reports are the third result with a cache and without, where the cache is None."""
     shapes = eqx.filter_eval_shape
     cache, plain = shapes(lambda model: (model.init_cache(2, 40, jnp.float32), model.hidden(TOKENS)), load("mixtral"))
     cached = shapes(lambda model, cache: model.hidden(TOKENS, cache), load("mixtral"), cache)
@@ -209,7 +211,7 @@ def test_a_cache_and_reports_stand_side_by_side(load):
     "name, padded", [("mixtral", False), ("mixtral", True), ("qwen3_moe-dense-new", True), ("gpt_oss-new", True)]
 )
 def test_transformers_balance_loss(folders, load, name, padded):
-    """Theirs is ours of all layers as one."""
+    """transformers' loss equals ours for all layers as one."""
     transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     torch = pytest.importorskip("torch")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[name], attn_implementation="eager")
@@ -279,7 +281,7 @@ def test_decoding_leaves_experts_in_their_stack(load, change):
 
 
 def test_memory_is_that_of_the_tokens():
-    """What the compiled program needs beside weights, inputs and results. The 5 % are for the router's logits."""
+    """The compiled program's temporary memory does not grow with experts. The 5 % are for the router's logits."""
 
     def temporary(fn, experts, tokens):
         arguments = jax.eval_shape(lambda: (layer(experts, 128), jnp.zeros((1, tokens, 64))))
@@ -292,8 +294,9 @@ def test_memory_is_that_of_the_tokens():
 
 
 def test_work_is_that_of_the_tokens(monkeypatch):
-    """Multiplications of the three products, forward and backward, counted as they are done. Tiles of rows that are not
-    full take some more, whatever the number of experts."""
+    """Multiplications of the three products, forward and backward, are counted as they are done. Partly filled tiles of
+    rows take some more, whatever the number of experts.
+    """
     done, product = [], jax.lax.dot_general
 
     def counted(x, y, dimension_numbers, **options):
@@ -301,11 +304,11 @@ def test_work_is_that_of_the_tokens(monkeypatch):
         jax.debug.callback(lambda: done.append(out.size * x.shape[dimension_numbers[0][0][0]]))
         return out
 
-    monkeypatch.setattr(jax.lax, "dot_general", counted)  # which only the kernel calls by this name
+    monkeypatch.setattr(jax.lax, "dot_general", counted)  # only the kernel calls it by this name
     for experts, tokens in ((32, 128), (4, 256)):
         done.clear()
         x = jnp.asarray(np.random.RandomState(1).standard_normal((1, tokens, 64)), jnp.float32)
-        jax.block_until_ready(jax.jit(gradient)((layer(experts, 40), x)))  # of a width that no other test has traced
+        jax.block_until_ready(jax.jit(gradient)((layer(experts, 40), x)))  # a width that no other test has traced
         jax.effects_barrier()
         least = 3 * 3 * 2 * tokens * 64 * 40
         assert least <= sum(done) < 2 * least
@@ -315,7 +318,7 @@ def test_work_is_that_of_the_tokens(monkeypatch):
 
 
 def test_fp8_as_qwen_stores_it(load, tmp_path):
-    """Every matrix of attention and experts has its scales, and nothing else."""
+    """Every matrix of attention and experts has scales, and nothing else."""
     model = load("qwen3_moe")
     zoo.save(model, tmp_path / "fp8", fp8=True)
     stored = convert.tensors.open_tensors(tmp_path / "fp8")

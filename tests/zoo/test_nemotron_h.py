@@ -1,6 +1,6 @@
-"""Nemotron 3 Super's module that predicts one more token.
+"""Nemotron 3 Super's MTP module.
 
-transformers drops it, so a float64 oracle stands here. It does what vLLM's does.
+transformers drops it, so it is compared with a float64 oracle that computes the same as vLLM.
 """
 
 import equinox as eqx
@@ -29,7 +29,7 @@ CONFIG = tiny.CONFIGS[NAME]
 
 @pytest.fixture(scope="module")
 def tensors():
-    """Those of the checkpoint, with the module for one more token."""
+    """Returns the tensors of the checkpoint, including those of the MTP module."""
     random, out = np.random.RandomState(2), tiny.tensors(NAME)
     for name, shape in sorted(FAMILY.further_shapes(CONFIG).items()):
         out[name] = FAMILY.values(name, random.standard_normal(shape)).astype(np.float32)
@@ -49,7 +49,7 @@ def model(folder):
 
 
 def test_round_trip(folder, model, tensors, load, tmp_path):
-    """The module is skipped, or loaded, given rules and exported bit by bit; its size is what the Hub's files say."""
+    """The module is skipped, or loaded, given rules, and exported bit by bit; its size is that of the Hub's files."""
     assert same(zoo.load(folder), load(NAME))
     zoo.save(on_host(model), tmp_path)
     after = convert.tensors.open_tensors(tmp_path)
@@ -66,7 +66,7 @@ def test_round_trip(folder, model, tensors, load, tmp_path):
 
 
 def oracle(tensors, x, following):
-    """Features of the token after the next, in float64."""
+    """Computes features of the token after the next, in float64."""
     t, c = {name.removeprefix("mtp.layers."): a.astype(np.float64) for name, a in tensors.items()}, CONFIG
     matrix = lambda y, name: y @ t[f"{name}.weight"].T
     norm = lambda y, name: y / np.sqrt(np.mean(y**2, -1, keepdims=True) + 1e-5) * t[f"{name}.weight"]
@@ -94,7 +94,7 @@ def oracle(tensors, x, following):
 
 
 def test_one_more_token_and_its_loss(model, tensors):
-    """The module's features are the oracle's; and of packed documents, its loss reaches all of it."""
+    """The module's features equal the oracle's, and its loss on packed documents reaches all of it."""
     batch = dict(tokens=TOKENS[:, :-1], targets=TOKENS[:, 1:], loss_mask=jnp.ones((2, 39), jnp.int32))
     batch["segments"] = jnp.asarray(np.broadcast_to(np.where(np.arange(39) < 17, 1, 2), (2, 39)), jnp.int32)
     batch["positions"] = kernels.counted(batch["segments"])
@@ -125,5 +125,5 @@ def test_one_more_token_and_its_loss(model, tensors):
 
 @pytest.mark.slow
 def test_greedy_with_mtp(model):
-    """The states of Mamba-2 go back with the tokens that are taken back."""
+    """Mamba-2's states are rolled back together with the tokens."""
     assert_greedy(model, zoo.complete(model, PROMPTS, draft=zoo.MTPDraft(model, 2), **SHAPE))

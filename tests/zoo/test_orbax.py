@@ -26,7 +26,7 @@ def test_there_and_back(folders, tmp_path, capsys):
 
 
 def refused(*arguments):
-    """The sentence that it ends with."""
+    """Returns the message that it ends with."""
     with pytest.raises(SystemExit) as end:
         command("zoo", *arguments)
     assert isinstance(end.value.code, str) and "Traceback" not in end.value.code

@@ -21,7 +21,7 @@ from zoo import surgery
 
 
 GOLDEN = tiny.golden()
-# How far transformers' own float32 logits are from the golden ones with AVX-512: those were made with AVX2.
+# The distance of transformers' float32 logits with AVX-512 from the golden ones, which were made with AVX2.
 DRIFT = {"qwen3_next-dense-new": 2e-5}
 CASES = pytest.mark.parametrize("name", tiny.CONFIGS)
 SLOW = {name: pytest.mark.slow for name in STACKS}
@@ -29,9 +29,9 @@ SLOW = {name: pytest.mark.slow for name in STACKS}
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in tiny.CONFIGS])
 def test_logits(load, name):
-    """Of two rows; then, by the same program, of two documents packed into a row, beside one that ends in padding.
+    """Logits of two rows are right; and, by the same program, those of two packed documents beside a row with padding.
 
-    So every family is without a cache here; with one, its STACK is in test_cache.py.
+    So every family runs without a cache here; with one, its STACK is in test_cache.py.
     """
     golden, model, cut = GOLDEN[name], load(name), 17
     assert error(packed(model)[0], golden) < 1e-4
@@ -39,7 +39,7 @@ def test_logits(load, name):
     segments = np.stack([np.where(index < cut, 1, 2), np.where(index < 30, 1, 0)])
     logits = packed(model, *jax.device_put((np.stack([row, tiny.TOKENS[1]]), segments)))[0]
     logits = np.asarray(logits)
-    if name != "llama-dynamic":  # whose frequencies are those of 40 tokens in the golden logits, of 23 and 30 here
+    if name != "llama-dynamic":  # its frequencies are those of 40 tokens in the golden logits, and of 23 and 30 here
         assert error(logits[0, :cut], golden[0, :cut]) < 1e-4
         assert error(logits[0, cut:], golden[1, : 40 - cut]) < 1e-4
         assert error(logits[1, :30], golden[1, :30]) < 1e-4
@@ -48,7 +48,7 @@ def test_logits(load, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 def test_swapped_weights_are_seen(load, name):
-    """Ten pairs of weights of one shape that change places, and square ones that are transposed: the logits tell."""
+    """Ten swaps of weights of one shape, and transpositions of square ones, change the logits."""
     model = load(name)
     leaves, structure = jax.tree.flatten(model)
     places = [n for n, leaf in enumerate(leaves) if leaf.ndim > 1 and leaf.dtype.kind == "f"]
@@ -66,9 +66,9 @@ def test_swapped_weights_are_seen(load, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-window-head", "mixtral", "deepseek3"])
 def test_logits_of_tokens_alone(load, name):
-    """Without positions and segments, by programs that other tests of these share.
+    """Calls without positions and segments are right, by programs that other tests share.
 
-    `test_live` has those of every checkpoint.
+    `test_live` tests these calls for every checkpoint.
     """
     assert error(forward(load(name), TOKENS), GOLDEN[name]) < 1e-4
 
@@ -116,7 +116,7 @@ def test_remat_changes_nothing(load):
 
 
 def test_depth_is_free():
-    """A deeper model traces to a program of the same size."""
+    """A deeper model is traced to a program of the same size."""
 
     def equations(layers):
         config = zoo.qwen3.Config(64, 32, 48, layers, 4, 2, 16, 64, layers)
@@ -130,7 +130,7 @@ def test_depth_is_free():
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope"])
 def test_decoding_with_ropes_of_the_sequences_length(load, theirs, name):
-    """Token by token across the original context: cached keys keep their angles here and there."""
+    """Decoding token by token across the original context agrees: cached keys keep their angles in both."""
     torch = pytest.importorskip("torch", reason="live parity needs transformers and torch")
     model, reference = load(name), theirs(name)
     cache, past = init_cache(model, 1, 24), None

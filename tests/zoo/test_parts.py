@@ -1,6 +1,6 @@
-"""Optional parts of a model, by their names: a family that has one needs nothing outside of its own file.
+"""Optional parts of a model by their names: a family that has one needs nothing outside of its own file.
 
-The family here is Qwen3 with a tower, which no other file knows of. DeepSeek V3's own part is in test_deepseek.py.
+The family here is Qwen3 with a tower that no other file knows. DeepSeek V3's own part is in test_deepseek.py.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Model(qwen3.Model):
 
 @pytest.fixture(scope="module")
 def towered(tmp_path_factory):
-    """A model with the tower, and the folder that it was saved to; the family is registered for as long."""
+    """Returns a model with the tower, and its saved folder; the family is registered meanwhile."""
     family = dataclasses.replace(
         qwen3.FAMILY, Config=Config, Model=Model, configs={}, model_types=("towered",),
         parts={"tower": "what looks far"},
@@ -51,7 +51,7 @@ def towered(tmp_path_factory):
 
 
 def test_round_trip(towered):
-    """With the part; and without it, where its tensors in the file are left alone."""
+    """The model is loaded with the part, or without it, and then the part's tensors in the file are ignored."""
     model, folder = towered
     without = zoo.load(folder)
     assert same(zoo.load(folder, parts=("tower",)), model)
@@ -64,14 +64,14 @@ def test_placed(towered):
 
 
 def test_trained(towered):
-    """Training starts from the part's shapes, too, and a run with another part, or none, is another run."""
+    """Training also starts from the part's shapes, and a run with another part, or none, is another run."""
     model, folder = towered
     shapes = abstract_model(model.config, registry.family_of(model), zoo.make_mesh("fsdp=-1"), ("tower",))
     assert shapes.tower.weight.shape == (4, 16)
     config = zoo.config(folder)
     both = identity(str(folder), config, {}), identity(str(folder), config, {}, ("tower",))
     assert both[1] == both[0] | {"tower": True}
-    assert both[0]["mtp"] is False and identity(str(folder), config, {}, ("mtp",))["mtp"] is True  # as ever
+    assert both[0]["mtp"] is False and identity(str(folder), config, {}, ("mtp",))["mtp"] is True  # as before
 
 
 @pytest.mark.parametrize(

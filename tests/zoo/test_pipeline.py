@@ -1,4 +1,4 @@
-"""The pipeline alone: any number of rounds is the layers one after another, with their reports."""
+"""The pipeline alone: any number of rounds equals the layers one after another, with their reports."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def run(layers, x, shared):
 
 @pytest.mark.parametrize(("text", "count"), [("stage=2,fsdp=4", 8), ("stage=4,context=2", 12), ("stage=8", 8)])
 def test_rounds(text, count):
-    """Four rounds, three, and one; of two or four microbatches for each stage."""
+    """There are four rounds, three, or one, with two or four microbatches for each stage."""
     random = np.random.RandomState(0)
     layers, x = (jnp.asarray(random.randn(*shape), jnp.float32) for shape in ((count, 8, 8), (16, 4, 8)))
     shared = {"gain": jnp.asarray(random.rand(16, 4), jnp.float32), "segments": None}

@@ -1,4 +1,4 @@
-"""Weights in fewer bits, and training in eight: what they change of a model, and that they change nothing else."""
+"""Weights in fewer bits, and training in eight: the changes to a model, and no others."""
 
 import equinox as eqx
 import jax
@@ -72,7 +72,7 @@ def test_it_is_sharded_as_it_was(model):
         got = forward(placed, jax.device_put(TOKENS, NamedSharding(mesh, P("fsdp"))))
     want = np.asarray(forward(quantized, TOKENS))
     assert got.sharding.spec[0] == "fsdp"
-    assert np.abs(np.asarray(got) - want).mean() < 1e-2 * np.abs(want).mean()  # where rounding tips over
+    assert np.abs(np.asarray(got) - want).mean() < 1e-2 * np.abs(want).mean()  # where rounding flips
 
 
 # ------------------------------------------------------------------------------------------------------ stored weights
@@ -125,7 +125,7 @@ def test_stored(load, name, dtype, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_stored_computes_as_what_it_stands_for(load, format):
-    """Linear maps and experts, with the numbers of the codes in place of the weights."""
+    """Linear maps and experts compute the same as with the codes' numbers as weights."""
     plain, stored = load("mixtral", dtype="float32"), load("mixtral", dtype="float32", quantize=format)
     kinds = (AbstractLinear, AbstractExpertLinear)
     each = [m for path, m in surgery.modules(stored, kinds) if path.startswith("layers.")]
@@ -135,7 +135,7 @@ def test_what_is_stored_computes_as_what_it_stands_for(load, format):
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("format", ["int8", "nf4"])  # with a scale for a row, as in fp8; and for blocks of it
+@pytest.mark.parametrize("format", ["int8", "nf4"])  # with one scale a row, as in fp8, and with scales of blocks in it
 def test_stored_on_a_mesh(folders, load, format):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     want = load("mixtral", dtype="float32", quantize=format)
@@ -147,7 +147,7 @@ def test_stored_on_a_mesh(folders, load, format):
 
 
 def test_nf4_by_hand():
-    """Codes and bytes of two blocks, one of them all zeros; ties go to the lower code."""
+    """Codes and bytes of two blocks are right, one of them all zeros; ties go to the lower code."""
     weight = np.concatenate([2 * np.asarray(NF4, np.float32).repeat(4), np.zeros(64, np.float32)])[None]
     coded = jax.jit(lambda weight: quantize_weight(weight, "nf4"))
     values, scale = map(np.asarray, coded(jnp.asarray(weight)))
@@ -176,7 +176,7 @@ def test_nf4_equals_bitsandbytes():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stored_weight_has_no_gradient(format):
-    """What it multiplies has one, though, that of the weights it stands for."""
+    """The factor that it multiplies does have a gradient, that of the dequantised weights."""
     plain = noise(lambda: Linear(64, 8, key=jax.random.key(0)))
     stored = eqx.filter_jit(lambda linear: QuantizedLinear(linear, format))(plain)
     x = np.random.RandomState(1).standard_normal((2, 64)).astype(np.float32)

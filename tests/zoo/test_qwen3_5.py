@@ -1,6 +1,7 @@
-"""Qwen3.5 and Qwen3.6: their files' forms, what stays in float32, and the module that predicts one more token.
+"""Qwen3.5 and Qwen3.6: the forms of their files, values that stay in float32, and the MTP module.
 
-transformers has no such module for them, so a float64 oracle stands here. It does what vLLM's and SGLang's do.
+transformers has no such module for them, so it is compared with a float64 oracle that computes the same as vLLM and
+SGLang.
 """
 
 import json
@@ -36,7 +37,7 @@ FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
 
 @pytest.fixture(scope="module")
 def tensors():
-    """Those of the mixture, with the module for one more token."""
+    """Returns the tensors of the mixture, including those of the MTP module."""
     random, out = np.random.RandomState(2), tiny.tensors(NAME)
     for name, shape in sorted(FAMILY.further_shapes(CONFIG).items()):
         out[name] = FAMILY.values(name, random.standard_normal(shape)).astype(np.float32)
@@ -59,7 +60,7 @@ def model(folder):
 
 
 def hub(folder, name, tensors, **outer):
-    """A checkpoint in the form of the Hub, where the text model is a part of one with vision."""
+    """Writes a checkpoint in the Hub's form, in which the text model is a part of a vision model."""
     beside = ("architectures", "tie_word_embeddings")
     text = {key: value for key, value in tiny.CONFIGS[name].items() if key not in beside}
     whole = dict(
@@ -79,7 +80,7 @@ def hub(folder, name, tensors, **outer):
 
 
 def test_the_hubs_form(load, folder, model, tensors, tmp_path):
-    """It is read as the plain form, and saved as that: without the tower it is no model of images."""
+    """The Hub's form is read like the plain one, and saved as that; without the tower it takes no images."""
     for name, more in (("qwen3_5", {}), (NAME, tensors)):
         ours = zoo.load(hub(tmp_path / name, name, tiny.tensors(name) | more))
         assert ours.config == load(name).config and same(ours, load(name))
@@ -113,7 +114,7 @@ def test_what_is_refused(tmp_path, changes, sentence):
 
 
 def one_by_one(tensors):
-    """The same tensors, with the matrices of each expert by themselves."""
+    """Returns the same tensors, with each expert's matrices separate."""
     apart = {}
     for name, value in tensors.items():
         parts = np.split(value, 2, axis=1) if name.endswith("experts.gate_up_proj") else [value]
@@ -126,7 +127,7 @@ def one_by_one(tensors):
 
 
 def test_experts_one_by_one(folder, model, tensors, tmp_path):
-    """As Qwen3.5's files have those of MTP, and transformers writes all. One that lacks a matrix is named."""
+    """Experts may be separate, as in Qwen3.5's MTP tensors and transformers' files. Incomplete ones are named."""
     apart = one_by_one(tensors)
     tiny.write(tmp_path, NAME)
     safetensors.numpy.save_file(apart, tmp_path / "model.safetensors")
@@ -137,9 +138,9 @@ def test_experts_one_by_one(folder, model, tensors, tmp_path):
         zoo.load(tmp_path, parts=("mtp",))
 
 
-# What the releases in FP8 store in 8 bits, of all that is left when experts are one by one.
+# Tensors that the FP8 releases store in 8 bits, when experts are separate.
 FP8 = r".*(_proj|in_proj_qkv|in_proj_z)\.weight"
-# Their quantization_config, but for the modules that it lists as not quantized.
+# Their quantization_config, except for its list of modules that are not quantized.
 QUANTIZED = dict(
     quant_method="fp8", activation_scheme="dynamic", weight_per_tensor=False, act_per_tensor=False,
     weight_block_size=[128, 128], modules_to_not_convert=["lm_head"],
@@ -147,7 +148,7 @@ QUANTIZED = dict(
 
 
 def test_fp8_as_the_hub_has_it(tmp_path):
-    """Matrices in 8 bits with scales in bfloat16 are read as what they stand for, and saved as such again."""
+    """8-bit matrices with bfloat16 scales are read as their dequantised values, and saved in the same form."""
     wide = dict(hidden_size=160, moe_intermediate_size=136, num_hidden_layers=2, num_experts=3)
     config, random, stored, plain = CONFIG | wide, np.random.RandomState(4), {}, {}
     shapes = FAMILY.shapes(config) | FAMILY.further_shapes(config)
@@ -179,7 +180,7 @@ def test_fp8_as_the_hub_has_it(tmp_path):
 
 @pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
 def test_fp8_of_the_largest():
-    """What the index of Qwen3.5-397B-A17B-FP8 says: how many tensors and scales there are, and their bytes."""
+    """The numbers of tensors and scales, and their bytes, equal those in the index of Qwen3.5-397B-A17B-FP8."""
     hub = json.loads((FACTS / "qwen3.5-397b-a17b.json").read_text())["config"]
     text = hub["text_config"] | dict(tie_word_embeddings=False)
     shapes = FAMILY.shapes(text) | FAMILY.further_shapes(text) | FAMILY.vision_shapes(hub)
@@ -206,18 +207,18 @@ def test_decays_stay_in_float32(folders):
 @pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
 @pytest.mark.parametrize("name", FAMILY.MTP_PARAMETERS)
 def test_parameters_with_mtp(name):
-    """With the vision tower, they are all numbers of the Hub's files."""
+    """With the vision tower, model and MTP module have all numbers in the Hub's files."""
     facts, config = json.loads((FACTS / f"{name}.json").read_text()), zoo.config(name)
     count = sum(a.size for a in jax.tree.leaves(skeleton(qwen3_5.FAMILY, config, parts=("mtp",))))
     assert count == FAMILY.PARAMETERS[name] + FAMILY.MTP_PARAMETERS[name]
     assert count + FAMILY.vision_parameters(facts["config"]) == facts["hub_safetensors_total"]
 
 
-# One more token.
+# Multi-token prediction.
 
 
 def oracle(tensors, x, following):
-    """Features of the token after the next, in float64."""
+    """Computes features of the token after the next, in float64."""
     t, c = {name.removeprefix("mtp."): a.astype(np.float64) for name, a in tensors.items()}, CONFIG
     matrix = lambda y, name: y @ t[f"{name}.weight"].T
     silu, sigmoid = (lambda y: y / (1 + np.exp(-y))), (lambda y: 1 / (1 + np.exp(-y)))
@@ -258,7 +259,7 @@ def oracle(tensors, x, following):
 
 
 def test_one_more_token_and_its_loss(model, tensors):
-    """The module's features are the oracle's; and of packed documents, its loss reaches all of it."""
+    """The module's features equal the oracle's, and its loss on packed documents reaches all of it."""
     batch = dict(tokens=TOKENS[:, :-1], targets=TOKENS[:, 1:], loss_mask=jnp.ones((2, 39), jnp.int32))
     batch["segments"] = jnp.asarray(np.broadcast_to(np.where(np.arange(39) < 17, 1, 2), (2, 39)), jnp.int32)
     batch["positions"] = kernels.counted(batch["segments"])
@@ -285,7 +286,7 @@ def test_one_more_token_and_its_loss(model, tensors):
 
 @pytest.mark.slow
 def test_greedy_with_mtp(model):
-    """The states of linear layers go back with the tokens that are taken back."""
+    """The linear layers' states are rolled back together with the tokens."""
     assert_greedy(model, zoo.complete(model, PROMPTS, draft=zoo.MTPDraft(model, 2), **SHAPE))
 
 

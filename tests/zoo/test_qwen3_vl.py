@@ -33,7 +33,7 @@ def test_videos_that_are_refused(load_vision, vision_folders, name):
 
 
 def test_axes():
-    """Which axis each frequency turns by, as the published files say; without several coordinates it is `Rotary`."""
+    """Each frequency turns by the published files' axis. Without several coordinates the result equals `Rotary`."""
     axes = MultiAxisRotary(128, 5e6, None, (24, 20, 20)).axes
     assert np.bincount(axes).tolist() == [24, 20, 20] and axes[:6].tolist() == [0, 1, 2] * 2 and not axes[60:].any()
     assert np.bincount(MultiAxisRotary(64, 1e7, None, (11, 11, 10)).axes).tolist() == [11, 11, 10]
@@ -44,7 +44,7 @@ def test_axes():
 
 
 def test_deepstack_of_a_released_model():
-    """The tower finds what DeepStack takes, and the first three layers are by themselves."""
+    """The tower returns DeepStack's levels, and the first three layers are separate."""
     whole = skeleton(qwen3_vl.FAMILY, zoo.config("qwen3-vl-2b"), ("vision",))
     look = lambda tower: tower.levels(jnp.zeros((2, 16, 1536)), jnp.array([[4, 4], [2, 2]]))
     assert [level.shape for level in eqx.filter_eval_shape(look, whole.vision)] == [(2, 4, 2048)] * 4
@@ -60,7 +60,7 @@ class Factor(AbstractBlock):
 
 @pytest.mark.parametrize("kinds", [[0, 1, 2, "dense"], [0, 1, 2], [0, 1, 2, "sparse", "dense"], [0, 1, 2, *"dd"]])
 def test_deepstack_before_layers_that_do_not_repeat(kinds):
-    """Each level is added after its own layer, wherever the stack has put that."""
+    """Each level is added after its own layer, wherever the stack has put that layer."""
     factor, keys = lambda key: 2 + jax.random.uniform(key), jax.random.split(jax.random.key(0), len(kinds))
     stack = Stack(lambda n, *, key: Factor(factor(key)), kinds, key=jax.random.key(0))
     x, *levels = jnp.asarray(np.random.RandomState(0).standard_normal((4, 2, 5, 3)), jnp.float32)
@@ -76,7 +76,7 @@ def test_deepstack_into_layers_that_repeat():
         stack(jnp.ones((2, 5, 3)), after=[jnp.ones((2, 5, 3))] * 3)
 
 
-SHORT = {  # of few layers: one more than levels, one fewer, and some of which every second one is sparse
+SHORT = {  # few layers: one more than levels, one fewer, and two kinds of which every second one is sparse
     "qwen3_vl-4-layers": dict(name="qwen3_vl", num_hidden_layers=4),
     "qwen3_vl-2-layers": dict(name="qwen3_vl", num_hidden_layers=2),
     "qwen3_vl-moe": dict(name="qwen3_vl-moe", num_hidden_layers=5, mlp_only_layers=[]),
@@ -84,7 +84,7 @@ SHORT = {  # of few layers: one more than levels, one fewer, and some of which e
 
 
 def short(name):
-    """A checkpoint with three levels of DeepStack."""
+    """Returns a checkpoint with three levels of DeepStack."""
     first = seeing.CHECKPOINTS[SHORT[name]["name"]]
     names = dict(architecture=first.architecture, text_names=first.text_names)
     return Qwen3VL(**names, **SHORT[name], deep=[0, 2, 3], restated=(), parameters={})
@@ -108,7 +108,7 @@ def test_live_with_few_layers_beside_deepstack(case, tmp_path):
 
 @pytest.mark.parametrize("width", [24, 16])
 def test_experts_in_both_layouts(tmp_path, width):
-    """As on the Hub, and as transformers saves them; with 16, gate_up_proj is square, and down_proj tells."""
+    """The Hub's layout and transformers' are read. With width 16, gate_up_proj is square, and down_proj decides."""
     name = "qwen3_vl-moe"
     config = tiny.CONFIGS[name] | dict(moe_intermediate_size=width)
     hub = seeing.filled(tiny.MODULES["qwen3_vl"].shapes(config), np.random.RandomState(0))

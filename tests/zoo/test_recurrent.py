@@ -1,4 +1,4 @@
-"""The cache of recurrent layers: calls of any length, rows that end and begin again, and tokens that are taken back."""
+"""The cache of recurrent layers: calls of any length, rows that end and restart, and tokens that are rolled back."""
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ X = RANDOM.standard_normal((2, SEQ, HEADS * DIM)).astype(np.float32)
 
 
 def step(x, state, tail, at):
-    """A convolution, then the delta rule with keys, values and decay made of it."""
+    """Applies a convolution, and then the delta rule with keys, values and decay from its output."""
     x, tail = kernels.causal_conv(x, jnp.asarray(WEIGHT), at, tail=tail)
     x = x.reshape(*x.shape[:2], HEADS, DIM)
     decay, beta = -jnp.abs(x[..., 0]), jax.nn.sigmoid(x[..., 1])
@@ -40,7 +40,7 @@ def call(cache, x, positions):
 
 
 def read(cache, *calls, rows=X):
-    """Outputs by row and position, of the last call that read each. Tokens of padding are NaN."""
+    """Returns outputs by row and position, from the last call that read each. Padding tokens are NaN."""
     out = np.full((2, SEQ, HEADS, DIM), np.nan, np.float32)
     for positions in map(np.array, calls):
         x = np.where((positions < 0)[..., None], np.nan, np.take_along_axis(rows, positions[..., None], axis=1))
@@ -57,7 +57,7 @@ def whole():
 
 @pytest.mark.parametrize("more", [0, 3])
 def test_calls_of_any_length(whole, more):
-    """Token by token, right-padded, in chunks, and with a row that rests."""
+    """Calls may be token by token, right-padded, in chunks, or with a row that pauses."""
     chunks = ([*range(7)], [*range(5), -1, -1]), ([7, 8], [5, 6]), ([9], [-1]), ([10], [7]), ([11, -1], [8, 9])
     out, cache = read(empty(more), *chunks)
     assert error(out[0], whole[0]) < 1e-5 and error(out[1, :10], whole[1, :10]) < 1e-5
@@ -68,7 +68,7 @@ def test_calls_of_any_length(whole, more):
 
 
 def test_tokens_taken_back(whole):
-    """As many as a cache is widened by: what a call reads anew is as if the later tokens had never been read."""
+    """A cache rolls back as many tokens as it is widened by: new calls do not depend on the tokens rolled back."""
     wrong = X[:, ::-1].copy()
     wrong[:, :5] = X[:, :5]
     _, cache = read(empty(3), ([*range(5)], [*range(5)]), ([5, 6, 7], [5, 6, 7]), rows=wrong)

@@ -1,4 +1,4 @@
-"""Every zoo name: its architecture against the recorded facts, its parameter count, and what it needs to be usable."""
+"""Every zoo name: its architecture against the recorded facts, its parameter count, and the data it needs for use."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
 
 PARAMETERS = {name: count for module in tiny.MODULES.values() for name, count in module.PARAMETERS.items()}
 
-# Config -> the names that share it, as base and instruct models do.
+# Config -> the names that share it, such as base and instruct models.
 NAMES: dict[AbstractConfig, list[str]] = {}
 for _name, _config in registry.CONFIGS.items():
     NAMES.setdefault(_config, []).append(_name)
@@ -44,10 +44,10 @@ def test_every_config_has_a_name():
 
 
 def test_names_are_complete(monkeypatch):
-    """Weights, or the reason why there are none; and a tokenizer."""
+    """Each name has weights, or the reason why there are none, and a tokenizer."""
 
     class Asked(Exception):
-        """Where the download would begin."""
+        """Raised where the download would begin."""
 
     def folder(source, revision, *, weights, companions):
         raise Asked(source, weights)
@@ -67,7 +67,7 @@ def test_names_are_complete(monkeypatch):
 
 @CONFIGS
 def test_config(config, untyped):
-    """Partition rules; config.json there and back; and tensors, with names and shapes as tiny/ has them written out."""
+    """A config has partition rules, survives config.json, and has tensors with the names and shapes in tiny/."""
     model, family = skeleton(config), registry.family_of(config)
     specs = partition_specs(model, family.partition_rules)
     assert all(isinstance(spec, P) for spec in jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, P)))
@@ -82,7 +82,7 @@ def test_config(config, untyped):
 
 @CONFIGS
 def test_parameter_count(config):
-    """Those of each name that shares the config."""
+    """The count is right for each name that shares the config."""
     suffixes = ("-instruct", "-chat", "-base", "-it", "-instruct-2507", "-thinking-2507", "-fp8", "-thinking")
     suffixes += ("-reasoning",)
     twins = lambda name: (name, *(name.removesuffix("-fp8").removesuffix(suffix) for suffix in suffixes))

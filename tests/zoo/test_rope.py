@@ -26,7 +26,7 @@ def test_published(name):
 
 
 def test_a_step_instead_of_a_ramp():
-    """Llama 4 Scout's: low and high factor are equal."""
+    """In Llama 4 Scout's config, low and high factor are equal."""
     frequencies, _ = Rotary(128, 500_000.0, Llama3Scaling(16.0, 1.0, 1.0, 8192)).frequencies()
     np.testing.assert_allclose(frequencies[[32, 48, 63]], [0.00141421345, 3.32393483e-06, 1.53446294e-07], rtol=3e-6)
 
@@ -50,7 +50,7 @@ def test_scalings(scaling, theta, dim, golden, magnitude):
 
 
 def test_a_part_of_each_head():
-    """The first 8 of 12 features turn as heads of 8 do, and the others stay."""
+    """The first 8 of 12 features are rotated like heads of 8, and the others stay."""
     x = jnp.asarray(np.random.RandomState(0).standard_normal((1, 5, 2, 12)), jnp.float32)
     y = Rotary(8, 1e4)(x, Tokens())
     np.testing.assert_array_equal(y[..., :8], Rotary(8, 1e4)(x[..., :8], Tokens()))

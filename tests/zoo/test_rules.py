@@ -1,4 +1,4 @@
-"""Rules of all code: classes are abstract or final, and the axes of meshes are named in one place."""
+"""Rules for all code: classes are abstract or final, and the axes of meshes are named in one place."""
 
 import abc
 import ast
@@ -22,12 +22,12 @@ AXES = {"REPLICA", "FSDP", "TENSOR", "CONTEXT", "EXPERT", "STAGE"}
 
 
 def overrides(classes):
-    """(class, method, base) where a class redefines a method that is concrete in a base among these classes."""
+    """Yields (class, method, base) if a class redefines a method that is concrete in a base among these classes."""
     for kind in classes:
         for base in classes.intersection(kind.__mro__[1:]):
             for name in vars(kind).keys() & vars(base).keys():
                 method = vars(base)[name]
-                special = name.startswith("__") and name != "__call__"  # dataclasses make some for every class
+                special = name.startswith("__") and name != "__call__"  # dataclasses create some for every class
                 if isinstance(method, METHODS) and not special and not getattr(method, "__isabstractmethod__", False):
                     yield kind.__name__, name, base.__name__
 
@@ -68,8 +68,9 @@ def test_no_subclass_overrides_a_concrete_method():
 
 
 def test_axes_of_meshes_are_named_once():
-    """Code says FSDP, not "fsdp"; partition rules of families and towers are data, and "tensor" is a granularity of
-    quantising."""
+    """Code uses FSDP, not "fsdp". Partition rules of families and towers are data, and "tensor" is also a granularity
+    of quantising.
+    """
     assert all(getattr(kernels.mesh, name) == name.lower() for name in AXES)
     assert sorted(zoo.mesh.AXES) == sorted(map(str.lower, AXES))
     spelt = set()
@@ -83,14 +84,14 @@ def test_axes_of_meshes_are_named_once():
     assert spelt == {"kernels/mesh.py"} | quantised
 
 
-OWN = {"zoo/text/templates.py"}  # a process of ours for chat templates, which gets requests of its parent alone
-CONFINED = {"train/data/fair.py"}  # whose source runs in the process of train.data.confine, for the tests of records
-RUNS = {"eval", "exec", "compile", "__import__"}  # as names; and as attributes of these modules
+OWN = {"zoo/text/templates.py"}  # its process for chat templates gets requests only from its parent
+CONFINED = {"train/data/fair.py"}  # its source runs in the process of train.data.confine, for the tests of records
+RUNS = {"eval", "exec", "compile", "__import__"}  # as names, and as attributes of these modules
 UNPICKLES = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "joblib": {"load"}, "marshal": {"loads"}}
 
 
 def test_no_file_can_run_code():
-    """No call in these packages runs or unpickles what is in a file. NumPy's files are read without pickles."""
+    """No call in these packages runs or unpickles a file's content. NumPy's files are read without pickles."""
     found = []
     for package in (convert, kernels, train, zoo):
         root = pathlib.Path(package.__path__[0])

@@ -1,5 +1,6 @@
 """The server, over HTTP on this machine: replies against `zoo.generate`, log-probabilities against the plain forward
-pass, events, requests at the same time, clients that leave, and everything that is refused."""
+pass, events, concurrent requests, clients that leave, and all refusals.
+"""
 
 import asyncio
 import concurrent.futures
@@ -43,7 +44,7 @@ from zoo.text import templates
 ROOT = pathlib.Path(__file__).parents[2]
 PROMPT = "textwrap.dedent(text)\n\n"
 MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
-NEW, ROOM = 16, 256  # tokens of most replies, and of a row: one number of each, so that little is compiled
+NEW, ROOM = 16, 256  # tokens of most replies, and of a row; few numbers, so that little is compiled
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -58,7 +59,7 @@ def tokenizer():
 
 
 class Announced(Listener):
-    """A listener that tells when it has started, or cannot."""
+    """A listener that reports when it has started, or cannot."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -72,7 +73,7 @@ class Announced(Listener):
 
 
 class Running:
-    """A server that listens, on a port of its own."""
+    """A running server on a port of its own."""
 
     def __init__(self, model, tokenizer, grace=30.0, listening=None, max_tokens=512, **options):
         self.server = Server("tiny", model, tokenizer, batch=4, max_tokens=max_tokens, **options)
@@ -93,7 +94,7 @@ class Running:
         assert not self.server.worker.is_alive()
 
     def request(self, path, body=None, **headers):
-        """Status and body."""
+        """Returns status and body."""
         headers = {"Content-Type": "application/json"} | headers
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             body = body if body is None or isinstance(body, bytes) else json.dumps(body)
@@ -102,7 +103,7 @@ class Running:
             return response.status, response.read().decode()
 
     def exchange(self, sent):
-        """All that the server answers before it closes the connection."""
+        """Returns everything that the server sends before it closes the connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall(sent)
             return b"".join(iter(lambda: connection.recv(4096), b""))
@@ -126,7 +127,7 @@ def running(model, tokenizer):
 
 
 def greedy(model, tokenizer, prompt, new=NEW):
-    """What `zoo.generate` writes; in as many and as long rows as the server's, so that these share programs."""
+    """Returns the text of `zoo.generate`, with as many and as long rows as the server's, which so share programs."""
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     engine = Engine(model, batch=4, max_tokens=ROOM, stops=tokenizer.eos, stride=STRIDE)
     (completion,) = engine.submit(ids, max_new_tokens=new)
@@ -137,12 +138,12 @@ def greedy(model, tokenizer, prompt, new=NEW):
 
 @pytest.fixture
 def arrived(monkeypatch):
-    """A semaphore, released for each request as soon as its replies are in the worker's inbox."""
+    """Returns a semaphore that is released for each request as soon as its replies are in the worker's inbox."""
     write, arrived = Worker.write, threading.Semaphore(0)
 
     async def noted(self, replies):
         async with contextlib.aclosing(write(self, replies)) as pieces:
-            asyncio.get_running_loop().call_soon(arrived.release)  # when this first waits
+            asyncio.get_running_loop().call_soon(arrived.release)  # runs when this first waits
             async for piece in pieces:
                 yield piece
 
@@ -156,7 +157,7 @@ def test_models(running):
 
 
 def test_completions(running, model, tokenizer):
-    """Of a text, of its ids, and of several; whole and in events."""
+    """Completions of a text, of its ids, and of several are right, whole and in events."""
     want = greedy(model, tokenizer, PROMPT)
     ids = tokenizer.encode(PROMPT)
     asked = {"model": "tiny", "max_tokens": NEW, "temperature": 0}
@@ -202,7 +203,7 @@ def test_chat(running, model, tokenizer):
 
 
 def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
-    """Tools and what vLLM calls chat_template_kwargs reach the template; the arguments of calls reach it as objects."""
+    """Tools, and vLLM's chat_template_kwargs, reach the template; the arguments of calls reach it as objects."""
     folder = shutil.copytree(tokenizer.folder, tmp_path / "tiny")
     (folder / "chat_template.jinja").write_text(
         "{{ messages[0].content }} {{ tools[0].function.name }} {{ mood }} "
@@ -252,7 +253,7 @@ def test_samples_and_seeds(running, tokenizer, monkeypatch):
     lowered = [running.ask(COMPLETIONS, **greedy | penalty)["choices"][0]["text"] for penalty in penalties]
     assert plain not in lowered
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer, "repetition_penalty", 1.9)  # of generation_config.json
+        patch.setattr(tokenizer, "repetition_penalty", 1.9)  # as if set in generation_config.json
         assert running.ask(COMPLETIONS, **greedy)["choices"][0]["text"] == lowered[2]
     events = running.events(COMPLETIONS, **asked)
     pieces = [event["choices"][0] for event in events]
@@ -267,7 +268,7 @@ def test_stop_strings_and_end_tokens(model, tokenizer, running):
     (choice,) = running.ask(COMPLETIONS, **asked)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (want, "stop")
     events = running.events(COMPLETIONS, **asked)
-    assert "".join(event["choices"][0]["text"] for event in events) == want  # no beginning of it slipped through
+    assert "".join(event["choices"][0]["text"] for event in events) == want  # no part of it slipped through
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
     ids = [int(i) for i in tokenizer.encode(PROMPT + whole, special=False)][len(tokenizer.encode(PROMPT)) :]
@@ -282,7 +283,7 @@ def test_stop_strings_and_end_tokens(model, tokenizer, running):
 
 
 def test_logprobs(running, model, tokenizer):
-    """What lm-eval asks for, against the plain forward pass."""
+    """lm-eval's requests get the log-probabilities of the plain forward pass."""
     texts = [PROMPT, "The function returns a list of " * 25]  # fewer and more than 128 tokens
     answer = running.ask(COMPLETIONS, prompt=texts, max_tokens=1, temperature=0, logprobs=2, echo=True)
     for text, choice in zip(texts, answer["choices"], strict=True):
@@ -306,14 +307,14 @@ def test_logprobs(running, model, tokenizer):
     only = running.ask(COMPLETIONS, prompt=texts[0], max_tokens=3, temperature=0, logprobs=1)["choices"][0]
     assert "".join(only["logprobs"]["tokens"]) == only["text"] and len(only["logprobs"]["token_logprobs"]) == 3
     programs = running.server.worker._scorers
-    assert len(programs) == 2  # one a length, whatever the number
+    assert len(programs) == 2  # one for each length, whatever the number
     none = running.ask(COMPLETIONS, prompt=texts[0], max_tokens=0, logprobs=1, echo=True)
     assert none["choices"][0]["text"] == PROMPT and none["usage"]["completion_tokens"] == 0
     assert len(none["choices"][0]["logprobs"]["tokens"]) == len(tokenizer.encode(PROMPT))
 
 
 def test_characters_in_pieces(running, tokenizer):
-    """A token that is no whole character goes by its number."""
+    """A token that is no whole character is named by its number."""
     ids = tokenizer.encode("a🎉")
     names = running.ask(COMPLETIONS, prompt=ids, max_tokens=0, logprobs=1, echo=True)["choices"][0]["logprobs"][
         "tokens"
@@ -322,7 +323,7 @@ def test_characters_in_pieces(running, tokenizer):
 
 
 def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkeypatch, arrived):
-    """Six on four rows: each says what it says alone, and four are written in one step."""
+    """Each of six replies on four rows is the same as alone, and four are written in one step."""
     rows, step, together = [], Engine.step, threading.Event()
 
     def counted(self):
@@ -345,7 +346,7 @@ def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkey
 
 
 def test_fair_turns(model, tokenizer):
-    """A free row goes to who has the fewest, also while samples of another prompt wait."""
+    """A free row goes to the owner with the fewest rows, also while samples of another prompt wait."""
     engine = Engine(model, batch=4, max_tokens=ROOM, stops=tokenizer.eos, stride=STRIDE)
     submit = lambda prompt, **options: engine.submit(tokenizer.encode(prompt), max_new_tokens=STRIDE, **options)
     many = [*submit("a", samples=7, owner="many"), *submit("b", samples=3, owner="many")]
@@ -410,7 +411,7 @@ def test_a_failure_is_told_and_survived(running, model, tokenizer, monkeypatch):
 
 
 def test_logits_that_are_no_numbers(model, tokenizer):
-    """Whether replies are drawn, streamed, or only scored."""
+    """Logits that are not finite are an error whether replies are drawn, streamed, or only scored."""
     broken = eqx.tree_at(lambda model: model.norm.weight, model, jnp.full_like(model.norm.weight, jnp.nan))
     asked = {"max_tokens": NEW, "temperature": 0}
     with Running(broken, tokenizer, max_tokens=ROOM) as running:
@@ -476,7 +477,7 @@ def test_refusals(running, path, body, status, param, words):
 
 
 def test_long_prompts_are_not_tokenised(running, tokenizer, monkeypatch):
-    """What exceeds the room by its characters alone is refused before, which would take a second a megabyte."""
+    """A prompt with too many characters is refused without tokenising, which takes a second a megabyte."""
     for name in "encode", "encode_marked":
         monkeypatch.setattr(type(tokenizer), name, lambda *_, **options: pytest.fail("tokenised"))
     text = "a" * (ROOM * tokenizer.longest + 1)
@@ -492,7 +493,7 @@ def test_a_slow_template_holds_nobody_else_and_is_stopped(running, tokenizer, mo
 
     class Timer(threading.Timer):
         def start(self):
-            late.append(self.function)  # which the test calls
+            late.append(self.function)  # the test calls it
             started.set()
 
     monkeypatch.setattr(templates.threading, "Timer", Timer)
@@ -507,7 +508,7 @@ def test_a_slow_template_holds_nobody_else_and_is_stopped(running, tokenizer, mo
 
 
 def test_compiling_is_told_once(model, tokenizer, monkeypatch):
-    """The first reply waits for a compiler, and whoever watches the server knows why."""
+    """The first reply waits for the compiler, and the log tells why."""
     told = []
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", told.append)
     worker = Worker(model, lambda: types.SimpleNamespace(submit=lambda *_, **__: [object()]))
@@ -517,7 +518,7 @@ def test_compiling_is_told_once(model, tokenizer, monkeypatch):
 
 
 def test_who_may_ask(model, tokenizer, running):
-    """Pages in browsers may not: they reach this machine by names of their own, and send forms, but no JSON."""
+    """Browser pages may not ask: they reach this machine under names of their own, and send forms, but no JSON."""
     body = {"prompt": "a", "max_tokens": 1}
     for headers, status, words in (
         ({"Host": "evil.example:80"}, 421, "not called 'evil.example'"),
@@ -540,7 +541,9 @@ def test_who_may_ask(model, tokenizer, running):
 
 
 def test_refused_connections_are_closed(model, tokenizer, running):
-    """Before the body has arrived, which may never; nothing else is told to who has no key, nor are redirects."""
+    """Refused connections are closed before the body has arrived, which may never happen. Clients without a key learn
+    nothing else, and get no redirects.
+    """
     head = lambda path: f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
     for sent, status in (
         (head(COMPLETIONS), b"415"),
@@ -551,7 +554,7 @@ def test_refused_connections_are_closed(model, tokenizer, running):
     ):
         assert running.exchange(sent + b"\r\n").startswith(b"HTTP/1.1 " + status)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)) as connection:
-        for path in "/v1/models", "/v1/embeddings", "/v1/models":  # bodies of no bytes have arrived
+        for path in "/v1/models", "/v1/embeddings", "/v1/models":  # their empty bodies have arrived
             connection.request("GET", path)
             assert connection.getresponse().read() and connection.sock
     with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame") as closed:
@@ -561,7 +564,7 @@ def test_refused_connections_are_closed(model, tokenizer, running):
 
 
 def test_bodies_must_arrive(running, monkeypatch):
-    """Of a body that never ends a client hears, and its connection is closed."""
+    """A client whose body never ends gets an answer, and its connection is closed."""
     monkeypatch.setattr(asyncio, "timeout_at", lambda deadline: asyncio.timeout(0))
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = running.exchange(head.encode() + b"Content-Length: 9\r\n\r\n{")
@@ -570,7 +573,7 @@ def test_bodies_must_arrive(running, monkeypatch):
 
 
 class Clock:
-    """A loop that keeps what it is to do later, and a transport that keeps what is written."""
+    """A loop that records its timers, and a transport that records its writes."""
 
     def __init__(self, listener):
         self.timers, self.left, self.ended, self.now = [], 0, [], 0.0
@@ -595,14 +598,14 @@ class Clock:
         return unittest.mock.Mock()
 
     def ring(self):
-        """Lets the time of the only timer come."""
+        """Fires the only timer."""
         (timer,) = self.timers
         self.timers.clear()
         timer.go()
 
 
 def test_heads_must_arrive_and_answers_be_taken(running):
-    """However the bytes of a head drip; an answer may take its time while it flows."""
+    """A head has one time limit however slowly its bytes come; an answer may take its time while data flow."""
     for dripping in b"", b"GET / HTTP/1.1\r\nHost: loc":
         clock = Clock(running.uvicorn)
         clock.protocol.connection_made(clock.transport)
@@ -630,7 +633,7 @@ def test_heads_must_arrive_and_answers_be_taken(running):
 
 
 def test_a_request_has_one_limit(running):
-    """However its bytes drip, its body has only what the head left of the time; the next request has all of it."""
+    """However slowly bytes come, a body has only its head's remaining time; the next request has the full time."""
     clock = Clock(running.uvicorn)
     clock.protocol.connection_made(clock.transport)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n".encode()
@@ -652,10 +655,10 @@ def test_a_request_has_one_limit(running):
 
 
 def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch, arrived):
-    """Those that end in time are whole; the others say that they were cut, in one piece and as events."""
+    """Replies that end in time are whole; others report that they were cut, in one piece and as events."""
     step, cut, steps, told = Engine.step, Worker.cut, threading.Semaphore(0), threading.Event()
     monkeypatch.setattr(Engine, "step", lambda self: steps.acquire() and step(self))
-    monkeypatch.setattr(Worker, "cut", lambda self: told.set())  # and cut below
+    monkeypatch.setattr(Worker, "cut", lambda self: told.set())  # cut is called below
     patient = {"timeout_graceful_shutdown": 600}
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
@@ -671,7 +674,7 @@ def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch, a
             arrived.acquire()
         stopping.uvicorn.should_exit = True
         told.wait()
-        steps.release(3)  # of 4 tokens each; in the first the long ones may still be in the inbox
+        steps.release(3)  # 4 tokens each; in the first the long ones may still be in the inbox
         short.result()
         cut(stopping.server.worker)
         steps.release(99)
@@ -689,7 +692,7 @@ def test_stopping_cuts_late_replies_with_a_word(model, tokenizer, monkeypatch, a
 
 @pytest.mark.live
 def test_lm_eval(running, model, tokenizer, tmp_path):
-    """Its log-likelihoods are those of the plain forward pass, and its generations are greedy ones."""
+    """lm-eval's log-likelihoods equal the plain forward pass's, and its generations are greedy."""
     pytest.importorskip("lm_eval")
     url = f"base_url=http://127.0.0.1:{running.port}/v1/completions"
     options = f"model=tiny,{url},tokenizer=zoo/tiny,tokenizer_backend=huggingface,max_length={ROOM},num_concurrent=4"
@@ -729,7 +732,7 @@ def test_no_rows(model, tokenizer):
 
 
 def test_keys(model, tokenizer, monkeypatch):
-    """An empty one is refused before the model is loaded; none, where others can reach the server, is told."""
+    """An empty key is refused before the model is loaded. A server that others can reach without a key is reported."""
     for variable, key in ("", None), ("sesame", " "):
         monkeypatch.setenv("ZOO_API_KEY", variable)
         with pytest.raises(SystemExit, match="The API key is empty"):

@@ -1,4 +1,4 @@
-"""Loading onto a mesh of two processes: each reads, and ever holds, about its half, and the values are the file's."""
+"""Loading onto a mesh of two processes: each reads, and ever holds, about its half, and the values equal the file's."""
 
 import json
 import os
@@ -58,7 +58,7 @@ print("FOUND", json.dumps(found))
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """150 MB of noise, in several files."""
+    """Writes 150 MB of noise, in several files."""
     folder, size = tmp_path_factory.mktemp("checkpoint"), dict(vocab_size=8192, hidden_size=512, num_hidden_layers=3)
     size |= dict(intermediate_size=5120, head_dim=128)
     tiny.write(folder, "llama-rope3", **size)
@@ -75,7 +75,7 @@ def checkpoint(tmp_path_factory):
 
 
 def load(root, folder, mesh, processes, **options):
-    """What each process of a run on two devices counted."""
+    """Returns each process's counts from a run on two devices."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -107,7 +107,7 @@ def test_each_process_reads_and_holds_its_half(checkpoint, pytestconfig):
 
 @pytest.mark.slow
 def test_int8(checkpoint, pytestconfig):
-    """Scales need whole rows, so that maps whose rows are split are read whole; what is kept is still a half."""
+    """Scales need whole rows, so that maps with split rows are read whole; the kept part is still a half."""
     (whole,) = load(pytestconfig.rootpath, checkpoint, "tensor=2", 1, quantize="int8")
     for half in load(pytestconfig.rootpath, checkpoint, "tensor=2", 2, quantize="int8"):
         assert half["bytes"] < 0.75 * whole["bytes"] and half["peak"] < 0.75 * whole["peak"]

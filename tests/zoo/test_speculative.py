@@ -19,15 +19,15 @@ from zoo.mesh import make_mesh
 
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12])]
-NEVER = (64,)  # a stop token that is not drawn
-# Of most tests here, which so share programs: three samples of each prompt in two rows, so that each is read alone, and
-# the rows are at different tokens.
+NEVER = (64,)  # a stop token that is never drawn
+# The shape of most tests here, which so share programs: three samples of each prompt in two rows. Prompts are prefilled
+# one by one, and the rows are at different tokens.
 SHAPE = dict(max_new_tokens=20, samples=3, batch=2)
 SMALL = zoo.qwen3.Config(5, 16, 32, 2, 2, 1, 8, 64, 2)  # with a vocabulary of five
 
 
 def noisy(model, size):
-    """A draft that is often right: the model with a little noise on its weights."""
+    """Returns a draft that is often right: the model with a little noise on its weights."""
     random = np.random.RandomState(0)
     other = lambda a: (np.asarray(a) * (1 + size * random.standard_normal(a.shape))).astype(a.dtype)
     return jax.tree.map(lambda a: jax.device_put(other(a), a.sharding), model)
@@ -39,7 +39,7 @@ def model_with_further(with_further):
 
 
 def assert_greedy(model, got, stops=NEVER):
-    """Completions of `PROMPTS` are what the forward pass says, and took no more calls of the model than tokens."""
+    """Checks that completions of `PROMPTS` follow the forward pass, with no more calls of the model than tokens."""
     for prompt, (completion, *others) in zip(PROMPTS, got, strict=False):
         logits = logits_after(model, prompt, completion)
         assert completion.tokens == np.argmax(logits, axis=-1).tolist()
@@ -52,7 +52,7 @@ def assert_greedy(model, got, stops=NEVER):
 
 
 def per_call(got):
-    """Tokens that one call of the model gave."""
+    """Returns the tokens per call of the model."""
     return sum(len(c.tokens) for group in got for c in group) / sum(c.calls for group in got for c in group)
 
 
@@ -67,7 +67,7 @@ def draft(model):
 
 
 def test_greedy_is_the_models(model, draft):
-    """Rows advance by different numbers of tokens, and go back within windows; others take the rows that end."""
+    """Rows advance by different numbers of tokens, and roll back within windows; others take the rows that end."""
     got = zoo.complete(model, PROMPTS, stops=NEVER, draft=draft, **SHAPE)
     assert_greedy(model, got)
     assert {len(c.tokens) for group in got for c in group} == {20}
@@ -85,13 +85,13 @@ def test_a_draft_that_is_the_model_is_always_right(model):
 
 @pytest.mark.slow
 def test_greedy_with_mtp(model_with_further):
-    """The module's own cache, and the model's, are of latents."""
+    """The module's own cache, and the model's, hold latents."""
     model = model_with_further
     assert_greedy(model, zoo.complete(model, PROMPTS, draft=zoo.MTPDraft(model, 2), **SHAPE))
 
 
 def test_mtp_remembers(model_with_further):
-    """Prefilled, token by token and several at once, some of them taken back: as without a cache."""
+    """Prefill, single tokens, and several at once with some rolled back, equal the module without a cache."""
 
     @eqx.filter_jit
     def whole(model):
@@ -120,9 +120,9 @@ def test_mtp_remembers(model_with_further):
     ],
 )
 def test_distribution(sampler, vocab):
-    """The frequencies of all texts of three tokens, of a vocabulary of five, against their probabilities.
+    """The frequencies of all texts of three tokens, from a vocabulary of five, follow their probabilities.
 
-    A draft that knows more tokens, or fewer, makes no difference.
+    A draft with more or fewer tokens makes no difference.
     """
     configs = SMALL, dataclasses.replace(SMALL, vocab_size=vocab)
     model, draft = (
@@ -153,7 +153,7 @@ def test_distribution(sampler, vocab):
 
 
 def test_draws_do_not_depend_on_others(model, draft):
-    """The first sample of each prompt is what it is alone."""
+    """The first sample of each prompt is the same as alone."""
     options = dict(max_new_tokens=20, sampler=Sampler(1.0), key=jax.random.key(3))
     engines, alone = [zoo.Engine(model, batch=2, max_tokens=36, stops=NEVER, draft=draft) for _ in range(4)], []
     for engine, prompt in zip(engines, PROMPTS, strict=False):
@@ -177,7 +177,7 @@ def test_on_a_mesh(folders, load):
 
 
 def test_text(model, draft, tmp_path):
-    """All at once and as it comes, greedy and drawn; with stop strings within what a round brings."""
+    """Text is the same at once and streamed, greedy and drawn, with stop strings within a round's tokens."""
     tiny.write_tokenizer(tiny.write(tmp_path, "qwen3-window-max", eos_token_id=63))
     tokenizer, prompts = zoo.tokenizer(tmp_path), ["abc", "the cat sat"]
     plain = {}

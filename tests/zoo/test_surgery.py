@@ -1,4 +1,4 @@
-"""Partition specs, int8 and LoRA: done from outside, on a model whose file knows nothing of them."""
+"""Partition specs, int8 and LoRA: applied from outside, to a model whose file knows nothing of them."""
 
 import functools
 
@@ -93,7 +93,7 @@ def test_map_linears_refuses_a_pattern_without_match(model):
 
 @pytest.mark.parametrize("kind", ["dense", "qlora"])
 def test_sharded_equals_one_device(model, both, mesh, kind):
-    """Values, and where they lie: the batch stays split, nothing is silently replicated."""
+    """Values are equal, the batch stays split, and nothing is replicated unnoticed."""
     model = both[1] if kind == "qlora" else model
     want = forward(model, TOKENS)
     placed = jax.device_put(model, surgery.shardings(model, zoo.qwen3.FAMILY.partition_rules, mesh))
@@ -115,7 +115,7 @@ def test_load_onto_a_mesh(folders, model, mesh):
 
 @eqx.filter_jit
 def steps(model, tokens):
-    """Logits of a sequence's last token after the others, gradients, and the logits of all."""
+    """Returns logits of the last token from a decode step after the others, gradients, and the logits of all."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     _, cache = model.decode(tokens[:, :-1], model.init_cache(2, 12, jnp.float32), positions=positions[:, :-1])
     last, _ = model.decode(tokens[:, -1:], cache, positions=positions[:, -1:])
@@ -129,7 +129,7 @@ def steps(model, tokens):
 
 
 def test_key_value_heads_that_do_not_divide(tmp_path):
-    """Two over three devices: as on one device, and saved as from there."""
+    """Two heads over three devices give the results of one device, and are saved like one device's."""
     config = zoo.qwen3.Config(66, 24, 24, 2, 6, 2, 8, 64, 2)
     model = noise(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
     whole, mesh = steps(model, TOKENS[:2]), zoo.make_mesh("tensor=3", jax.devices()[:3])
@@ -158,7 +158,7 @@ def test_key_value_heads_that_do_not_divide(tmp_path):
 
 
 class Doubled(zoo.qwen3.MLP):
-    """An MLP of the same fields that computes something else."""
+    """An MLP with the same fields and another result."""
 
     def __call__(self, x):
         return 2 * super().__call__(x)
@@ -172,7 +172,7 @@ class Wrapped(eqx.Module):
 
 
 def remade(module, kind, **changes):
-    """A module of another class with the same fields, or of the same class with other ones."""
+    """Returns a module of another class with the same fields, or of the same class with other fields."""
     new = object.__new__(kind)
     for field, value in (vars(module) | changes).items():
         object.__setattr__(new, field, value)
@@ -192,7 +192,7 @@ def with_scale(attention):
     ],
 )
 def test_changed_models_are_not_saved(model, tmp_path, field, change, message):
-    """A folder would be the original, or one that no family reads."""
+    """A folder of a changed model would contain the original, or one that no family can read."""
     get = lambda m: getattr(m.layers.head[0], field)
     with pytest.raises(ValueError, match=message):
         zoo.save(eqx.tree_at(get, model, change(get(model))), tmp_path / "changed")
@@ -200,7 +200,7 @@ def test_changed_models_are_not_saved(model, tmp_path, field, change, message):
 
 
 def test_surgery_with_a_form_on_disk_is_saved(model, tmp_path):
-    """Linear maps that train in 8 bits, and layers that are computed again."""
+    """Linear maps that train in 8 bits, and layers with remat, are saved as the plain model."""
     low = surgery.map_linears(model, functools.partial(LowPrecisionLinear, dtype="int8"), "layers.*")
     zoo.save(surgery.with_remat(low, jax.checkpoint), tmp_path)
     assert same(zoo.load(tmp_path), model)

@@ -1,8 +1,8 @@
-"""The chat templates that the families' instruct models are published with: rendered text equal to transformers' and to
-committed hashes, and masks with exactly what the assistant wrote.
+"""The chat templates that the families' instruct models are published with: rendered text equals transformers' and
+committed hashes, and masks cover exactly the assistant's text.
 
-The templates are the models' own files, not ours, and not in this repository: they lie in ../shared/data/templates, and
-its README says where each is from. `python -m tests.zoo.test_templates` writes the hashes anew.
+The templates are the models' own files, and not in this repository: they are in ../shared/data/templates, and its
+README lists their sources. `python -m tests.zoo.test_templates` writes the hashes again.
 """
 
 # ruff: noqa: RUF001 (DeepSeek's tokens have a wide bar)
@@ -35,13 +35,13 @@ GOLDEN = pathlib.Path(__file__).parent / "golden" / "templates.json"
 
 
 class Family(NamedTuple):
-    """What a template writes around what the assistant does, and its model's special tokens."""
+    """The text that a template writes around an assistant's turn, and its model's special tokens."""
 
     bos: str
     eos: str
-    end: str  # of a turn of the assistant
-    before: str = ""  # written between the header and the content
-    last: str = ""  # likewise, of the last turn only
+    end: str  # the end of an assistant's turn
+    before: str = ""  # text between the header and the content
+    last: str = ""  # the same for the last turn only
 
 
 HEADERS = Family("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>")
@@ -161,7 +161,7 @@ def cases() -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
 
 
 class Friday(datetime):
-    """Templates that write the date write this one."""
+    """A fixed date for templates that write the date."""
 
     @classmethod
     def now(cls, tz=None):
@@ -185,7 +185,7 @@ def name(request):
 
 
 def write(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """A folder in Hub layout with the template, and a tokenizer of bytes that knows all families' special tokens."""
+    """Writes a folder in Hub layout: the template, and a tokenizer of bytes with all families' special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -200,7 +200,7 @@ def write(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def rendered(tokenizer: Tokenizer, chat: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
-    """None if the template refuses the chat."""
+    """Returns the rendered chat, or None if the template refuses it."""
     try:
         return tokenizer.render(chat, **options)
     except ValueError as error:
@@ -209,8 +209,7 @@ def rendered(tokenizer: Tokenizer, chat: list[dict[str, Any]], options: dict[str
 
 
 def learnt(tokenizer: Tokenizer, chat: list[dict[str, Any]], options: dict[str, Any]) -> list[str] | None:
-    """What the masks say the assistant wrote, turn by turn; None if the template refuses the chat or leaves out a
-    part of it."""
+    """Returns the assistant's text by the masks, turn by turn; None if the template refuses or cuts the chat."""
     try:
         examples = tokenizer.encode_chat(chat, tools=options.get("tools"))
     except ValueError as error:
@@ -220,7 +219,7 @@ def learnt(tokenizer: Tokenizer, chat: list[dict[str, Any]], options: dict[str, 
 
 
 def found(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The start of the hash of each case's text, - for none."""
+    """Returns the start of the hash of each case's text, - for none."""
     texts = [rendered(tokenizer, chat, options) for _, chat, options in cases()]
     short = lambda text: "-" if text is None else hashlib.sha256(text.encode()).hexdigest()[:8]
     return {"template": short(tokenizer.chat_template), "texts": " ".join(map(short, texts))}
@@ -258,7 +257,7 @@ def test_a_template_is_bounded_and_the_next_one_works(tmp_path, monkeypatch, tem
     runs_out = [template == ENDLESS]
 
     class Timer(threading.Timer):
-        """Runs out at once for the endless template, which this thread renders first; and for others never."""
+        """Ends at once for the endless template, which this thread renders first, and never for others."""
 
         def __init__(self, seconds, function):
             here = threading.current_thread() is threading.main_thread()
@@ -299,7 +298,7 @@ ATTACKS = [
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_template_gets_at_nothing(tmp_path, attack):
-    """Neither Python's objects nor files nor what it is given: each is refused, or says nothing."""
+    """A template reaches neither Python's objects, files, nor its arguments: it is refused, or writes nothing."""
     tokenizer = Tokenizer(test_tokenizer.folder(tmp_path / "a", attack))
     try:
         text = tokenizer.render([{"role": "user", "content": "a"}])
@@ -334,7 +333,7 @@ def test_text_equals_transformers(name, tmp_path, monkeypatch):
     "name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8", "nemotron_3_nano", "nemotron_3_super"]
 )
 def test_text_of_trls_copies_equals_transformers(name, tmp_path):
-    """TRL has the hybrids' templates as they are published."""
+    """TRL has the hybrids' templates as published."""
     trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
     template = (pathlib.Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     test_tokenizer.folder(tmp_path, template)
@@ -351,14 +350,14 @@ def assert_equals(tokenizer: Tokenizer, theirs: Any) -> None:
 
 
 def test_masks(name, tmp_path):
-    """Every turn of the assistant, with its end token, and nothing of anybody else's."""
+    """Masks cover every turn of the assistant, with its end token, and no other text."""
     tokenizer, family = Tokenizer(write(tmp_path, name)), FAMILIES[name]
     first, second = (family.before + family.last + answer["content"] + family.end for answer in ANSWERS)
     assert learnt(tokenizer, *CHATS["turns"]) == [first, second]
     assert learnt(tokenizer, *CHATS["one answer"]) == [first]
     for case, (chat, options) in CHATS.items():
         texts = learnt(tokenizer, chat, options)
-        if texts is None or case == "two answers":  # without a header between them, these are one run
+        if texts is None or case == "two answers":  # without a header between them, they are one run
             continue
         assistant = [message for message in chat if message["role"] == "assistant"]
         for text, message in zip(texts, assistant, strict=True):

@@ -36,7 +36,7 @@ SPECIAL = {len(RANKED): "[BOS]", len(RANKED) + 2: "<|im_end|>"}
 
 
 def write(folder, special=SPECIAL):
-    """The files of such a tokenizer."""
+    """Writes the files of such a tokenizer."""
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(RANKED)]
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
     config = {"added_tokens_decoder": {str(i): {"content": c} for i, c in special.items()}, "bos_token": "[BOS]"}
@@ -50,7 +50,7 @@ def tokenizer(tmp_path_factory):
 
 
 def merge(piece: bytes) -> list[int]:
-    """The piece if it is a token; else byte pair encoding: again and again the pair whose union has the lowest rank."""
+    """Returns a token's id, or else merges bytes: repeatedly the pair whose union has the lowest rank."""
     if piece in RANKS:
         return [RANKS[piece]]
     parts = [bytes([b]) for b in piece]
@@ -65,7 +65,7 @@ def merge(piece: bytes) -> list[int]:
 @settings(deadline=None, derandomize=True)
 @given(st.text(alphabet="helo wrd中文"))
 def test_merges(tokenizer, text):
-    # For these characters the pattern cuts like this.
+    # For these characters the pattern cuts in this way.
     pieces = re.findall(r"[中文]+|[^中文\S]?[a-z]+|\s+(?!\S)|\s+", text)
     assert tokenizer.encode(text) == [i for piece in pieces for i in merge(piece.encode())]
 
@@ -77,7 +77,7 @@ def test_every_text_comes_back(tokenizer, text):
 
 
 def test_pieces(tokenizer):
-    """As published for Kimi K2: Chinese is cut off from letters, and numbers have three digits at most."""
+    """Pieces are as published for Kimi K2: Chinese is separated from letters, and numbers have three digits at most."""
     read = tiktoken.read(tokenizer.folder / tiktoken.NAME, {})
     visible = lambda text: [read.decoder.decode([piece]) for piece, _ in read.pre_tokenizer.pre_tokenize_str(text)]
     assert visible("中文English混合") == ["中文", "English", "混合"]

@@ -1,5 +1,6 @@
-"""The tokenizer: ids, text, chat templates and the mask of what the assistant writes, against transformers where it is
-installed and against committed text everywhere."""
+"""The tokenizer: ids, text, chat templates and the mask of the assistant's text, against transformers if it is
+installed, and against committed text everywhere.
+"""
 
 import datetime
 import json
@@ -72,7 +73,7 @@ MARKED = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 # In the manner of Qwen3.5: contents of parts, the last question sought from the end, calls as tags, and reasoning kept
-# after it. The prompt opens <think>, or says that there is to be none.
+# after it. The prompt opens <think>, or closes it at once for no reasoning.
 STEPS = """\
 {%- macro text(content) %}
     {%- if content is string %}{{- content }}
@@ -136,7 +137,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b 
 
 
 def folder(path: pathlib.Path, template: str | list | None = CHATML, around: str = "$A", **config) -> pathlib.Path:
-    """A folder in Hub layout with a byte-level tokenizer of 300-odd tokens."""
+    """Writes a folder in Hub layout with a byte-level tokenizer of 300-odd tokens."""
     path.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -149,7 +150,7 @@ def folder(path: pathlib.Path, template: str | list | None = CHATML, around: str
     tokenizer.train_from_iterator(["the user and the assistant said yes, What's the answer?"] * 4, trainer)
     bos_and_eos = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 1)])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), bos_and_eos])
-    tokenizer.enable_truncation(4)  # a saved file may carry it; it must not shorten anything
+    tokenizer.enable_truncation(4)  # a saved file may contain truncation, which must have no effect
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
     if template:
@@ -159,7 +160,7 @@ def folder(path: pathlib.Path, template: str | list | None = CHATML, around: str
 
 
 def runs(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> list[tuple[int, str]]:
-    """The mask and the text of each longest run of tokens with the same mask: every token is in exactly one."""
+    """Returns mask and text of each longest run of tokens with equal mask; every token is in exactly one run."""
     assert len(ids) == len(mask)
     starts = [i for i in range(len(ids)) if i == 0 or mask[i] != mask[i - 1]]
     pairs = zip(starts, [*starts[1:], len(ids)], strict=True)
@@ -207,7 +208,7 @@ def test_the_end_tokens_come_from_the_most_specific_file(tmp_path):
     ],
 )
 def test_the_token_that_ends_a_turn_ends_a_generation(tmp_path, template, ends):
-    """Files of base models name the end of a text alone."""
+    """Files of base models name only the token that ends a text."""
     path = folder(tmp_path / "a", template)
     (path / "generation_config.json").write_text('{"eos_token_id": 4, "do_sample": false}')
     assert Tokenizer(path).eos == ends
@@ -227,7 +228,7 @@ def test_where_the_template_comes_from(tmp_path):
 
 
 def test_another_template(tmp_path):
-    """Of a file or of another model. An export has it, and so has what merges an adapter."""
+    """A template may come from a file or another model. Exports have it, and so have models with merged adapters."""
     own = folder(tmp_path / "own", INST)
     other = folder(tmp_path / "other", MARKED)
     (tmp_path / "mine.jinja").write_text(HEADERS)
@@ -274,7 +275,7 @@ def test_rendered_text(tmp_path):
     assert Tokenizer(folder(tmp_path / "d", MARKED)).render(CHAT[3:]) == (
         "<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n 6 <|im_end|>\n"
     )
-    # Null values are absent keys, and what the caller adds reaches the template.
+    # Null values equal absent keys, and the caller's variables reach the template.
     template = "{{ 'x' if messages[0].content is defined else 'absent' }}{{ mood }}"
     assert Tokenizer(folder(tmp_path / "e", template)).render([{"role": "a", "content": None}], mood="!") == "absent!"
 
@@ -300,7 +301,7 @@ def test_text_ids_and_masks_equal_transformers(tmp_path, template):
             assert ours.encode(text, special=False) == theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode(text) == theirs(text)["input_ids"]
         if template == MARKED:
-            # They lose a turn with white space at its ends, and leave out the end tokens, because this template does.
+            # transformers loses a turn with white space at its ends, and omits the end tokens, as this template does.
             chat = [message | {"content": message["content"].strip()} for message in chat]
             them = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
             ((ids, mask),) = ours.encode_chat(chat)
@@ -331,7 +332,7 @@ def test_mask_by_prefixes(tmp_path):
         (0, "\n"),
     ]
     assert ids == tokenizer.encode(tokenizer.render(CHAT), special=False)
-    # What is given is not the assistant's to write, even where it wrote it.
+    # The given part is not learnt, even if the assistant wrote it.
     assert [text for on, text in runs(tokenizer, *tokenizer.encode_chat(CHAT, given=4)[0]) if on] == [" 6 <|im_end|>"]
     assert not any(tokenizer.encode_chat(CHAT[:2])[0][1])
 
@@ -381,7 +382,7 @@ def test_mask_of_spans_leaves_added_tokens_out(tmp_path):
 
 
 def written(tokenizer: Tokenizer, chat, **options) -> list[list[str]]:
-    """What is learnt in each example of a chat."""
+    """Returns the learnt texts in each example of a chat."""
     return [[text for on, text in runs(tokenizer, *each) if on] for each in tokenizer.encode_chat(chat, **options)]
 
 
@@ -408,7 +409,7 @@ def test_qwen3_drops_earlier_reasoning_and_each_answer_is_learnt_with_its_own(tm
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
     none, four = "<think>\n\n</think>\n\n", "<think>\n\n</think>\n\nfour<|im_end|>"
     assert written(tokenizer, work, tools=TOOLS) == [[none + called], [four]]
-    # Reasoning before a tool's answer is there when the tool has answered and gone once the user speaks again.
+    # Reasoning before a tool's answer is kept when the tool has answered, and dropped when the user speaks again.
     call["reasoning_content"] = "use the tool"
     called = "<think>\nuse the tool\n</think>\n\n" + called
     assert written(tokenizer, work) == [[called, four]]
@@ -420,8 +421,9 @@ def test_qwen3_drops_earlier_reasoning_and_each_answer_is_learnt_with_its_own(tm
 
 @pytest.mark.parametrize("thinks", [True, False])
 def test_qwen3_5_keeps_reasoning_after_the_last_question(tmp_path, thinks):
-    """Its prompt opens <think>; that of its small models has an empty block there, but an answer with reasoning is
-    learnt with it."""
+    """The prompt opens <think>. Small models' prompts have an empty block there, but an answer with reasoning is learnt
+    with it.
+    """
     template = STEPS if thinks else STEPS.replace("default(true)", "default(false)")
     tokenizer = Tokenizer(folder(tmp_path / "a", template, eos_token="<|im_end|>"))
     call = {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": []}
@@ -479,7 +481,7 @@ def test_a_turn_that_a_template_rewrites_is_learnt_as_the_last(tmp_path, templat
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_reasoning_that_a_template_drops_is_learnt(tmp_path, opens):
-    """DeepSeek R1's drops it from all that was said; its prompt opens <think>, that of its first version does not."""
+    """DeepSeek R1's template drops it from earlier turns. Its prompt opens <think>; its first version's does not."""
     tokenizer = Tokenizer(folder(tmp_path / "a", DROPPED + (THINK if opens else PROMPT)))
     think = OPENED + "<think>\n" if opens else OPENED
     hm, easy = ("hm\n</think>\n\n4<|im_end|>", "easy\n</think>\n\n6<|im_end|>")
@@ -493,7 +495,7 @@ def test_reasoning_that_a_template_drops_is_learnt(tmp_path, opens):
     assert written(tokenizer, plain) == [["\n</think>\n\n4<|im_end|>" if opens else "4<|im_end|>"]]
 
 
-# In the manner of Qwen3: other roles, other contents, and all that a message has besides are written as nothing.
+# In the manner of Qwen3: other roles, other contents, and all further fields of a message are dropped.
 DROPPING = """\
 {%- for m in messages %}{% set content = m.content if m.content is string else '' %}
     {%- if m.role in ('system', 'user', 'assistant') %}
@@ -510,7 +512,7 @@ ADD = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": 
     "added, lost",
     [
         ({"role": "developer", "content": "Be kind, always."}, "the content of message 1, by 'developer'"),
-        ({"role": "developer", "content": "2"}, "the content of message 1, by 'developer'"),  # it is in the question
+        ({"role": "developer", "content": "2"}, "the content of message 1, by 'developer'"),  # the question has it
         ({"role": "tool", "content": {"sum": 9}}, "the content of message 1, by 'tool'"),
         ({"role": "assistant", "content": "2", "tool_calls": ADD}, "the tool calls of message 1, by 'assistant'"),
         ({"role": "assistant", "content": "2", "function_call": ADD[0]["function"]}, "the function call of message 1"),
@@ -523,7 +525,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, added, lost):
     tokenizer = Tokenizer(folder(tmp_path / "a", DROPPING))
     chat, tools = [*([added] if added else []), THOUGHT[0], THOUGHT[1] | {"content": "4"}], None if added else TOOLS
     encoders = [tokenizer.encode_chat, tokenizer.encode_all]
-    # What the assistant thought before is no part of a prompt.
+    # The assistant's earlier reasoning is no part of a prompt.
     for encode in encoders if "reasoning" in lost else [*encoders, tokenizer.encode_prompt]:
         with pytest.raises(ValueError, match=f"leaves out {lost}"):
             encode(chat, tools=tools)
@@ -540,8 +542,8 @@ def test_what_a_template_rewrites_or_moves_is_not_refused(tmp_path, monkeypatch)
     rendered = []
     monkeypatch.setattr(templates, "render", lambda *given, real=templates.render: rendered.append(1) or real(*given))
     tokenizer.encode_prompt([{"role": "system", "content": "2"}, *said])
-    assert len(rendered) == 1  # what is found costs no further rendering
-    # An answer beside calls is left out by design: gpt-oss's template takes it for thoughts.
+    assert len(rendered) == 1  # finding it takes no further rendering
+    # An answer beside calls is dropped by design: gpt-oss's template treats it as reasoning.
     calls = CHATML.replace(
         "message.content", "(message.tool_calls | tojson if message.tool_calls else message.content)"
     )
@@ -549,14 +551,14 @@ def test_what_a_template_rewrites_or_moves_is_not_refused(tmp_path, monkeypatch)
     Tokenizer(folder(tmp_path / "b", calls)).encode_prompt(chat)
     with pytest.raises(ValueError, match="leaves out the content of message 2"):
         Tokenizer(folder(tmp_path / "b", calls)).encode_chat(chat)
-    # Each in other words, and the system's message in the last place.
+    # Each message is in other words, and the system's is last.
     shout = "{% for m in messages[1:] %}{{ m.content | upper }}{% endfor %}{{ messages[0].content }}"
     chat = [{"role": "system", "content": "Be kind."}, said[0], {"role": "user", "content": "one, two"}]
     assert Tokenizer(folder(tmp_path / "c", shout)).encode_prompt(chat)
 
 
 def test_an_answer_that_only_the_next_header_ends_is_learnt_with_it(tmp_path):
-    """GLM-4.5's template writes no end token, and generations end with the header of a user or of a tool's answer."""
+    """GLM-4.5's template writes no end token, and generation ends at the header of a user or of a tool's answer."""
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     )
@@ -582,7 +584,7 @@ def test_several_answers_without_a_word_between(tmp_path):
     tokenizer = Tokenizer(folder(tmp_path / "a", TURNS + PROMPT))
     chat = [THOUGHT[2], *[{"role": "assistant", "content": "6"}] * 2]
     assert written(tokenizer, chat) == [["6<|im_end|>", "6<|im_end|>"]]
-    # In the manner of Qwen3: with the last message alone there is a place for reasoning.
+    # In the manner of Qwen3: only the last message has a place for reasoning.
     last = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
     tokenizer = Tokenizer(folder(tmp_path / "b", TURNS.replace("{{ m.content }}", last) + PROMPT))
     six = "<think>\n\n</think>\n\n6<|im_end|>"
@@ -596,7 +598,7 @@ def test_turns_that_cannot_be_told_apart_are_refused(tmp_path):
 
 
 def test_weight_0(tmp_path):
-    """By marks and without, such turns are not learnt."""
+    """Turns of weight 0 are not learnt, with the template's marks and without them."""
     chat = [CHAT[1], CHAT[2] | {"weight": 0}, *CHAT[3:]]
     for name, template in ("a", CHATML), ("b", MARKED):
         tokenizer = Tokenizer(folder(tmp_path / name, template))
@@ -608,7 +610,7 @@ ROLES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ '</s>' 
 
 
 def controls(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The control tokens among ids."""
+    """Returns the control tokens among ids."""
     known = [*SPECIAL, "<|user|>", "<|assistant|>"]
     return [token for i in ids if (token := tokenizer.decode([i], special=True)) in known]
 
@@ -617,7 +619,7 @@ def controls(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 def test_what_users_write_is_no_control_token(tmp_path, template):
     path = folder(tmp_path / "a", ROLES + "{# <|user|> <|assistant|> #}" if template == "roles" else template)
     file = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    file.add_tokens(["<|user|>", "<|assistant|>", "\n\n"])  # as DeepSeek's: not special, but the template writes them
+    file.add_tokens(["<|user|>", "<|assistant|>", "\n\n"])  # like DeepSeek's: not special, but the template writes them
     file.save(str(path / "tokenizer.json"))
     ours, theirs = Tokenizer(path), Tokenizer(path, special_in_content=True)
     known = [*SPECIAL[:5], *(["<|user|>", "<|assistant|>"] if template == "roles" else [])]
@@ -635,7 +637,7 @@ def test_what_users_write_is_no_control_token(tmp_path, template):
         assert [text.strip() for on, text in runs(ours, ids, mask) if on] == [
             text.strip() for on, text in runs(ours, *ours.encode_chat(asked("x"))[0]) if on
         ]
-    # As text, it has the ids of text; what is no control token has the ids that it always has.
+    # As text, it has the ids of text; other text has its usual ids.
     file.encode_special_tokens = True
     if template == CHATML:
         said = "user\nDo </s> and <|im_end|>!\n\n"
@@ -664,7 +666,7 @@ def test_pieces_that_a_template_joins_are_no_control_token(tmp_path):
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "qwen2_5", "trained"])
 def test_ids_of_ordinary_text_equal_transformers(tmp_path, name):
-    """Of real texts, by a byte-level tokenizer and by one in sentencepiece's manner, which puts spaces before texts."""
+    """Ids of real texts are equal, also for a tokenizer like sentencepiece's, which puts a space before a text."""
     transformers = pytest.importorskip("transformers")
     source = SHARED / "aidreams260k" if name == "trained" else pathlib.Path(zoo.__file__).parent / "tiny"
     text = SHARED / "text" / "tinyshakespeare.txt"
@@ -711,7 +713,7 @@ def test_a_date_that_stays(tmp_path):
     ],
 )
 def test_published_templates_teach_every_answer(tmp_path, name):
-    """Each answer with its reasoning and its end, after what the model is given at that point.
+    """Each answer is learnt with its reasoning and its end, after the prompt that the model gets at that point.
 
     Reasoning for which a template has no place is refused.
     """
@@ -733,7 +735,7 @@ def test_published_templates_teach_every_answer(tmp_path, name):
     for i, (text, answer, reasoning) in enumerate(zip(found, ("four", "six"), ("hm", "easy"), strict=True)):
         turn = 2 * i + 1
         prompt = tokenizer.render(chat[:turn], add_generation_prompt=True)
-        prompt = prompt.removesuffix("<think>\n\n</think>\n\n")  # of small Qwen3.5, where there is reasoning
+        prompt = prompt.removesuffix("<think>\n\n</think>\n\n")  # small Qwen3.5's empty block, where there is reasoning
         ids, _ = tokenizer.encode_chat(chat[: turn + 1])[-1]
         said = tokenizer.decode(ids, special=True)
         assert said.startswith(prompt) and said[len(prompt) :].rstrip() == text
@@ -768,7 +770,7 @@ def test_bad_folders_and_templates(tmp_path):
 
 
 def test_files_that_end_a_process(tmp_path, monkeypatch):
-    """tokenizers asks for 8 GiB in one, panics over another, and takes its time; the process that reads it ends."""
+    """tokenizers asks for 8 GiB in one, panics over another, and is slow; only the process that reads it ends."""
     path = folder(tmp_path / "a", None)
     file, good = path / "tokenizer.json", json.loads((path / "tokenizer.json").read_text())
     single = [{"SpecialToken": {"id": "none", "type_id": 0}}]
@@ -805,7 +807,7 @@ def test_a_trained_llama_tokenizer(tmp_path):
         shutil.copy(source / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(INST)
     chatty = Tokenizer(tmp_path)
-    # The space that sentencepiece puts before a text is no character of it.
+    # The space that sentencepiece puts before a text is not one of the text's characters.
     assert [text for on, text in runs(chatty, *chatty.encode_chat(CHAT)[0]) if on] == ["4, été\n\nyes </s>", "6 </s>"]
     transformers = pytest.importorskip("transformers")
     assert ids == transformers.AutoTokenizer.from_pretrained(source)(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""The report on a checkpoint: right ones pass; what is wrong is found, and said where."""
+"""The report on a checkpoint: correct ones pass, and errors are found and located."""
 
 import pathlib
 import subprocess
@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-    """Of layers that are all alike, so that little compiles."""
+    """Writes a checkpoint whose layers are all alike, so that little compiles."""
     return tiny.write(tmp_path / "model", "qwen3")
 
 
@@ -101,7 +101,7 @@ def test_a_broken_decode_and_a_broken_export(small, monkeypatch):
 
 
 def test_where_the_report_goes(folder, tmp_path, monkeypatch):
-    """Beside the folder that was verified; for a name, here."""
+    """The report is written beside a verified folder, or here for a name."""
     went = []
     monkeypatch.setattr(zoo.__main__, "report", lambda source, html, **_: went.append(html) or True)
     monkeypatch.chdir(folder)

@@ -1,7 +1,7 @@
 """Models that take images, by one contract: they equal transformers in logits and features, with documents packed and
 alone, in gradients, decoding, chats, files, and on a mesh.
 
-tests/zoo/seeing/ has a checkpoint of each family, with prompts and pictures; golden/vision/ has transformers' numbers.
+tests/zoo/seeing/ has each family's checkpoint, with prompts and pictures; golden/vision/ has transformers' numbers.
 """
 
 import base64
@@ -43,15 +43,16 @@ from zoo.weights.checkpoint import export, skeleton, standard_names
 MIXTURE = pytest.param("qwen3_vl-moe", marks=pytest.mark.slow)
 TOWERS = ["gemma3-pattern", "llama4", "mistral", "qwen3_vl"]
 EACH = pytest.mark.parametrize("name", [*TOWERS, "qwen3_5"])
-NEW = 3  # tokens that are generated
+NEW = 3  # number of generated tokens
 EVERY = pytest.mark.parametrize("name", seeing.CHECKPOINTS)
 
 
 def look(case, model, tokens=None, images=None, segments=None, counted=None, *, gradients=None):
-    """Logits and features of the prompts, or of other rows, by one program: all tokens are of segment 1 by default.
+    """Returns logits and features of the prompts, or of other rows, by one program; by default all tokens are of
+    segment 1.
 
-    And gradients of the squared logits of the tokens that count, by default all; None for all but the towers' first
-    checkpoints.
+    It also returns gradients of the squared logits of the tokens that count, by default all tokens. The gradients are
+    None except for the towers' first checkpoints.
     """
     if tokens is None:
         tokens, images = case.prompts, case.images()
@@ -80,14 +81,14 @@ def _without(*arguments):
 
 
 def flat(case, features):
-    """Those of all pictures one after another, without padding."""
-    merged = case.room // features.shape[1]  # patches to a feature
+    """Returns the features of all pictures one after another, without padding."""
+    merged = case.room // features.shape[1]  # patches per feature
     counts = [len(picture) // merged for picture in case.pictures]
     return np.concatenate([np.asarray(x, np.float32)[:n] for x, n in zip(features, counts, strict=True)])
 
 
 def assert_golden(case, logits, features):
-    """Of each row by itself, for they are of different sizes."""
+    """Compares each row by itself, because rows differ in size."""
     golden = case.golden()
     for ours, theirs in zip(logits, golden.pop("logits"), strict=True):
         assert error(ours, theirs) < 1e-4
@@ -98,7 +99,7 @@ def assert_golden(case, logits, features):
 
 @pytest.mark.parametrize("name", [*TOWERS, "qwen3_5", MIXTURE])
 def test_logits_and_features(load_vision, name):
-    """Of rows without an image, with one and with several, one after another; of one shape, or of any with padding."""
+    """Rows without an image, with one, and with several are right; of one shape, or of any shape with padding."""
     case = seeing.CHECKPOINTS[name]
     logits, features, _ = look(case, load_vision(name))
     assert_golden(case, logits, features)
@@ -117,7 +118,7 @@ def test_ids_of_image_tokens_may_be_beyond_the_table(load_vision, name):
 
 
 def located(documents):
-    """Documents of a row, each after where it lies."""
+    """Yields a row's documents, each with its slice of the row."""
     at = 0
     for document in documents:
         _, start, stop, _ = document
@@ -126,7 +127,7 @@ def located(documents):
 
 
 def pack(case, rows):
-    """The tokens, images and segments of rows of documents, which are pieces of the prompts."""
+    """Returns the tokens, images and segments of rows of documents, which are pieces of the prompts."""
     images = case.images()
     whole = np.stack([case.prompts, images.image, images.feature, np.ones_like(case.prompts)])
     packed = np.zeros_like(whole)
@@ -141,7 +142,7 @@ def pack(case, rows):
 
 @EACH
 def test_packed_documents_with_images_equal_each_alone(load_vision, name):
-    """Logits; and gradients of those of the first row, whose documents have all of their images, or a part of one."""
+    """Logits are equal, and gradients of the first row's, whose documents have all of their images, or part of one."""
     case, model = seeing.CHECKPOINTS[name], load_vision(name)
     golden, count, first = case.golden()["logits"], len(case.prompts), case.packed[0]
     in_first = (np.arange(count) == 0)[:, None] * np.ones_like(case.prompts)
@@ -162,8 +163,9 @@ def test_packed_documents_with_images_equal_each_alone(load_vision, name):
 
 
 def without_rounding(name, *gradients):
-    """Gradients without those of what keys have in common, which a softmax drops, so that they are 0 but for rounding;
-    None if nothing is left."""
+    """Removes gradients by what all keys have in common, which a softmax drops, so that they are 0 up to rounding.
+    Returns None if nothing is left.
+    """
     if name.endswith("k_proj.bias"):
         return None
     if name.endswith("attn.qkv.bias"):
@@ -173,9 +175,10 @@ def without_rounding(name, *gradients):
 
 @EACH
 def test_decoding_after_images(untyped, load_vision, name):
-    """Prompts of several lengths, each with its images, are read at once; then the rest is decoded token by token.
+    """Prompts of several lengths, each with its images, are prefilled at once; the rest is decoded token by token.
 
-    Rows are as long as `zoo.generate` makes them."""
+    Rows are as long as `zoo.generate` makes them.
+    """
     case, model = seeing.CHECKPOINTS[name], load_vision(name)
     golden, images, lengths = case.golden()["logits"], jax.tree.map(np.asarray, case.images()), np.array(case.lengths)
     rows, seq = case.prompts.shape
@@ -207,7 +210,7 @@ def test_decoding_after_images(untyped, load_vision, name):
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_chats(load_vision, vision_folders, name):
-    """What stands for their images; and which token is which feature of which picture."""
+    """The encoded chat has the right tokens for its images, and each of these has the right picture and feature."""
     case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
     tokenizer = zoo.tokenizer(folder)
     for chat in case.chats(folder, tokenizer):
@@ -225,7 +228,7 @@ def test_chats(load_vision, vision_folders, name):
 
 @EVERY
 def test_export_is_bit_equal(load_vision, vision_folders, name, tmp_path):
-    """And config.json says the same as the one that was read, in the same words but for a few."""
+    """The config.json is also the same as the one that was read, except for a few keys."""
     case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
     zoo.save(on_host(model), tmp_path)
     before, after = convert.tensors.open_tensors(folder), convert.tensors.open_tensors(tmp_path)
@@ -250,7 +253,7 @@ def test_export_is_bit_equal(load_vision, vision_folders, name, tmp_path):
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_without_the_part_it_is_the_text_model(load_vision, vision_folders, name, tmp_path):
-    """Read as such, and saved as such, by the names that transformers has for it."""
+    """A checkpoint without its tower is read as a text model, and saved as one, under transformers' names."""
     case, model = seeing.CHECKPOINTS[name], load_vision(name)
     text = zoo.load(vision_folders[name])
     assert text.vision is None and text.config == dataclasses.replace(model.config, vision=None)
@@ -268,7 +271,7 @@ def test_without_the_part_it_is_the_text_model(load_vision, vision_folders, name
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_other_names_of_tensors(load_vision, vision_folders, name, tmp_path):
-    """Those of other releases, and those that transformers writes."""
+    """Tensors may have the names of other releases, and those that transformers writes."""
     case = seeing.CHECKPOINTS[name]
     shutil.copy(vision_folders[name] / "config.json", tmp_path)
     for renamed in case.renamed:
@@ -289,7 +292,7 @@ def test_storage_in_8_bits_leaves_the_tower_alone(load_vision, vision_folders, n
 
 
 def assert_split(case, model):
-    """Every linear map of the tower and the projector is split both ways, inwards or outwards."""
+    """Checks that every linear map of the tower and the projector is split both ways, inwards or outwards."""
     linears = dict(modules(partition_specs(model, case.family.partition_rules).vision, AbstractLinear))
     for path, linear in linears.items():
         axes = ("fsdp", "tensor") if path.endswith(case.inward) else ("tensor", "fsdp")
@@ -307,7 +310,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "mistr
 
 @pytest.mark.parametrize("name", ["gemma3-pattern", *SLOW])
 def test_on_a_mesh(untyped, vision_folders, name):
-    """The work is split by pictures, of which a last one is there to make them even, as a last row is."""
+    """The work is split by pictures; a last picture makes their number even, and a last row that of the rows."""
     case, mesh = seeing.CHECKPOINTS[name], zoo.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     model = zoo.load(vision_folders[name], parts=("vision",), mesh=mesh)
     for path, linear in modules(model.vision, AbstractLinear):
@@ -322,14 +325,14 @@ def test_on_a_mesh(untyped, vision_folders, name):
     assert_golden(case, logits[: len(tokens)], {key: x[: len(images.patches)] for key, x in features.items()})
 
 
-@functools.cache  # twins are alike
+@functools.cache  # twins share it
 def skeleton_of(config):
     return skeleton(family_of(config), config, ("vision",))
 
 
 @pytest.mark.parametrize("name", [name for case in seeing.CHECKPOINTS.values() for name in case.parameters])
 def test_released_models(untyped, name):
-    """Parameters, as the Hub shows them, of the repository; and every matrix of the tower is split."""
+    """The number of parameters equals the Hub's for the repository, and every matrix of the tower is split."""
     case = next(case for case in seeing.CHECKPOINTS.values() if name in case.parameters)
     whole = skeleton_of(zoo.config(name))
     assert sum(array.size for array in jax.tree.leaves(whole)) == case.parameters[name]
@@ -347,7 +350,7 @@ def test_towers_that_are_not_known(name, tmp_path):
 
 @EACH
 def test_models_without_their_tower(vision_folders, folders, name):
-    """Loaded without it, a model takes no images; a text model has none that could be loaded."""
+    """A model that is loaded without its tower takes no images, and a text model has no tower to load."""
     case = seeing.CHECKPOINTS[name]
     with pytest.raises(ValueError, match=r'loaded without its vision tower, and so takes no images: parts=\("vision",'):
         zoo.load(vision_folders[name])(jnp.asarray(case.prompts), images=case.images())
@@ -358,7 +361,7 @@ def test_models_without_their_tower(vision_folders, folders, name):
 @pytest.mark.live
 @EVERY
 def test_live(vision_folders, load_vision, name, tmp_path):
-    """The golden values are transformers'; its export is read; gradients are its own; errors in bfloat16 like its."""
+    """Golden values are transformers'; it reads our export; gradients equal its own; bfloat16 errors are alike."""
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
     reference, golden = case.theirs(folder), case.golden()
@@ -375,7 +378,7 @@ def test_live(vision_folders, load_vision, name, tmp_path):
     ours = {key: get() for key, (_, _, get) in export(gradients, case.family).items()}
     ours, theirs = (standard_names(gradients, case.family) for gradients in (ours, theirs))
     assert ours.keys() == theirs.keys()
-    padding = reference.get_input_embeddings().padding_idx  # an id for which torch computes no gradient
+    padding = reference.get_input_embeddings().padding_idx  # torch computes no gradient for this id
     for key, gradient in ours.items():
         if name == "qwen3_vl-moe" and "mlp.experts" in key:
             gradient = gradient.swapaxes(-1, -2)
@@ -395,9 +398,9 @@ def test_live(vision_folders, load_vision, name, tmp_path):
         assert mean(value, key) < 1.2 * mean(rounded[key], key), key
 
 
-# --- What is the same for all families: the server, and refusals.
+# --- Tests that are the same for all families: the server, and refusals.
 def greedy(case, model, ids, images, new):
-    """The tokens that whole passes over a row choose, by the program of the prompts."""
+    """Returns the tokens that whole passes over a row choose, by the program of the prompts."""
     tokens, of_row = (np.zeros_like(case.prompts) for _ in range(2))
     image, feature = of_row - 1, of_row
     tokens[0, : len(ids)] = ids
@@ -412,7 +415,7 @@ def greedy(case, model, ids, images, new):
 
 @pytest.mark.parametrize("name", ["qwen3_vl"])
 def test_generation(untyped, load_vision, vision_folders, name):
-    """Of prompts that each have two images of other shapes; of as many as `test_decoding_after_images` has."""
+    """Prompts have two images of other shapes each. There are as many as in `test_decoding_after_images`."""
     case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
     tokenizer = zoo.tokenizer(folder)
     chat, _ = case.chats(folder, tokenizer)
@@ -422,7 +425,7 @@ def test_generation(untyped, load_vision, vision_folders, name):
 
 
 def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
-    """An image as OpenAI's clients send it, a file that a client names, and a server whose model takes none."""
+    """OpenAI's clients may send an image, but not name a file, and a server whose model takes none refuses it."""
     case, model = seeing.CHECKPOINTS["gemma3-pattern"], load_vision("gemma3-pattern")
     tokenizer = zoo.tokenizer(vision_folders["gemma3-pattern"])
     part = gemma3.url(PIL.Image.new("RGB", (30, 20), "red"))
@@ -452,7 +455,7 @@ def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
             assert (status, error["code"]) == (400, code) and message in error["message"]
         monkeypatch.setattr(zoo.serve.server, "PATCHES", 10**3)
         assert "more than 1,000 bytes" in server.request(CHAT, {"messages": of(part)})[1]
-        (held,) = server.server._held.values()  # of the reply; the next one frees them
+        (held,) = server.server._held.values()  # held for the reply, and freed by the next one
         monkeypatch.setattr(zoo.serve.server, "HELD", held.patches.nbytes - 1)
         assert server.request(CHAT, {"messages": of(part)})[0] == 503
     (plain,) = in_template_form({"content": [part | {"path": "/etc/passwd"}]}, True)["content"]
@@ -474,7 +477,7 @@ def test_refusals(load, load_vision, vision_folders):
     ):
         with pytest.raises(ValueError, match=message):
             zoo.generate(model, tokenizer, [seeing.ask(part)])
-    for method in (tokenizer.encode_prompt, tokenizer.encode_chat):  # what the server and training call
+    for method in (tokenizer.encode_prompt, tokenizer.encode_chat):  # the server and training call these
         with pytest.raises(
             ValueError, match=r"A message holds an image\. zoo.generate, the chat and the server take it"
         ):

@@ -1,1 +1,1 @@
-"""The ground floor of train/: processes and their signals, clocks, chips, FLOPs, the files of a run."""
+"""The base layer of train/: processes and their signals, clocks, chips, FLOPs, the files of a run."""

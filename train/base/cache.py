@@ -1,4 +1,4 @@
-"""The user's cache folder, where things lie that can be made or fetched again."""
+"""The user's cache folder, for files that can be made or fetched again."""
 
 import contextlib
 import fcntl
@@ -16,9 +16,9 @@ def folder(kind: str) -> pathlib.Path:
 
 
 def keep(key: str, name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """Returns the path of a file that `make` writes, once for each `key`: other processes wait, and find it complete.
+    """Returns the path of a file that `make` writes once for each `key`. Other processes wait until it is complete.
 
-    The key must change where the content would. Files of old keys stay until the user removes them.
+    The key must change whenever the content would. Files of old keys stay until the user removes them.
     """
     path = folder("data") / name_of(key) / name
     if path.exists():
@@ -39,18 +39,18 @@ def keep(key: str, name: str, make: Callable[[pathlib.Path], None]) -> pathlib.P
 
 
 def name_of(key: str) -> str:
-    """Returns a short name for a key."""
+    """Returns a short name for a key: 16 hexadecimal digits of its SHA-256."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def key_of(file: pathlib.Path) -> str:
-    """Returns a key of a local file's content: its path, size and time of change."""
+    """Returns a key that stands for a local file's content: its path, size and time of change."""
     found = file.stat()
     return f"{file.resolve()} {found.st_size} {found.st_mtime_ns}"
 
 
 def sha256(file: pathlib.Path) -> str:
-    """Returns the SHA-256 of a local file. It is read again only if its path, size, time of change or inode differs."""
+    """Returns the SHA-256 of a local file. Hashes it again only if its path, size, time of change or inode differs."""
     note = folder("hashes") / name_of(f"{key_of(file)} {file.stat().st_ino}")
     with contextlib.suppress(OSError):
         if re.fullmatch("[0-9a-f]{64}", known := note.read_text()):

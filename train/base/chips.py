@@ -1,4 +1,4 @@
-"""The published figures of the chips that models train on, and topologies by name, such as "v5p:4x4x4" or "h200:16"."""
+"""Published figures of the chips that models train on, and topologies by name, such as "v5p:4x4x4" or "h200:16"."""
 
 import importlib.util
 import math
@@ -14,22 +14,22 @@ from jax.experimental import topologies
 class Chip(NamedTuple):
     """The figures of one device as JAX counts them: a chip, or half of a TPU7x."""
 
-    kind: str  # its `device_kind`; for a TPU, how that begins
+    kind: str  # its `device_kind`; for a TPU, the beginning of it
     flops: float  # dense bfloat16 operations a second; a multiplication and an addition are two
     memory: float  # bytes of HBM
     bandwidth: float  # bytes a second from and to HBM
-    link: float  # bytes a second that it can send to its neighbours: all ICI links of a TPU, NVLink, or PCIe
-    network: float = 0.0  # bytes a second that it can send out of its node of `NODE` GPUs; 0: not published
+    link: float  # bytes a second that the device can send to its neighbours: all ICI links of a TPU, NVLink, or PCIe
+    network: float = 0.0  # bytes a second that the device can send out of its node of `NODE` GPUs; 0: not published
     cores: int = 0  # a GPU's multiprocessors
     cache: int = 0  # bytes of a GPU's L2 cache
     clock: float = 0.0  # a GPU's, in GHz
     capability: str = ""  # a GPU's CUDA compute capability
     products: float = 0.75  # share of `flops` that large matrix products reach
-    streaming: float = 0.85  # share of `bandwidth` that kernels reach which only read and write
+    streaming: float = 0.85  # share of `bandwidth` that kernels reach if they only read and write
 
 
 GIB = 2**30
-NODE = 8  # most GPUs of a board or a host
+NODE = 8  # largest number of GPUs of a board or a host
 # Sources. TPUs: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x, which give the sum of all links, mostly in both
 # directions; `link` is one direction. GPUs: the data sheets of A100 SXM (NVLink 600 GB/s in both directions), H100 SXM,
 # H200 SXM, HGX B200, L4 (PCIe 4, 64 GB/s in both directions; half of its bfloat16 figure, which is sparse) and T4 (PCIe
@@ -37,9 +37,10 @@ NODE = 8  # most GPUs of a board or a host
 # bfloat16: XLA computes in float32, whose peak is given. Networks: ConnectX-6 and ConnectX-7; a DGX A100 has a port of
 # 200 Gbit/s for each GPU, later ones of 400. The rest is from XLA's xla/backends/gpu/target_config/specs; L4, T4 and
 # RTX 4090 are not there, and their memory is what CUDA's deviceQuery prints.
-# What is reached: for H100 and H200 others have measured some 700 TFLOP/s in large products by cuBLAS, and 3.0 and 4.2
-# TB/s in copies. Nothing was measured here: A100's shares, and those of other chips, which `Chip` has, are assumed.
-# A TPU is the first whose kind matches, so "TPU v5 lite" comes before "TPU v5".
+# `products` and `streaming`: for H100 and H200 others have measured some 700 TFLOP/s in large products by cuBLAS, and
+# 3.0 and 4.2 TB/s in copies. Nothing was measured here: the shares of the A100, and the defaults of `Chip` for all
+# other chips, are assumed.
+# A TPU is the first entry whose kind matches, so "TPU v5 lite" comes before "TPU v5".
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.2e12, 300e9),
     "v5e": Chip("TPU v5 lite", 197e12, 16 * GIB, 0.819e12, 200e9),
@@ -61,7 +62,7 @@ CHIPS = {
     "h200": Chip("NVIDIA H200", 989e12, 151397597184, 4.8e12, 450e9, 50e9, 132, 52428800, 1.98, "9.0", 0.71, 0.875),
     "b200": Chip("NVIDIA B200", 2250e12, 191514411008, 8.0e12, 900e9, 50e9, 148, 132644864, 1.965, "10.0"),
 }
-# Google Cloud's name for slices of a TPU -> our name, the cores it counts for each chip, and the axes of a slice.
+# Google Cloud's name for slices of a TPU -> our name, the cores that Google counts for each chip, and a slice's axes.
 CLOUD = {
     "v4": ("v4", 2, 3),
     "v5p": ("v5p", 2, 3),
@@ -80,7 +81,7 @@ LIMITS = {
     "10.0": (233472, 2048, 128),
 }
 
-# A stream_executor.GpuTargetConfigProto: what XLA has to know of a GPU to compile for it.
+# A stream_executor.GpuTargetConfigProto: the description of a GPU that XLA needs to compile for it.
 TARGET = """gpu_device_info {{
   runtime_version: "12.8.0"  # of CUDA: XLA knows no float8 of an unknown one
   threads_per_block_limit: 1024
@@ -107,7 +108,7 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{chip.kind}"
 """
 
-# Without these, libtpu asks the cloud what machine it is on, takes a lock, and writes logs by the gigabyte.
+# Without these, libtpu queries the cloud for the machine's type, takes a lock, and writes logs by the gigabyte.
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -127,13 +128,13 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def size_of(text: str) -> tuple[Chip, int]:
-    """Returns the chip of a topology, and its number of devices. It needs no compiler.
+    """Returns the chip of a topology, and its number of devices. Needs no compiler.
 
-    `text` is a TPU's name and the shape of the slice in chips, such as "v6e:4x4"; a slice by Google Cloud's name, such
-    as "v5litepod-16"; or a GPU's name and their number.
+    `text` is a TPU's name and the shape of the slice in chips, such as "v6e:4x4"; Google Cloud's name of a slice, such
+    as "v5litepod-16"; or a GPU's name and the number of GPUs.
 
     Raises:
-        ValueError: there is no such chip, or it does not come in that number.
+        ValueError: there is no such chip, or the chip does not come in that number.
     """
     name, _, shape = slice_of(text).partition(":")
     chip = CHIPS.get(name)
@@ -153,11 +154,11 @@ def size_of(text: str) -> tuple[Chip, int]:
 
 
 def fleet(text: str) -> tuple[Chip, list[Any]]:
-    """Returns the chip of a topology, and its devices: they need not be at hand for programs to be compiled for them.
+    """Returns the chip of a topology, and devices to compile for, which need not be attached to this machine.
 
     Raises:
-        ValueError: as `size_of`; or the chip does not come in that shape.
-        ImportError: the compiler for it is not installed.
+        ValueError: as in `size_of`; or the chip does not come in that shape.
+        ImportError: the compiler for the chip is not installed.
     """
     (chip, count), (name, _, shape) = size_of(text), slice_of(text).partition(":")
     package = "jax_cuda13_plugin" if chip.cores else "libtpu"
@@ -168,7 +169,7 @@ def fleet(text: str) -> tuple[Chip, list[Any]]:
         found = topologies.get_topology_desc(platform="cuda", target_config=target(chip), topology=nodes)
         return chip, list(found.devices)
     os.environ.update(QUIET)
-    # In use, both cores of a v4 are one device; a topology has to be told so.
+    # Real v4 chips have both cores in one device; a topology needs this option for it.
     options = {"chip_config_name": "megacore"} if name == "v4" else {}
     try:
         found = topologies.get_topology_desc(f"{name}:{shape}", platform="tpu", **options)
@@ -181,7 +182,7 @@ def slice_of(text: str) -> str:
     """Translates Google Cloud's name of a slice, "v5litepod-16", to "v5e:4x4", and returns any other text as it is.
 
     Slices are as near to squares or cubes as powers of two allow. Sizes that are no power of two, such as v5p-1536,
-    come in several shapes, and stay as they are.
+    come in several shapes, and are returned as they are.
     """
     name, _, count = text.partition("-")
     if name not in CLOUD or not count.isdecimal():
@@ -207,6 +208,6 @@ def target(chip: Chip) -> str:
 
 
 def slowest_link(chip: Chip, group: Iterable[Any]) -> float:
-    """Returns the bytes a second that each of a group of devices can send to the others."""
+    """Returns the bytes a second that each device of a group can send to the others."""
     hosts = {device.process_index for device in group}
     return chip.network if chip.network and len(hosts) > 1 else chip.link

@@ -1,7 +1,7 @@
-"""Runs one training in several processes, on one machine or many: they find each other, agree, and end together.
+"""Functions for a training in several processes, on one machine or many: joining, agreeing, and ending together.
 
-JAX runs the same program in every process, and each holds the parts of the arrays that are on its own devices. Process
-0 does what has to be done once: printing, writing files, deciding.
+JAX runs the same program in every process. Each process holds the parts of the arrays that are on its own devices.
+Process 0 does the work that has to be done once: printing, writing files, deciding.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from convert.private import public
 
 T = TypeVar("T")
 TIMEOUT = 20  # seconds without a heartbeat after which a process counts as dead
-PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a live process until it is named, and until the run ends
+PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a live process until a warning names it, and until the run ends
 CHUNK = 2**26  # bytes that `share` sends at a time
 
 _passed = 0
 
 
 def initialize(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Joins the other processes of the run, if there are any. Call it before anything asks for devices.
+    """Joins the other processes of the run, if there are any. Call it before anything requests devices.
 
     Args:
         coordinator: host:port of process 0, where it will listen.
         processes: the number of processes.
-        process: the number of this one, from 0.
+        process: the number of this process, from 0.
 
-    What is not given, `named` finds; or JAX does, on Cloud TPUs and under Slurm, Kubernetes (Jobs and JobSets) and Open
-    MPI. Without any of these, nothing happens: the run has one process. In all processes but process 0, rich prints
-    nothing.
+    If all three are None, they come from `named`. JAX finds values that are still None on Cloud TPUs and under Slurm,
+    Kubernetes (Jobs and JobSets) and Open MPI. If none of these applies, nothing happens: the run has one process. In
+    all processes but process 0, rich prints nothing.
 
     Raises:
         ValueError: there are other processes, but not enough is known to reach them.
@@ -66,9 +66,9 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
 
 
 def named() -> tuple[str | None, int | None, int | None]:
-    """Coordinator, number of processes and that of this one, as variables say that JobSets of XPK and GKE's guides set.
+    """Returns the coordinator, the number of processes and this process's number, from environment variables.
 
-    None of each, unless there are all three.
+    JobSets of XPK and of GKE's guides set these variables. All three values are None unless all are set.
     """
     number = lambda *names: next((int(os.environ[name]) for name in names if name in os.environ), None)
     host = os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("JAX_COORDINATOR_IP")
@@ -82,7 +82,7 @@ def named() -> tuple[str | None, int | None, int | None]:
 
 
 def launched() -> bool:
-    """Whether the environment says that a launcher has started several processes."""
+    """Whether environment variables show that a launcher has started several processes."""
     several = lambda name: int(os.environ.get(name, 1)) > 1
     hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return (
@@ -95,31 +95,34 @@ def launched() -> bool:
 
 
 def agree(value: int) -> int:
-    """Returns the largest value among the processes, which all have to call it at the same point of the run."""
+    """Returns the largest value among the processes. All processes have to call it at the same point of the run."""
     passing()
     words = np.array([value], np.int64).view(np.int32)  # JAX would cut 64 bits to 32
     return int(np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2).view(np.int64).max())
 
 
 def gather(values: Sequence[bool]) -> np.ndarray:
-    """Returns the values of each process, (processes, values); all have to call it with as many at the same point."""
+    """Returns the values of each process, (processes, values).
+
+    All processes have to call it at the same point of the run, with equally many values.
+    """
     passing()
     return np.asarray(multihost_utils.process_allgather(np.array(values, np.uint8))).reshape(-1, len(values)) > 0
 
 
 def of_each(number: float) -> list[float]:
-    """Returns the number of each process; all have to call it at the same point of the run."""
+    """Returns the number of each process. All processes have to call it at the same point of the run."""
     passing()
     return np.asarray(multihost_utils.process_allgather(np.float32(number))).reshape(-1).tolist()
 
 
 def share(data: bytes, source: int) -> bytes:
-    """Returns the `data` of the process `source`, in all processes, which have to call it at the same point."""
+    """Returns the `data` of the process `source`. All processes have to call it at the same point of the run."""
     mine = len(data) if jax.process_index() == source else 0
     size, shared = agree(mine // CHUNK) * CHUNK + agree(mine % CHUNK), []
     for start in range(0, size, CHUNK):
         length = min(CHUNK, size - start)
-        part = np.zeros(1 << (length - 1).bit_length(), np.uint8)  # of few sizes, each of which compiles a program
+        part = np.zeros(1 << (length - 1).bit_length(), np.uint8)  # few sizes, since each size compiles a program
         if mine:
             part[:length] = np.frombuffer(data, np.uint8, length, start)
         shared.append(np.asarray(multihost_utils.broadcast_one_to_all(part, jax.process_index() == source))[:length])
@@ -127,20 +130,21 @@ def share(data: bytes, source: int) -> bytes:
 
 
 def passing() -> None:
-    """Counts, for `watching`, a point of the run that all processes pass in the same order."""
+    """Records that this process reached the next sync point; `watching` reports processes that fall behind."""
     global _passed
     _passed += 1
 
 
 @contextlib.contextmanager
 def watching(every: float = 5) -> Iterator[None]:
-    """Watches the other processes of the run: ends this one if another `end`s, and names one that keeps others waiting.
+    """Watches the other processes of the run: ends this one if another calls `end`, and names one that holds up others.
 
-    JAX notices processes that die or are suspended, but not one that lives and hangs, such as in a function of the
-    user's: the others would wait for it for ever in their next computation. So every process publishes every few
-    seconds how many points it has passed. When one has waited `PATIENCE` seconds for another that has passed fewer,
-    stderr says so. The late one may be at work, reading data or computing rewards; after `LIMIT` seconds the run ends.
-    A process that hangs within a common computation has passed as many points as the others, and is not noticed.
+    JAX notices processes that die or are suspended, but not a live process that hangs, such as in a function of the
+    user's: the others would wait for it for ever in their next computation. So each process publishes the number of
+    sync points that it has passed, every `every` seconds. When a process has waited `PATIENCE` seconds for one that has
+    passed fewer, it prints a warning to stderr. The late process may be at work, reading data or computing rewards;
+    after `LIMIT` seconds the run ends. A process that hangs within a common computation has passed as many points as
+    the others, and is not noticed.
     """
     client, done = multihost.get_jax_distributed_client() if jax.process_count() > 1 else None, threading.Event()
     thread = threading.Thread(target=_watch, args=(client, every, done), daemon=True)
@@ -163,7 +167,7 @@ def _watch(client: Any, every: float, done: threading.Event) -> None:
             client.key_value_set(f"passed/{me}", str(here), allow_overwrite=True)
             passed = {int(key.rpartition("/")[2]): int(count) for key, count in client.key_value_dir_get("passed/")}
             ended = client.key_value_dir_get("ended/")
-        except jax.errors.JaxRuntimeError:  # another process has died: JAX reports it
+        except jax.errors.JaxRuntimeError:  # another process has died, which JAX reports
             return
         if ended:
             end("Another process of this run has failed, and says why.")
@@ -184,7 +188,8 @@ def together(action: Callable[[], T]) -> T:
     """Returns `action()`; if it raises in one process, raises in all.
 
     Raises:
-        OSError: the action's own; any other error of the action, with its message; or another process has failed.
+        OSError: the action's own OSError; any other error of the action, with its message; or the action has failed in
+            another process.
     """
     result, failure = None, None
     try:
@@ -199,7 +204,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 def end(reason: str) -> NoReturn:
-    """Ends this process with a message; with several processes immediately, since the others may never end."""
+    """Ends this process with a message; if the run has several processes, at once, since the others may never end."""
     reason = public(reason)
     if not jax.distributed.is_initialized():
         raise SystemExit(reason)

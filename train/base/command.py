@@ -25,24 +25,24 @@ LOST = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """What `command` needs, in `Options`: a file of options, and how the processes of a run find each other."""
+    """Options for `command`: a file of options, and how the processes of a run find each other."""
 
     help_group: ClassVar[Group] = Group.DEVICES
     name: ClassVar[str]  # of the script
 
     config: pathlib.Path | None = option(None, group=Group.RUN)
-    """YAML file of any of these options, such as the run.yaml in the folder of another run. Those of the command line
-    win."""
+    """YAML file of any of these options, such as the run.yaml in the folder of another run. Options of the command line
+    win over those of the file."""
     coordinator: str | None = option(None, rare=True)
-    """host:port of process 0. Only for several processes that were started by no launcher known to JAX: see
+    """host:port of process 0. Needed only if several processes were started by no launcher that JAX knows: see
     docs/clusters.md."""
     processes: int | None = option(None, rare=True)
     """Number of processes."""
     process: int | None = option(None, rare=True)
-    """Which of them this one is, counted from 0."""
+    """Number of this process, counted from 0."""
 
     def __post_init__(self) -> None:
-        """Takes what one writes in Python, too: strings for paths, and one value or a list of them for a tuple."""
+        """Converts values given in Python: strings to paths, and one value or a list of values to a tuple."""
         for field in dataclasses.fields(self):
             value, kinds = getattr(self, field.name), typing.get_args(field.type)
             if typing.get_origin(field.type) is tuple:
@@ -56,9 +56,11 @@ class CommandOptions:
 
 
 def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
-    """Calls `main` with the options of the command line. Errors that the user can mend are one sentence, no traceback.
+    """Calls `main` with the options of the command line.
 
-    Programs that XLA compiles are kept for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
+    An error that the user can mend is printed as one sentence, without a traceback, and ends the process.
+
+    Programs that XLA compiles are cached for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
     """
     warn_of_secrets(sys.argv)
     try:
@@ -79,7 +81,7 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
         if jax.process_count() == 1:
             raise
         cluster.end(LOST.format(str(error).splitlines()[0]))
-    except Exception as error:  # a fault of ours, whose place says more; the other processes must not wait for this one
+    except Exception as error:  # a bug of ours needs its traceback, and the other processes must not wait for this one
         if jax.process_count() == 1:
             raise
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a training step, by the products that a model's config implies, and those of a chip."""
+"""FLOPs of a training step, counted from the matrix products that a model's config implies, and of a chip."""
 
 import functools
 import math
@@ -18,22 +18,22 @@ from zoo.weights.checkpoint import skeleton
 class Products(NamedTuple):
     """Multiply-adds of one token's forward pass, by part of the model."""
 
-    layers: float  # with the layers' weights; of a mixture's experts only those that a token goes to
+    layers: float  # with the layers' weights; in a mixture of experts only with the experts that a token is routed to
     head: float  # with the output head's weights
     attention: float  # scores, and weighted sums of values
 
 
 class Weights(NamedTuple):
-    """Where the weights of a model's matrix products are."""
+    """The weights of a model's matrix products: their paths and multiply-adds."""
 
     layers: dict[str, float]  # path of an array -> multiply-adds of a token
     head: str  # path of the output head, which may be the embedding
-    below: frozenset[str]  # what paths of layers and of embeddings begin with
+    below: frozenset[str]  # first parts of the paths of layers and of embeddings
 
 
 @functools.lru_cache
 def weights_of(config: AbstractConfig) -> Weights:
-    """The weights that a token is multiplied with; of a mixture's experts the share that it goes to."""
+    """Lists the weights that a token is multiplied with. Experts count by the share that a token is routed to."""
     c, layers = config, {}
     chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
     is_linear = lambda m: isinstance(m, AbstractLinear | AbstractExpertLinear)
@@ -52,7 +52,7 @@ def weights_of(config: AbstractConfig) -> Weights:
 
 @functools.lru_cache
 def products_per_token(config: AbstractConfig, seq: int) -> Products:
-    """Counts the multiply-adds of a token, on average over a causal sequence of `seq` tokens."""
+    """Counts the multiply-adds of a token: the average over a causal sequence of `seq` tokens."""
     attention = sum(config.attention_products(n, seq) for n in range(config.num_hidden_layers))
     return Products(
         float(sum(weights_of(config).layers.values())), float(config.vocab_size * config.hidden_size), attention
@@ -62,15 +62,16 @@ def products_per_token(config: AbstractConfig, seq: int) -> Products:
 def flops_per_token(config: AbstractConfig, seq: int, *, frozen: bool = False, trained: Any = None) -> float:
     """Counts the floating point operations of training on one token, in sequences of `seq`, as MFU does.
 
-    They are 6 for every weight of a matrix product, 2 forward and 4 backward. The head and routers count, embedding
-    look-ups do not; of a mixture's experts those count that a token goes to. And they are 6 for every multiply-add of
-    causal attention, in which a token sees half of its sequence on average, or less through a window or in a chunk.
-    What remat computes again does not count.
+    Every weight of a matrix product counts 6: 2 forward and 4 backward. The head and routers count, embedding look-ups
+    do not. In a mixture of experts, only the experts that a token is routed to count. Every multiply-add of causal
+    attention counts 6, too. There a token sees half of its sequence on average, or less through a window or in a chunk.
+    Remat's recomputation does not count.
 
     Args:
-        frozen: only adapters are trained, which are not counted: each weight has no gradient, and counts 4.
-        trained: what --freeze leaves to be trained, a tree as the model, with None for all else. A frozen weight counts
-            4; or 2 if nothing is trained before it, so that nothing is sent back through it. Layers are taken together.
+        frozen: only adapters are trained. Adapters do not count, and each weight counts 4, as it has no gradient.
+        trained: the weights that --freeze leaves to be trained, a tree like the model, with None for all others. A
+            frozen weight counts 4; or 2 if nothing before it is trained, so that no gradient passes through it. All
+            layers are treated as one in this.
     """
     p = products_per_token(config, seq)
     if trained is None:
@@ -79,7 +80,8 @@ def flops_per_token(config: AbstractConfig, seq: int, *, frozen: bool = False, t
     own = sum(products for path, products in weights.layers.items() if path in paths) + p.head * (weights.head in paths)
     through_head = paths != {weights.head} or weights.head.split(".")[0] in weights.below
     through_layers = any(path.split(".")[0] in weights.below for path in paths)
-    back = p.head * through_head + (p.layers + 2 * p.attention) * through_layers  # two products for each of attention
+    # Each product of attention has two in the backward pass.
+    back = p.head * through_head + (p.layers + 2 * p.attention) * through_layers
     return 2.0 * (p.layers + p.head + p.attention + own + back)
 
 

@@ -1,4 +1,4 @@
-"""Goodput: where the seconds of a run go, and how many its steps got, over all of its restarts.
+"""Goodput: where the seconds of a run go, and the share of them that went into steps, over all of its restarts.
 
     start        loading the program, the data and the model, up to the first step; and all that has no other name
     compile      XLA compiling, at whatever time
@@ -10,9 +10,10 @@
     lost         steps that were computed, and then lost because the run ended before it saved them
     away         between the end of one start of the run and the beginning of the next; not part of the whole
 
-goodput.json in the run's folder has them for each start of the run, and in all. A metrics line has "step_seconds" and
-"input_seconds" of its step. Of several processes it has "own_seconds" too, a list with a number of each process: what
-it spent on all but the step and compiling. In the step all wait for the last one, so the slowest process has the most.
+goodput.json in the run's folder has these seconds for each start of the run, and their sums. A metrics line has
+"step_seconds" and "input_seconds" of its step. With several processes it has "own_seconds", too: for each process the
+seconds that it spent on all but the step and compiling. The slowest process has the most, as the others wait for it
+within the step.
 """
 
 import collections
@@ -33,13 +34,13 @@ from train.base import cluster, writing
 
 
 FILE = "goodput.json"
-SLOW = 3  # times the median: a step that takes longer is named
+SLOW = 3  # times the median: a step that takes longer is listed at the end of the run
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Clock:
-    """Counts seconds by what they are spent on. `phase` is what they are spent on now."""
+    """A clock that counts seconds by phase. `phase` is the current one."""
 
     def __init__(self):
         self.began = time.time()
@@ -50,7 +51,7 @@ class Clock:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Counts the seconds in it for `phase`, and not for what is around it."""
+        """Counts the seconds inside the `with` for `phase`, and not for the phase around it."""
         before = self.change(phase)
         try:
             yield
@@ -58,14 +59,14 @@ class Clock:
             self.change(before)
 
     def change(self, phase: str) -> str:
-        """From now on the seconds count for `phase`; returns what they counted for."""
+        """Counts the seconds for `phase` from now on. Returns the phase before."""
         now, before = time.monotonic(), self.phase
         self.seconds[before] += now - self._since
         self.phase, self._since, self.moved = phase, now, now
         return before
 
     def compiled(self, seconds: float) -> None:
-        """Counts the last seconds for compiling. Programs are traced within others: no second counts twice."""
+        """Counts the last `seconds` for compiling. No second counts twice where programs are traced within others."""
         if threading.get_ident() != self._thread:
             return
         end = time.monotonic()
@@ -82,12 +83,12 @@ _clock = Clock()
 
 
 def clock() -> Clock:
-    """The clock of the run of this process, or of the one that is about to begin."""
+    """Returns the clock of this process's run, or of the run that is about to begin."""
     return _clock
 
 
 def begin() -> None:
-    """Start the clock of the run that comes next."""
+    """Starts the clock of the next run."""
     global _clock
     _clock = Clock()
 
@@ -101,7 +102,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)  # pyright: ignore
 
 
 def timed(phase: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a function whose seconds count for `phase`."""
+    """Decorates a function so that its seconds count for `phase`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -115,15 +116,15 @@ def timed(phase: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class Goodput:
-    """The seconds of a run, in goodput.json of its folder `out`. It goes on from `step`. Process 0 alone writes.
+    """The seconds of a run that goes on from `step`, in goodput.json of its folder `out`. Process 0 alone writes.
 
-    Use it in a `with` that ends when the run does; then it prints where the seconds went.
+    Use it in a `with` that ends when the run does; it then prints where the seconds went.
     """
 
     def __init__(self, out: pathlib.Path, step: int):
         self.path, self.clock = out / FILE, _clock
         self.first = self.last = step
-        self.times: list[float] = []  # of steps
+        self.times: list[float] = []  # seconds of each step
         self.slow: list[tuple[int, float]] = []
         self._before = collections.Counter()  # seconds of each kind when a step began
         self.starts: list[dict[str, Any]] = _earlier(self.path, step)
@@ -141,7 +142,7 @@ class Goodput:
         begin()
 
     def step(self, n: int, *, tokens: Any, **numbers: Any) -> dict[str, Any]:
-        """Notes that step `n` is done. Returns its metrics; with a rollout, how fast the training on it was.
+        """Records that step `n` is done. Returns its metrics; after a rollout also "training_tokens_per_second".
 
         All processes call it at the same point.
         """
@@ -150,7 +151,7 @@ class Goodput:
         spent.subtract(self._before)
         self._before.update(spent)
         self.last = n
-        if n > self.first + 1:  # the first one begins before it is compiled
+        if n > self.first + 1:  # not the first step, which begins before it is compiled
             if len(self.times) >= 10 and spent["step"] > SLOW * self.median():
                 self.slow.append((n, spent["step"]))
             self.times.append(spent["step"])
@@ -161,24 +162,24 @@ class Goodput:
         return found | ({"training_tokens_per_second": float(tokens) / spent["step"]} if "reward" in numbers else {})
 
     def median(self) -> float:
-        """Of the last hundred steps, in seconds; 0 before the second one."""
+        """Returns the median duration of the last 100 steps, in seconds. It is 0 until the second step is done."""
         return statistics.median(self.times[-100:]) if self.times else 0.0
 
     def saving(self, step: int) -> None:
-        """Notes that a checkpoint of `step` is being saved: what was done until now is not lost if it is used."""
+        """Records that a checkpoint of `step` is being saved. A restart from it does not lose the seconds until now."""
         self.last = step
         self.marks = [*self.marks[-9:], self._mark()]
         self.write()
 
     def table(self) -> dict[str, float]:
-        """Seconds by what they were spent on, over all starts of the run."""
+        """Returns the seconds by phase, over all starts of the run."""
         total = collections.Counter()
         for start in (*self.starts, self._now()):
             total.update(start["seconds"])
         return {name: total[name] for name in NAMES}
 
     def line(self) -> str:
-        """What the run prints at its end."""
+        """Returns the summary that the run prints at its end."""
         seconds = self.table()
         whole = sum(seconds.values()) - seconds["away"] or 1.0
         spent = sorted(((value, name) for name, value in seconds.items() if name != "away"), reverse=True)
@@ -190,7 +191,7 @@ class Goodput:
         return f"Goodput {seconds['step'] / whole:.0%} of {whole:,.0f} s{starts}: {parts}.{slow}"
 
     def write(self) -> None:
-        """Writes the file: the report draws it, and the next start goes on from it. No run ends for its sake."""
+        """Writes the file, which the report draws and the next start continues. A failure is only a warning."""
         if jax.process_index():
             return
         content = {"seconds": self.table(), "starts": [*self.starts, self._now()]}
@@ -219,9 +220,10 @@ def _named(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _earlier(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
-    """The starts of a run that goes on from `step`, without the seconds that were spent after that step was saved.
+    """Reads the earlier starts of a run that goes on from `step`.
 
-    These are "lost" of the last start, and "away" of it is the time since its last sign of life.
+    The seconds that the last start spent after it saved that step are moved to "lost". Its "away" is the time since its
+    last sign of life.
     """
     try:
         starts = json.loads(path.read_text())["starts"]

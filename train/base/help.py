@@ -1,7 +1,7 @@
-"""Prints the options of a script in groups: those that most runs use for --help, and all of them for --help-all.
+"""The help of a script, in groups: --help prints the options that most runs use, and --help-all prints all of them.
 
-An option stands in the group of the class that declares it, its `help_group`, or in its own, which `option` gives. Its
-text is the docstring below it. Where that says what the default stands for, as "0: never." does, the help says so.
+An option stands in the group that `option` gives it, or else in the `help_group` of the class that declares it. Its
+text is the docstring below it. If that text explains the default, as "0: never." does, the help prints the explanation.
 """
 
 import ast
@@ -27,12 +27,12 @@ import tyro
 from rich.text import Text
 
 
-WIDTH, INDENT = 100, 26  # columns of a line, and those before an option's text
-Every = int | Literal["never"]  # a number of steps between two times that something is done
+WIDTH, INDENT = 100, 26  # columns of a line, and columns before an option's text
+Every = int | Literal["never"]  # the number of steps between two times of an action
 
 
 class Group(enum.StrEnum):
-    """The headings, in their order. Options of a class that names none are those of the data."""
+    """The headings, in their order. Options of a class without a `help_group` belong to DATA."""
 
     MODEL = "Model"
     DATA = "Data"
@@ -47,16 +47,16 @@ class Group(enum.StrEnum):
 
 
 def option(default: Any, *, group: Group | None = None, rare: bool = False) -> Any:
-    """Declares an option of another group than its class, or one that only --help-all has."""
+    """Declares an option that has another group than its class, or that only --help-all prints."""
     return dataclasses.field(default=default, metadata={"group": group, "rare": rare})
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What the help says of one option."""
+    """The description of one option in the help."""
 
-    name: str  # with dashes, and with its group's: "lora.rank"
-    kind: Any  # its type
+    name: str  # with dashes, and with a nested option's prefix: "lora.rank"
+    kind: Any  # the option's type
     default: Any
     text: str
     group: Group
@@ -65,13 +65,13 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The words that give it."""
+        """Returns the flags that set the option: two for a bool, of which the second is --no-NAME."""
         above, dot, own = self.name.rpartition(".")
         return (f"--{self.name}", f"--{above}{dot}no-{own}") if self.kind is bool else (f"--{self.name}",)
 
     @property
     def invocation(self) -> str:
-        """How it is written: --seq-len INT."""
+        """Returns the option as the help shows it: --seq-len INT."""
         several = typing.get_origin(self.kind) is tuple
         flags = self.flags if self.default is not False else self.flags[:1]
         if self.positional:
@@ -81,7 +81,7 @@ class Option:
 
     @property
     def default_in_words(self) -> str:
-        """What is done without it: what its text says of the default, or else the value."""
+        """Returns the default in words: its explanation in the option's text, or else the value."""
         if self.default is dataclasses.MISSING:
             return "required"
         plain = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -94,7 +94,7 @@ class Option:
 
 
 def options_of(script: type[Any]) -> list[Option]:
-    """Returns all options that can be chosen. Those that the script declares or declares anew come first."""
+    """Returns all options that can be set. Options that the script itself declares, or declares again, come first."""
     return list(_options(script))
 
 
@@ -123,7 +123,7 @@ def show(script: type[Any], *, everything: bool) -> None:
 
 
 def refuse_unknown(script: type[Any], arguments: Sequence[str]) -> None:
-    """Raises a ValueError for a word that looks like an option and is none; it names the one that is probably meant."""
+    """Raises a ValueError for a word that looks like an option and is none. The message names the closest option."""
     found = options_of(script)
     known = {flag for each in found for flag in each.flags}
     for word in arguments:
@@ -135,9 +135,9 @@ def refuse_unknown(script: type[Any], arguments: Sequence[str]) -> None:
 
 
 def nearest(flag: str, found: Sequence[Option]) -> str | None:
-    """Returns the option that is probably meant: of a similar name, or of which the text speaks in these words.
+    """Returns the option that is probably meant by `flag`: one of a similar name, or with these words in its text.
 
-    So --learning-rate is found as --lr, "Peak learning rate".
+    So --learning-rate finds --lr, whose text is "Peak learning rate".
     """
     words = flag[2:].split("-")
 
@@ -157,13 +157,13 @@ def nearest(flag: str, found: Sequence[Option]) -> str | None:
 
 
 def program() -> str:
-    """Returns the command that runs here: python -m train.sft."""
+    """Returns the command of this process, such as python -m train.sft."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else os.path.basename(sys.argv[0])
 
 
 def kinds(options: type[Any]) -> dict[str, Any]:
-    """Returns the type of every option that can be chosen, by the name of its field."""
+    """Returns field name -> type, for every option that can be set."""
     hints = typing.get_type_hints(options, include_extras=True)
     fixed = lambda name: tyro.conf.Suppress in getattr(hints[name], "__metadata__", ())
     return {field.name: hints[field.name] for field in dataclasses.fields(options) if not fixed(field.name)}
@@ -191,7 +191,7 @@ def _options(script: type[Any], above: str = "", *, rare: bool = False) -> Itera
 
 @functools.cache
 def _texts(declares: type[Any]) -> dict[str, str]:
-    """The docstrings below the fields of a class."""
+    """Returns field name -> docstring below the field, for the fields of a class."""
     if not dataclasses.is_dataclass(declares):
         return {}
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(declares))).body[0]).body
@@ -203,7 +203,7 @@ def _texts(declares: type[Any]) -> dict[str, str]:
 
 
 def _kind(kind: Any) -> str:
-    """How a value of a type is written: INT, PATH, or adamw|muon."""
+    """Returns a type as the help shows it: INT, PATH, or adamw|muon."""
     if typing.get_origin(kind) is Literal:
         return "|".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) in (typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Locks a folder by a file, so that no other process writes there."""
+"""A lock on a folder, held by a file, so that no other process writes there."""
 
 import errno
 import fcntl
@@ -9,10 +9,10 @@ import weakref
 
 
 def lock(path: pathlib.Path, owner: object) -> str:
-    """Locks a file until `owner` or this process ends. Returns "", or which other process has it.
+    """Locks a file until `owner` or this process ends. Returns "", or the name of the other process that holds it.
 
-    These are POSIX record locks: the system releases them when a process dies, and forked processes do not inherit
-    them. On a file system that has none, nothing is locked.
+    The lock is a POSIX record lock: the system releases it when the process dies, and forked processes do not inherit
+    it. On a file system without such locks, nothing is locked.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     weakref.finalize(owner, os.close, file)

@@ -1,7 +1,7 @@
-"""Places in the memories of GPUs that are not here, and of their hosts.
+"""Shardings with a kind of memory, on GPUs that are not attached to this machine and in their hosts' memory.
 
-jaxlib describes such GPUs without their memories, and so a `NamedSharding` on them forgets its kind of memory. A
-program needs it when it is lowered; when it has been compiled, jax compares places and wants it to be forgotten.
+jaxlib describes such GPUs without their memories, and so a `NamedSharding` on them loses its kind of memory. Lowering a
+program needs the kind. After compiling, jax compares shardings, and those must report no kind.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 
 class Place(NamedSharding):
-    """A `NamedSharding` in the memory of such devices."""
+    """A `NamedSharding` in the memory of devices that are not attached."""
 
     kind: str = "device"
     tells: bool = True
@@ -36,7 +36,7 @@ class HostPlace(Place):
 
 
 def explicit(tree: Any) -> Any:
-    """The shapes of a program's arguments, each at a `Place` if one is at a `HostPlace`: jax wants all or none."""
+    """Gives every argument's shape a `Place` if one has a `HostPlace`, as jax needs memory kinds on all or none."""
     arrays = jax.tree.leaves(tree)
     if not any(isinstance(array.sharding, HostPlace) for array in arrays):
         return tree
@@ -45,14 +45,14 @@ def explicit(tree: Any) -> Any:
 
 
 def here(tree: Any) -> Any:
-    """The same shapes, all in the memory of devices."""
+    """Returns the same shapes, all in the memory of devices."""
     at = lambda place: NamedSharding(place.mesh, place.spec)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at(a.sharding)), tree)
 
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    """Lets places forget their kinds of memory."""
+    """Makes shardings report no memory kind inside the `with`: a compiled program for devices not attached has none."""
     Place.tells = False
     try:
         yield

@@ -1,4 +1,4 @@
-"""Notices that a run should save and end: its machine is about to be taken away, or its folder has a file "stop"."""
+"""Detection of reasons to save and end: a machine that is about to be taken away, or a file "stop" in the folder."""
 
 import contextlib
 import os
@@ -11,22 +11,23 @@ from collections.abc import Callable, Iterator
 import rich
 
 
-FILE = "stop"  # in the folder of a run: whoever makes it asks the run to stop; the run removes it
+FILE = "stop"  # in the folder of a run: making it requests the run to stop, and the run removes it
 EVENTS = {"preempted": "TRUE", "maintenance-event": "TERMINATE"}  # of Google's metadata -> how the value begins
 REASONS = (*(f"Google Cloud ({name})" for name in EVENTS), f"the file {FILE}")
-EVERY = 2.0  # seconds between looks
+EVERY = 2.0  # seconds between checks
 STARTED = time.time()
 PRODUCT = pathlib.Path("/sys/class/dmi/id/product_name")  # names Google on its machines
 
 
 @contextlib.contextmanager
 def watching(request: Callable[[str], None], out: pathlib.Path | None) -> Iterator[None]:
-    """Calls `request` with one of REASONS, once, when there is one; it looks every two seconds, in a thread.
+    """Checks every two seconds, in a thread, for one of REASONS, and calls `request` with the first, once.
 
-    On machines of Google Cloud, TPUs among them, it asks their metadata server, which says so 30 seconds or more ahead.
+    On machines of Google Cloud, TPUs among them, it queries their metadata server, which gives notice 30 seconds or
+    more ahead.
 
     Args:
-        out: the run's folder, in the process that looks for its file "stop"; None in the others.
+        out: the run's folder, in the process that checks for its file "stop"; None in the others.
     """
     done = threading.Event()
 
@@ -47,7 +48,7 @@ def watching(request: Callable[[str], None], out: pathlib.Path | None) -> Iterat
 
 
 def found(out: pathlib.Path | None) -> str:
-    """One of REASONS, or "". A file "stop" is removed when it is found."""
+    """Returns one of REASONS, or "". Removes a file "stop" that it finds."""
     if on_google():
         for reason, (name, start) in zip(REASONS, EVENTS.items(), strict=False):
             if metadata(name).startswith(start):
@@ -60,7 +61,7 @@ def found(out: pathlib.Path | None) -> str:
 
 
 def remove_old(out: pathlib.Path) -> None:
-    """Removes a file "stop" that is older than this process: it was for an earlier start of the run."""
+    """Removes a file "stop" that is older than this process, as it was meant for an earlier start of the run."""
     with contextlib.suppress(FileNotFoundError):
         if (out / FILE).stat().st_mtime < STARTED:
             (out / FILE).unlink()
@@ -75,7 +76,7 @@ def on_google() -> bool:
 
 
 def metadata(name: str) -> str:
-    """What the metadata server says of this machine; "" if it does not answer."""
+    """Returns an entry of the metadata server about this machine; "" if the server does not answer."""
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     url = f"http://{host}/computeMetadata/v1/instance/{name}"
     try:

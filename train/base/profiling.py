@@ -1,4 +1,4 @@
-"""Looks into a step: --profile 10:13 records some steps and sums up their kernels, --dump-hlo writes the program."""
+"""A profile of steps: --profile 10:13 records some and sums up their kernels; --dump-hlo writes a step's program."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ TOP = 30  # kernels in the summary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What is looked into, in `Options`."""
+    """Options for profiling: the steps to record, and whether to write the step's program."""
 
     help_group: ClassVar[Group] = Group.WATCHING
 
@@ -33,7 +33,7 @@ class ProfileOptions:
 
 
 class Profile:
-    """Records the steps of --profile into the folder `out`. Of several processes only process 0 does.
+    """A recorder of the steps of --profile, into the folder `out`. Only process 0 records.
 
     Raises:
         ValueError: --profile names no steps.
@@ -70,7 +70,7 @@ class Profile:
 
 
 def summary(path: pathlib.Path, steps: int) -> str:
-    """A table of the kernels in an xprof trace by their time, in milliseconds a step and device."""
+    """Returns a table of the kernels in an xprof trace, sorted by time, in milliseconds a step and device."""
     found = kernels(path)
     total = sum(seconds for _, seconds in found.values()) or 1.0
     lines = [f"{'ms a step':>12} {'share':>7} {'calls':>8}  kernel or operation"]
@@ -83,12 +83,13 @@ def summary(path: pathlib.Path, steps: int) -> str:
 
 
 def kernels(path: pathlib.Path) -> dict[str, tuple[float, float]]:
-    """Reads an xprof trace: name of a kernel, or of an XLA operation on a CPU or TPU -> calls and seconds of a device.
+    """Reads an xprof trace. Returns the name of a kernel (on a CPU or TPU, of an XLA operation) -> calls and seconds.
 
-    Copies of one operation (`fusion.3`, `fusion.7`) stay apart: each has its own place in the program of --dump-hlo.
+    Calls and seconds are those of one device. Copies of one operation (`fusion.3`, `fusion.7`) stay apart, as each has
+    its own place in the program of --dump-hlo.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the bindings, in Python 3.12
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by the bindings in Python 3.12
         planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
         devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):\d+$", plane.name)]
         found: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
@@ -105,14 +106,14 @@ def kernels(path: pathlib.Path) -> dict[str, tuple[float, float]]:
 
 
 def _is_of_kernels(plane: str, line: str) -> bool:
-    """Whether a line of a trace has kernels, each once: other lines have whole programs, steps, or names of scopes."""
+    """Whether a line of a trace lists each kernel once. Other lines list whole programs, steps, or names of scopes."""
     if "GPU" in plane:
         return line.startswith("Stream")
     return line == "XLA Ops" if "TPU" in plane else line.startswith("tf_XLA")
 
 
 def dumped(o: ProfileOptions, out: pathlib.Path, step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step`; with --dump-hlo one that first writes its program into `out`/hlo."""
+    """Returns `step`; with --dump-hlo, a step that writes its program into `out`/hlo before the first call."""
     if not o.dump_hlo:
         return step
     left = ["hlo"]

@@ -1,8 +1,8 @@
 """A compiled step in a file: `train.plan --save` writes it on any machine, and --program loads it where it is to run.
 
-The file's first line is JSON: versions, devices, options, arguments, and hashes of the step as it was traced and of
-what follows, the executable as XLA serialises it. A run traces its own step, and takes the executable only for the
-very same. Nothing is unpickled; yet an executable is machine code, which XLA loads as it is.
+The file's first line is JSON: versions, devices, options, arguments, a hash of the traced step, and a hash of the
+executable. The executable follows, as XLA serialises it. A run traces its own step, and uses the executable only if the
+traced steps are the same. Nothing is unpickled; yet an executable is machine code, and XLA does not check what it does.
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from train.base.help import Group, option
 
 # Packages whose executables differ from one version to the next, by platform. XLA for GPUs is in the plugin.
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
-LONGEST = 400  # characters of a string in a traced step that is not a kernel, which would name files of its machine
-# Options by which no step differs: how long a run validates, and on what, and in which order it sees its data.
+LONGEST = 400  # characters; a longer string in a traced step is a kernel, which names files of its machine
+# Options that do not change the step: how often and on what data a run validates, and the order of its data.
 OTHERS = ("--eval-batches", "--eval-every", "--patience", "--hold-out", "--epochs", "--seed", "--chat.", "--packing")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramOptions:
-    """Where the compiled step is from, in `Options`."""
+    """Options for loading a compiled step."""
 
     help_group: ClassVar[Group] = Group.STEP
 
     program: pathlib.Path | None = option(None, rare=True)
-    """File of the compiled step, which train.plan --save wrote for these devices and options: nothing is compiled for
-    the step then. It is machine code: take it only from those whose programs you would run. None: compile."""
+    """File of the compiled step, which train.plan --save wrote for these devices and options. The run does not compile
+    its step then. The file is machine code: take it only from people whose programs you would run. None: compile."""
 
 
 def write(path: pathlib.Path, lowered: Any, executable: Any, o: Any, options: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ def write(path: pathlib.Path, lowered: Any, executable: Any, o: Any, options: Ma
         o, options: as in `loaded`.
 
     Raises:
-        ValueError: this platform cannot serialise what it has compiled.
+        ValueError: this platform cannot serialise executables.
     """
     try:
         code = executable.runtime_executable().serialize()
@@ -64,25 +64,29 @@ def write(path: pathlib.Path, lowered: Any, executable: Any, o: Any, options: Ma
 
 
 def loaded(o: Any, step: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """`step`; with --program one that loads its executable from there when it is first called.
+    """Returns `step`; with --program, a step that loads its executable from that file at its first call.
 
     Args:
         o: `train.run.options.Options`.
-        step: what `jax.jit` returned.
-        options: option -> value, those on which the run's numbers depend (`train.run.folder.telling`).
+        step: a function that `jax.jit` returned.
+        options: option -> value, for the options on which the run's numbers depend (`train.run.folder.telling`).
 
-    The first call raises a ValueError if the file is no program, or one of another step: it names what differs.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is no program, or is damaged.
+
+    The first call of the step raises a ValueError if the program is of another step; the message names the difference.
     """
     return step if o.program is None else Loaded(o.program, step, _told(o, options))
 
 
 class Loaded:
-    """A step whose executable comes from a file. It has no shapes but those of its first call."""
+    """A step whose executable comes from a file. It can only be called with the shapes of its first call."""
 
     def __init__(self, path: pathlib.Path, step: Any, options: Mapping[str, Any]):
         self._path, self._step, self._options = path, step, options
         self._compiled: Any = None
-        self._read()  # a file that is not there is told before the run begins
+        self._read()  # so that a missing file is reported before the run begins
 
     def lower(self, *arguments: Any) -> Any:
         return self._step.lower(*arguments)
@@ -109,8 +113,8 @@ class Loaded:
             raise ValueError(
                 f"--program {self._path} {why}: make it again with train.plan --save, or leave --program out."
             )
-        # JAX has no other way to make a `jax.stages.Compiled` of an executable but from a pickle, which could run
-        # anything before a word of it is checked.
+        # JAX's own way to make a `jax.stages.Compiled` of a stored executable is a pickle, which could run any code
+        # before it is checked.
         load = lambda backend, module, places, settings, callbacks, devices, *_: backend.deserialize_executable(
             code, devices, settings
         )
@@ -124,7 +128,7 @@ class Loaded:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Says of a program `there` why it is not that of the run `here`, naming both; empty if it is."""
+    """Explains why a program `there` is not that of the run `here`, with both values. Empty if it is the same."""
     for name in ("jax", "jaxlib", "equinox-zoo", "compiler"):
         if there.get(name) != here[name]:
             return f"was compiled with {name} {there.get(name)}, and this is {here[name]}"
@@ -144,7 +148,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 
 def _about(lowered: Any, place: Any) -> dict[str, Any]:
-    """What a program has to have in common with a run: versions, devices, arguments, and the step as it was traced."""
+    """Collects all that a program must have in common with a run: versions, devices, arguments, and the traced step."""
     device, mesh = place.mesh.devices.flat[0], place.mesh
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     leaves = jax.tree_util.tree_leaves_with_path(lowered.args_info[0])
@@ -163,13 +167,13 @@ def _about(lowered: Any, place: Any) -> dict[str, Any]:
 
 
 def _told(o: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that may say why two steps differ."""
+    """Returns the options that may explain why two steps differ."""
     found = {name: value for name, value in options.items() if not name.startswith(OTHERS)}
     return found | {"--model": str(o.model), "--remat": o.remat, "--microbatches": o.microbatches}
 
 
-# What a custom call is given: kernels, in which files and lines of the machine are named that traced them. A constant
-# array is a string, too.
+# A kernel in a custom call. It names files and lines of the machine that traced it, so it is removed before hashing.
+# A constant array is a string, too, but follows "dense<", and stays.
 KERNEL = re.compile(rf'(?<!dense<)"(?:[^"\\\n]|\\.){{{LONGEST},}}"')
 
 

@@ -1,7 +1,7 @@
-"""Options of a run in a file: `--config run.yaml` reads them, and every run's folder has a run.yaml with all of its.
+"""Options of a run in a file: `--config run.yaml` reads them, and every run's folder has a run.yaml with all of them.
 
-The file is YAML, but each of its values is read as the same word on the command line would be, by the option's type:
-1e-4 is a number, and off is not false. A group's options stand below its name, or with it: `lora: {rank: 16}` or
+The file is YAML. Yet each value is read like the same word on the command line, by the option's type: 1e-4 is a number,
+and off is not false. The options of a group stand below its name or have it as a prefix: `lora: {rank: 16}` or
 `lora.rank: 16`.
 """
 
@@ -23,23 +23,23 @@ from train.base import help, writing
 
 
 RUN = "run.yaml"  # in the folder of every run
-# Options of one start, not of the run: the same run may be started again without them.
+# Options of a single start. They are not written to the run's file, as the run may be started again without them.
 ONCE = {"accept_data", "config", "coordinator", "dry_run", "process", "processes"}
 O = TypeVar("O")
 
 
 class Counted(int):
-    """A number of steps that was counted from the data, for --steps 0: the run's file says 0 for it, too, so that the
-    data of a run from that file ends in the same place."""
+    """A number of steps that was derived from the data, as --steps was 0. run.yaml has 0 for it, so that the data of a
+    run from that file ends in the same place."""
 
 
 def parse(options: type[O], arguments: Sequence[str] | None = None) -> O:
-    """Returns the options of the command line, whose own win over those of its --config; or prints the help.
+    """Returns the options of the command line and of its --config, or prints the help. The command line's own win.
 
     Raises:
-        ValueError: there is no such option; or the file is no YAML of options, or has one that the script does not
-            have, or has one twice.
-        OSError: it cannot be read.
+        ValueError: there is no such option; or the --config file is no YAML of options, or has an option that the
+            script does not have, or has one twice.
+        OSError: the --config file cannot be read.
         SystemExit: the help is printed, or a value is not of its option's type.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -58,16 +58,16 @@ def read(path: str | os.PathLike, options: type[Any]) -> list[str]:
     try:
         text = pathlib.Path(path).read_text()
         _refuse_twice(yaml.compose(text, Loader=yaml.BaseLoader), path)
-        found = yaml.load(text, Loader=yaml.BaseLoader)  # which leaves words as they are
+        found = yaml.load(text, Loader=yaml.BaseLoader)  # this loader leaves values as strings
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
     return _words(found or {}, options, path, "")
 
 
 def write(folder: pathlib.Path, o: Any) -> None:
-    """Writes run.yaml: the options, as they were resolved, below the command that gave them.
+    """Writes run.yaml: the resolved options, below the command that gave them, as a comment.
 
-    Commands of earlier starts of the run stay above it.
+    The commands of the run's earlier starts stay above this command.
     """
     path, command = folder / RUN, f"# {public(shlex.join(sys.orig_argv))}"
     before = [line for line in path.read_text().splitlines() if line.startswith("# ")] if path.exists() else []
@@ -77,7 +77,7 @@ def write(folder: pathlib.Path, o: Any) -> None:
 
 
 def _words(found: Any, options: type[Any], path: str | os.PathLike, group: str) -> list[str]:
-    """`read` of one group's options."""
+    """Returns the options of one group in the file as words of a command line, for `read`."""
     if not isinstance(found, dict):
         raise ValueError(f"{path} has {found!r} where options with their names have to be, such as lr: 1e-4.")
     kinds, words = help.kinds(options), []
@@ -108,12 +108,12 @@ def _words(found: Any, options: type[Any], path: str | os.PathLike, group: str) 
 
 
 def _word(value: str) -> str:
-    """A value as the command line has it: YAML writes None and infinity in its own way."""
+    """Returns a value in the command line's spelling: YAML writes None and infinity differently."""
     return {"": "None", "~": "None", "null": "None", ".inf": "inf", "-.inf": "-inf"}.get(value, value)
 
 
 def _plain(o: Any) -> dict[str, Any]:
-    """The options by their names, as YAML has values."""
+    """Returns the options by name, with values that YAML can hold."""
     found: dict[str, Any] = {}
     for name in help.kinds(type(o)):
         value = getattr(o, name)
@@ -130,7 +130,7 @@ def _plain(o: Any) -> dict[str, Any]:
 
 
 def _refuse_twice(node: Any, path: str | os.PathLike) -> None:
-    """Raises a ValueError for a key that YAML would silently take from the last of its places."""
+    """Raises a ValueError for a key that stands twice, of which YAML would silently use the last."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value]
         for key, value in node.value:

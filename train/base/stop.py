@@ -1,6 +1,6 @@
-"""Turns signals, and notices of `train.base.preemption`, into a request to stop: a run saves and ends in order.
+"""Requests to stop, from signals and from `train.base.preemption`: the run saves and ends in order.
 
-The exit code tells whoever started the run whether to start it again (docs/reliability.md).
+The exit code shows whether the run should be started again (docs/reliability.md).
 """
 
 import contextlib
@@ -17,16 +17,17 @@ import rich
 from train.base import cluster, preemption
 
 
-# Slurm's --signal=USR2@120 comes before its time is up, SIGXCPU as a limit on CPU time is near, SIGHUP as a shell ends.
+# Slurm sends SIGUSR2 before its time limit, by --signal=USR2@120. SIGXCPU comes near a limit on CPU time, and SIGHUP
+# when a shell ends.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 REASONS = (*(number.name for number in SIGNALS), *preemption.REASONS)
 AGAIN = 75  # exit code, EX_TEMPFAIL: the run is not finished, and the same command should be started again
-CODES = {"SIGINT": 128 + signal.SIGINT, preemption.REASONS[-1]: 0}  # of reasons that are a person's, who wants it so
+CODES = {"SIGINT": 128 + signal.SIGINT, preemption.REASONS[-1]: 0}  # exit codes of reasons that come from a person
 
 
 @contextlib.contextmanager
 def handled(by: Callable[[int, Any], None]) -> Iterator[None]:
-    """Has SIGNALS handled by a function; but not a SIGHUP that is ignored, as by nohup."""
+    """Installs a handler of SIGNALS inside the `with`. A SIGHUP that is ignored, as by nohup, stays ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = {n: signal.signal(n, by) for n in SIGNALS if not (n == signal.SIGHUP and ignored)}
     try:
@@ -37,7 +38,7 @@ def handled(by: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def leave(number: int, _: Any) -> None:
-    """Ends this process: before the first step and after the last one there is nothing to save."""
+    """Ends this process at once: it is the handler before the first step and after the last, with nothing to save."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     name = signal.Signals(number).name
@@ -46,12 +47,12 @@ def leave(number: int, _: Any) -> None:
 
 
 class StopRequest:
-    """Catches SIGNALS and notices: `with StopRequest() as stop:`; leave the loop if `stop.agreed()`.
+    """A context that catches SIGNALS and notices: `with StopRequest() as stop:`; leave the loop if `stop.agreed()`.
 
     `requested` is the signal's name, or another reason, or empty. A second signal ends the process at once.
 
     Args:
-        out: the folder of the run, whose file "stop" is a request too, unless it is older than this process.
+        out: the folder of the run. A file "stop" in it is a request, too, unless it is older than this process.
     """
 
     def __init__(self, out: pathlib.Path | None = None):
@@ -70,7 +71,7 @@ class StopRequest:
         self._watching.close()
 
     def agreed(self) -> str:
-        """Returns why any process of the run is to stop, or "". All call it at the same point, and stop there."""
+        """Returns the reason why a process of the run is to stop, or "". All processes call it at the same point."""
         number = cluster.agree(1 + REASONS.index(self.requested) if self.requested else 0)
         return REASONS[number - 1] if number else ""
 
@@ -78,13 +79,13 @@ class StopRequest:
         self.requested = self.requested or reason
 
     def _request(self, number: int, _: Any) -> None:
-        if self._signalled and number != signal.SIGXCPU:  # which comes every second
+        if self._signalled and number != signal.SIGXCPU:  # SIGXCPU comes every second
             os._exit(128 + number)
         self._signalled = True
         self._note(signal.Signals(number).name)
 
 
 def stopped(reason: str, step: int) -> NoReturn:
-    """Ends a process whose run was stopped for one of `REASONS` after so many steps, all saved: says so, and exits."""
+    """Prints that the run was stopped for one of `REASONS` after `step`, which is saved, and exits."""
     rich.print(f"Stopped by {reason} after step {step:,}, which is saved; the same command goes on from it.")
     sys.exit(CODES.get(reason, AGAIN))

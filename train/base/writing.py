@@ -1,4 +1,4 @@
-"""Writes small files of a run or a store."""
+"""Functions that write small files of a run or a store."""
 
 import os
 import pathlib
@@ -7,13 +7,13 @@ from convert.private import public
 
 
 def write(path: pathlib.Path, text: str, mode: int = 0o666) -> None:
-    """Writes a file in one move, so that nobody reads half of it.
+    """Writes a file under another name and renames it, so that nobody reads half of it.
 
     Args:
-        mode: permissions, of which the process's umask takes some.
+        mode: permissions, which the process's umask reduces.
 
     Raises:
-        OSError: it cannot be written; names it.
+        OSError: the file cannot be written; the error names it.
     """
     new = path.with_name(f"{path.name}.tmp")
     try:
@@ -21,7 +21,7 @@ def write(path: pathlib.Path, text: str, mode: int = 0o666) -> None:
         with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
         new.replace(path)
-    except OSError as error:  # that of a full disk has no name
+    except OSError as error:  # the error of a full disk has no file name
         new.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -1,16 +1,16 @@
-"""Runs untrusted Python code under limits: `python -I confine.py FOLDER SECONDS BYTES PYTHON_ARGUMENT...`
+"""A script that runs untrusted Python code under limits: `python -I confine.py FOLDER SECONDS BYTES PYTHON_ARGUMENT...`
 
 The script needs the standard library alone. It limits its own process, then becomes `python -I PYTHON_ARGUMENT...`,
 which keeps all limits. On every system it limits processor time, memory, and the size of files. On Linux (x86-64 and
 arm64; as any user, inside containers too) it forbids more:
 
-- by seccomp: the network, signals, other processes' limits and memory, and new processes, so that none outlives this
-  one;
+- by seccomp: the network, signals, other processes' limits and memory, and new processes, so that no process outlives
+  this one;
 - by Landlock (from Linux 5.13, where it is switched on): all files but those in FOLDER and, for reading, the
   interpreter's and the system's libraries. So the code cannot read /proc, through which a user's processes see each
   other's environment and memory.
 
-`missing` names what the system cannot forbid.
+`missing` lists the things that the system cannot forbid.
 """
 
 import ctypes
@@ -34,12 +34,12 @@ DENIED = {
 }  # fmt: skip
 LIBRARIES = ("/usr", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-# Landlock's rights: to execute and to read files and folders; all that a file can have; all of its first version.
+# Landlock's rights: to execute and to read files and folders; all rights of a file; all rights of Landlock's version 1.
 READ, FILE, EVERYTHING = 0b1101, 0b111, 2**13 - 1
 
 
 def missing() -> list[str]:
-    """Lists in words what this system cannot forbid."""
+    """Lists, in words, the things that this system cannot forbid."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         return ["the network", "signals to other processes", "the user's files"]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +52,7 @@ def confine(folder: str) -> None:
     """Forbids this process, for good, all that the system can forbid.
 
     Raises:
-        OSError: the system refuses a limit that it says it has.
+        OSError: the system reports that it supports a limit, and refuses to set it.
     """
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         return
@@ -90,7 +90,7 @@ def _landlock_version(libc: ctypes.CDLL) -> int:
 def _steps(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
     """Returns the filter of system calls, as BPF instructions: (code, jump if true, jump if false, constant)."""
     load, equal, least, overlaps, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, unknown = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38  # ENOSYS: the C library then takes clone for clone3
+    allow, refuse, unknown = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38  # 38, ENOSYS: the C library then uses clone instead
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, refuse), (load, 0, 0, 0)]
     steps += [(least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # refuses all system calls of x32
     for number in (numbers[column] for numbers in DENIED.values()):
@@ -103,7 +103,7 @@ def _steps(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
 
 
 if __name__ == "__main__":
-    import resource  # here, since Windows lacks it, where the other rewards work
+    import resource  # imported here, since Windows lacks it, and the other rewards work there
 
     for kind, most in (("CPU", int(sys.argv[2])), ("AS", int(sys.argv[3])), ("FSIZE", 2**20), ("CORE", 0)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (most, most))

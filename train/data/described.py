@@ -1,4 +1,4 @@
-"""Compares files with what lies beside them: whole records may be missing, which no checksum shows."""
+"""A comparison of data files with the descriptions beside them: no checksum shows that whole records are missing."""
 
 import json
 import pathlib
@@ -8,15 +8,16 @@ from typing import Any
 
 
 def check(files: Sequence[str], lengths: Sequence[int]) -> None:
-    """Checks that files in folders by TFDS have as many records as dataset_info.json says, and that no file is missing
-    of those in folders by TFDS or by `save_to_disk` of `datasets`.
+    """Checks the files of folders that TFDS, or `save_to_disk` of `datasets`, has written.
+
+    No file may be missing, and files by TFDS must have as many records as dataset_info.json says.
 
     Args:
-        files: names of files; those of object stores are passed over.
-        lengths: how many records each of them has.
+        files: names of files; files of object stores are skipped.
+        lengths: the number of records in each file.
 
     Raises:
-        ValueError: a file is missing or too short; or what lies beside it is no JSON.
+        ValueError: a file is missing, or has another number of records; or a description is no JSON.
     """
     shards: dict[tuple[pathlib.Path, str], list[str]] = {}
     for file, length in zip(files, lengths, strict=True):
@@ -35,7 +36,7 @@ def check(files: Sequence[str], lengths: Sequence[int]) -> None:
 
 
 def _shards(folder: pathlib.Path) -> dict[str, list[str]]:
-    """Returns the numbers of records in the files of each split, as TFDS writes them."""
+    """Returns split -> number of records in each of its files, as TFDS writes them."""
     splits = _read(folder / "dataset_info.json").get("splits")
     return {each["name"]: each.get("shardLengths", []) for each in splits} if isinstance(splits, list) else {}
 

@@ -1,9 +1,9 @@
-"""Compiles tests of a program so that a value's own methods do not decide whether it equals what is expected.
+"""Compiled tests of a program in which a value's own methods do not decide whether it equals the expected value.
 
 The tests share a process with the program, which may return an object that equals all others. So comparisons in the
-tests go through `compared`: numbers, texts and containers of Python's own types are compared by those types alone, and
-none of them equals, or is less than, an object of any other. The source of this file runs in that process, before the
-program, and needs the standard library alone.
+tests go through `compared`. It compares numbers, texts and containers of Python's own types by these types alone: no
+value of theirs equals, or is less than, an object of another type. The source of this file runs in that process, before
+the program, and needs the standard library alone.
 """
 
 import ast
@@ -17,7 +17,7 @@ MARK = "\0compared"  # stands for `compared` in the compiled tests, where the pr
 NUMBERS, SEQUENCES = (bool, int, float, complex), (list, tuple)
 SETS, VIEWS = (set, frozenset), (type({}.keys()), type({}.values()), type({}.items()))
 PLAIN = (*NUMBERS, str, bytes, type(None), *SEQUENCES, *SETS, dict)
-# What makes an object of a class below these one of them, whatever methods the class has.
+# Type -> a function that converts an object of a subclass to the type itself, whatever methods the subclass has.
 BASES = {
     int: int.__pos__, float: float.__pos__, complex: complex.__pos__, str: str.__str__, list: list.copy,
     bytes: lambda value: bytes.__add__(value, b""), tuple: lambda value: tuple.__getitem__(value, slice(None)),
@@ -31,15 +31,15 @@ OPERATORS = {
 
 
 def fair(tests: str) -> types.CodeType:
-    """Compiles tests whose comparisons are those of `compared`."""
+    """Compiles tests, with `compared` in the place of each comparison."""
     tree = ast.fix_missing_locations(_Calls().visit(ast.parse(tests, "tests")))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # a text that is called
+        warnings.simplefilter("ignore", SyntaxWarning)  # MARK is a string that is called
         return _filled(compile(tree, "tests", "exec"))
 
 
 def compared(names: tuple[str, ...], left: Any, *others: Any) -> Any:
-    """The value of a comparison, or of a chain of them, by the names of its operators in `ast`."""
+    """Evaluates a comparison, or a chain of comparisons. `names` are those of its operators in `ast`."""
     result = True
     for name, right in zip(names, others, strict=True):
         result = _compare(name, _own(left), _own(right))
@@ -76,13 +76,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_pure(value: Any) -> bool:
-    """Whether it and all within it are of Python's own types."""
+    """Whether the value and all values within it are of Python's own types."""
     within = [*value, *value.values()] if type(value) is dict else value if type(value) in (*SEQUENCES, *SETS) else ()
     return _is_plain(value) and all(map(_is_pure, within))
 
 
 def _own(value: Any) -> Any:
-    """The value as one of Python's own types if its class is below one of them; or else as it is."""
+    """Converts a value of a subclass of one of `BASES` to that type, and returns any other value as it is."""
     kind = type(value)
     for base in () if kind in PLAIN else BASES:
         if issubclass(kind, base):
@@ -91,7 +91,7 @@ def _own(value: Any) -> Any:
 
 
 class _Calls(ast.NodeTransformer):
-    """Puts a call in the place of each comparison."""
+    """A transformer that replaces each comparison by a call of MARK."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -100,6 +100,6 @@ class _Calls(ast.NodeTransformer):
 
 
 def _filled(code: types.CodeType) -> types.CodeType:
-    """The code with `compared` in the place of its mark."""
+    """Returns the code with `compared` in the place of MARK."""
     put = lambda c: _filled(c) if isinstance(c, types.CodeType) else compared if type(c) is str and c == MARK else c
     return code.replace(co_consts=tuple(map(put, code.co_consts)))

@@ -1,9 +1,9 @@
-"""Finds the files of a data set, and brings them to this machine, since records are read by random access.
+"""Files of a data set: finding them, and copying them to this machine, since records are read by random access.
 
 A data set is named by a file, a folder, a glob ('data/*.jsonl'), a URL of an object store (gs://, s3://, hf://, or any
-other that fsspec knows) with a file, a folder or a glob, or by hf:NAME (`train.data.hub`); each of them may be followed
-by @file.py:function (`train.data.functions`). Files of a store, and compressed ones (.gz, .zst), are copied into the
-cache folder when they are opened, and anew once they have changed. So are those of web servers (`train.data.web`).
+other that fsspec supports) with a file, a folder or a glob, or by hf:NAME (`train.data.hub`). Each name may be followed
+by @file.py:function (`train.data.functions`). Files of object stores and of web servers (`train.data.web`), and
+compressed files (.gz, .zst), are copied into the cache folder when they are opened, and again once they have changed.
 """
 
 import concurrent.futures
@@ -32,23 +32,23 @@ from train.data.formats import READERS
 
 
 VALID = "valid|validation|val|dev"
-# Files beside data: what TFDS and Hugging Face `datasets` say of it, and results that the latter keeps.
+# Files beside data: descriptions by TFDS and Hugging Face `datasets`, and the latter's cached results.
 BESIDE = re.compile(r"(dataset_infos?|dataset_dict|features|state)\.json|cache-\w+\.arrow|.*\.labels\.txt")
-# Kind of URL -> package, and the extra that has it.
+# Kind of URL -> package, and our extra that installs it.
 PACKAGES = {"gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
 COPIES = 8  # files that are copied at a time
 
 
 def find_files(path: str | pathlib.Path) -> tuple[list[str], list[str]]:
-    """Returns the names of the files to train on and of those to validate on, both sorted. A name is a path or a URL.
+    """Returns the sorted names of the files to train on, and of the files to validate on. A name is a path or a URL.
 
-    In a folder, the words train, valid, validation, val, dev and test in the names of files and subfolders tell them
-    apart. Test files are for validation where there are no others. Without such words all files are for training, and
-    so are those of a glob that would have none.
+    In a folder, the words train, valid, validation, val, dev and test in the names of files and subfolders decide. Test
+    files are for validation if there are no other validation files. Files without such a word are for training, unless
+    there are files with the word train. If a glob would have no files for training, all its files are for training.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        OSError: a store refuses to be read.
+        OSError: a store cannot be read.
         ValueError: there is nothing to train on, or files are of several kinds.
         ImportError: a store needs a package that is not installed.
     """
@@ -79,7 +79,7 @@ def find_files(path: str | pathlib.Path) -> tuple[list[str], list[str]]:
 
 
 def _list(path: str) -> tuple[dict[str, str], Literal["file", "glob", "folder"]]:
-    """Returns the files, sorted, with their names below the folder; and how they were chosen."""
+    """Returns file -> its name below the folder, sorted; and how the files were chosen."""
     if "://" in path:
         return _list_store(path)
     if path.startswith("hf:"):
@@ -100,7 +100,7 @@ def _list(path: str) -> tuple[dict[str, str], Literal["file", "glob", "folder"]]
 
 
 def _list_store(url: str) -> tuple[dict[str, str], Literal["file", "glob", "folder"]]:
-    """`_list` of a URL."""
+    """Returns the same as `_list`, for a URL."""
     if web.is_url(url) and not re.search(r"[*\[]", url):
         return {url: _last(url)}, "file"
     system, path = filesystem(url)
@@ -111,7 +111,7 @@ def _list_store(url: str) -> tuple[dict[str, str], Literal["file", "glob", "fold
             found, root, chosen = system.glob(path), _fixed(path), "glob"
         else:
             found, root, chosen = system.find(path), path.rstrip("/"), "folder"
-    except Exception as error:  # each store has its own
+    except Exception as error:  # each store has its own errors
         raise OSError(f"{url} cannot be listed: {type(error).__name__}: {error}") from error
     if not found:
         raise FileNotFoundError(f"{url} is no file and no folder with files, or they are hidden from you.")
@@ -130,18 +130,18 @@ def _last(name: str) -> str:
 
 
 def kind(name: str) -> str:
-    """Returns a file's suffix, without a shard's number or a compression's: ".json" for c4.00000-of-00008.json.gz."""
+    """Returns a file's suffix without compression and shard number: ".json" for c4.00000-of-00008.json.gz."""
     plain = _last(name).removesuffix(".gz").removesuffix(".zst")
     suffix = pathlib.PurePath(re.sub(r"-\d+-of-\d+$", "", plain)).suffix
     return {".tfrecords": ".tfrecord"}.get(suffix, suffix)
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, and the path there.
+    """Returns the file system of a URL, and the path in it.
 
     Raises:
-        ImportError: its package is not installed.
-        ValueError: there is none for this kind of URL.
+        ImportError: the file system's package is not installed.
+        ValueError: there is no file system for this kind of URL.
     """
     try:
         return fsspec.url_to_fs(url)
@@ -159,7 +159,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def local(names: Sequence[str]) -> list[pathlib.Path]:
-    """Returns the paths of files on this machine, with plain content; copies them into the cache folder if it must.
+    """Returns paths of uncompressed files on this machine. Copies files into the cache folder if needed.
 
     Raises:
         OSError: a file cannot be copied.
@@ -177,7 +177,7 @@ def _plain(name: str) -> pathlib.Path:
 
 
 def fetched(name: str) -> pathlib.Path:
-    """Returns the path of a file on this machine, as it is in its store; an .idx lies beside its .bin."""
+    """Returns the path of a file on this machine, still compressed if it is. A .bin has its .idx beside it."""
     if "://" not in name:
         return pathlib.Path(name)
     parts = [name, f"{name.removesuffix('.bin')}.idx"] if kind(name) == ".bin" else [name]
@@ -206,12 +206,12 @@ def _why(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A file of an object store, as `train.data.web.Opened` is one of a web server."""
+    """A file of an object store, with the interface of `train.data.web.Opened`."""
 
     name: str
     system: Any
     path: str
-    key: str  # of the file's properties in its store
+    key: str  # stands for the file's properties in its store
 
     @classmethod
     def of(cls, name: str) -> "_Stored | None":
@@ -225,7 +225,7 @@ class _Stored:
 
 
 def unpack(path: pathlib.Path, name: str, to: pathlib.Path) -> None:
-    """Writes what a compressed file holds to `to`."""
+    """Writes the uncompressed content of a file to `to`."""
     rich.print(f"Unpacking {public(name)} into {to.parent}")
     try:
         with _unpacked(path, name) as plain, open(to, "wb") as out:
@@ -245,9 +245,9 @@ def _unpacked(path: pathlib.Path, name: str) -> Any:
 
 
 def hashes(path: str | pathlib.Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file of a data set, by its name below the folder; of the user's function, too.
+    """Returns name below the folder -> SHA-256, for each file of a data set, and for the user's function's file.
 
-    Only process 0 reads them, since it alone compares them; the others return nothing.
+    Only process 0 reads the files, since no other compares the hashes; the others return {}.
     """
     if jax.process_index():
         return {}

@@ -1,8 +1,8 @@
-"""Functions of the user's own files, named file.py:function; and data sets whose records go through one.
+"""Functions in the user's own files, named file.py:function; and data sets whose records such a function converts.
 
     --data 'questions.parquet@rows.py:to_chat'
 
-where rows.py has `def to_chat(fields: dict) -> dict`, from all fields of a record to those that are learnt from.
+where rows.py has `def to_chat(fields: dict) -> dict`, from all fields of a record to the fields that are learnt from.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ def load(name: str) -> Callable[..., Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be imported, or has no such function.
+        ValueError: the file cannot be imported, or has no such function.
     """
     path, _, function = name.rpartition(":")
     if not pathlib.Path(path).is_file():
@@ -33,7 +33,7 @@ def load(name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # of the user's making
+    except (Exception, SystemExit) as error:  # raised by the user's code
         raise ValueError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, function, None)):
         raise ValueError(f"{path} has no function {function!r}.")
@@ -41,25 +41,29 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def split(data: str) -> tuple[str, str | None]:
-    """Splits DATA@file.py:function; the function is None where none is named."""
+    """Splits DATA@file.py:function into the data and the function. Without a function, the second is None."""
     match = re.fullmatch(r"(.+)@([^@]*\.py:\w+)", data, re.DOTALL)
     return (match[1], match[2]) if match else (data, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """Puts what a function returns in the place of a record's fields."""
+    """A map over records that replaces a record's fields by a function of them."""
 
     name: str
     function: Callable[[dict[str, Any]], Any]
 
     def __call__(self, record: Record) -> Record:
-        """Raises ValueError if the function fails or returns no dict; names the record."""
+        """Returns the record with new fields.
+
+        Raises:
+            ValueError: the function fails, or returns no dict or one that is too large; names the record.
+        """
         if not isinstance(record.fields, dict):
             raise BadRecord(record.where, f": a record must be a JSON object, not a {type(record.fields).__name__}.")
         try:
             fields = self.function(dict(record.fields))
-        except (Exception, SystemExit) as error:  # of the user's making
+        except (Exception, SystemExit) as error:  # raised by the user's code
             raise BadRecord(record.where, f": {self.name} raised {type(error).__name__}: {error}") from error
         if not isinstance(fields, Mapping):
             raise BadRecord(record.where, f": {self.name} returned {fields!r:.40}, and must return a dict of fields.")
@@ -73,7 +77,7 @@ class Mapped:
 
 
 def _size(value: Any) -> int:
-    """Bytes of the texts and arrays in a record's fields, and of their numbers; it stops counting above LARGEST."""
+    """Counts the bytes of the texts, arrays and numbers in a record's fields. Counting stops above LARGEST."""
     size, left = 0, [value]
     while left and size <= LARGEST:
         value = left.pop()

@@ -1,7 +1,7 @@
-"""Data sets by name, read by Hugging Face `datasets`: hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, and so many
-records of a split that is too large to fetch, hf:NAME:CONFIG:SPLIT:RECORDS.
+"""Data sets by name, read by Hugging Face `datasets`: hf:NAME, hf:NAME:CONFIG, or hf:NAME:CONFIG:SPLIT.
 
-NAME is a repository of the Hub, or a folder that `datasets.load_dataset` reads. CONFIG may be empty.
+If a split is too large to fetch, hf:NAME:CONFIG:SPLIT:RECORDS names its first records. NAME is a repository of the Hub,
+or a folder that `datasets.load_dataset` reads. CONFIG may be empty.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ BATCH = 1000  # records that are fetched at a time
 
 
 def files(name: str) -> dict[str, str]:
-    """Returns the Arrow files of a data set, which `datasets` writes into its cache, and of each SPLIT/NUMBER.
+    """Returns Arrow file -> SPLIT/NUMBER, for the files of a data set that `datasets` writes into its cache.
 
-    With a number of records these are streamed into our cache, and stay there until it is removed.
+    With a number of records, the records are streamed into our cache, and stay there until the user removes them.
 
     Raises:
         ImportError: `datasets` is not installed.
-        ValueError: the name is none of these, or the split has no records.
-        OSError: `datasets` cannot read it.
+        ValueError: the name has none of these forms.
+        OSError: `datasets` cannot read the data set, or the split has no records.
     """
     match = re.fullmatch(r"hf:([^:]+)(?::([^:]*))?(?::([\w.-]+))?(?::(\d+))?", name)
     if not match:
@@ -45,7 +45,7 @@ def files(name: str) -> dict[str, str]:
             )
             return {str(cache.keep(name, f"{split}.arrow", write)): f"{split}/00000"}
         found = datasets.load_dataset(repository, config or None, split=split)
-    except Exception as error:  # of many kinds, the builders' own among them
+    except Exception as error:  # of many types, also those of the data set's own builder
         raise OSError(f"{name} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}") from error
     splits: Any = {split: found} if split else found
     return {

@@ -8,18 +8,18 @@ from train.data.record import KEYS, BadRecord, Record
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ColumnOptions:
-    """Names of the columns of records, for every script that reads records."""
+    """Options for the names of records' columns, for every script that reads records."""
 
     columns: tuple[str, ...] = ()
-    """Your columns for fields, such as prompt=question. Every record of every --data must have them, and the fields are
-    those of docs/data.md."""
+    """Your columns for fields, such as prompt=question. Every record of every --data must have these columns.
+    docs/data.md lists the fields."""
 
 
 def parse(columns: Sequence[str]) -> dict[str, str]:
-    """Returns field -> column of FIELD=COLUMN.
+    """Parses FIELD=COLUMN into field -> column.
 
     Raises:
-        ValueError: one has another form, names a field that is not read, or one that was named before.
+        ValueError: an element has another form, names a field that is not read, or names a field again.
     """
     found: dict[str, str] = {}
     for each in columns:
@@ -36,7 +36,7 @@ def parse(columns: Sequence[str]) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Renamed:
-    """Puts the values of the user's columns under the names of fields. Other columns stay as they are."""
+    """A map over records that renames the user's columns to fields. Other columns stay as they are."""
 
     columns: Mapping[str, str]
 

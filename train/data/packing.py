@@ -1,10 +1,11 @@
-"""Turns records into rows: detects formats, tokenizes, and packs documents into rows. All through grain.
+"""Rows made of records: detecting formats, tokenizing, and packing documents into rows, all through grain.
 
     records, held_out = open_records("chats/")
     for row in pack(records, tokenizer, vocab_size=model.config.vocab_size, seq_len=1024):
         ...
 
-`train.data.rows` says what a row is. Targets are taken before documents are packed, so none is another document's.
+`train.data.rows` describes a row. Targets are taken before documents are packed, so no target is a token of another
+document.
 """
 
 import collections
@@ -41,7 +42,7 @@ FORMATS = (
 REMEDY = "--columns FIELD=COLUMN renames other keys, and DATA@file.py:function makes fields of them (docs/data.md)."
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
-BINS = 64  # rows that are packed at a time: more leave less padding, and mix the epochs of a small data set more
+BINS = 64  # rows that are packed at a time; more rows leave less padding, and mix the epochs of a small data set more
 
 Packing = Literal["fit", "concat", "off"]
 LongTexts = Literal["split", "cut"]
@@ -49,25 +50,25 @@ LongTexts = Literal["split", "cut"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """How the model's template turns chats into text: options of `zoo.tokenizer`."""
+    """Options for the chat template, which turns chats into text: options of `zoo.tokenizer`."""
 
     date: datetime.date = datetime.date(2026, 1, 1)
-    """Date for templates that write one. It is fixed, so that a run that goes on tomorrow has the same tokens."""
+    """Date for templates that write one. The date is fixed, so that a run that goes on tomorrow has the same tokens."""
     special_in_content: bool = False
-    """Read control tokens, such as <|im_end|>, from the same letters in what users and tools say, as transformers
-    does. By default they stay text."""
+    """Encode control tokens that stand in the messages of users and tools, such as <|im_end|>, as control tokens, as
+    transformers does. By default they stay text."""
     template: str | None = None
-    """Jinja file, or another model (a zoo name, a Hub repository or a folder) whose chat template is taken, such as the
-    instruction-tuned model for a base model. The exported model has it. None: the model's own."""
+    """Jinja file, or another model (a zoo name, a Hub repository or a folder) whose chat template is used, such as the
+    instruction-tuned model for a base model. The exported model has this template. None: the model's own."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `zoo.tokenizer`."""
+        """Returns these options as arguments of `zoo.tokenizer`."""
         return {"date": self.date, "special_in_content": self.special_in_content, "chat_template": self.template}
 
 
 # ======================================================================================================================
-# Formats: a record's keys tell its format. The tokenizer turns it into ids, and a mask of those to be learnt.
+# Formats. A record's keys show its format. The tokenizer turns a record into ids, and a mask of the ids to be learnt.
 # ======================================================================================================================
 
 
@@ -79,10 +80,10 @@ class Example(NamedTuple):
 
 
 def encode(record: Record, tokenizer: Tokenizer, *, vocab_size: int, completions_only: bool = True) -> list[Example]:
-    """Tokenizes a record. All tokens are to be learnt, or with `completions_only` those that follow a prompt.
+    """Tokenizes a record. All tokens are to be learnt, or with `completions_only` the tokens that follow a prompt.
 
-    Texts and completions get the tokenizer's first end token. Chats are written by their template, and become several
-    examples where it writes an answer differently once others follow (`Tokenizer.encode_chat`).
+    Texts and completions get the tokenizer's first end token. Chats are rendered by their template. A chat becomes
+    several examples if the template writes an answer differently once others follow (`Tokenizer.encode_chat`).
 
     Raises:
         ValueError: the record has no known format, or ids beyond the model's `vocab_size`; names file and line.
@@ -108,7 +109,7 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
             turns, given = messages(prompt + completion, tokenizer), len(prompt)
             return _encode_chat(turns, given, record, tokenizer, completions_only)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            # Encoded together, since apart they can have other tokens: sentencepiece puts a space before each text.
+            # Encoded together, since separate encoding can give other tokens: sentencepiece puts a space before a text.
             text, start = prompt + completion, len(prompt) if completions_only else 0
             ids, mask = tokenizer.encode_spans(text, [(start, len(text))])
         case {"instruction": str(asked), "output": str(answer)} | {"question": str(asked), "answer": str(answer)}:
@@ -118,7 +119,7 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
         case {"text": str(text)}:
             ids = tokenizer.encode(text)
             mask = [1] * len(ids)
-        case {"tokens": list(ids)}:  # tokenized before, so nothing is added to them
+        case {"tokens": list(ids)}:  # tokenized before, so no token is added
             return [Example(ids, _mask_of(fields, ids), whole=fields.get("loss_mask") is not None)]
         case dict():
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
@@ -141,7 +142,7 @@ def _asked(record: Record, asked: str, answer: str, tokenizer: Tokenizer) -> Rec
 
 
 def _mask_of(fields: dict[str, Any], ids: list[Any]) -> list[int]:
-    """Returns the mask of a record of tokens: its `loss_mask`, or else ones."""
+    """Returns the mask of a record of tokens: its `loss_mask`, or else ones. Raises a ValueError for wrong values."""
     wrong = [id for id in ids if type(id) is not int or id < 0]
     if wrong:
         raise ValueError(f"tokens has {wrong[0]!r}, and may have whole numbers from 0 alone.")
@@ -152,11 +153,11 @@ def _mask_of(fields: dict[str, Any], ids: list[Any]) -> list[int]:
 
 
 def messages(turns: list[Any], tokenizer: Tokenizer) -> Messages:
-    """Brings the messages of a chat, in either known layout, to role and content; parts of text alone are joined.
+    """Converts the messages of a chat, from either known layout, to role and content. Joins parts that are all text.
 
     Raises:
         ValueError: a message has neither layout, a weight other than 0 and 1, or a role that is neither known here nor
-            named in the chat template; names the first such message.
+            named in the chat template. The first such message is named.
     """
     found = []
     for number, turn in enumerate(turns, 1):
@@ -178,7 +179,7 @@ def messages(turns: list[Any], tokenizer: Tokenizer) -> Messages:
 
 
 def tools_of(fields: dict[str, Any]) -> Any:
-    """Returns the tools that a record's chat may call, or None; columnar files hold them as JSON."""
+    """Returns the tools that a record's chat may call, or None. Columnar files hold tools as JSON."""
     tools = fields.get("tools")
     return json.loads(tools) if isinstance(tools, str) else tools
 
@@ -219,14 +220,14 @@ def pack(
     completions_only: bool = True,
     seed: int | None = None,
 ) -> Iterator[Row]:
-    """Makes rows of `seq_len` tokens of all records, in their order or, by `seed`, in a random one.
+    """Packs all records into rows of `seq_len` tokens, in their order or, with a `seed`, in random order.
 
-    `packing` says how rows are filled. "fit": with whole examples, as tightly as possible. "concat": with all examples
-    one after another, continued in the next row where a row is full. "off": with one example each. A text that is
-    longer than a row becomes several pieces, or with `long_texts` "cut" loses its end. A chat or completion does so
-    always (`survey` counts them), except with "concat".
+    `packing` decides how rows are filled. "fit": with whole examples, as tightly as possible. "concat": with all
+    examples one after another, continued in the next row when a row is full. "off": with one example each. A text that
+    is longer than a row is split into pieces, or with `long_texts` "cut" loses its end. A chat or completion that is
+    longer than a row always loses its end (`survey` counts these), except with "concat".
 
-    If the tokenizer has a processor of images, rows say where they belong (`train.data.pictures`).
+    If the tokenizer has an image processor, rows have the places of images, too (`train.data.pictures`).
     """
     processor, numbered = tokenizer.processor, records.map_with_index(lambda n, record: (n, record))
     if processor and packing == "concat":
@@ -247,7 +248,7 @@ def fill(
     packing: Packing,
     most: int | None = None,
 ) -> grain.IterDataset:
-    """Puts the examples of each record, arrays "columns", into rows as `pack` says; "fit" at most `most` into one."""
+    """Packs the examples of each record, arrays "columns", into rows, see `pack`. "fit" puts up to `most` in a row."""
     cut = _Pieces(sys.maxsize if packing == "concat" else seq_len)
     pieces = grain.experimental.FlatMapIterDataset(examples.to_iter_dataset(), cut)
     if packing == "concat":
@@ -261,10 +262,10 @@ def fill(
 
 
 def kept(whole: bool, *, seq_len: int, packing: Packing, long_texts: LongTexts) -> int:
-    """The most ids of an example that `pack` puts into rows; the last one is a target alone.
+    """Returns the largest number of ids of an example that `pack` puts into rows. The last id is only a target.
 
     Args:
-        whole: whether it must not be cut into pieces, see `Example`.
+        whole: whether the example must not be cut into pieces, see `Example`.
     """
     ends = packing != "concat" if whole else long_texts == "cut"
     return seq_len + 1 if ends else sys.maxsize
@@ -281,7 +282,7 @@ def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: i
 
 
 def prompt_of(example: Example) -> list[int]:
-    """Returns the tokens before the first one to be learnt; for a text, its first quarter, at most 64 tokens."""
+    """Returns the tokens before the first token to be learnt; for a text, its first quarter, at most 64 tokens."""
     learnt = example.mask.index(1) if 1 in example.mask else len(example.ids)
     return example.ids[:learnt] if learnt > 1 else example.ids[: max(1, min(64, len(example.ids) // 4))]
 
@@ -294,10 +295,11 @@ def _columns(
     longest: int | None,
     longest_text: int | None,
 ) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
-    """Returns for each example that has a target the columns token, target and mask of the target.
+    """Returns, for each example that has a target, the columns token, target, and mask of the target.
 
-    For a model that sees there are the number of the record, the token's picture and its feature, too; and an example
-    that is longer than `longest` ends before the picture that would not be in it whole. Texts end at `longest_text`.
+    A chat or completion is cut at `longest`, a text at `longest_text`. For a model with vision there are three more
+    columns: the number of the record, the token's picture and its feature. There a cut that would split a picture is
+    made before the picture.
     """
     number, record = numbered
     found = []
@@ -312,7 +314,7 @@ def _columns(
 
 
 class _Pieces(grain.experimental.FlatMapTransform):
-    """Takes each example of a record by itself, and cuts it into pieces if it is longer than a row."""
+    """A map from a record's examples to pieces: an example that is longer than a row is cut into several."""
 
     max_fan_out = sys.maxsize
 
@@ -331,10 +333,10 @@ def _named(row: dict[str, np.ndarray]) -> Row:
 
 
 def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, Any]:
-    """Returns, as plain JSON, what must be the same for an iterator's state to be restored.
+    """Returns, as plain JSON, everything that must be the same when an iterator's state is restored.
 
-    That is the files, by name and SHA-256; the tokenizer, with the tokens that it puts around texts; and `settings`,
-    which should be the arguments of `pack`. A place in the data is but a number: so compare this first.
+    It has the files, by name and SHA-256; the tokenizer, with the tokens that it puts around texts; and `settings`,
+    which should be the arguments of `pack`. An iterator's state is only an index, so compare this before restoring it.
     """
     return {
         "files": files.hashes(path),
@@ -346,20 +348,20 @@ def fingerprint(path: str | pathlib.Path, tokenizer: Tokenizer, **settings: Any)
 
 
 def file_hashes(root: pathlib.Path, files: Sequence[pathlib.Path]) -> dict[str, str]:
-    """Returns name below `root` -> SHA-256. Only process 0 reads the files, since it alone compares the hashes."""
+    """Returns name below `root` -> SHA-256. Only process 0 reads the files, since no other compares the hashes."""
     folder = root if root.is_dir() else root.parent
     return manifest.hashes(folder, [str(file.relative_to(folder)) for file in files if jax.process_index() == 0])
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Returns a SHA-256 of all that decides tokens: the tokenizer, its chat template, and the date if that is used."""
+    """Returns a SHA-256 of all that determines tokens: the tokenizer, its chat template, and the date if it is used."""
     template = tokenizer.chat_template or ""
     dated = str(tokenizer.date) if "strftime_now" in template else ""
     dated += "special tokens in contents" if tokenizer.special_in_content else ""
     file = tokenizer.folder / "tokenizer.json"
     if file.exists():
         content = file.read_bytes()
-    else:  # Kimi's tokenizer, which has the names of special tokens in another file
+    else:  # Kimi's tokenizer, whose special tokens are named in another file
         reserved = range(tokenizer.vocab_size - tiktoken.RESERVED, tokenizer.vocab_size)
         names = [tokenizer.decode([id], special=True) for id in reserved]
         content = (tokenizer.folder / tiktoken.NAME).read_bytes() + "".join(names).encode()
@@ -367,23 +369,23 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 # ======================================================================================================================
-# The survey: the data is looked at before training.
+# The survey: a check of the data before training.
 # ======================================================================================================================
 
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What `survey` found, in `sampled` of the `records`."""
+    """The results of `survey`, for `sampled` of the `records`."""
 
     records: int
     sampled: int
-    keys: dict[str, int]  # how many of the records have each key
+    keys: dict[str, int]  # key -> number of the sampled records that have it
     lengths: dict[str, int]  # tokens of an example, before anything is cut: "min", "median", "95%", "max"
     shortened: int  # records with a chat or completion that is longer than a row and loses its end
-    unlearnt: int  # records with no token to be learnt, or none within a row
-    fill: float  # part of the rows that is not padding, from 0 to 1
+    unlearnt: int  # records with no token to be learnt, or with none within a row
+    fill: float  # fraction of the rows that is not padding
     examples: list[Example]  # up to three: the first, the middle and the last
-    several: int = 0  # chats that become several examples, since the template writes an answer differently later on
+    several: int = 0  # chats that become several examples, see `encode`
 
 
 def survey(
@@ -397,11 +399,11 @@ def survey(
     completions_only: bool = True,
     sample: int = 1000,
 ) -> Survey:
-    """Looks at up to `sample` records, evenly spread, as `pack` would with the same arguments.
+    """Validates and measures up to `sample` records, evenly spread, as `pack` would pack them with the same arguments.
 
     Raises:
-        ValueError: some cannot be learnt from (names each problem with the number of records and the first places), or
-            there is nothing to learn.
+        ValueError: some records cannot be learnt from (the message has each problem with the number of records and the
+            first places), or there is nothing to learn.
     """
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int)
     options: dict[str, Any] = dict(vocab_size=vocab_size, completions_only=completions_only)
@@ -443,7 +445,7 @@ def survey(
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What makes rows of one kind of records."""
+    """The functions that make rows of one kind of records."""
 
     name: str
     pack: Callable[..., Iterator[Row]]

@@ -1,8 +1,9 @@
-"""Images of chats that a model is trained on: where they stand among the tokens, and their patches.
+"""Images of chats that a model is trained on: their places among the tokens, and their patches.
 
-Tokens are made from the sizes of images alone, and packed; then the images of a batch's rows are opened. A batch has
-four more arrays: `patches` [batch, slots, patches, pixels] of each row's pictures and `grids` [batch, slots, 2], as in
-`zoo.nn.model.Images`; `image` [batch, seq], the slot of each token's picture or -1; `feature` [batch, seq].
+Tokens are made from the sizes of images alone, and packed. Then the images of a batch's rows are opened. A batch has
+four more arrays: `patches` [batch, slots, patches, pixels] of each row's pictures; `grids` [batch, slots, 2], as in
+`zoo.nn.model.Images`; `image` [batch, seq], the slot of each token's picture or -1; and `feature` [batch, seq], the
+token's feature within that picture.
 """
 
 import concurrent.futures
@@ -26,26 +27,26 @@ from zoo.vision.open import image_size, open_image
 from zoo.vision.processors.base import AbstractImageProcessor
 
 
-# Part of a model -> the option that asks for it, where a script has it.
+# Part of a model -> the option that loads it, if a script has that option.
 PARTS = {"vision": "vision", "mtp": "mtp_weight"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """Whether a model is trained on images, in `train.run.options.Options`."""
+    """Options for training on images."""
 
     vision: bool = False
-    """Train on chats with images: the model's vision tower is loaded, too. It is trained like the rest, unless
-    --freeze 'vision.*' leaves it as it is."""
+    """Train on chats with images: the model's vision tower is loaded, too. The tower is trained like the rest, unless
+    --freeze 'vision.*' freezes it."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the optional parts of the model that the script's options ask for, see `zoo.load`."""
+        """Names the optional parts of the model that the script's options request, see `zoo.load`."""
         return tuple(part for part, option in PARTS.items() if getattr(self, option, False))
 
 
 def refuse_vision(o: VisionOptions, why: str) -> None:
-    """Raises ValueError if `o` has --vision, saying why the script does not take it."""
+    """Raises a ValueError if `o` has --vision. `why` is the reason why the script does not support it."""
     if o.vision:
         raise ValueError(f"--vision: {why}; leave it out, or train on images by train.sft.")
 
@@ -57,16 +58,19 @@ class Picture(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """A chat as its template is to see it, and its images."""
+    """A chat as its template reads it, and the texts and sizes of its images."""
 
     messages: Messages
     texts: Sequence[str]
     counts: Sequence[int]
-    """How many features each picture has; an image may be several."""
+    """Number of features of each picture. An image may be several pictures."""
     processor: AbstractImageProcessor
 
     def expand(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
-        """Puts images' texts in the place of the markers of a rendered chat, or of its beginning, and moves spans."""
+        """Replaces the markers of a rendered chat, or of its beginning, by the texts of the images.
+
+        Returns the text, and `spans` moved to their new places in it.
+        """
         marker = self.processor.marker
         texts = self.texts[: text.count(marker)]
         starts, at = [], -1
@@ -78,10 +82,10 @@ class Shown:
         return self.processor.expand(text, texts), [(moved(start), moved(end)) for start, end in spans]
 
     def places(self, ids: Sequence[int], tokenizer: Tokenizer) -> Int32[np.ndarray, "length 2"]:
-        """Which picture each token belongs to, from 1, or 0; and which of its features it is.
+        """Finds the picture that each token belongs to, numbered from 1, or 0; and the token's feature in that picture.
 
         Raises:
-            ValueError: the tokens are not those of the first images.
+            ValueError: the number of image tokens is not that of the first images.
         """
         (placeholder,) = tokenizer.encode(self.processor.placeholder, special=False)
         found = np.zeros((len(ids), 2), np.int32)
@@ -95,10 +99,10 @@ class Shown:
 
 
 def shown(messages: Messages, record: Record, tokenizer: Tokenizer) -> Shown | None:
-    """The chat of a record and what its images are to the model; None if it has no images.
+    """Prepares a chat with images: the messages for the template, and each image's text. None if it has no images.
 
     Raises:
-        ValueError: if an image cannot be read, the chat template leaves one out, or the model was loaded without its
+        ValueError: an image cannot be read, the chat template leaves one out, or the model was loaded without its
             tower.
     """
     if not has_images(messages):
@@ -120,10 +124,12 @@ def shown(messages: Messages, record: Record, tokenizer: Tokenizer) -> Shown | N
 
 
 def sources(messages: Messages, record: Record) -> Iterator[Any]:
-    """Where each image of a record's chat lies. What the messages do not say is in the record's `images`, in order.
+    """Yields the source of each image of a record's chat, as `open_image` takes it.
+
+    If a message does not name the source of its image, the next one of the record's `images` is taken.
 
     Raises:
-        ValueError: if it is said nowhere.
+        ValueError: an image has no source, or the chat has a video.
     """
     beside = iter(record.fields.get("images") or ())
     for part in image_parts(messages):
@@ -135,17 +141,17 @@ def sources(messages: Messages, record: Record) -> Iterator[Any]:
 
 
 def chat_of(record: Record) -> list[Any]:
-    """The messages of a record, of whichever keys."""
+    """Returns the messages of a record, whether its keys are messages, conversations, or prompt and completion."""
     fields = record.fields
     chat = fields.get("messages") or fields.get("conversations")
     return chat or [*fields.get("prompt", ()), *fields.get("completion", ())]
 
 
 def pictures_of(messages: Messages, record: Record, processor: AbstractImageProcessor) -> list[Picture]:
-    """The pictures of a record's chat.
+    """Opens the pictures of a record's chat.
 
     Raises:
-        ValueError: naming the record, if an image cannot be read.
+        ValueError: an image cannot be read; names the record.
     """
     try:
         images = [processor(open_image(source)) for source in sources(messages, record)]
@@ -156,7 +162,7 @@ def pictures_of(messages: Messages, record: Record, processor: AbstractImageProc
 
 @functools.cache
 def blank(processor: AbstractImageProcessor) -> Picture:
-    """A small picture, for the slots of rows that have fewer than others."""
+    """Makes a small picture that fills the slots of rows with fewer pictures than others."""
     image = processor(np.zeros((32, 32, 3), np.uint8))
     return Picture(image.pictures[0], image.shapes[0])
 
@@ -167,12 +173,12 @@ def with_patches(
     processor: AbstractImageProcessor,
     chat_of: Callable[[Record], Messages] = chat_of,
 ) -> dict[str, np.ndarray]:
-    """Opens the images of a batch, whose `record` and `picture` say of which record each token's picture is and which.
+    """Opens the images of a batch. `record[b, s]` and `picture[b, s]` identify the picture of each image token.
 
-    `chat_of` gives the messages of a record that hold them.
+    `chat_of` returns the messages of a record that hold its images.
 
     Raises:
-        ValueError: as `pictures_of`.
+        ValueError: as in `pictures_of`.
     """
     batch = dict(batch)
     record, picture = batch.pop("record"), batch.pop("picture")
@@ -192,7 +198,7 @@ def with_patches(
 
 
 def stacked(rows: Sequence[Sequence[Picture]], processor: AbstractImageProcessor) -> dict[str, np.ndarray]:
-    """Makes `patches` and `grids` of a batch of the pictures of each row.
+    """Stacks the pictures of each row into a batch's `patches` and `grids`.
 
     Every row has the same number of slots, a power of two, so that few shapes are compiled.
     """
@@ -204,7 +210,10 @@ def stacked(rows: Sequence[Sequence[Picture]], processor: AbstractImageProcessor
 
 
 def whole(picture: Int[np.ndarray, " length"], end: int) -> int:
-    """Where to cut tokens that belong to these pictures: at `end`, or before the picture that this would cut."""
+    """Returns where to cut a row: at `end`, or before the picture that a cut at `end` would split.
+
+    `picture` has the number of the picture that each token belongs to, or 0.
+    """
     if end >= len(picture) or not picture[end] or picture[end] != picture[end - 1]:
         return end
     return int(np.argmax(picture == picture[end]))
@@ -217,9 +226,9 @@ def of_prompt(
     processor: AbstractImageProcessor | None,
     messages: Any = None,
 ) -> Images | None:
-    """The images of the first `length` tokens of a record, as those of a batch of one row; None if they have none.
+    """Opens the images of the first `length` tokens of a record, as for a batch of one row. None if there are none.
 
-    They are in `messages`, by default the record's; a prompt that is a string has none.
+    The images are in `messages`, by default the record's. A prompt that is a string has no images.
     """
     if places is None or processor is None or not (count := int(places[:length, 0].max(initial=0))):
         return None
@@ -231,7 +240,7 @@ def of_prompt(
 
 
 def of_rows(images: Sequence[Images | None], seq: int, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The four arrays of a batch of rows of `seq` tokens, each of which begins with a prompt that has these images."""
+    """Makes the four image arrays of a batch of rows of `seq` tokens. Each row begins with a prompt with its images."""
     assert tokenizer.processor is not None, "who calls has asked"
     image, feature = np.full((len(images), seq), -1, np.int32), np.zeros((len(images), seq), np.int32)
     rows: list[list[Picture]] = []
@@ -246,7 +255,7 @@ def of_rows(images: Sequence[Images | None], seq: int, tokenizer: Tokenizer) -> 
 
 
 def images_of(batch: Mapping[str, Shaped[Array, "batch ..."]]) -> dict[str, Images]:
-    """The `images` of a batch on the devices, those of all its rows one after another; nothing if it has none."""
+    """Returns the `images` of a batch on the devices, with the pictures of all rows in one axis. {} without images."""
     if "patches" not in batch:
         return {}
     patches, grids, image = batch["patches"], batch["grids"], batch["image"]

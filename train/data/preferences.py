@@ -1,11 +1,11 @@
-"""Turns records of preferences into rows of pairs of documents. `train.data.packing` reads and tokenizes them.
+"""Rows of pairs of documents, made of records of preferences. `train.data.packing` reads and tokenizes the records.
 
-A row is as in `train.data.rows`, and its documents come in pairs, neighbours in a row: segments 1 and 2 are the
-row's first pair, 3 and 4 the next one. A pair is
+A row is as in `train.data.rows`, and its documents come in pairs, side by side: segments 1 and 2 are the row's first
+pair, 3 and 4 the next one. A pair is
 
 - for losses that compare: the chosen completion after its prompt, and the rejected one after the same prompt;
 - for KTO (`unpaired`), where each completion is only labelled desirable or not: the completion after its prompt, and
-  the completion of another record after the same prompt, from which the loss estimates its baseline. The array
+  the completion of another record after the same prompt. From the latter the loss estimates its baseline. The array
   "desirable" [seq] is 1 in pairs of a desirable completion.
 """
 
@@ -31,7 +31,7 @@ FORMATS = (
     "chosen and rejected (both strings or both lists of messages), and prompt of the same kind unless they share their "
     "beginning; or prompt, completion and label (true or false), for KTO"
 )
-PAIRS = 32  # most pairs of a row
+PAIRS = 32  # largest number of pairs in a row
 
 
 # ======================================================================================================================
@@ -50,9 +50,8 @@ class Completion(NamedTuple):
 def completions(record: Record) -> list[Completion]:
     """Returns a record's completions: the chosen and the rejected one of a pair, or the only one.
 
-    Without a prompt, or with one that is also the first message, the prompt is the common beginning of chosen and
-    rejected: their messages or, for strings, their characters. What both completions share does not change a
-    comparison.
+    If there is no prompt, or it is also within the chosen messages, the prompt is the common beginning of chosen and
+    rejected, in messages or, for strings, in characters. A beginning that both share does not change a comparison.
 
     Raises:
         ValueError: the record has another format; names file and line.
@@ -83,7 +82,7 @@ def _alike(*values: Any) -> bool:
 
 
 def _is_within(prompt: Any, chosen: Any, rejected: Any) -> bool:
-    """Whether the only prompt is what chosen and rejected begin with."""
+    """Whether chosen and rejected include the prompt: the record has none, or one that is a message of `chosen`."""
     if not _alike(chosen, rejected):
         return False
     return prompt is None or any(prompt in turn.values() for turn in chosen if isinstance(turn, dict))
@@ -96,7 +95,7 @@ class Pair(NamedTuple):
 
 
 def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_size: int, unpaired: bool) -> list[Pair]:
-    """Tokenizes the pairs of a record; if `unpaired`, one for each completion, paired with one of the `other` record.
+    """Tokenizes the pairs of a record. If `unpaired`, each completion is paired with one of the `other` record.
 
     Raises:
         ValueError: the record cannot be used for this loss; names file and line.
@@ -143,7 +142,7 @@ def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: i
 
 
 def shorten(pair: Pair, room: int) -> Pair:
-    """Cuts the ends of a pair's documents if together they exceed `room` tokens, of the longer document first."""
+    """Cuts the ends of a pair's documents if together they exceed `room` tokens. The longer document is cut first."""
     first, second, desirable = pair
     limit = max(room // 2, room - min(len(first.ids), len(second.ids)))
 
@@ -175,12 +174,12 @@ def pack(
     unpaired: bool = False,
     seed: int | None = None,
 ) -> Iterator[Row]:
-    """Makes rows of `seq_len` tokens of all records; the top of this file says what is in one.
+    """Packs all records into rows of `seq_len` tokens; the top of this file describes a row.
 
-    A pair that is longer than a row loses the ends of its completions (`shorten`). If no token is left of one of them,
-    the pair is left out. `survey` counts both. All else is as in `train.data.packing.pack`.
+    A pair that is longer than a row loses the ends of its completions (`shorten`). If no token of a completion is left,
+    the pair is skipped. `survey` counts both. All else is as in `train.data.packing.pack`.
 
-    KTO's other record is the one before. So each completion is put after one other prompt.
+    For KTO, the other record is the record before. So each completion is put after one other prompt.
     """
     numbered = records.map_with_index(lambda n, record: (n, record))
     if seed is not None:
@@ -203,8 +202,8 @@ def _columns(
 ) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
     """Returns each pair's columns: token, target, mask of the target, document (0 or 1), position in it, desirable.
 
-    For a model that sees there are the number of the record, the token's picture and its feature, too. A document of n
-    tokens has n - 1 targets, so two documents may have two tokens more than a row.
+    For a model with vision there are three more columns: the number of the record, the token's picture and its feature.
+    A document of n tokens has n - 1 targets, so the two documents may have two tokens more than a row.
     """
     found, ((record_number, record), (_, other)) = [], numbered
     for pair in encode_pairs(record, other, tokenizer, vocab_size=vocab_size, unpaired=unpaired):
@@ -237,10 +236,13 @@ def survey(
     unpaired: bool = False,
     sample: int = 1000,
 ) -> Survey:
-    """Looks at up to `sample` records, evenly spread, as `pack` would.
+    """Validates and measures up to `sample` records, evenly spread, as `pack` would pack them.
 
-    Lengths are of pairs, both documents together. `shortened` and `unlearnt` count records with a pair that is cut, or
-    left out. The examples are the first pair.
+    Lengths are of pairs, both documents together. `shortened` counts records with a pair that is cut, and `unlearnt`
+    records with a pair that is skipped. The examples are the two documents of the first pair.
+
+    Raises:
+        ValueError: some records cannot be learnt from, or there is nothing to learn.
     """
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int).tolist()
     options: dict[str, Any] = dict(vocab_size=vocab_size, unpaired=unpaired)

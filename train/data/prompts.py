@@ -13,14 +13,14 @@ from zoo.text.tokenizer import Tokenizer
 class Prompt(NamedTuple):
     ids: list[int]
     record: Mapping[str, Any]
-    images: Images | None = None  # as those of a batch of one row
+    images: Images | None = None  # as for a batch of one row
 
 
 def encode(record: Record, tokenizer: Tokenizer) -> Prompt:
-    """The tokens of a record's prompt, and its fields. Messages that end with the assistant's lose it to "answer".
+    """Tokenizes a record's prompt. A last message by the assistant is moved from the messages to the field "answer".
 
     Raises:
-        ValueError: with file and line, if the record has no prompt, or one that the chat template refuses.
+        ValueError: the record has no prompt, or one that the chat template refuses; names file and line.
     """
     try:
         return _encode(record, tokenizer)

@@ -1,4 +1,4 @@
-"""What every format of data gives: records, each with the place where it stands."""
+"""Records, which the readers of all data formats return, each with its place in a file."""
 
 import contextlib
 import dataclasses
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 
-# What `train.data.packing`, `train.data.preferences`, and the rewards of `train.data.rewards` read. Formats that store
-# columns read only these, or every one for a function of the user's.
+# The fields that `train.data.packing`, `train.data.preferences` and the rewards of `train.data.rewards` read. Formats
+# that store columns read only these fields, or every column for a function of the user's.
 KEYS = (
     "messages", "conversations", "prompt", "completion", "text", "tokens", "loss_mask", "tools", "images",
     "chosen", "rejected", "label", "answer", "tests",
@@ -23,7 +23,7 @@ class Record(NamedTuple):
 
     where: str  # file and line, for messages
     fields: Any
-    folder: pathlib.Path = pathlib.Path()  # of the file, which names of images are relative to
+    folder: pathlib.Path = pathlib.Path()  # the file's folder, to which names of images are relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Records:
     `read` raises a ValueError, RuntimeError or OSError for a damaged record.
     """
 
-    name: str  # of the file: a path, or a URL
+    name: str  # the file's path or URL
     length: int
     read: Callable[[int], Any]  # index -> fields
     place: Callable[[int], str] = lambda index: f"record {index + 1}"
@@ -54,18 +54,18 @@ class Records:
 
 
 class BadRecord(ValueError):
-    """A record that cannot be learnt from: its place, and the rest of a sentence that begins with it."""
+    """An error for a record that cannot be learnt from: its place, and the rest of a sentence that begins with that."""
 
     def __str__(self) -> str:
         return "".join(self.args)
 
 
-PLACES = 3  # that are named of the records with the same problem
+PLACES = 3  # largest number of places that are named for one problem
 
 
 @dataclasses.dataclass
 class Problem:
-    """What is wrong with records: the sentence of the first, and the places of the first few."""
+    """A problem that several records have: the message of the first record, and the places of the first few."""
 
     told: str
     count: int = 0
@@ -78,19 +78,19 @@ class Problem:
 
 
 class Problems:
-    """Gathers what is wrong with records, so that one look at the data names all of it."""
+    """A collection of all problems of the records, so that one pass over the data reports them together."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Problem] = {}  # by the sentence without numbers and names
+        self.found: dict[str, Problem] = {}  # by the message without numbers and names
 
     @property
     def count(self) -> int:
-        """The number of bad records."""
+        """Returns the number of bad records."""
         return sum(problem.count for problem in self.found.values())
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Takes note of a bad record that is met within it, and goes on after it."""
+        """Records a BadRecord that is raised inside the `with`, and suppresses it."""
         try:
             yield
         except BadRecord as error:
@@ -101,7 +101,11 @@ class Problems:
                 problem.places.append(where)
 
     def refuse(self, looked: int) -> None:
-        """Raises ValueError if there are any: a line for each kind, the most frequent first."""
+        """Raises a ValueError if there are problems. The message has a line for each kind, the most frequent first.
+
+        Args:
+            looked: the number of records that were checked.
+        """
         if self.found:
             kinds = sorted(self.found.values(), key=lambda problem: -problem.count)
             head = f"{self.count:,} of the {looked:,} records looked at cannot be learnt from."

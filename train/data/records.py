@@ -1,10 +1,10 @@
-"""Opens the records of a data set, in any format of `train.data.formats`, with random access: a `grain.MapDataset`.
+"""Records of a data set, in any format of `train.data.formats`, with random access: a `grain.MapDataset`.
 
     train, valid = open_records("chats/")
     train[0]  # Record(where="chats/train.jsonl, line 1", fields={"messages": [...]})
 
-Records are read from the files when they are asked for; `train.data.packing` turns them into tokens. Every process has
-the same records in the same order. Opening is quick the second time: the cache folder keeps what took long.
+Records are read from the files on demand; `train.data.packing` turns them into tokens. Every process has the same
+records in the same order. Opening is quick the second time, as the cache folder keeps the results of slow work.
 """
 
 import pathlib
@@ -26,18 +26,19 @@ __all__ = ["KEYS", "Record", "find_files", "open_records"]
 def open_records(
     path: str | pathlib.Path, holdout: float = 0.02, columns: Sequence[str] = ()
 ) -> tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None]:
-    """Opens the records to train on, and those to validate on.
+    """Opens the records to train on, and the records to validate on.
 
-    Records for validation come from the files for it (see `find_files`); without such files they are the last of the
-    records, a share of `holdout` (from 0 to 1) and at least one; for a holdout of 0, or a single record, None.
+    Records for validation come from the validation files (see `find_files`). Without such files they are the last
+    records: a share of `holdout` (from 0 to 1), and at least one. They are None if `holdout` is 0 or there is only one
+    record.
 
     Args:
-        path: a file, a folder, a glob, a URL, or hf:NAME; see `train.data.files`. With @file.py:function that function
-            makes each record's fields of those in the file.
+        path: a file, a folder, a glob, a URL, or hf:NAME; see `train.data.files`. With @file.py:function, that function
+            converts the fields of each record in the files.
         columns: names of columns in the files for fields, see `train.data.naming`.
 
     Raises:
-        OSError, ValueError, ImportError: as `find_files`; or a file cannot be read; or the data set is empty.
+        OSError, ValueError, ImportError: as in `find_files`; or a file cannot be read; or the data set is empty.
     """
     data, function = functions.split(str(path))
     names = naming.parse(columns)

@@ -2,7 +2,7 @@
 
     def reward(completion: str, record: Mapping[str, Any]) -> float: ...
 
-`find` knows those below by name, and loads others from the user's files.
+`find` returns the rewards below by name, and loads others from the user's files.
 """
 
 import functools
@@ -25,13 +25,14 @@ Reward = Callable[[str, Mapping[str, Any]], float]
 
 
 class BadRecord(ValueError):
-    """A record lacks a field that a reward needs. Any other error is the completion's fault, which gets 0."""
+    """An error for a record without a field that a reward needs. After any other error the completion gets 0."""
 
 
-SECONDS, BYTES = 10, 2**29  # most time and memory of a program
-# Runs the code and then its tests. If both ran to their ends, writes the secret from its standard input to descriptor
-# argv[1]. The code shares the process, so the secret has no name: it waits on the interpreter's stack, beside the
-# iterators that run both parts. The hook closes the ways to look there from Python, and cannot be reached itself.
+SECONDS, BYTES = 10, 2**29  # largest time and memory of a program
+# Runs the code and then its tests. If both run to their ends, it writes the secret from its standard input to
+# descriptor argv[1]. The code shares the process, so the secret has no name: it stays on the interpreter's stack,
+# beside the iterators that run both parts. The hook blocks Python's ways to read that stack, and cannot be reached
+# itself.
 PROGRAM = """
 import builtins, json, os, sys
 def refuse(event, args, *, denied=DENIED, native=NATIVE, error=PermissionError, absent=ImportError):
@@ -48,25 +49,25 @@ def parts():
     return compile(completion, "completion", "exec"), space["fair"](tests)
 os.write(int(sys.argv[1]), (os.read(0, 32), *map(exec, parts(), [{"__name__": "__main__"}] * 2))[0])
 """
-# Audit events to refuse, by how their names begin. PROGRAM also refuses modules that read any address. Where the system
-# forbids the same, this only makes the error clearer; on other systems it is the only protection.
+# Audit events to refuse, by the beginnings of their names. PROGRAM also refuses modules that read any address. If the
+# system forbids the same, this only makes the error clearer; on other systems it is the only protection.
 DENIED = (
     "subprocess", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.kill", "signal.pthread_kill",
     "resource.prlimit", "socket.connect", "socket.bind", "socket.send", "socket.getaddrinfo", "socket.gethostby",
     "gc.", "sys.settrace", "sys._current_frames", "ctypes.",
 )  # fmt: skip
 PROGRAM = PROGRAM.replace("DENIED", repr(DENIED)).replace("NATIVE", repr(("ctypes", "_ctypes", "_cffi_backend")))
-DIGITS = 4000  # most characters of a number; Python reads no integer of more than 4,300 digits
+DIGITS = 4000  # largest number of characters in a number; Python reads no integer of more than 4,300 digits
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
 
 
 def find(name: str) -> Reward:
-    """Returns the reward of a name: exact, number, python, regex:PATTERN, or file.py:function.
+    """Returns the reward with a name: exact, number, python, regex:PATTERN, or file.py:function.
 
     Raises:
         ValueError: there is no such reward.
         OSError: the file cannot be read.
-        RuntimeError: this system cannot run programs as `python` has to.
+        RuntimeError: this system cannot run programs for the reward `python`.
     """
     known: dict[str, Reward] = {"exact": exact, "number": number, "python": python}
     if name == "python":
@@ -90,26 +91,30 @@ def find(name: str) -> Reward:
 
 
 def exact(completion: str, record: Mapping[str, Any]) -> float:
-    """Gives 1 if the completion is the record's answer, ignoring white space around both."""
+    """Returns 1 if the completion is the record's answer, ignoring white space around both, and else 0."""
     return float(completion.strip() == str(_answer(record)).strip())
 
 
 def matches(completion: str, record: Mapping[str, Any], *, pattern: re.Pattern[str]) -> float:
-    """Gives 1 if the pattern matches the whole completion, ignoring white space around it."""
+    """Returns 1 if the pattern matches the whole completion, ignoring white space around it, and else 0."""
     return float(pattern.fullmatch(completion.strip()) is not None)
 
 
 def number(completion: str, record: Mapping[str, Any]) -> float:
-    r"""Gives 1 for the right number: that in the last \\boxed{}, else after the last "####", else the text's last one.
+    r"""Returns 1 if the completion's number is the record's answer, and else 0. Both numbers are read by `value`.
 
-    1/2, 0.5 and .50 are one number, and so are 1,000 and 1000. The record's answer is read in the same way.
+    1/2, 0.5 and .50 are one number, and so are 1,000 and 1000.
     """
     got, want = value(completion), value(str(_answer(record)))
     return float(want is not None and got == want)
 
 
 def value(text: str) -> Fraction | None:
-    r"""Returns the number that a text gives as its answer; None without one, or if longer than 4,000 characters."""
+    r"""Returns the number that a text gives as its answer.
+
+    It is the last number in the last \\boxed{}, or else after the last "####", or else in the text. Returns None if
+    there is no number, one of more than 4,000 characters, or one with the denominator 0.
+    """
     text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
     for end in (*re.findall(r"\\boxed\{([^{}]*)\}", text)[-1:], *text.rsplit("####", 1)[1:], text):
         if found := re.findall(NUMBER, re.sub(r"(?<!\d)\.(?=\d)", "0.", end)):
@@ -121,14 +126,14 @@ def value(text: str) -> Fraction | None:
 
 
 def python(completion: str, record: Mapping[str, Any]) -> float:
-    """Gives 1 if the completion's Python code, and then the record's `tests`, run to their ends in one process.
+    """Returns 1 if the completion's Python code, and then the record's `tests`, run to their ends in one process.
 
     The code is the content of the first ``` fence, or the whole completion. An exit before the end earns 0, whatever
     its status; so tests must not exit either, as `unittest.main()` does. The process has 10 seconds, 512 MiB, an empty
-    folder and no environment. The interpreter refuses new processes, signals and connections; Linux forbids these, and
-    the user's files, too: see `train.data.confine`. Comparisons in the tests are those of
-    `train.data.fair`, so an object that equals all others earns nothing. Code can still pass tests without solving
-    anything by other ways, since both share the process.
+    folder and no environment. The interpreter refuses new processes, signals and connections. Linux forbids these and
+    access to the user's files: see `train.data.confine`. Comparisons in the tests are those of `train.data.fair`, so an
+    object that equals all others earns nothing. Code can still find other ways to pass tests without a solution, since
+    both share the process.
 
     Raises:
         BadRecord: the record has no `tests`.

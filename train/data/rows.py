@@ -2,10 +2,11 @@
 
 A row is a dict of int32 arrays [seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1 where the target
 is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and `positions`, from
-0 in each document. Preferences have `desirable`, too, and rows with images what `train.data.pictures` needs.
+0 in each document. Rows of preferences have `desirable`, too. Rows with images have the arrays that
+`train.data.pictures` needs.
 
 The n-th row of a run follows from its seed alone: no buffer is shuffled, and nothing depends on the number of
-processes. So batch n is found at once, wherever a run goes on, and each process makes the rows of its own devices.
+processes. So a resumed run finds batch n at once, and each process makes only the rows of its own devices.
 """
 
 import dataclasses
@@ -36,14 +37,14 @@ ENDLESS = 2**31  # epochs; grain counts rows up to 2**63
 
 
 # ======================================================================================================================
-# A row as bytes, in memory and in files: what follows from the rest is left out, so a token takes two or four bytes.
+# A row as bytes, in memory and in files. Arrays that follow from others are left out, so a token takes 2 or 4 bytes.
 # ======================================================================================================================
 
 
 def to_bytes(row: Row) -> bytes:
     """Serializes a row: `tokens`, the `lengths` of its documents, the `last` target of each, and all other arrays.
 
-    The format is that of safetensors. The length of the row is not in it.
+    The format is safetensors. The length of the row is not stored.
     """
     segments = row["segments"]
     used = int(np.count_nonzero(segments))
@@ -60,7 +61,7 @@ def to_bytes(row: Row) -> bytes:
 
 
 def from_bytes(data: bytes, seq_len: int) -> Row:
-    """Makes the row that `to_bytes` was given, filled up to `seq_len` tokens with zeros."""
+    """Restores a row from `to_bytes`, filled up to `seq_len` tokens with zeros."""
     arrays = safetensors.numpy.load(data)
     lengths, last = arrays.pop("lengths").astype(np.int32), arrays.pop("last")
     ends = lengths.cumsum(dtype=np.int32)
@@ -77,15 +78,15 @@ def from_bytes(data: bytes, seq_len: int) -> Row:
 
 
 def of_bytes(source: Any, seq_len: int) -> grain.MapDataset[Row]:
-    """The rows of a random access source of `to_bytes`."""
+    """Returns the rows of a random access source of serialized rows (`to_bytes`)."""
     return grain.MapDataset.source(source).map(functools.partial(from_bytes, seq_len=seq_len))
 
 
 def in_memory(rows: Iterable[Row], seq_len: int, *, limit: int | None = None) -> grain.MapDataset[Row] | None:
-    """Makes the first `limit` rows, all by default, and keeps them. None if there are none.
+    """Makes the first `limit` rows, all by default, and keeps them in memory. Returns None if there are no rows.
 
     Raises:
-        ValueError: they take more than half of the machine's memory.
+        ValueError: the rows take more than half of the machine's memory.
     """
     kept, size = [], 0
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -114,8 +115,8 @@ def in_memory(rows: Iterable[Row], seq_len: int, *, limit: int | None = None) ->
 class Set:
     """Rows, and the seed of their order.
 
-    With `as_packed`, of rows that were packed in random order, the first epoch has them as they are: so the first rows
-    are the same, however many of them there are.
+    `as_packed` is for rows that were packed in random order: the first epoch does not shuffle them. So a run's first
+    rows are the same, however many rows there are.
     """
 
     rows: grain.MapDataset[Row]
@@ -123,7 +124,7 @@ class Set:
     as_packed: bool = False
 
     def shuffled(self) -> grain.MapDataset[Row]:
-        """All epochs, without an end: numbers beyond the last row are those of later ones."""
+        """Returns the rows of all epochs, one epoch after another, without an end."""
         shuffled = self.rows.shuffle(seed=self.seed)
         return grain.MapDataset.concatenate([self.rows, shuffled.repeat(ENDLESS)]) if self.as_packed else shuffled
 
@@ -132,12 +133,12 @@ class Set:
 class Order:
     """The rows of a run, one after another: `order[n]` is its n-th row, whatever has been read before.
 
-    Any rows in a row are of each set in the ratio of the weights, to within one.
+    Any stretch of consecutive rows has rows of each set in the ratio of the weights, to within one.
     """
 
     sets: Sequence[Any]  # random access to rows
     weights: Sequence[int]
-    begun: Sequence[int]  # rows of each set that are left out, from the first
+    begun: Sequence[int]  # number of first rows of each set that are left out
     length: int
 
     def __len__(self) -> int:
@@ -149,7 +150,7 @@ class Order:
         return self.sets[which][before[which]]
 
     def used(self, n: int) -> list[int]:
-        """Which row of each set is the next one after `n` rows of the run."""
+        """Returns, for each set, the number of its next row after `n` rows of the run."""
         found, rest, left = [], sum(self.weights), n
         for weight, begun in zip(self.weights, self.begun, strict=True):
             after = left * (rest - weight) // rest
@@ -161,13 +162,13 @@ class Order:
 def order(
     sets: Sequence[Set], *, weights: Sequence[float] = (), epochs: int | None = None, begun: Sequence[int] = ()
 ) -> Order:
-    """Shuffles the rows of several sets, anew in each of the `epochs`; None means no end.
+    """Shuffles the rows of several sets, anew in each of the `epochs`. With None there is no end.
 
-    Without `weights` an epoch has each row once. With them it has each row at least once: those of the set that is
-    largest for its weight once, the others repeatedly.
+    Without `weights` an epoch has each row once. With them it has each row at least once: the rows of the set that is
+    largest for its weight once, and the rows of the others repeatedly.
 
     Args:
-        begun: how many rows of each set have been used before; none by default.
+        begun: the number of rows of each set that have been used before; 0 by default.
 
     Raises:
         ValueError: `weights` are not one positive number for each set, or too different to count an epoch's rows.
@@ -189,10 +190,10 @@ def order(
 
 
 def held_out(share: float, count: int) -> int:
-    """Counts the records or rows to hold out: a share of them, rounded up, but never all.
+    """Returns the number of records or rows to hold out: a share of them, rounded up, but never all.
 
     Raises:
-        ValueError: it is no share.
+        ValueError: the share is not from 0 to 1.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"--hold-out {share} is no share: give a number from 0 to 1, such as 0.05.")
@@ -200,7 +201,7 @@ def held_out(share: float, count: int) -> int:
 
 
 def joined(sets: Sequence[grain.MapDataset[Any]]) -> grain.MapDataset[Any]:
-    """Data sets one after another."""
+    """Concatenates data sets."""
     return grain.MapDataset.concatenate(list(sets)) if len(sets) > 1 else sets[0]
 
 
@@ -211,13 +212,13 @@ def joined(sets: Sequence[grain.MapDataset[Any]]) -> grain.MapDataset[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """An array of a batch of which this process has some rows, those of its devices.
+    """An array of a batch of which this process holds only the rows of its own devices.
 
     Its shape and its indices are those of the whole array.
     """
 
     array: Shaped[np.ndarray, "here ..."]
-    rows: Int[np.ndarray, " here"]  # their numbers, ascending
+    rows: Int[np.ndarray, " here"]  # numbers of the rows that are here, ascending
     batch: int
 
     @property
@@ -234,12 +235,12 @@ class Share:
         return self.array[np.searchsorted(self.rows, wanted)]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        """The rows that are here."""
+        """Returns the rows that are here."""
         return self.array
 
 
 def whole(batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """All rows of a batch, in every process; all have to call it."""
+    """Returns all rows of a batch, in every process. All processes have to call it."""
 
     def gathered(share: Share) -> np.ndarray:
         rows, array = multihost_utils.process_allgather((share.rows, share.array), tiled=True)
@@ -249,9 +250,9 @@ def whole(batch: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def rows_here(mesh: Mesh | None, batch: int) -> Int[np.ndarray, " here"] | None:
-    """The numbers of a batch's rows that this process's devices hold; None if they are all."""
+    """Returns the numbers of the rows of a batch that this process's devices hold. None if they hold all rows."""
     if mesh is None or jax.process_count() == 1 or batch % math.prod(mesh.shape[axis] for axis in BATCH):
-        return None  # what does not divide is refused when it is put on the devices
+        return None  # a batch that the mesh does not divide is refused when it is put on the devices
     places = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((batch,))
     here = np.unique(np.concatenate([np.arange(batch)[index] for index in places.values() if index is not None]))
     return None if len(here) == batch else here
@@ -259,7 +260,7 @@ def rows_here(mesh: Mesh | None, batch: int) -> Int[np.ndarray, " here"] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Batches by their number, a random access source of grain."""
+    """The batches of a run by number, as a random access source of grain."""
 
     rows: Any  # random access to rows
     batch: int
@@ -273,7 +274,7 @@ class Batches:
         rows = [self.rows[i] for number in numbers if (i := index * self.batch + number) < len(self.rows)]
         shape = rows[0] if rows else self.rows[0]
         arrays = {name: np.zeros((len(numbers), *array.shape), array.dtype) for name, array in shape.items()}
-        for name, array in arrays.items() if rows else ():  # a process may have none of the last batch
+        for name, array in arrays.items() if rows else ():  # a process may have no rows of the last batch
             np.stack([row[name] for row in rows], out=array[: len(rows)])
         if self.here is None:
             return arrays
@@ -287,16 +288,18 @@ def batches(
     mesh: Mesh | None = None,
     finish: Callable[[Any], Any] | None = None,
 ) -> grain.MapDataset[dict[str, Any]]:
-    """Batches of `batch` rows, by their number. The last one is filled up with padding.
+    """Batches rows, `batch` at a time, with random access. The last batch is filled up with padding.
 
     With a `mesh`, and several processes, the arrays of a batch are `Share`s. `finish` is applied to each batch, such as
-    to open its images; then every process has all rows, since their shapes depend on each other.
+    to open its images. With `finish`, every process has all rows, since the shapes of a batch depend on all of them.
     """
     made = grain.MapDataset.source(Batches(rows, batch, None if finish else rows_here(mesh, batch)))
     return made.map(finish) if finish else made
 
 
 def reading(batches: grain.MapDataset[Any]) -> grain.IterDataset[Any]:
-    """Reads ahead, at most four batches, by one thread: two would wait for each other. The state of its iterator is the
-    number of the next batch."""
+    """Reads up to four batches ahead, in one thread, as two would wait for each other.
+
+    The state of its iterator is the number of the next batch.
+    """
     return batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))

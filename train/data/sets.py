@@ -1,4 +1,4 @@
-"""What a run learns from: data sets, each of records or a prepared store; mixtures of them; and phases of a run.
+"""The data of a run: data sets, each of records or a prepared store; mixtures of them; and phases of a run.
 
 learnt = open_data(o, mesh, tokenizer, packing, settings)
 learnt.data, learnt.validation, learnt.prompts, learnt.source
@@ -33,40 +33,40 @@ from zoo.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions(ColumnOptions):
-    """Which data a script learns from, and in which shares."""
+    """Options for the data that a script learns from, and the shares of each data set."""
 
     data: tuple[str, ...]
     weights: tuple[float, ...] = ()
-    """Share of each --data among the rows of every step, such as 0.7 0.3. An epoch has every row, and repeats those of
-    which there are too few. Without weights it has each row once."""
+    """Share of each --data among the rows of every step, such as 0.7 0.3. An epoch has every row, and repeats rows of
+    data sets that are too small for their shares. Without weights, an epoch has each row once."""
     hold_out: float = 0.05
-    """Fraction of the records, or of a prepared store's rows, to validate on, from the end, where the data has none for
-    it."""
+    """Fraction of the records, or of a prepared store's rows, to validate on, from the end, if the data has no
+    validation files."""
     phases: pathlib.Path | None = None
-    """YAML file with a list of phases of the run, one after another: each has steps, and may have data, weights,
-    seq_len and batch, which else are the options'. See docs/data.md."""
+    """YAML file with a list of phases of the run, one after another. Each phase has steps, and may have data, weights,
+    seq_len and batch, which default to the options. See docs/data.md."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions(DataOptions):
-    """How texts and chats are put into rows."""
+    """Options for packing texts and chats into rows."""
 
     packing: Packing = "fit"
     """How examples are put into rows. fit: several in a row, as tightly as possible. concat: one after another, and
-    continued in the next row. off: one in a row. Those of a row do not see each other."""
+    continued in the next row. off: one in a row. Examples in one row do not see each other."""
     long_texts: LongTexts = "split"
-    """What becomes of a text that is longer than a row. split: it is continued in other rows. cut: its end is left out.
-    Chats and completions lose their ends, unless --packing is concat."""
+    """Treatment of a text that is longer than a row. split: it is continued in other rows. cut: its end is left out.
+    Chats and completions that are longer than a row lose their ends, unless --packing is concat."""
 
 
 def text_settings(o: Any, vocab_size: int, *, completions_only: bool = True) -> dict[str, Any]:
-    """The arguments of `train.data.packing.pack`, but for the length of rows, by options `packing` and `long_texts`."""
+    """Returns arguments of `train.data.packing.pack` but `seq_len`, from the options `packing` and `long_texts`."""
     return dict(vocab_size=vocab_size, packing=o.packing, long_texts=o.long_texts, completions_only=completions_only)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOptions(ColumnOptions):
-    """Data, and how rows are made of it."""
+    """Options for data, and for how rows are made of it."""
 
     data: tyro.conf.Positional[tuple[str, ...]]
     """Files, folders of them, globs, URLs, or hf:NAME, as for train.sft and train.pretrain."""
@@ -75,21 +75,21 @@ class RowOptions(ColumnOptions):
     revision: str | None = None
     """Branch, tag or commit of the Hub repository."""
     seq_len: int = 2048
-    """Tokens of a row."""
+    """Number of tokens in a row."""
     kind: Literal["text", "preferences", "kto"] = "text"
     """Kind of records. text: texts, chats, and prompts with completions, for pretrain, sft and distill. preferences:
     chosen and rejected, for dpo. kto: completions with a label, or pairs, for dpo with --loss kto."""
     packing: Packing = "fit"
-    """As of the run: its default is fit for train.sft, and concat for train.pretrain."""
+    """How examples are put into rows, which must be as in the run. The run's default is fit for train.sft, and concat
+    for train.pretrain."""
     long_texts: LongTexts = "split"
-    """What becomes of a text that is longer than a row. split: it is continued in other rows. cut: its end is left
-    out."""
+    """Treatment of a text that is longer than a row. split: it is continued in other rows. cut: its end is left out."""
     completions_only: bool = True
-    """Learn completions and what the assistant says, but not prompts."""
+    """Learn completions and the assistant's messages, but not prompts."""
     chat: Chat = dataclasses.field(default_factory=Chat)
 
     def how(self, vocab_size: int) -> tuple[Kind, dict[str, Any]]:
-        """What makes rows of these records, and the arguments of its `pack`."""
+        """Returns the kind of these records, and the arguments of its `pack`."""
         if self.kind == "text":
             settings = text_settings(self, vocab_size, completions_only=self.completions_only)
             return TEXT, settings | {"seq_len": self.seq_len}
@@ -98,24 +98,24 @@ class RowOptions(ColumnOptions):
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """The rows of one --data, of one length; and what `train.run.report` prints of it."""
+    """The rows of one --data, with one length of rows, and the content of the table that `train.run.report` prints."""
 
     path: str
     seq_len: int
     rows: Set
     held_out: grain.MapDataset[Row] | None
-    source: Mapping[str, Any]  # what must not change until the run has ended
+    source: Mapping[str, Any]  # the data's identity, which must not change until the run has ended
     prompts: Sequence[Encoded]
-    records: tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None] | None  # None: of a store
-    found: Survey | Mapping[str, str]  # of records, or the summary of a store
+    records: tuple[grain.MapDataset[Record], grain.MapDataset[Record] | None] | None  # None: the data is a store
+    found: Survey | Mapping[str, str]  # the survey of records, or the summary of a store
     examples: Sequence[Example]
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Steps of a run that have the same data."""
+    """Consecutive steps of a run that have the same data."""
 
-    steps: int  # 0: as many as --epochs have
+    steps: int  # 0: the number of steps in --epochs
     data: tuple[str, ...]
     weights: tuple[float, ...]
     seq_len: int
@@ -124,7 +124,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Learnt:
-    """What a run learns from, as `train.run.loop.Task` has it."""
+    """The opened data of a run, for `train.run.loop.Task`."""
 
     data: grain.IterDataset
     validation: grain.IterDataset | None
@@ -137,18 +137,18 @@ class Learnt:
 def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Mapping[str, Any]) -> Learnt:
     """Opens all data of a script's options `o`, and puts its rows in order.
 
-    Validation is on what the sets of the last phase hold out.
+    A run validates on the held-out rows of the last phase's sets.
 
     Args:
-        settings: arguments of the kind's `pack`, but for the length of rows.
+        settings: arguments of the kind's `pack`, without `seq_len`.
 
     Raises:
-        ValueError, OSError: the data cannot be learnt from, or a phase cannot be.
+        ValueError, OSError: the data, or a phase, cannot be learnt from.
     """
     phases = read_phases(o)
     for phase in phases if o.phases else ():
         _check(phase, mesh)
-    # Rows that the run cannot come to are not made; but without weights the sizes of sets decide their shares.
+    # Rows that the run cannot reach are not made; but without weights all are, as sizes of sets decide their shares.
     sizes_count = not all(phase.steps and (len(phase.data) == 1 or phase.weights) for phase in phases)
     limit = None if sizes_count else sum(phase.steps * phase.batch for phase in phases)
     sets: dict[tuple[str, int], DataSet] = {}
@@ -191,20 +191,20 @@ def open_set(
     seed: int,
     limit: int | None,
 ) -> DataSet:
-    """Opens one --data. Of records, `limit` rows at most are made, and kept in memory.
+    """Opens one --data. If it has records, at most `limit` rows are made of them, and kept in memory.
 
     Args:
         shape: arguments of the kind's `pack`.
 
     Raises:
-        ValueError, OSError: it cannot be read, or not be learnt from; or it is a store of other rows.
+        ValueError, OSError: the data cannot be read or learnt from; or it is a store of other rows.
     """
     if store.is_store(path):
         return _open_store(o, path, tokenizer, kind, shape, seed)
     records, held = open_records(path, o.hold_out, o.columns)
     found = kind.survey(records, tokenizer, **shape)
     make = functools.partial(kind.pack, tokenizer=tokenizer, **shape)
-    if o.dry_run and limit:  # without a limit the number of rows is the number of steps, which a dry run tells
+    if o.dry_run and limit:  # without a limit the number of rows decides the number of steps, which a dry run reports
         limit = o.batch
     rows = in_memory(make(records, seed=seed), shape["seq_len"], limit=limit)
     assert rows is not None, "the survey has found some"
@@ -237,13 +237,13 @@ def _open_store(o: Any, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapp
 
 
 def refuse_columns(o: ColumnOptions, path: str) -> None:
-    """Raises ValueError if columns are named of a store, which has rows and no columns."""
+    """Raises a ValueError if --columns is given for a store, which has rows and no columns."""
     if o.columns:
         raise ValueError(f"--columns: {path} is prepared already and has no columns; give it to train.prepare.")
 
 
 def documents(row: Row) -> Iterator[Example]:
-    """The documents of a row, as they were before they were put there."""
+    """Yields the documents of a row, as they were before packing."""
     for number in range(1, int(row["segments"].max()) + 1):
         here = row["segments"] == number
         learnt = row["loss_mask"][here].tolist()
@@ -257,7 +257,7 @@ def documents(row: Row) -> Iterator[Example]:
 
 
 def with_records_of_all(sets: Sequence[DataSet]) -> list[DataSet]:
-    """Numbers the records that rows name across all sets, so that a batch may have rows of several.
+    """Offsets each set's record numbers, so that they stay unique when sets are mixed.
 
     Raises:
         ValueError: a set is a store, which has no images.
@@ -277,7 +277,7 @@ def with_records_of_all(sets: Sequence[DataSet]) -> list[DataSet]:
 
 
 def _opening(sets: Any, split: int, tokenizer: Tokenizer, kind: Kind) -> Callable[[Any], Any] | None:
-    """What opens the images of a batch of these sets, of their records to train on (0) or held out (1)."""
+    """Returns a function that opens the images of a batch: of the sets' records to train on (0) or held out (1)."""
     if not tokenizer.processor:
         return None
     records = [each.records[split] for each in sets if each.records[split]]
@@ -292,10 +292,10 @@ def _opening(sets: Any, split: int, tokenizer: Tokenizer, kind: Kind) -> Callabl
 
 
 def read_phases(o: Any) -> list[Phase]:
-    """The phases of a run: those of --phases, or one with what the options say.
+    """Returns the phases of a run: those of --phases, or one phase with the options' values.
 
     Raises:
-        ValueError: the file has something else; names the phase and the key.
+        ValueError: the file is no list of phases, or a phase has a wrong key or value; names the phase and the key.
     """
     if not o.phases:
         return [Phase(o.steps, tuple(o.data), tuple(o.weights), o.seq_len, o.batch)]
@@ -335,7 +335,10 @@ def _phase(o: Any, number: int, entry: Any) -> Phase:
 
 
 def _telling(phases: Sequence[Phase], sets: Sequence[Any], o: Any) -> dict[str, Any]:
-    """The phases as JSON, with the numbers of their sets. Without --phases no steps: the run may become longer."""
+    """Returns the data mixture as JSON, which a checkpoint is compared with. Phases have the numbers of their sets.
+
+    Without --phases the number of steps is left out, as the run may be made longer.
+    """
     if not o.phases:
         return {"weights": o.weights, "seq_len": o.seq_len, "batch": o.batch}
     numbers = lambda phase: [sets.index((path, phase.seq_len)) for path in phase.data]
@@ -343,7 +346,7 @@ def _telling(phases: Sequence[Phase], sets: Sequence[Any], o: Any) -> dict[str, 
 
 
 def _check(phase: Phase, mesh: Mesh) -> None:
-    """Raises ValueError if the mesh does not divide the batches of a phase."""
+    """Raises a ValueError if the mesh does not divide the batches of a phase."""
     shares, parts = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[CONTEXT]
     if phase.batch % shares or phase.seq_len % (2 * parts if parts > 1 else 1):
         raise ValueError(

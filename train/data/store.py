@@ -1,11 +1,11 @@
 """Prepared stores: rows of tokens in files, made once by `train.prepare` and read by any number of processes.
 
-    about.json                              what the rows are made of and how; written first
-    train-00003-of-00040.array_record       rows (`train.data.rows.to_bytes`) of records 3 * 8,192 and on
-    train-00003-of-00040.json               what is in it: its counts, size and SHA-256; written after it
-    store.json                              all of these; written last: a folder without it is incomplete
+    about.json                              the data and the options that rows are made from; written first
+    train-00003-of-00040.array_record       rows (`train.data.rows.to_bytes`) of records from 3 * 8,192 on
+    train-00003-of-00040.json               counts, size and SHA-256 of the .array_record; written after it
+    store.json                              all of these together; written last: a folder without it is incomplete
 
-Each file of rows follows from its records alone, so it is the same bytes whoever makes it, and is not made twice.
+The bytes of a file of rows follow from its records alone, whichever process makes it, so no file is made twice.
 """
 
 import bisect
@@ -34,7 +34,7 @@ from zoo.text.tokenizer import Tokenizer
 
 ABOUT, STORE = "about.json", "store.json"
 AGAIN = ": copy the store again, or prepare it anew."
-RECORDS = 8192  # of a file
+RECORDS = 8192  # records of one file
 COUNTED = ("records", "rows", "documents", "tokens", "learnt")
 
 
@@ -49,7 +49,7 @@ def is_store(path: str | pathlib.Path) -> bool:
 
 
 def begin(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
-    """Makes the folder, or looks at what is there: the files of an interrupted preparation are good if it was the same.
+    """Makes the folder, or checks that it is of an interrupted preparation with the same data and options.
 
     Raises:
         ValueError: the folder is of another preparation, or has other files.
@@ -70,9 +70,12 @@ def shard_name(split: str, number: int, of: int) -> str:
 
 
 def write_shard(folder: pathlib.Path, name: str, rows: Iterable[Row], records: int) -> dict[str, Any]:
-    """Writes the rows of so many records as files NAME.array_record and NAME.json, of which it returns the content.
+    """Writes rows to NAME.array_record, and their counts to NAME.json. Returns the content of NAME.json.
 
-    If it is interrupted, NAME.json is missing, and the other file is written anew.
+    If the process is interrupted, NAME.json is missing, and a later start writes NAME.array_record again.
+
+    Args:
+        records: the number of records that the rows are made of.
     """
     path, counts = folder / f"{name}.array_record", dict.fromkeys(COUNTED, 0) | {"records": records}
     new = path.with_suffix(".tmp")
@@ -103,7 +106,7 @@ def _written(path: pathlib.Path, write: Callable[..., None], *data: bytes) -> No
 
 
 def finished(folder: pathlib.Path, name: str) -> dict[str, Any] | None:
-    """What is in a shard that was written to its end; None if it was not."""
+    """Returns the content of a shard's NAME.json. None if the shard was not written to its end."""
     try:
         found = json.loads((folder / f"{name}.json").read_text())
         whole = (folder / f"{name}.array_record").stat().st_size == found["bytes"]
@@ -113,7 +116,7 @@ def finished(folder: pathlib.Path, name: str) -> dict[str, Any] | None:
 
 
 def end(folder: pathlib.Path, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Writes store.json: what about.json says, all shards, and their sums for each split. Returns its content."""
+    """Writes store.json: the content of about.json, all shards, and their sums for each split. Returns its content."""
     about, splits = json.loads((folder / ABOUT).read_text()), {}
     for name, shard in shards.items():
         of_split = splits.setdefault(name.partition("-")[0], dict.fromkeys(COUNTED, 0))
@@ -133,11 +136,11 @@ def _write_json(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: pathlib.Path) -> dict[str, Any]:
-    """Reads store.json, and looks whether the shards have the sizes that it says.
+    """Reads store.json, and checks the sizes of the shards.
 
     Raises:
         FileNotFoundError: the store is not complete.
-        ValueError: a file is missing, or has another size; or a store of a later version wrote store.json.
+        ValueError: a file is missing or has another size; or store.json is no JSON.
     """
     if not (folder / STORE).is_file():
         raise FileNotFoundError(f"{folder} is not complete: run `python -m train.prepare` for it to its end.")
@@ -152,12 +155,12 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def verify(folder: pathlib.Path, *, anew: bool = False) -> None:
-    """Compares the SHA-256 of all shards with what was written.
+    """Compares the SHA-256 of all shards with those in store.json.
 
-    A shard is read once and its hash remembered (`train.base.cache.sha256`); with `anew` every shard is read.
+    A shard is read once, and its hash is cached (`train.base.cache.sha256`). With `anew` every shard is read again.
 
     Raises:
-        ValueError: one is not what was written; names it, and its first damaged row if there is one.
+        ValueError: a shard has changed since it was written; names the shard, and its first damaged row if one is.
     """
 
     def check(named: tuple[str, Mapping[str, Any]]) -> None:
@@ -167,7 +170,7 @@ def verify(folder: pathlib.Path, *, anew: bool = False) -> None:
         if found != shard["sha256"]:
             rows = _Rows([path], [shard["rows"]])
             for n in range(len(rows)):
-                rows[n]  # raises the error that names it
+                rows[n]  # raises the error that names the row
             raise ValueError(f"{path} is not what was written{AGAIN}")
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -175,11 +178,11 @@ def verify(folder: pathlib.Path, *, anew: bool = False) -> None:
 
 
 class _Rows:
-    """The rows of files as bytes, by their number."""
+    """The rows of several files as bytes, by number."""
 
     def __init__(self, paths: Sequence[pathlib.Path], counts: Sequence[int]):
         self._paths, self._ends = paths, list(itertools.accumulate(counts))
-        # With their numbers of rows, or each file would be opened now.
+        # The names have the numbers of rows, as each file would be opened now otherwise.
         named = [f"{path}[0:{count}]" for path, count in zip(paths, counts, strict=True)]
         self._source: Any = grain.sources.ArrayRecordDataSource(named)
 
@@ -196,36 +199,36 @@ class _Rows:
 
 
 def rows(folder: pathlib.Path, store: Mapping[str, Any], split: str) -> grain.MapDataset[Row] | None:
-    """The rows of a split, such as "train"; None if it has none."""
+    """Returns the rows of a split, such as "train"; None if it has no rows."""
     shards = [(name, shard["rows"]) for name, shard in store["shards"].items() if re.match(rf"{split}-\d", name)]
     filled = [(folder / f"{name}.array_record", count) for name, count in shards if count]
     return of_bytes(_Rows(*zip(*filled, strict=True)), store["settings"]["seq_len"]) if filled else None
 
 
 def identity(kind: str, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """What rows depend on beside the records, in a store and in a run.
+    """Returns everything but the records that rows depend on, in a store and in a run.
 
     Args:
-        kind: its `train.data.packing.Kind.name`.
-        shape: arguments of its `pack`.
+        kind: the `train.data.packing.Kind.name` of the records.
+        shape: arguments of the kind's `pack`.
     """
     of_tokens = {"tokenizer": tokenizer_hash(tokenizer), "bos": tokenizer.bos, "eos": list(tokenizer.eos)}
     return {"kind": kind, **of_tokens, "settings": dict(shape)}
 
 
 def fingerprint(folder: pathlib.Path) -> str:
-    """A SHA-256 of all that a store has: of store.json, which has those of the shards."""
+    """Returns a SHA-256 of a store: that of store.json, which has the hashes of all shards."""
     return hashlib.sha256((folder / STORE).read_bytes()).hexdigest()
 
 
 def refuse_other(folder: pathlib.Path, store: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Checks that a store's rows are those that a run would make.
+    """Checks that a store's rows are the same as the run would make.
 
     Args:
         now: `identity` of the run.
 
     Raises:
-        ValueError: something differs; names it, and both values.
+        ValueError: a setting differs; names the setting, and both values.
     """
     plain = json.loads(json.dumps(dict(now)))
     if changed := differences({key: store[key] for key in plain}, plain):
@@ -238,7 +241,7 @@ def refuse_other(folder: pathlib.Path, store: Mapping[str, Any], now: Mapping[st
 
 
 def summary(store: Mapping[str, Any], split: str) -> Sequence[tuple[str, str]]:
-    """What a split has, in words."""
+    """Describes a split in words: its rows, records, documents, tokens and padding."""
     counts, seq_len = store["splits"][split], store["settings"]["seq_len"]
     return [
         ("rows", f"{counts['rows']:,} of {seq_len:,} tokens"),

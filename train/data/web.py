@@ -1,7 +1,7 @@
 """Files of web servers, http:// and https://.
 
-One request asks for a file. The head of its answer says whether the copy in the cache folder is still the file; if it
-is, the body is not read. fsspec knows a file of the web by its URL alone, and reads for as long as something comes.
+A single request fetches a file. The headers of the response show whether the copy in the cache folder is still current;
+if it is, the body is not read. fsspec is not used, as it identifies a file by its URL alone and reads without a limit.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from convert.pacing import paced
 from convert.private import public
 
 
-TIMEOUT = 30  # seconds to connect, and without a byte
-SECONDS = 24 * 3600  # most time of an answer
-LARGEST = 2**36  # most bytes of an answer that does not say how many it has
+TIMEOUT = 30  # seconds to connect, and to wait for the next byte
+SECONDS = 24 * 3600  # longest time of a response
+LARGEST = 2**36  # most bytes of a response without a Content-Length
 PIECE = 2**18  # bytes that are read at a time
 PROPERTIES = ("Content-Length", "ETag", "Last-Modified")  # headers that change when a file does
 
@@ -34,29 +34,29 @@ def is_url(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A file whose body is still to come."""
+    """A response whose headers are read, and whose body is not."""
 
     name: str
     response: http.client.HTTPResponse
 
     @property
     def key(self) -> str:
-        """The properties that tell the file from an earlier one of its name."""
+        """Returns the properties that distinguish the file from an earlier file of the same name."""
         return " ".join(f"{name}={self.response.headers.get(name)}" for name in PROPERTIES)
 
     def write(self, to: pathlib.Path, bar: fsspec.callbacks.Callback) -> None:
         """Reads the body into a file.
 
         Raises:
-            OSError, http.client.HTTPException: it is not whole, comes too slowly, or does not end.
+            OSError, http.client.HTTPException: the body is not complete, comes too slowly, or does not end.
         """
         encoding = self.response.headers.get("Content-Encoding", "identity").lower()
         if encoding not in ("identity", "gzip", "x-gzip"):
             raise OSError(f"its server sends it in the Content-Encoding {encoding}; only gzip is read")
-        # Servers call a .gz file gzip, too, which it is by its name: that is not taken off here.
+        # Servers send a .gz file with Content-Encoding gzip, too. Such a file is not unpacked here.
         zipped = encoding != "identity" and not self.name.partition("?")[0].endswith(".gz")
         came = to.with_name(f"{to.name}.came") if zipped else to
-        length = self.response.length  # None if the server does not say it
+        length = self.response.length  # None if the server does not send it
         bar.set_size(length)
         with open(came, "wb") as out:
             try:
@@ -79,19 +79,19 @@ class Opened:
 
 
 class _Refused(OSError):
-    """The server sends too slowly, or without an end."""
+    """An error for a server that sends too slowly, or without an end."""
 
     def __str__(self) -> str:
         return f"its server {self.args[0]}"
 
 
 def opened(url: str, stack: contextlib.ExitStack) -> Opened | None:
-    """Asks for a file, and has `stack` end the request. Returns None if there is none.
+    """Requests a file; `stack` closes the response. Returns None if the server has no such .idx file.
 
     Raises:
-        OSError, http.client.HTTPException: the server cannot be asked, or refuses.
+        OSError, http.client.HTTPException: the server cannot be reached, or refuses.
     """
-    # Of other encodings a server may not say how many bytes they have.
+    # With another encoding, a server may not send the number of bytes.
     headers = {"User-Agent": "equinox-zoo", "Accept-Encoding": "identity"}
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)

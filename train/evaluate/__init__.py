@@ -1,1 +1,1 @@
-"""Evaluates a model during a run: validation data, questions of a file, tasks of lm-eval."""
+"""Evaluation of a model during a run: validation data, questions of a file, tasks of lm-eval."""

@@ -1,8 +1,8 @@
-"""Tasks of lm-eval for `train.evaluate.tasks`: the model that is trained, as lm-eval's evaluator calls models.
+"""Tasks of lm-eval for `train.evaluate.tasks`, with the model that is trained behind lm-eval's interface for models.
 
 lm-eval (https://github.com/EleutherAI/lm-evaluation-harness, 0.4.13) reads the tasks, makes requests of their documents
-and computes the metrics. It is imported only if --eval-tasks names a task of it. Prompts are as the task writes them,
-without a chat template. Every process answers all requests, with its part of the model.
+and computes the metrics. It is imported only if --eval-tasks names one of its tasks. Prompts are as the task writes
+them, without a chat template. Every process answers all requests, with its part of the model.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from zoo.weights.gather import gathered
 
 
 class Harness:
-    """A task of lm-eval, or several: one by its name, or those of a YAML file or a folder of such files.
+    """One or several tasks of lm-eval: a task by its name, or the tasks of a YAML file or of a folder of such files.
 
-    The metrics are `eval_TASK/METRIC`, such as eval_hellaswag/acc_norm, and `eval_TASK/METRIC/FILTER` where the task
-    filters answers, such as eval_gsm8k/exact_match/strict-match.
+    The metrics are `eval_TASK/METRIC`, such as eval_hellaswag/acc_norm. If the task filters answers, they are
+    `eval_TASK/METRIC/FILTER`, such as eval_gsm8k/exact_match/strict-match.
 
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: it has no such task.
+        ValueError: lm-eval has no such task, or the file or folder has none.
     """
 
     def __init__(self, name: str, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig):
@@ -64,12 +64,12 @@ class Harness:
             raise ValueError(f"--eval-tasks {name} is neither a file or folder nor a task of lm-eval.") from error
         if not loaded["tasks"]:
             raise ValueError(f"--eval-tasks {name} has no YAML file with a task of lm-eval.")
-        # A group has metrics of all its tasks together, and brings these.
+        # A group has metrics of all its tasks together, and includes the tasks.
         self._tasks = [loaded["groups"][n] for n in names if n in loaded["groups"]] or list(loaded["tasks"].values())
 
     def evaluate(self, model: AbstractModel, rows: int, told: Callable[[int, int], None]) -> dict[str, float]:
         lm = adapter(model, self._tokenizer, rows, self._o.eval_tokens, told)
-        with contextlib.redirect_stderr(io.StringIO()):  # its own bars
+        with contextlib.redirect_stderr(io.StringIO()):  # hides lm-eval's own progress bars
             found = self._evaluator.simple_evaluate(
                 model=lm, tasks=self._tasks, task_manager=self._manager, limit=self._o.eval_questions or None,
                 bootstrap_iters=0, random_seed=None, numpy_random_seed=None, torch_random_seed=None,
@@ -87,7 +87,7 @@ class Harness:
 
 
 def wrong(samples: dict[str, list[dict[str, Any]]]) -> Iterator[Wrong]:
-    """The answers that got 0 by the first of their metrics, as lm-eval logs samples."""
+    """Yields the answers whose first metric is 0, from the samples that lm-eval logs."""
     for sample in itertools.chain(*samples.values()):
         if sample[sample["metrics"][0]] == 0:
             resps = sample["filtered_resps"]
@@ -98,16 +98,16 @@ def wrong(samples: dict[str, list[dict[str, Any]]]) -> Iterator[Wrong]:
 def adapter(
     model: AbstractModel, tokenizer: Tokenizer, rows: int, tokens: int, told: Callable[[int, int], None]
 ) -> Any:
-    """The model as an lm_eval.api.model.LM, which writes at most `tokens` tokens where a task does not say."""
+    """Wraps the model as an lm_eval.api.model.LM. It writes at most `tokens` tokens if a task sets no limit."""
     utils, limit = importlib.import_module("lm_eval.utils"), model.config.max_position_embeddings
-    first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos[0]  # before a text that nothing precedes
+    first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos[0]  # precedes a text without a context
 
     class Adapter(importlib.import_module("lm_eval.api.model").LM):
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return score(model, [pair(tokenizer, *request.args, first=first) for request in requests], rows, told)
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            """Of texts as long as they are: in windows of all positions, each token once."""
+            """Scores texts of any length in windows of all the model's positions; each token is scored once."""
             sums = []
             for request in requests:
                 ids = tokenizer.encode(request.args[0], special=False)
@@ -139,7 +139,10 @@ def adapter(
 
 
 def pair(tokenizer: Tokenizer, context: str, continuation: str, *, first: int) -> tuple[list[int], list[int]]:
-    """The tokens of a text in two parts, as lm-eval's other models split it: spaces between go with the second."""
+    """Tokenizes a context and its continuation, as lm-eval's other models do.
+
+    Spaces between the two parts belong to the continuation.
+    """
     if not context:
         return [first], tokenizer.encode(continuation, special=False)
     spaces = len(context) - len(context.rstrip())
@@ -154,12 +157,13 @@ def score(
     rows: int,
     told: Callable[[int, int], None],
 ) -> list[tuple[float, bool]]:
-    """The log-likelihood of the second part of each pair after the first, and whether greedy decoding would write it.
+    """Computes, for each pair, the log-likelihood of its second part after the first.
 
-    Rows are padded to powers of two; a pair that is longer than the model's positions loses its beginning.
+    Also returns whether greedy decoding would write the second part. Rows are padded to powers of two. A pair that is
+    longer than the model's positions loses its beginning.
     """
     limit, found = model.config.max_position_embeddings, {}
-    order = sorted(range(len(pairs)), key=lambda n: -sum(map(len, pairs[n])))  # those that need most memory come first
+    order = sorted(range(len(pairs)), key=lambda n: -sum(map(len, pairs[n])))  # pairs that need most memory come first
     for start in range(0, len(order), rows):
         part = order[start : start + rows]
         ids = {n: (pairs[n][0] + pairs[n][1])[-limit - 1 :] for n in part}
@@ -180,7 +184,7 @@ def score(
 def numbers(
     model: AbstractModel, tokens: Int[np.ndarray | Array, "rows seq"], targets: Int[np.ndarray | Array, "rows seq"]
 ) -> tuple[Float[Array, "rows seq"], Bool[Array, "rows seq"]]:
-    """Each target's log-probability, and whether no other token is likelier; in chunks, which need less memory."""
+    """Computes each target's log-probability, and whether no other token is likelier, in chunks to save memory."""
     x, _, _ = model.hidden(jnp.asarray(tokens))
     chunks = Chunks.of(len(tokens), tokens.shape[1], 2048)
 

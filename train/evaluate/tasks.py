@@ -1,7 +1,7 @@
-"""Evaluation during runs: questions that the model answers as it learns, of the user's files or of lm-eval.
+"""Evaluation during runs: questions from the user's files or from lm-eval, which the model answers as it learns.
 
-A file has a JSON object a line: `prompt`, a string or a list of messages; `answer`, a string or a list of those that
-are accepted; and if need be `match`, which says how they are compared. `train.evaluate.harness` has lm-eval's tasks.
+A file has one JSON object a line: `prompt`, a string or a list of messages; `answer`, a string or a list of accepted
+strings; and optionally `match`, the way in which answers are compared. `train.evaluate.harness` has lm-eval's tasks.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Tasks:
     """All tasks of --eval-tasks.
 
     Raises:
-        ValueError, OSError: there is no such task, or a record of it has no question; names file and line.
+        ValueError, OSError: a task does not exist, or one of its records has no question; names file and line.
         ImportError: a task is of lm-eval, which is not installed.
     """
 
@@ -47,7 +47,7 @@ class Tasks:
             raise ValueError(f"Two of --eval-tasks are named {', '.join(sorted(twice))}: rename a file.")
 
     def evaluate(self, model: AbstractModel, step: int, record: Callable[..., None]) -> dict[str, float]:
-        """Returns the metrics of all tasks after `step`, and has some wrong answers recorded."""
+        """Returns the metrics of all tasks after `step`. Passes some wrong answers to `record`."""
         if not self.tasks:
             return {}
         numbers, console = {}, rich.get_console()
@@ -58,7 +58,7 @@ class Tasks:
 
                 def told(done: int, of: int, shown: rich.progress.TaskID = shown) -> None:
                     bar.update(shown, completed=done, total=of)
-                    clock().change("evaluation")  # it moves: see `train.run.watchdog`
+                    clock().change("evaluation")  # shows progress to `train.run.watchdog`
 
                 found, self.rows = halved(functools.partial(task.evaluate, model, told=told), self.rows)
                 numbers |= found
@@ -69,9 +69,10 @@ class Tasks:
 
 
 def halved(call: Callable[[int], T], rows: int) -> tuple[T, int]:
-    """Returns `call(rows)`, and with how many rows there was memory for it: half as many each time that there was not.
+    """Returns `call(rows)`, and the number of rows. Out of memory, it tries again with half as many rows.
 
-    Of several processes another may have had enough, and would wait for ever: then the error is raised.
+    With several processes the error is raised instead, since another process may have had enough memory, and would wait
+    for ever.
     """
     while True:
         try:
@@ -79,12 +80,12 @@ def halved(call: Callable[[int], T], rows: int) -> tuple[T, int]:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or rows == 1 or jax.process_count() > 1:
                 raise
-        rows //= 2  # here, where the error no longer holds the arrays
+        rows //= 2  # outside the `except`, where the error no longer holds the arrays
         rich.print(f"The device's memory does not suffice for --eval-rows {2 * rows}: trying {rows}.")
 
 
 def find(name: str, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig) -> Task:
-    """The task of a name in --eval-tasks."""
+    """Returns the task for one name of --eval-tasks."""
     if pathlib.Path(name).suffix in (".jsonl", ".json"):
         return Questions(pathlib.Path(name), o, tokenizer, config)
     return Harness(name, o, tokenizer, config)
@@ -105,7 +106,7 @@ class Question(NamedTuple):
 
 
 class Questions:
-    """The questions of a file, which the model answers greedily. The metric is the share that it answers rightly."""
+    """The questions of a file, which the model answers greedily. The metric is the share of right answers."""
 
     def __init__(self, path: pathlib.Path, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig):
         try:
@@ -155,10 +156,10 @@ class Questions:
 
 
 def question(record: Record, tokenizer: Tokenizer) -> Question:
-    """Reads a question. Without a `match`, answers are numbers if each of them is one, or marks one as GSM8K does.
+    """Reads a question. Without a `match`, answers are compared as numbers if `is_number` holds for each of them.
 
     Raises:
-        ValueError: with file and line, if the record has no prompt, or no answer that could be compared.
+        ValueError: the record has no prompt, or no answer that could be compared; names file and line.
     """
     prompt = encode(record, tokenizer)
     answer, match = prompt.record.get("answer"), prompt.record.get("match")
@@ -177,6 +178,6 @@ def question(record: Record, tokenizer: Tokenizer) -> Question:
 
 
 def is_number(answer: str) -> bool:
-    """Whether an answer is a number, or says which it is, as those of GSM8K ("#### 72") and MATH (\\boxed{72}) do."""
+    """Whether an answer is a number, or has one marked, like answers of GSM8K ("#### 72") and MATH (\\boxed{72})."""
     marked = re.search(r"####|\\boxed", answer) or re.fullmatch(rewards.NUMBER, answer.strip())
     return bool(marked) and rewards.value(answer) is not None

@@ -1,4 +1,4 @@
-"""Validation: a run's numbers on data that it does not learn from, its best step by them, and its end by --patience."""
+"""Validation: metrics on data that a run does not learn from, its best step by a metric, and its end by --patience."""
 
 import dataclasses
 import fnmatch
@@ -22,8 +22,8 @@ from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
 
 
-# What is better when it is lower; any other metric is better when it is higher. The names of losses in the validation
-# data, without "validation_", and of metrics of lm-eval.
+# Metrics that are better when they are lower; any other metric is better when it is higher. The names are those of
+# metrics of the validation data, without "validation_", and of lm-eval's metrics.
 LOWER = (
     "*loss*", "*perplexity", "divergence*", "*kl", "*drift", "mismatched", "*_errors",
     "bits_per_byte", "brier_score", "*mse", "*mae", "wer", "ter",
@@ -32,7 +32,7 @@ LOWER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationOptions(TaskOptions):
-    """When a run is validated, and what follows from it, in `Options`."""
+    """Options for validation: how often, and what follows from its metrics."""
 
     help_group: ClassVar[Group] = Group.VALIDATION
 
@@ -42,12 +42,12 @@ class ValidationOptions(TaskOptions):
     eval_batches: int = option(50, rare=True)
     """Largest number of batches of validation data that are used each time."""
     best: str | None = None
-    """Metric of the evaluations, such as validation_accuracy or eval_math, by which the best model is exported. It is
-    that of the lowest loss, or of the highest accuracy, reward or other metric. Checkpoints are then saved at each
-    evaluation, and the best is kept. None: the last model is exported, or with --patience that of the lowest
+    """Metric of the evaluations, such as validation_accuracy or eval_math, by which the best model is exported. The
+    best has the lowest loss, or the highest accuracy, reward or other metric. Checkpoints are then saved at each
+    evaluation, and the best is kept. None: the last model is exported, or with --patience the model of the lowest
     validation_loss."""
     patience: int = 0
-    """Number of evaluations in a row, none of them a new best by --best, after which the run ends. 0: it takes all
+    """Number of evaluations in a row without a new best by --best, after which the run ends. 0: it takes all
     --steps."""
 
     @property
@@ -57,17 +57,18 @@ class ValidationOptions(TaskOptions):
 
 
 class Validation:
-    """The values of `metric` so far, in `looks` as [step, value]. A checkpoint keeps them.
+    """The values of `metric` so far, in `looks` as [step, value]. A checkpoint keeps `looks`.
 
-    `metric` is --best, or without it the validation loss; where the task has a rollout, the reward on held-out prompts.
+    `metric` is --best. Without --best it is the validation loss or, if the task has a rollout, the reward on held-out
+    prompts.
 
     Args:
         o: `train.run.options.Options`.
         task: a `train.run.loop.Task`.
 
     Raises:
-        ValueError: --patience or --best needs validation data or --eval-tasks, and there are none.
-        ValueError, OSError, ImportError: --eval-tasks has none, or bad ones (`train.evaluate.tasks.Tasks`).
+        ValueError: --patience or --best needs evaluations, validation data or --eval-tasks, and there are none.
+        ValueError, OSError, ImportError: a task of --eval-tasks is missing or bad (`train.evaluate.tasks.Tasks`).
     """
 
     def __init__(self, o: Any, task: Any, config: AbstractConfig, tokenizer: Tokenizer, mesh: Mesh):
@@ -91,13 +92,13 @@ class Validation:
 
     @timed("evaluation")
     def evaluate(self, model: AbstractModel, n: int, record: Callable[..., None]) -> dict[str, float]:
-        """The metrics after step `n`: of the validation data, such as "validation_loss", and of --eval-tasks.
+        """Returns the metrics after step `n`: of the validation data, such as "validation_loss", and of --eval-tasks.
 
         Args:
-            record: gets some wrong answers (`train.watch.watch.Watch.wrong`).
+            record: is called with some wrong answers (`train.watch.watch.Watch.wrong`).
 
         Raises:
-            ValueError: --best is none of them.
+            ValueError: --best is none of these metrics.
         """
         numbers = {f"validation_{name}": value for name, value in self._means(model).items()}
         numbers |= self.tasks.evaluate(model, n, record)
@@ -108,8 +109,10 @@ class Validation:
         return numbers
 
     def _means(self, model: AbstractModel) -> dict[str, float]:
-        """Of the validation data: the objective's means over targets; or a rollout's over prompts, drawn with the same
-        random numbers each time."""
+        """Computes the metrics of the validation data: the objective's means over targets.
+
+        If the task has a rollout, they are the rollout's means over prompts, with the same random numbers each time.
+        """
         data, reference = self.task.validation, self.task.reference
         if data is None:
             return {}
@@ -127,7 +130,7 @@ class Validation:
         return {name: value / count for name, value in sums.items()}
 
     def best(self) -> int | None:
-        """The step that is best by the metric, whose checkpoint is kept; None without --best and --patience."""
+        """Returns the step that is best by the metric, whose checkpoint is kept; None without --best and --patience."""
         return best(self.metric, self.looks)[0] if self.o.keeps_best else None
 
     def waited(self, n: int) -> bool:
@@ -136,10 +139,10 @@ class Validation:
         return step is not None and n - step >= self.o.patience * self.o.eval_every
 
     def restore_best(self, checkpoints: Checkpoints, state: TrainState, n: int, updates: int) -> tuple[TrainState, int]:
-        """The state to export and its step: the best, with --best or --patience, or else those given.
+        """Returns the state to export, and its step. With --best or --patience it is the best, or else the given one.
 
         Args:
-            updates: how many updates one step makes; a checkpoint's number counts updates.
+            updates: the number of updates in one step; a checkpoint's number counts updates.
         """
         best = self.best()
         if best is None or best == n:
@@ -155,12 +158,12 @@ class Validation:
 
 
 def lower(metric: str) -> bool:
-    """Whether a metric of the evaluations is better when it is lower. A task's own name says nothing about that."""
+    """Whether a metric of the evaluations is better when it is lower. The name of a task does not decide it."""
     parts = metric.split("/")[1:] if metric.startswith("eval_") else [metric.removeprefix("validation_")]
     return any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in LOWER)
 
 
 def best(metric: str, looks: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    """The first of the best of these pairs of a step and the metric's value; one that is NaN is worse than all."""
+    """Returns the best of the pairs (step, value of the metric), and of equal ones the first. NaN is worse than all."""
     sign = 1 if lower(metric) else -1
     return min(looks, key=lambda look: (math.isnan(look[1]), sign * look[1]))

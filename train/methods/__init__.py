@@ -1,1 +1,1 @@
-"""Generates what a run learns from while it runs: rollouts of GRPO, logits of a teacher."""
+"""Training data that is generated during a run: rollouts of GRPO, logits of a teacher."""

@@ -42,9 +42,9 @@ def rollout(
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
     """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, pass@k, length.
 
-    A row has a prompt with one completion, in the arrays of `train.data.packing`, and beside them "advantages" (the
-    same all along a row) and "old", the log-probability with which each target was drawn. `o` are
-    `train.grpo.GRPOOptions`, and `judges` the rewards that they name.
+    A row has a prompt with one completion, in the arrays of `train.data.packing`, and two more arrays: "advantages"
+    (constant along a row) and "old", the log-probability with which each target was drawn. `o` are
+    `train.grpo.GRPOOptions`, and `judges` the rewards that `o` names.
     """
     started = time.monotonic()
     with generating(model, mesh, o.compute_dtype) as sampling:
@@ -92,10 +92,10 @@ def rollout(
 
 
 def try_rewards(prompts: Iterable[tuple[str, Prompt]], o: Any, judges: Sequence[Reward]) -> dict[str, float]:
-    """Looks before a run whether the records have what its rewards need. Returns what each gives for the first one.
+    """Checks before a run that all records have the fields that its rewards need.
 
-    The completion of that call is the record's answer, if it has one. A reward of the user's is called just once, and
-    code is run just once.
+    Returns each reward's value for the first record, with the record's answer, if it has one, as the completion. A
+    reward of the user's is called just once, and code is run just once.
 
     Args:
         prompts: places of records, such as a file and a line, with their prompts.
@@ -112,7 +112,7 @@ def try_rewards(prompts: Iterable[tuple[str, Prompt]], o: Any, judges: Sequence[
                 worth = float(judge(str(prompt.record.get("answer", "")), prompt.record))
             except BadRecord as error:
                 raise ValueError(f"{where}: {error}") from error
-            except Exception as error:  # the user's
+            except Exception as error:  # raised by the user's function
                 raise ValueError(f"{where}: --reward {name} raises {type(error).__name__}: {error}.") from error
             if not math.isfinite(worth):
                 raise ValueError(f"{where}: --reward {name} gives {worth}, and has to give a finite number.")
@@ -121,15 +121,15 @@ def try_rewards(prompts: Iterable[tuple[str, Prompt]], o: Any, judges: Sequence[
 
 
 def correct_from(o: Any) -> float:
-    """The reward from which on a completion counts as correct: --correct, or what rewards of at most 1 add up to."""
+    """Returns the least reward of a correct completion: --correct, or the sum of the rewards' positive weights."""
     return sum(w for w in o.reward_weights or (1.0,) * len(o.reward) if w > 0) if o.correct is None else o.correct
 
 
 def pass_at(correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
-    """Estimates pass@k, the chance that one of k completions of a prompt is correct: k is 1, 2, 4, ... and the group.
+    """Estimates pass@k, the probability that one of k completions is correct, for k of 1, 2, 4, ... and the group size.
 
-    Of n completions with c correct ones it is 1 - C(n - c, k) / C(n, k), unbiased (Chen et al., 2021, arXiv:2107.03374,
-    eq. 1), averaged over the prompts.
+    For n completions of a prompt, c of them correct, the unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al.,
+    2021, arXiv:2107.03374, eq. 1). It is averaged over the prompts.
     """
     n = correct.shape[1]
     sizes = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
@@ -138,7 +138,7 @@ def pass_at(correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
 
 
 def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
-    """A batch of padding."""
+    """Makes a batch of padding."""
     integers = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), np.int32)
     kinds = integers | dict.fromkeys(("advantages", "old"), np.float32)
     return {name: np.zeros((rows, seq), kind) for name, kind in kinds.items()}
@@ -147,12 +147,13 @@ def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
 def rewarded(
     texts: list[list[str]], prompts: Sequence[Prompt], o: Any, judges: Sequence[Reward]
 ) -> tuple[Float[np.ndarray, "prompts group names"], float]:
-    """Every reward of every completion, and how many raised an error or were not finite; those are 0.
+    """Computes every reward of every completion. Also returns the number of rewards that failed, which count as 0.
 
-    Of several processes the first computes them for all, since a user's function may be random.
+    A reward fails if it raises an error or is not finite. Process 0 computes the rewards for all processes, since a
+    user's function may be random.
 
     Raises:
-        BadRecord: if a record lacks what a reward needs.
+        BadRecord: a record lacks a field that a reward needs.
     """
     found = np.zeros((len(prompts), o.group, len(judges)), np.float32)
     errors = 0.0
@@ -170,7 +171,7 @@ def rewarded(
                     if not isinstance(worth, np.bool_ | np.integer | np.floating) and type(worth) not in (
                         float, int, bool,
                     ):  # fmt: skip
-                        # Not float(worth), which an object may make of itself; and a text may be of any length.
+                        # float(worth) would not do: an object may define its own, and a text may be of any length.
                         raise TypeError(f"it returned a {type(worth).__name__}, and must return a number")
                     worth = float(worth)
                     if not math.isfinite(worth):
@@ -178,7 +179,7 @@ def rewarded(
                     found[at] = worth
                 except BadRecord:
                     raise
-                except Exception as error:  # of a function that may be the user's, about a text that is the model's
+                except Exception as error:  # of any type, as the function may be the user's and the text is the model's
                     errors += 1
                     if errors == 1:
                         what = f"{type(error).__name__}: {error}, for {texts[at[0]][at[1]][:200]!r}"

@@ -1,8 +1,8 @@
-"""Stores a teacher's largest logits of each token in files, and reads them for distillation without the teacher.
+"""A teacher's largest logits of each token, stored in files for distillation without the teacher.
 
-A folder has teacher.json, which says what the logits were made of, and one ArrayRecord file. Its records are in the
-format of safetensors: rows of `train.data.packing` with two more arrays [seq, k], `top_values` (float16) and
-`top_indices`.
+A folder has teacher.json, which describes the model and the data that the logits were made from, and one ArrayRecord
+file. Its records are in the format of safetensors: rows of `train.data.packing` with two more arrays [seq, k],
+`top_values` (float16) and `top_indices`.
 """
 
 import json
@@ -30,16 +30,16 @@ ROWS, ABOUT = "logits.array_record", "teacher.json"
 def top_k(
     model: AbstractModel, batch: Batch, k: int
 ) -> tuple[Float[jax.Array, "batch seq k"], Int[jax.Array, "batch seq k"]]:
-    """Returns each token's `k` largest logits and their indices; it never holds all logits of all tokens at once."""
+    """Returns each token's `k` largest logits and their indices. Never holds all logits of all tokens at once."""
     x, _ = features(model, batch)
     values, indices = by_chunks(lambda x: tuple(jax.lax.top_k(model.unembed(x).astype(jnp.float32), k)), x)
     return values, indices
 
 
 def write(folder: pathlib.Path, batches: Iterable[Mapping[str, np.ndarray]], about: Mapping[str, Any]) -> int:
-    """Writes batches that have `top_values` and `top_indices`. Returns how many rows it wrote.
+    """Writes batches that have `top_values` and `top_indices`. Returns the number of rows.
 
-    teacher.json comes last: a folder without it is incomplete.
+    teacher.json is written last: a folder without it is incomplete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
@@ -67,6 +67,6 @@ def read(folder: pathlib.Path) -> tuple[grain.MapDataset[dict[str, np.ndarray]],
     check_array_records([folder / ROWS])
     source: Any = grain.sources.ArrayRecordDataSource([str(folder / ROWS)])
 
-    # Rows are read by several threads, which numpy's own format does not bear: it evaluates Python, and Python 3.11's
-    # parser can fail where threads meet in it (https://github.com/python/cpython/issues/106905).
+    # Several threads read rows, so the format is not numpy's own: reading that evaluates Python, and Python 3.11's
+    # parser can fail with several threads (https://github.com/python/cpython/issues/106905).
     return grain.MapDataset.source(source).map(safetensors.numpy.load), json.loads((folder / ABOUT).read_text())

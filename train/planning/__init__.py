@@ -1,1 +1,1 @@
-"""Plans runs on devices that are not at hand: whether a model fits there, and what a training step costs."""
+"""Planning of runs on devices that are not at hand: whether a model fits there, and what a training step costs."""

@@ -1,4 +1,4 @@
-"""Compiles a training or decoding step for devices that are not here, and reads bytes and traffic from the result."""
+"""Ahead-of-time compiling of a training or decoding step for devices that are not attached; its bytes and traffic."""
 
 import math
 import pathlib
@@ -42,8 +42,8 @@ class Program(NamedTuple):
 
     function: Any
     arguments: tuple[Any, ...]
-    kinds: dict[str, Any]  # "parameters", "optimizer", "batch", "cache": the arguments by what they are
-    gradients: Any = None  # their shapes and likely places: XLA chooses these
+    kinds: dict[str, Any]  # the arguments by kind: "parameters", "optimizer", "batch", "cache"
+    gradients: Any = None  # shapes of the gradients, with likely shardings, which XLA chooses
     seen: float = 1.0  # the share of all pairs of a row's tokens that attention computes
 
 
@@ -53,14 +53,14 @@ class Compiled(NamedTuple):
     lowered: Any
     executable: Any
     arguments: int
-    temporaries: int  # gradients and all else that is there only while it runs, activations included
-    activations: int  # what layers keep for the backward pass
+    temporaries: int  # everything that is there only while the program runs, such as gradients and activations
+    activations: int  # arrays that layers save for the backward pass
     results: int
     reused: int  # results that are written over donated arguments
     host: int  # arguments and temporaries in the host's memory
     collectives: list[Collective]
     kernels: list[Kernel]
-    seconds: float  # that compiling took
+    seconds: float  # duration of compiling
 
     @property
     def needed(self) -> int:
@@ -68,7 +68,7 @@ class Compiled(NamedTuple):
 
 
 class TooLarge(Exception):
-    """XLA refuses a program, since it needs more bytes of a device than are available."""
+    """An error for a program that XLA refuses, since it needs more bytes of a device than are available."""
 
     def __init__(self, needed: float, available: float):
         super().__init__(needed, available)
@@ -95,12 +95,13 @@ def training(
     reference: Any = None,
     more: Sequence[str] = (),
 ) -> Program:
-    """Makes the step of `train.run.loop`, with products in bfloat16. With a rank, only adapters are trained.
+    """Makes the step of `train.run.loop`, with products in bfloat16. If `adapters` has a rank, only they are trained.
 
     Args:
-        images: number of images of a row, each of `patches` where the tower takes any shape; the model has its tower.
+        images: number of images in a row; above 0 the model has its vision tower.
+        patches: number of patches of an image, if the tower takes images of any shape.
         reference: shapes of another model that the objective gets.
-        more: names of the float32 arrays that the objective wants of a batch beside the usual ones.
+        more: names of float32 arrays that the objective reads from a batch, beside the usual ones.
     """
     transform, schedule = make_optimizer(optimization)
     if adapters.rank:
@@ -132,21 +133,24 @@ def training(
 
 
 def parts_of(images: int) -> tuple[str, ...]:
-    """The parts of a model whose rows have so many images."""
+    """Returns the optional parts of a model whose rows have `images` images each."""
     return ("vision",) if images else ()
 
 
 def _tower_of(model: Any) -> Any:
-    """The config of the tower of a model that sees: how many `pixels` a patch has, and where images have one size, how
-    many patches along a `side`."""
+    """Returns the config of a model's vision tower.
+
+    Its `pixels` is the number of numbers in a patch. If all images have one size, it has `side`, the number of patches
+    along one side.
+    """
     return model.config.vision.tower
 
 
 def seen_pairs(config: AbstractConfig, seq: int) -> float:
     """Returns the share of all pairs of a row's tokens that its attention computes; 1 for a model without attention."""
     products = config.attention_products
-    layers = [n for n in range(config.num_hidden_layers) if products(n, 2) > products(n, 1)]  # not recurrent ones
-    pairs = lambda seq: sum(products(n, seq) for n in layers)  # of one token, which sees half of itself
+    layers = [n for n in range(config.num_hidden_layers) if products(n, 2) > products(n, 1)]  # without recurrent layers
+    pairs = lambda seq: sum(products(n, seq) for n in layers)  # pairs of one token; alone, a token sees half of itself
     return pairs(seq) / (2 * seq * pairs(1)) if layers else 1.0
 
 
@@ -186,7 +190,7 @@ def decoding(
 ) -> Program:
     """Makes the step that decodes one token a row, in bfloat16, with a cache of `seq` positions, updated in place.
 
-    With `images` the model's tower is there, too, and idle.
+    With `images` the model has its vision tower, too, which the step does not use.
     """
     model = frozen(config, family, mesh, quantize=quantize, parts=parts_of(images))
     shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
@@ -205,7 +209,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def host_bytes(tree: Any) -> int:
-    """Counts those that each device has in the memory of its host."""
+    """Counts the bytes of a tree of arrays, or of their shapes, that each device has in the memory of its host."""
     return _bytes_of(a for a in jax.tree.leaves(tree) if is_on_host(a))
 
 
@@ -217,7 +221,7 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
     """Compiles the program for the devices of the mesh.
 
     Raises:
-        TooLarge: if XLA says that it does not fit their memory.
+        TooLarge: XLA reports that the program does not fit the devices' memory.
     """
     with tempfile.TemporaryDirectory() as dump, jax.set_mesh(mesh):
         lowered, start = program.function.lower(*program.arguments), time.monotonic()
@@ -234,7 +238,7 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
         lowered, executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
         m.output_size_in_bytes, m.alias_size_in_bytes, m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
         collectives(text, mesh.size),
-        # A device has a buffer of the same size for the tokens of each device along the axis, all of which fill one.
+        # A device has one buffer for the tokens of each device along the axis; the tokens of all fill about one buffer.
         kernels(text, program.seen, filled=1 / mesh.shape[EXPERT]), seconds,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Reads from a compiled program what its kernels compute and move, by kind, and estimates how long each kind takes.
+"""Breakdown of a compiled program into kinds of kernels: their FLOPs, bytes, and estimated seconds.
 
-So a regression in a step, such as copies in front of a kernel, is seen without a device.
+It shows a regression in a step, such as copies in front of a kernel, without a device.
 """
 
 import functools
@@ -22,23 +22,24 @@ FORWARD, BACKWARD = "attention, forward kernels", "attention, backward kernels"
 RECURRENCE = "recurrences, kernels over chunks"
 OPTIMIZER, ELEMENTWISE = "optimizer", "elementwise, norms, sums"
 COPIES, SCATTERS, OTHER = "copies, slices, casts, fills", "scatters", "other kernels"
-ASIDE = "copies beside other kernels"  # which XLA starts, and awaits later
+ASIDE = "copies beside other kernels"  # copies that XLA starts, and awaits later
 ORDER = (PRODUCTS, GROUPED, FORWARD, BACKWARD, RECURRENCE, OPTIMIZER, ELEMENTWISE, COPIES, SCATTERS, OTHER, ASIDE)
 SCOPE = "optimizer"  # the `jax.named_scope` of train.step's update
 
-# Shares of the bfloat16 peak that kernels of attention reach, forward and backward, and those of products by expert.
-# Ours are expected from their machine code for an H100: 400 TFLOP/s forward by Triton, 560 by Mosaic; backward 300 and
-# 310 of the five products that are needed, and they compute seven (the logits and their gradients twice). cuDNN's are
-# measurements on an H100, at head size 128 and 8,192 tokens: forward tokamax's (629), backward FlashAttention-3's paper
-# (arXiv:2407.08608, 540; it computes five). TPUs' are expected from schedules for a v6e.
+# Shares of the bfloat16 peak that kernels of attention reach, forward and backward, and kernels of products by expert.
+# The shares of our kernels are predicted from their machine code for an H100: forward 400 TFLOP/s by Triton and 560 by
+# Mosaic; backward 300 and 310, counting the five products that are needed, while the kernels compute seven (the logits
+# and their gradients twice). cuDNN's are measured on an H100, at head size 128 and 8,192 tokens: forward by tokamax
+# (629), backward in FlashAttention-3's paper (arXiv:2407.08608, 540; it computes five). TPUs' are predicted from
+# schedules for a v6e.
 ATTENTION = {"triton": (0.40, 0.42), "cudnn": (0.63, 0.54), "mosaic_gpu": (0.57, 0.44), "tpu": (0.28, 0.39)}
 EXPERTS = {"triton": 0.45, "mosaic_gpu": 0.50, "tpu": 0.60}
 
-# What each kernel of attention multiplies for a pair of tokens: numbers of the width of a query, and of a value.
+# Products of each attention kernel for a pair of tokens: how many have a query's width, and how many a value's.
 WIDTHS = {"forward": (1, 1), "dkv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
 LIBRARY = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.)?(triton|mosaic_gpu|tpu|__cublas|__cudnn\$fmha)')
 
-# Instructions that start no kernel, or whose kernel counts where it is started.
+# Instructions that start no kernel, or whose kernel is counted where it is started.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "custom-call", "async-done", "async-update", "copy-done", "fusion-done", "slice-done",
@@ -55,13 +56,13 @@ class Kernel(NamedTuple):
     """One kernel of a program."""
 
     kind: str
-    flops: float  # of one run; a multiplication and an addition are two
-    bytes: float  # that one run reads and writes in the device's memory
-    times: int  # how often a step runs it
-    share: float = 0.0  # of the chip's peak that it reaches; 0: the share of matrix products
+    flops: float  # FLOPs of one run; a multiplication and an addition are two
+    bytes: float  # bytes that one run reads and writes in the device's memory
+    times: int  # number of runs in a step
+    share: float = 0.0  # share of the chip's peak that the kernel reaches; 0: the share of matrix products
 
     def seconds(self, chip: Chip) -> float:
-        """Estimates one run: the longer of arithmetic and traffic, both at rates that are reached, not at peaks."""
+        """Estimates the seconds of one run: the longer of arithmetic and traffic, at reached rates, not at peaks."""
         arithmetic = self.flops / (chip.flops * (self.share or chip.products))
         return max(arithmetic, self.bytes / (chip.bandwidth * chip.streaming))
 
@@ -72,7 +73,7 @@ class Part(NamedTuple):
     flops: float
     bytes: float
     seconds: float
-    kernels: int  # how many are started
+    kernels: int  # number of kernels that are started
 
 
 def parts(kernels: Sequence[Kernel], chip: Chip) -> dict[str, Part]:
@@ -94,13 +95,13 @@ def parts(kernels: Sequence[Kernel], chip: Chip) -> dict[str, Part]:
 def kernels(text: str, seen: float = 1.0, filled: float = 1.0) -> list[Kernel]:
     """Lists the kernels in the text of an optimized module, without collectives.
 
-    Those in a loop count as often as it runs. Of a conditional those count that run where its condition holds: all
-    of ours ask whether things are as usual. What a slice, a gather or an update in place leaves alone is not moved, nor
-    is what stays in a TPU's fast memory.
+    A kernel in a loop counts once for each turn of the loop. In a conditional, the branch counts where the condition
+    holds, since all our conditions test for the usual case. Bytes that a slice, a gather or an update in place does not
+    touch do not count, nor do bytes that stay in a TPU's fast memory.
 
     Args:
         seen: the share of all pairs of a row's tokens that attention's kernels compute, such as a half.
-        filled: the share of the rows that products by expert are given which hold tokens, and are computed.
+        filled: the share of rows with tokens in the buffers of products by expert; only these rows are computed.
     """
     computations = dict(hlo.parse(text))
     entry = next(name for name in computations if name.startswith("ENTRY "))
@@ -141,7 +142,7 @@ class Instruction(NamedTuple):
         return _shape(self.result)
 
     def called(self, *words: str) -> list[str]:
-        """Returns the names of the computations that the line gives for these words, such as "body"."""
+        """Returns the names of the computations that the line has for these words, such as "body"."""
         found = (text for word in words for text in re.findall(rf"\b{word}=(\{{[^}}]*\}}|%?[\w.-]+)", self.line))
         return [name for text in found for name in re.findall(r"[\w.-]+", text)]
 
@@ -152,7 +153,7 @@ class Computation:
     def __init__(self, lines: list[str], program: Mapping[str, "Computation"]):
         self.program = program
         found = [match for match in map(hlo.INSTRUCTION.match, lines) if match]
-        # A fusion that is started and awaited later: so `Compiled.as_text()` writes it, and XLA's dump as async-start.
+        # A fusion that is started and awaited later is fusion-start in `Compiled.as_text()`, async-start in XLA's dump.
         op = lambda m: "fusion" if m[3] == "fusion-start" else m[3]
         self.instructions = [Instruction(m[1], m[2], op(m), hlo.names(m[4]), m[0] + m.string[m.end() :]) for m in found]
         self.named = {each.name: each for each in self.instructions}
@@ -165,7 +166,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """The instructions that read each array, and as which of their operands."""
+        """Maps each array to the instructions that read it, each with the number of the operand."""
         found: dict[str, list[tuple[Instruction, int]]] = {each.name: [] for each in self.instructions}
         for each in self.instructions:
             for n, operand in enumerate(each.operands if each.op not in ("parameter", "constant") else ()):
@@ -174,20 +175,20 @@ class Computation:
 
     @functools.cached_property
     def given(self) -> list[str]:
-        """The names of the computation's parameters, in order."""
+        """Returns the names of the computation's parameters, in order."""
         found = {int(each.operands[0]): each.name for each in self.instructions if each.op == "parameter"}
         return [found[n] for n in sorted(found)]
 
     @functools.cached_property
     def root(self) -> str:
-        """The name of the result."""
+        """Returns the name of the result."""
         return next(each.name for each in self.instructions if each.line.lstrip().startswith("ROOT "))
 
     def fused(self, i: Instruction) -> "Computation":
         return self.program[i.called("calls")[0]]
 
     def inside(self, i: Instruction) -> Iterator[tuple[Instruction, "Computation"]]:
-        """Yields the instruction, or those of a fusion, each with the computation that it is in."""
+        """Yields the instruction, or the instructions of a fusion, each with its computation."""
         if i.op != "fusion":
             yield i, self
             return
@@ -195,13 +196,13 @@ class Computation:
             yield from self.fused(i).inside(each)
 
     def read(self, name: str) -> float:
-        """Returns the bytes of an array that are read: all, or what slices, gathers and updates in place touch."""
+        """Returns the bytes of an array that are read: all, or only those that slices, gathers and updates touch."""
         whole = _bytes(self.text(name))
         through = lambda user, n: self.read(user.name) if user.op == "bitcast" else self.operand(user, n)
         return min(whole, sum(through(*use) for use in self.users[name]))
 
     def operand(self, i: Instruction, n: int) -> float:
-        """Returns the bytes of its operand `n` that an instruction reads."""
+        """Returns the bytes that an instruction reads of its operand `n`."""
         if i.op == "fusion":
             return self.fused(i).read(self.fused(i).given[n])
         if i.op == "slice-start":
@@ -213,7 +214,7 @@ class Computation:
         return _bytes(self.text(i.operands[n]))
 
     def written(self, name: str) -> float:
-        """Returns the bytes of a result that are written: all, or what is new in an array that is updated in place."""
+        """Returns the bytes of a result that are written: all, or only the new part of an array updated in place."""
         i = self.named.get(name)
         if i and i.op == "tuple":
             return sum(map(self.written, i.operands))
@@ -221,9 +222,9 @@ class Computation:
             return self.written(i.operands[0])
         if i and i.op == "fusion":
             return self.fused(i).written(self.fused(i).root)
-        if i and i.op == "copy-start":  # (what is written, what is read, a word of context)
+        if i and i.op == "copy-start":  # (destination, source, a word of context)
             return _bytes(ELEMENT.findall(i.result)[0])
-        if i and i.op == "slice-start":  # ((what is sliced), what is written, a word of context)
+        if i and i.op == "slice-start":  # ((source), destination, a word of context)
             return _bytes(ELEMENT.findall(i.result)[1])
         if i and i.op in ("dynamic-update-slice", "scatter") and self._given(i.operands[0]):
             return _bytes(self.text(i.operands[1 if i.op == "dynamic-update-slice" else -1]))
@@ -235,7 +236,7 @@ class Computation:
 
 
 def _bytes(text: str) -> float:
-    """Returns the bytes of arrays in the device's memory: not in a TPU's fast memory, S(1), nor in a host's, S(5)."""
+    """Returns the bytes of arrays in the device's main memory, not in a TPU's fast memory, S(1), or a host's, S(5)."""
     return hlo.bytes_of(" ".join(each for each in ELEMENT.findall(text) if not re.search(r"S\([15]\)", each)))
 
 
@@ -245,9 +246,9 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _kernel(i: Instruction, home: Computation, seen: float, turns: int) -> Kernel:
-    """Describes one kernel: of a fusion, or of an instruction by itself, in a loop of so many turns."""
+    """Describes one kernel: of a fusion, or of a single instruction, in a loop of `turns` turns."""
     inside = list(home.inside(i))
-    # A library's kernel that is given a part of an array by its address is in a fusion, too.
+    # A library's kernel that gets a part of an array by its address is in a fusion, too.
     if call := next((each for each in inside if LIBRARY.search(each[0].line)), None):
         return _custom(*call, seen, turns)
     moved = sum(home.operand(i, n) for n in range(len(i.operands))) + home.written(i.name)
@@ -263,17 +264,17 @@ def _kernel(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
 
 
 def _aside(kernel: Kernel) -> Kernel:
-    """Tells a copy that runs beside other kernels from those that run between them."""
+    """Marks a copy as one that runs beside other kernels, and not between them."""
     return kernel._replace(kind=ASIDE) if kernel.kind == COPIES else kernel
 
 
 def _of_index(i: Instruction) -> bool:
-    """Tells whether an instruction computes one integer or boolean, as where a slice begins."""
+    """Whether an instruction computes a single integer or boolean, such as the start of a slice."""
     return bool(re.match(r"(s32|u32|s64|pred)\[\]", i.result))
 
 
 def _flops(i: Instruction, home: Computation) -> float:
-    """Counts the operations of a product."""
+    """Counts the FLOPs of a product; 0 for other instructions."""
     if i.op == "dot":
         contracted = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", i.line)
         return _product(i.result, home.text(i.operands[0]), contracted[0].split(","))
@@ -281,7 +282,7 @@ def _flops(i: Instruction, home: Computation) -> float:
 
 
 def _convolution(i: Instruction, home: Computation) -> float:
-    """Counts the operations of a TPU's product, where a batch or the heads may be a window that is mostly padding."""
+    """Counts the FLOPs of a TPU's product, in which a batch or the heads may be a window that is mostly padding."""
     ((left, right, out),) = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", i.line)
     said = re.search(r"window=\{([^}]*)\}", i.line)
     window = dict(part.split("=") for part in said[1].split()) if said else {}
@@ -293,7 +294,7 @@ def _convolution(i: Instruction, home: Computation) -> float:
         spread = number("lhs_dilate", axis, 1)
         first = number("stride", axis, 1) * np.arange(results[out.index(str(axis))])[:, None] - before
         at = first + number("rhs_dilate", axis, 1) * np.arange(size)
-        results[out.index(str(axis))] = 1  # and so many terms of the window are no padding, of all results
+        results[out.index(str(axis))] = 1  # counted in `terms`: all terms of this axis's results that are no padding
         terms *= int(np.sum((at >= 0) & (at % spread == 0) & (at // spread < places)))
     return 2.0 * math.prod(results) * terms
 
@@ -306,14 +307,14 @@ def _product(result: str, side: str, contracted: Iterable[str | int]) -> float:
 def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kernel:
     """Describes a kernel of ours or of a library.
 
-    Of an array with as many parts as the loop has turns, such as all layers' weights, it reads one in each turn, and so
-    it writes one of what it changes in place, such as all layers' states.
+    If an array's first axis is as long as the loop has turns, such as all layers' weights, each turn reads one part. In
+    the same way each turn writes one part of an array that it changes in place, such as all layers' states.
     """
     target = LIBRARY.findall(i.line)[0]
     texts = [home.text(operand) for operand in i.operands]
     parts = lambda text: turns if _shape(text)[:1] == (turns,) else 1
     in_place = re.findall(r"\{(\d*)\}: \(\d+,", i.line.partition("output_to_operand_aliasing=")[2].partition(")}")[0])
-    made = ELEMENT.findall(re.sub(r"s8\[\d+\]", "", i.result))  # without the room that cuBLAS may work in
+    made = ELEMENT.findall(re.sub(r"s8\[\d+\]", "", i.result))  # without cuBLAS's workspace
     moved = sum(_bytes(text) / parts(text) for text in texts)
     moved += sum(_bytes(text) / (parts(text) if str(n) in in_place else 1) for n, text in enumerate(made))
     if target == "__cublas":
@@ -342,8 +343,8 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
         case "ragged_dot", _:
             inner = next(each[1] for each in arrays if len(each) == 2)
             return Kernel(GROUPED, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1, EXPERTS[target])
-        case "delta_rule", _:  # they wait for memory: TF32's rate does not matter
-            matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # between them the fading of states
+        case "delta_rule", _:  # limited by memory, so that the lower rate of TF32 does not matter
+            matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # arrays[-2]: the decay of states
             return Kernel(RECURRENCE, float(stated[1] if stated else scan_flops(matrices, v_wide)), moved, 1)
         case "matmul", _:
             inner = next(each[-1] for each in arrays if len(each) == 2)

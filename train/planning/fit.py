@@ -1,4 +1,4 @@
-"""Chooses how a step fits into a device's memory, for `--remat auto`: by estimates, since compiling takes minutes."""
+"""Ways to fit a step into a device's memory, for `--remat auto`: by estimates, since compiling takes minutes."""
 
 import functools
 import itertools
@@ -23,31 +23,31 @@ from zoo.weights.checkpoint import skeleton
 REMATS = ("none", "dots", "attention", "full", "offload")  # from most memory to least
 MARGIN = 0.92  # share of the memory that a step may be estimated to need
 HOST = 14_000.0  # FLOPs of an H200 in the time in which a byte crosses PCIe
-# What a part of a batch costs for each parameter, in FLOPs of the same time: its gradient is read and added to a sum in
-# float32, 10 bytes, while an H200 computes 167 FLOPs a byte.
+# The cost of a microbatch for each parameter, in FLOPs of the same time: the parameter's gradient is read and added to
+# a sum in float32, which moves 10 bytes, while an H200 computes 167 FLOPs a byte.
 SUM = 1670.0
 
 
 class Fit(NamedTuple):
-    """A way to compute a step."""
+    """A way to compute a step, with its estimated cost."""
 
     remat: str
     microbatches: int
     needed: float  # bytes of a device, estimated
-    work: float  # FLOPs of a device, to compare two ways
+    work: float  # FLOPs of a device, to compare ways
 
     def __str__(self) -> str:
         return f"--remat {self.remat} --microbatches {self.microbatches}"
 
 
 def kept(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: int, remat: str) -> float:
-    """Estimates the bytes of a device for what layers keep of so many rows for the backward pass."""
+    """Estimates the bytes that a device saves of `rows` rows, in all layers, for the backward pass."""
     tokens = rows * seq / math.prod(mesh.shape[axis] for axis in (*BATCH, CONTEXT))
     inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
     inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
-    # A product's result has for each token, on average, as many numbers as its weights divided by the model's width.
+    # The results of products: a product has, for each token, about as many numbers as it has weights / model width.
     results = 2 * tokens * products_per_token(config, seq).layers / config.hidden_size / mesh.shape[TENSOR]
-    outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # of attention
+    outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # attention's outputs
     # The states of recurrences before each chunk, in float32.
     states = 4 * tokens / CHUNK * state_numbers(config) / mesh.shape[TENSOR]
     by_remat = {
@@ -61,12 +61,12 @@ def kept(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: int, rem
 
 @functools.lru_cache
 def state_numbers(config: AbstractConfig) -> int:
-    """Counts the numbers in the states that all recurrent layers have of one sequence."""
+    """Counts the numbers in the states of all recurrent layers for one sequence."""
     model = skeleton(family_of(config), config)
     caches = eqx.filter_eval_shape(lambda model: init_cache(model, 1, 1, "float32"), model)
     is_recurrent = lambda node: isinstance(node, RecurrentCache)
     found = filter(is_recurrent, jax.tree.leaves(caches, is_leaf=is_recurrent))
-    return sum(cache.state.size // cache.state.shape[2] for cache in found)  # of which a row has several slots
+    return sum(cache.state.size // cache.state.shape[2] for cache in found)  # axis 2: a row has several slots
 
 
 def recomputed(config: AbstractConfig, seq: int, remat: str) -> float:
@@ -88,17 +88,17 @@ def ways(
     least: int,
     copied: bool,
 ) -> list[Fit]:
-    """Lists remats with every number of parts that the mesh divides, those of the least work first.
+    """Lists every remat with every number of microbatches that the mesh allows, the least work first.
 
-    None of them keeps everything: in compiled steps to keep products alone is as fast, and takes less.
+    Remat "none" is left out: in compiled steps "dots" is as fast, and takes less memory.
 
     Args:
         trained: arrays that are trained, or their shapes, with shardings.
-        held: bytes of a device before a step: the state, and all that is not trained.
+        held: bytes of a device before a step: the state, and all arrays that are not trained.
         rows: sequences of a step, of `seq` tokens.
-        frozen: whether they are adapters of a model that is not trained.
-        least: fewest parts.
-        copied: whether a step has a copy of what is trained, in `compute_dtype`.
+        frozen: whether `trained` are adapters of a model that is not trained.
+        least: smallest number of microbatches.
+        copied: whether a step has a copy of the trained arrays, in `compute_dtype`.
     """
     shape, p, found = mesh.shape, products_per_token(config, seq), []
     itemsize = jax.numpy.dtype(compute_dtype).itemsize
@@ -110,12 +110,12 @@ def ways(
         if rows % parts or rows // parts % shares:
             continue
         tokens = rows // parts * seq / shares / shape[CONTEXT]
-        # Gradients; of several parts also those of one in float32, beside their sum, which is there all along.
+        # Gradients. With several parts there are also one part's gradients in float32, beside their sum.
         sums, first = parameters * (itemsize + 8 * (parts > 1)), 4 * parameters * (parts > 1)
         chunk = min(tokens, max(2048, 3 * config.hidden_size))  # see `train.step.step.cross_entropy`
         logits = chunk * config.vocab_size / shape[TENSOR] * (2 * itemsize + 4 * (itemsize > 2))
-        weights = head * itemsize if frozen else head * (2 * itemsize + 4)  # its gradient by chunk, and their sum
-        # One layer: its weights as they are gathered, what is computed again and the gradients of that.
+        weights = head * itemsize if frozen else head * (2 * itemsize + 4)  # with a chunk's gradient, and their sum
+        # One layer: its gathered weights, its recomputed activations, and the gradients of these.
         layer = itemsize * p.layers / config.num_hidden_layers * (2 + 3 * tokens / config.hidden_size) / shape[TENSOR]
         doubled = "none" if frozen and remat == "dots" else remat  # an adapter's result is kept beside its product's
         keeps = itemsize / 2 * kept(config, mesh, rows=rows / parts, seq=seq, remat=doubled)

@@ -1,4 +1,4 @@
-"""Reads from XLA's dump of a compiled program what devices send each other, and the activations that are kept.
+"""Parsing of XLA's dump of a compiled program: the traffic between devices, and the activations that are saved.
 
 `compiled.as_text()` would be the same text, but fails for TPUs with jaxlib 0.10.2.
 """
@@ -14,10 +14,10 @@ import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-# TPU7x's SparseCores run collectives, which are then in a computation called by a custom call.
+# TPU7x's SparseCores run collectives: these are then in a computation that a custom call calls.
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|(?:branch|called)_computations=\{([^}]*)\}")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
-# Instructions whose result has the operand's values; fusions of one operand count too, such as of a conversion.
+# Instructions whose result has the operand's values. Fusions of one operand count, too, such as a conversion.
 ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape")
 
 
@@ -25,14 +25,14 @@ class Collective(NamedTuple):
     """One collective operation of the program."""
 
     kind: str
-    sent: float  # bytes that each device of its group sends, by the algorithm that sends the fewest
+    sent: float  # bytes that each device of the group sends, by the algorithm that sends the fewest
     group: tuple[int, ...]  # the devices of the first group, numbered in the order of the mesh
-    times: int  # how often a step runs it
-    even: float = 0.0  # bytes sent by a ragged all-to-all, if routers choose all experts equally often
+    times: int  # number of runs in a step
+    even: float = 0.0  # bytes that a ragged all-to-all sends if routers choose all experts equally often
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """Lists the collectives in the text of an optimized module. In a loop of unknown length they count once."""
+    """Lists the collectives in the text of an optimized module. In loops of unknown length a collective counts once."""
     computations = dict(parse(text))
     entry = next(name for name in computations if name.startswith("ENTRY "))
     times: Counter[str] = Counter()
@@ -63,7 +63,8 @@ def collectives(text: str, devices: int) -> list[Collective]:
 def by_axis(found: list[Collective], shape: Mapping[str, int], *, even: bool = False) -> dict[tuple[str, str], float]:
     """Sums the bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp".
 
-    These are the fewest that it sends; with `even`, those of ragged all-to-alls whose rows are spread evenly.
+    The sums are of `Collective.sent`, the fewest bytes; with `even`, of `Collective.even`, which only ragged
+    all-to-alls have.
     """
     total: dict[tuple[str, str], float] = {}
     for each in found:
@@ -76,10 +77,10 @@ def by_axis(found: list[Collective], shape: Mapping[str, int], *, even: bool = F
 
 
 def activations(text: str) -> float:
-    """Returns the bytes of a device that one loop writes and a later one reads: activations kept for the backward pass.
+    """Returns the bytes of a device that one loop writes and a later loop reads: activations for the backward pass.
 
-    Values that a loop only passes on, such as weights, and values in the host's memory do not count. Of computations
-    that run one after another, such as microbatches, the largest counts.
+    Values that a loop only passes on, such as weights, and values in the host's memory do not count. If several
+    computations run one after another, such as microbatches, the largest counts.
     """
     computations = {name.removeprefix("ENTRY "): lines for name, lines in parse(text)}
     return max(_between_loops(lines, computations) for lines in computations.values())
@@ -109,13 +110,13 @@ def _between_loops(lines: list[str], computations: Mapping[str, list[str]]) -> f
 
 
 def _written(body: list[str]) -> set[int]:
-    """Returns the indices of the tuple's elements that a loop's body changes, and not only passes on."""
+    """Returns the indices of the elements of a loop's tuple that its body changes, and not only passes on."""
     elements = _elements(body)
     return {i for i, name in enumerate(_results(body)) if elements.get(name) != i}
 
 
 def _elements(loop: list[str]) -> dict[str, int]:
-    """Maps names in a loop's body, or condition, to the indices of the elements of its tuple that they stand for."""
+    """Maps names in a loop's body, or condition, to the indices of the tuple's elements that the names stand for."""
     given = next(match[1] for line in loop if (match := INSTRUCTION.match(line)) and match[3] == "parameter")
     found = {f"{given}#{index}": int(index) for index in re.findall(rf"%{re.escape(given)}#(\d+)", "\n".join(loop))}
     for line in loop:
@@ -125,7 +126,7 @@ def _elements(loop: list[str]) -> dict[str, int]:
 
 
 def _results(body: list[str]) -> list[str]:
-    """Returns the names of the values that a loop's body returns, or nothing, if it makes no tuple of them itself."""
+    """Returns the names of the values that a loop's body returns, or [] if the body does not make the tuple itself."""
     (root,) = (line for line in body if line.lstrip().startswith("ROOT "))
     found = re.search(r" tuple\(([^)]*)\)", root)
     return names(found[1]) if found else []
@@ -149,7 +150,10 @@ def parse(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def trips(line: str, computations: Mapping[str, list[str]]) -> int:
-    """Returns how often a loop runs: XLA's count; for TPUs, which have none, from its counter, which starts at zero."""
+    """Returns the number of turns of a loop: XLA's count or, for TPUs, which have none, from the loop's counter.
+
+    The counter starts at zero. A loop of unknown length counts as one turn.
+    """
     if known := re.search(r"known_trip_count[^\d]*(\d+)", line):
         return int(known[1])
     condition, body = (computations[re.findall(rf"{word}=%?([\w.-]+)", line)[0]] for word in ("condition", "body"))
@@ -160,7 +164,7 @@ def trips(line: str, computations: Mapping[str, list[str]]) -> int:
 
 
 def _step(condition: list[str], body: list[str]) -> int:
-    """Returns by how much a loop's counter grows: 2 in loops that pass data round the devices, which XLA unrolls."""
+    """Returns the increment of a loop's counter: 2 in loops that pass data round the devices, which XLA unrolls."""
     named = {match[1]: match for line in body if (match := INSTRUCTION.match(line))}
     given, results = _elements(condition), _results(body)
     for compared in re.findall(r" compare\(%([\w.#-]+)", "\n".join(condition)):
@@ -172,7 +176,7 @@ def _step(condition: list[str], body: list[str]) -> int:
 
 
 def _group(line: str, devices: int) -> tuple[int, ...]:
-    """Returns the first group of devices that exchange data, in any of XLA's notations; of a permutation, a pair."""
+    """Returns the first group of devices that exchange data, from any of XLA's notations. A permutation has pairs."""
     if pair := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
         return int(pair[1]), int(pair[2])
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
@@ -185,7 +189,8 @@ def _group(line: str, devices: int) -> tuple[int, ...]:
     if named := re.search(r"replica_groups=mesh\[([^]]*)\](?:, device_ids=\([^)]*\))? \{([^}]*)\}", line):
         shape = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
         ids = np.arange(devices).reshape(tuple(shape.values()))
-        # An axis may be given in part, as 'x':(2)4: four positions, each of two of which stands for a group of its own.
+        # An axis may be given in part: 'x':(2)4 is its part of size 4 that follows a part of size 2. A group has the 4
+        # positions of the part.
         parts = {axis: (before, size) for axis, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])}
         for n, axis in enumerate(shape):
             if axis not in parts:
@@ -205,7 +210,7 @@ def bytes_of(shapes: str) -> float:
 
 
 def _bytes(result: str, start: bool) -> float:
-    """Returns the bytes of a result; of an asynchronous one without its operands."""
+    """Returns the bytes of a result. The result of an asynchronous start counts without the operands in it."""
     shapes = re.findall(r"\w+\[[\d,]*\]", result)
     if start and result.startswith("(("):
         shapes = shapes[len(shapes) // 2 :]
@@ -215,11 +220,11 @@ def _bytes(result: str, start: bool) -> float:
 
 
 def _sent(kind: str, size: float, devices: int, computation: str) -> float:
-    """Returns the fewest bytes that a device sends, given the bytes of its result and the number of devices."""
+    """Returns the fewest bytes that a device sends, from the bytes of its result and the number of devices."""
     match kind:
         case "collective-permute":
             return size
-        case "ragged-all-to-all":  # routers choose how many rows, which may be none
+        case "ragged-all-to-all":  # routers choose the number of rows, which may be 0
             return 0.0
         case "all-reduce":
             return 2 * size * (devices - 1) / devices
@@ -229,9 +234,9 @@ def _sent(kind: str, size: float, devices: int, computation: str) -> float:
 
 
 def _even(line: str, size: float, lines: list[str], devices: int) -> float:
-    """Returns the bytes that a device sends by a ragged all-to-all if every device gets as many of its rows.
+    """Returns the bytes that a device sends by a ragged all-to-all if its rows are spread evenly over the devices.
 
-    Of operand and result, the smaller has room for a device's own rows, the other for all that it might be sent.
+    The smaller of operand and result has room for the device's own rows, the larger for all rows that it might receive.
     """
     named = {match[1]: match[2] for each in lines if (match := INSTRUCTION.match(each))}
     match = INSTRUCTION.match(line)

@@ -1,4 +1,4 @@
-"""Plans a run: computes from its `Options` what it needs, a `Plan`, and searches for options that do better."""
+"""Plans of runs: computing from `Options` a `Plan` of memory and time, and searching for faster options."""
 
 import dataclasses
 import itertools
@@ -48,39 +48,39 @@ class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
     mesh: str = option("fsdp=-1", group=Group.DEVICES)
     """Number of devices along each axis, as for training."""
     batch: int
-    """Number of rows of a step, on all devices together; of GRPO, of an update."""
+    """Number of rows of a step, on all devices together; for GRPO, number of rows of an update."""
     seq: int
     """Number of tokens of a row; with --decode, number of positions of the cache."""
     remat: Literal["none", "dots", "attention", "full", "offload"] = "full"
-    """What the backward pass recomputes, as for training."""
+    """Values that the backward pass recomputes, as for training."""
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another."""
     method: Literal["sft", "dpo", "grpo"] = option("sft", group=Group.METHOD)
-    """What is trained. sft: to predict tokens. dpo: preferences, beside a reference in bfloat16; with --lora.rank that
-    is the model without its adapters. grpo: by rewards; a device needs the larger of what an update and what sampling
-    needs."""
+    """Method of training. sft: predicting tokens. dpo: preferences, beside a reference in bfloat16; with --lora.rank
+    the reference is the model without its adapters. grpo: rewards; a device needs the larger of an update's memory and
+    sampling's."""
     kl: float = option(0.0, group=Group.METHOD, rare=True)
-    """For grpo, as there: weight of the divergence from the reference. 0: no reference."""
+    """Weight of the divergence from the reference, as in train.grpo. 0: no reference."""
     max_new_tokens: int = option(0, group=Group.METHOD, rare=True)
-    """For grpo: largest number of tokens of a completion; prompts have the rest of --seq. 0: half of --seq."""
+    """Largest number of tokens of a completion, for grpo; prompts have the rest of --seq. 0: half of --seq."""
     rollout_batch: int = option(64, group=Group.METHOD, rare=True)
-    """For grpo, as there: number of completions that are sampled at a time, each with a cache."""
+    """Number of completions that are sampled at a time, each with a cache, as in train.grpo."""
     group: int = option(8, group=Group.METHOD, rare=True)
-    """For grpo, as there: number of completions of each prompt."""
+    """Number of completions of each prompt, as in train.grpo."""
     cache_dtype: Literal["auto", "int8"] = option("auto", group=Group.METHOD, rare=True)
-    """For grpo, as there: data type of cached keys and values while sampling. auto: bfloat16."""
+    """Data type of cached keys and values while sampling, as in train.grpo. auto: bfloat16."""
     lora: Lora = NONE
     quantize: Literal["none", "int8", "fp8", "nf4"] = option("none", group=Group.MODEL)
     """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
     bits. nf4: four bits."""
     images: int = option(0, rare=True)
-    """Number of images of a row. The model has its vision tower then, which is trained like the rest. The FLOPs of
-    which MFU is counted leave the tower out; the table of kernels has it. 0: the text model."""
+    """Number of images of a row. Above 0 the model has its vision tower, which is trained like the rest. The FLOPs for
+    MFU leave the tower out; the table of kernels includes it. 0: the text model."""
     patches: int = option(1024, rare=True)
-    """Number of patches of an image, where the tower takes any shape; others have theirs. 1,024 are 512 x 512 pixels of
-    Qwen3-VL or 448 x 448 of Mistral Small 3."""
+    """Number of patches of an image, for towers that take any shape; other towers have a fixed number. 1,024 are 512 x
+    512 pixels of Qwen3-VL or 448 x 448 of Mistral Small 3."""
     decode: bool = False
-    """Plan the step that adds a token to each row, with weights in bfloat16, instead of training."""
+    """Plan the decoding step, which adds a token to each row, with weights in bfloat16, instead of training."""
     search: bool = False
     """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
     save: pathlib.Path | None = option(None, group=Group.RUN)
@@ -88,12 +88,12 @@ class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
 
     @property
     def reference(self) -> bool:
-        """Whether a step has one more forward pass, of a reference."""
+        """Whether a step has one more forward pass, through a reference model."""
         return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
 
     @property
     def tokens(self) -> int:
-        """Tokens that a training step learns from, or that a decoding step adds."""
+        """Counts the tokens that a training step learns from, or that a decoding step adds."""
         return self.batch * (1 if self.decode else self.seq)
 
 
@@ -102,30 +102,33 @@ Step = Callable[[Options, AbstractConfig, Family, Mesh], Program]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run with these options needs: bytes of one device, seconds of one step."""
+    """The needs of a run with these options: bytes of one device, seconds of one step."""
 
     o: Options
     mesh: Mesh
     kinds: dict[str, int]  # bytes held before a step, by kind
     gradients: int  # bytes
     compiled: Compiled | None  # None if the step does not fit
-    needed: float  # by the update, or by sampling if that is more
-    sampling: float  # bytes that GRPO's sampling needs; 0 without it
+    needed: float  # bytes that an update needs, or sampling if that is more
+    sampling: float  # bytes that GRPO's sampling needs; 0 without sampling
     available: float
-    bounds: dict[str, float]  # "compute", "HBM" and "interconnect": a step takes at least the longest of these
-    flops: float  # of one token, as MFU counts them
+    bounds: dict[str, float]  # seconds by "compute", "HBM", "interconnect": a step takes at least the longest of them
+    flops: float  # FLOPs of one token, as MFU counts them
     mfu: float  # an upper bound, from 0 to 1
     chip: Chip
 
     @property
     def parts(self) -> dict[str, Part]:
-        """What the kernels of a step do, by kind."""
+        """Sums the kernels of a step by kind."""
         return parts(self.compiled.kernels, self.chip) if self.compiled else {}
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Estimates a step, not a bound: if collectives, and copies that are started ahead, run beside kernels, and if
-        they run between them. All of a decode step waits for memory, so beside others its copies save no time."""
+        """Estimates the seconds of a step (not a bound), in two cases.
+
+        First: collectives, and copies that are started ahead, run beside kernels. Second: they run between kernels. A
+        decoding step is limited by memory as a whole, so there copies beside kernels save no time.
+        """
         found, sent = self.parts, self.bounds["interconnect"]
         kernels = sum(part.seconds for part in found.values())
         aside = found[ASIDE].seconds if ASIDE in found and not self.o.decode else 0.0
@@ -133,14 +136,15 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Upper bound, for all devices together."""
+        """Returns an upper bound of the tokens per second of all devices together."""
         return self.o.tokens / max(self.bounds.values())
 
 
 def refuse(o: Options, config: AbstractConfig, chip: Chip, count: int, step: Step) -> None:
-    """Raises a ValueError for what cannot fit `count` such devices, which need not be known to any compiler.
+    """Raises a ValueError if the run cannot fit `count` such devices. Needs no compiler for them.
 
-    A device of this machine stands in for each. --search may find a mesh on which more fits than on --mesh.
+    A device of this machine stands in for each. With --search only the size of the whole state is checked, since the
+    search may find a mesh that needs less than --mesh.
     """
     mesh = make_mesh(o.mesh, jax.devices()[:1] * count)
     program = _fitting(o, _program(o, config, mesh, step), chip, count)
@@ -154,7 +158,7 @@ def refuse(o: Options, config: AbstractConfig, chip: Chip, count: int, step: Ste
 
 
 def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> Plan:
-    """Compiles the step that the options describe, unless its arguments alone do not fit.
+    """Compiles the step that the options describe, unless its arguments alone exceed a device's memory.
 
     `step` makes the training step of the options' method.
 
@@ -186,7 +190,7 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], ste
 
 
 def _fitting(o: Options, program: Program, chip: Chip, count: int) -> Program:
-    """Returns the program, unless its arguments are larger than all devices together."""
+    """Returns the program. Raises a ValueError if its arguments are larger than the memory of all devices together."""
     whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments) if not is_on_host(a))
     if whole > chip.memory * count:
         raise ValueError(
@@ -197,7 +201,7 @@ def _fitting(o: Options, program: Program, chip: Chip, count: int) -> Program:
 
 
 def _bytes(program: Program) -> tuple[dict[str, int], int]:
-    """Bytes that one device holds before a step, by kind, and bytes of its gradients."""
+    """Counts the bytes that one device holds before a step, by kind, and the bytes of its gradients."""
     return {kind: device_bytes(tree) for kind, tree in program.kinds.items()}, device_bytes(program.gradients)
 
 
@@ -224,9 +228,12 @@ def _program(o: Options, config: AbstractConfig, mesh: Mesh, step: Step) -> Prog
 
 
 def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
-    """Lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known."""
+    """Computes lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known.
+
+    The limits are "compute", "HBM" and "interconnect".
+    """
     p = products_per_token(model.config, o.seq)
-    weights = p.layers + p.head  # frozen ones have no gradient
+    weights = p.layers + p.head  # frozen weights have no gradient
     products = (
         sum(p)
         if o.decode
@@ -238,7 +245,7 @@ def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: 
     bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
     if compiled:
         # A step reads its arguments, writes its results, and writes and reads its temporaries.
-        written = compiled.results - (compiled.reused if o.decode else 0)  # only one position of a cache is written
+        written = compiled.results - (compiled.reused if o.decode else 0)  # decoding writes one position of the cache
         bounds["HBM"] = (compiled.arguments + written + 2 * compiled.temporaries) / chip.bandwidth
         link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
         bounds["interconnect"] = sum(each.sent * each.times / link(each) for each in compiled.collectives)
@@ -246,7 +253,7 @@ def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: 
 
 
 def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
-    """Factor by which a step is longer because stages idle while the pipeline fills and drains."""
+    """Returns the factor by which a step is longer because stages idle while the pipeline fills and drains."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
     microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
@@ -256,7 +263,7 @@ def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
 
 
 def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, o: Options) -> float:
-    """Estimates the bytes of a device during a step: what is there before it, gradients, activations."""
+    """Estimates the bytes of a device during a step: arguments, gradients and activations."""
     rows = o.batch / o.microbatches
     activations = 0.0 if o.decode else kept(config, mesh, rows=rows, seq=o.seq, remat=o.remat)
     return sum(kinds.values()) + gradients + activations
@@ -274,7 +281,7 @@ def suggestion(made: Plan, config: AbstractConfig) -> str:
     ours = lambda o: held(made.kinds, made.gradients, config, mesh, o)
     needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
     fixed = state - made.kinds.get("cache", 0)
-    fits = fixed < made.available  # then it is the batch that does not
+    fits = fixed < made.available  # then the batch is too large
     for remat in REMATS[REMATS.index(o.remat) + 1 :] if fits and not o.decode else ():
         if needs(remat) <= made.available:
             return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
@@ -314,13 +321,14 @@ def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any
 
 
 def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
-    """Estimates the seconds of a step: the longer of computing, and of sending weights and activations."""
+    """Estimates the seconds of a step: the longer of computing, and sending weights and activations."""
     size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
     experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
     weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size[EXPERT]
     split = size[FSDP] * size[EXPERT] * size[CONTEXT]
     tokens = o.tokens / (size[REPLICA] * split * size[STAGE])
-    # Sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys, values.
+    # Numbers sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys
+    # and values.
     numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
     chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
     numbers += 2 * chosen * c.hidden_size * (size[EXPERT] > 1)
@@ -331,7 +339,7 @@ def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
 
 
 def _groups(mesh: Mesh) -> list[list[Any]]:
-    """Lists the devices along each axis but that of replicas, to which the first sends weights and activations."""
+    """Lists the devices along each axis but "replica": these exchange weights and activations."""
     along = lambda n: mesh.devices[tuple(slice(None) if m == n else 0 for m in range(mesh.devices.ndim))]
     return [list(along(n)) for n, axis in enumerate(mesh.axis_names) if axis != REPLICA]
 

@@ -27,23 +27,25 @@ STRIDE = 16  # tokens that `zoo.generation.engine.Engine` decodes at a time
 
 
 class Sampling(NamedTuple):
-    """What a device does between GRPO's updates, with the state of the training beside it."""
+    """The programs that a device runs between GRPO's updates, while it holds the state of the training."""
 
     prefill: Program  # reads the prompts of some groups
     advance: Program  # decodes all rows
-    beside: int  # bytes of what lies there meanwhile: all that is trained or refers to it, but what sampling reads
+    beside: int  # bytes that a device holds meanwhile: model, optimizer, reference; not the arrays that sampling reads
 
     def needed(self, prefill: Compiled, advance: Compiled) -> int:
-        """The larger of the bytes that a device needs for both. Prompts that were read stay until all of their group's
-        samples have a row."""
+        """Returns the bytes that a device needs: the larger number of the two programs.
+
+        Results of `prefill` stay until all samples of their group have a row.
+        """
         rows = device_bytes(self.advance.kinds["cache"])
         return self.beside + max(prefill.needed + rows, advance.needed + prefill.results)
 
 
 def sampling(o: Any, config: AbstractConfig, mesh: Mesh, update: Program) -> Sampling:
-    """The two programs of `zoo.generation.engine` that `train.methods.rollouts` runs, for the state of this update."""
+    """Makes the two programs of `zoo.generation.engine` that `train.methods.rollouts` runs, for this update's state."""
     state, _, kept, reference = update.arguments
-    held = lora.joined(here(state.model), kept)  # what a host keeps is copied to its devices for sampling
+    held = lora.joined(here(state.model), kept)  # arrays in the host's memory are copied to its devices for sampling
     model = eqx.filter_eval_shape(functools.partial(cast, dtype=jnp.bfloat16), held)
     at = lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
     everywhere, rows_of = NamedSharding(mesh, P()), lambda spec: NamedSharding(mesh, spec)

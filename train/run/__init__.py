@@ -1,1 +1,1 @@
-"""Runs a training script from its options to the exported model, and the libraries of the tools beside the scripts."""
+"""Runs of training scripts, from their options to the exported model, and the libraries of the tools beside them."""

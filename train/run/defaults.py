@@ -1,4 +1,4 @@
-"""Makes the choices that the options leave to us, as the help of each option says: what stands for 0, -1 or auto."""
+"""Values of options that the user leaves to us: 0, -1 or auto becomes the value that the option's help names."""
 
 import dataclasses
 import math
@@ -25,13 +25,13 @@ O = TypeVar("O", bound=Options)
 
 
 def resolve(o: O, config: AbstractConfig, *, width_lr: float, weight_decay: float = 0.1) -> O:
-    """`o` with a value for every option that the user has left to us, but those that depend on the number of steps.
+    """Fills in options left at 0, -1 or "auto". `resolve_steps` does those that depend on the number of steps.
 
     `width_lr` is the learning rate of a model of width 4,096.
 
     Raises:
-        ValueError: if the model has fewer positions than --seq-len, or there is no such --tracker.
-        ImportError: if a tracker's package is not installed.
+        ValueError: the model has fewer positions than --seq-len, or there is no such --tracker.
+        ImportError: a tracker's package is not installed.
     """
     trackers.check(o.tracker)
     if o.seq_len > config.max_position_embeddings:
@@ -52,13 +52,15 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float, weight_decay: floa
 
 
 def width_lr(adapters: Lora) -> float:
-    """The learning rate for fine-tuning a model of width 4,096: adapters do well with ten times that of weights (QLoRA,
-    arXiv:2305.14314, table 9)."""
+    """Returns the learning rate for fine-tuning a model of width 4,096.
+
+    Adapters do well with ten times the rate of weights (QLoRA, arXiv:2305.14314, table 9).
+    """
     return 2e-4 if adapters.rank else 2e-5
 
 
 def of_steps(steps: int) -> dict[str, int]:
-    """The options that follow from the number of steps, where the user gives none."""
+    """Returns the defaults of options that follow from the number of steps."""
     return {
         "warmup": math.ceil(0.03 * steps),
         "decay": math.ceil(0.2 * steps),
@@ -68,7 +70,7 @@ def of_steps(steps: int) -> dict[str, int]:
 
 
 def resolve_steps(o: O, steps: int) -> O:
-    """`o` for a run of so many steps, which were counted if --steps is 0."""
+    """Fills in the options that depend on the number of steps. `steps` was derived from the data if --steps is 0."""
     follows = of_steps(steps)
     return dataclasses.replace(
         o,
@@ -81,10 +83,10 @@ def resolve_steps(o: O, steps: int) -> O:
 
 
 def resolve_remat(o: O, trained: Trained, mesh: Mesh, held: Any) -> O:
-    """Chooses the remat and the microbatches that `train.planning.fit` estimates to be the fastest of those that fit.
+    """Chooses the fastest remat and microbatches that fit into memory, by the estimates of `train.planning.fit`.
 
-    It says in a line what it chose, and why. If nothing is estimated to fit, it is what needs the least memory: the
-    estimates are rather too high. Where JAX does not say how much memory there is, it is dots.
+    Prints the choice and the reason in one line. If nothing is estimated to fit, it chooses the way that needs the
+    least memory, since the estimates are rather too high. If JAX does not report the size of the memory, it is dots.
 
     `held` are the arrays that lie on the devices before a step, or their shapes.
     """

@@ -1,4 +1,4 @@
-"""What the scripts share that start from a model's weights: its options, loading it, adapters, and the upload."""
+"""Code for scripts that start from a model's weights: options, loading the model, adapters, and the upload."""
 
 import dataclasses
 import functools
@@ -33,8 +33,8 @@ class FineTuningOptions(Options):
     """Format of the weights under adapters, which are not trained. none: --compute-dtype. int8 and fp8: eight bits.
     nf4: four bits (QLoRA)."""
     push_to_hub: str | None = option(None, group=Group.RUN, rare=True)
-    """Repository org/name on the Hub that the result is uploaded to. It is made if it is missing, and private. Needs
-    HF_TOKEN."""
+    """Repository org/name on the Hub that the result is uploaded to. A missing repository is created as a private one.
+    Needs HF_TOKEN."""
 
 
 O = TypeVar("O", bound=FineTuningOptions)
@@ -46,8 +46,8 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float) -> O:
     It also creates the repository on the Hub, so that a wrong name fails before the training.
 
     Raises:
-        ValueError: if weights are to be both quantized and trained, or the model has fewer positions than --seq-len.
-        OSError: if the repository cannot be created.
+        ValueError: weights are to be both quantized and trained, or the model has fewer positions than --seq-len.
+        OSError: the repository cannot be created.
     """
     if o.quantize != "none" and not o.lora.rank:
         raise ValueError(f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank.")
@@ -58,14 +58,14 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float) -> O:
 
 
 def load(o: FineTuningOptions, mesh: Mesh) -> AbstractModel:
-    """The model that the options name, placed on the mesh; with new adapters if they are asked for."""
+    """Loads the model that the options name, placed on the mesh; with new adapters if --lora.rank is given."""
     if o.lora.rank:
         return state.add_adapters(frozen(o, mesh), o.lora, mesh, seed=o.seed)
     return zoo.load(o.model, revision=o.revision, mesh=mesh, parts=o.parts)
 
 
 def frozen(o: FineTuningOptions, mesh: Mesh) -> AbstractModel:
-    """The model that the options name, for what is not trained: in --compute-dtype, or quantized."""
+    """Loads the model that the options name, for use without training it: in --compute-dtype, or quantized."""
     quantize = None if o.quantize == "none" else o.quantize
     return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, parts=o.parts)
 
@@ -79,13 +79,13 @@ def run(
     *,
     source: Mapping[str, Any],
 ) -> None:
-    """`train.run.loop.run` of the model that the options name, or of its adapters, and the upload of the result.
+    """Trains the model that the options name, or its adapters, by `train.run.loop.run`, and uploads the result.
 
-    `source` says what the data is, which must not change until the run has ended.
+    `source` is the identity of the data, which must not change until the run has ended.
     """
     identity = folder.identity(o.model, config, source, o.parts, tokenizer.other_template)
     identity |= {"lora": o.lora.identity(), "quantize": o.quantize, "revision": o.revision}
-    if o.lora.rank or o.freeze or task.reference is not None:  # a resumed run reads the model that it began with again
+    if o.lora.rank or o.freeze or task.reference is not None:  # a resumed run reads its first model again
         identity["weights"] = folder.weights_hash(o.model, o.revision)
     with jax.set_mesh(mesh):
         model = functools.partial(load, o, mesh)

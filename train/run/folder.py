@@ -1,4 +1,4 @@
-"""The folder of a run: chooses it where --out does not, says what run it has, and exports the result into it."""
+"""The folder of a run: choosing it without --out, describing its run in run.json, and exporting the result into it."""
 
 import dataclasses
 import fnmatch
@@ -33,7 +33,8 @@ from zoo.weights import peft
 
 ROOT = pathlib.Path("runs")
 
-# Options that may change when a run goes on: the model learns the same, or what they name is compared by its contents.
+# Options that may change when a run goes on: they do not change what is learnt, or name files that are compared by
+# their contents.
 INCIDENTAL = {
     "--accept-data", "--bin", "--chat.template", "--check-nans", "--check-replay-every", "--config", "--coordinator",
     "--data", "--dry-run", "--dump-hlo", "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh",
@@ -41,20 +42,20 @@ INCIDENTAL = {
     "--profile", "--program", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens",
     "--save-every", "--save-local-every", "--step-timeout", "--tracker",
 }  # fmt: skip
-RENAMED = {"--slots": "--rollout-batch"}  # an option of train.grpo that runs before 2026-11-22 recorded
-NEW = {"--columns": [], "--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # and those that older runs did not
+RENAMED = {"--slots": "--rollout-batch"}  # old name, in train.grpo's runs before 2026-11-22 -> today's
+NEW = {"--columns": [], "--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # options that older runs lack
 
 
 def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all that says whether a run is the same: what must not change, and the options its numbers depend on."""
-    # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with it.
+    """Returns the description by which a run is recognised: its identity, and the options its numbers depend on."""
+    # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with these options.
     fixed = dict(identity) | {"patience": o.keeps_best} | ({"best": o.best} if o.best else {})
     fixed |= {"freeze": list(o.freeze)} if o.freeze else {}
     return {"identity": public_json(fixed), "options": telling(o)}
 
 
 def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
-    """Returns the folder of the run that `about` describes: runs/NAME, or runs/NAME-2 and so on. Else a new one.
+    """Returns the folder of the run that `about` describes: runs/NAME, or runs/NAME-2 and so on; or else a new folder.
 
     So the same command goes on where it was interrupted, and another command overwrites nothing.
     """
@@ -66,7 +67,7 @@ def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib
 
 
 def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int, str]:
-    """Returns the folder's number, and why the newest of the others was not taken, for a message."""
+    """Returns the folder's number. For a new folder also returns why the newest existing folder was not taken."""
     taken, why = [], ""
     for path in ROOT.glob(f"{name}*"):
         if (match := re.fullmatch(rf"{name}(?:-(\d+))?", path.name)) and (path.is_file() or any(path.iterdir())):
@@ -97,9 +98,9 @@ def _completed(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None:
-    """Writes run.json, which says what run the folder has, and run.yaml, from which it can be run again.
+    """Writes run.json, which describes the run, and run.yaml, from which it can be run again.
 
-    What else run.json says, such as when the run was started, stays.
+    Other entries of run.json, such as the run's starts, stay.
     """
     if jax.process_index():
         return
@@ -112,7 +113,7 @@ def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None
 
 
 def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
-    """Returns option -> value, as JSON has it, for the options on which a run's numbers depend."""
+    """Returns option -> value as JSON, for the options on which a run's numbers depend."""
     found = {}
     for field in dataclasses.fields(o):
         name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
@@ -121,15 +122,15 @@ def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Names the options that differ, in one line; empty if none does."""
-    before, now = with_new(public_json(before)), with_new(now)  # earlier versions kept passwords in URLs
+    """Lists the options that differ, in one line. Empty if none differs."""
+    before, now = with_new(public_json(before)), with_new(now)  # earlier versions recorded passwords in URLs
     differs = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
     names = sorted(differs - _following(before, now))
     return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
 
 
 def _following(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Returns the options that are in both what follows from others: the user has given only those others."""
+    """Returns the options whose values follow from --steps or --lora.rank in both, so that they need no mention."""
     follow = lambda options: (
         {f"--{name.replace('_', '-')}": value for name, value in defaults.of_steps(options.get("--steps") or 0).items()}
         | {"--lora.alpha": 2.0 * (options.get("--lora.rank") or 0)}
@@ -139,7 +140,7 @@ def _following(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
 
 
 def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Says what an older version recorded of a run in today's options: renamed, and new ones with their defaults."""
+    """Converts the options that an older version recorded to today's: renames some, and adds new ones' defaults."""
     return NEW | telling(Options()) | {RENAMED.get(name, name): value for name, value in before.items()}
 
 
@@ -150,19 +151,19 @@ def identity(
     parts: Sequence[str] = (),
     template: str | None = None,
 ) -> dict[str, Any]:
-    """Returns what must not change of a run between checkpoints, with all that its export needs.
+    """Returns everything that must not change in a run between checkpoints, with all that its export needs.
 
-    `template` is the chat template that is used in place of the model's own.
+    `template` is the chat template that replaces the model's own.
     """
     model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
     hub = write_config(config, family_of(config), export_dtype(config))
-    # The model's optional parts. Earlier runs, which still go on, always say whether they have "mtp".
+    # The model's optional parts. "mtp" is always there, since checkpoints of earlier versions always have it.
     found = {"model": model, "config": hub, "data": dict(data), "mtp": False} | dict.fromkeys(parts, True)
     return found | ({"template": template} if template else {})
 
 
 def weights_hash(source: str, revision: str | None = None) -> str:
-    """`zoo.fingerprint`, in process 0, which alone compares it with a checkpoint's."""
+    """Returns `zoo.fingerprint` in process 0, and "" in the others, which do not compare it with a checkpoint's."""
     if jax.process_index():
         return ""
     with rich.get_console().status(f"Hashing the weights of {source}"):
@@ -172,7 +173,7 @@ def weights_hash(source: str, revision: str | None = None) -> str:
 def export(
     out: pathlib.Path, model: AbstractModel, trained: Trained, tokenizer: Tokenizer, identity: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Writes the model, or its adapter, into the run's folder `out`. Returns the path of the one or the other."""
+    """Writes the model, or only its adapter if adapters are trained, into the run's folder `out`. Returns the path."""
     if trained.adapters:
         over = {name: identity[name] for name in peft.OVER}
         peft.save(model, out / "adapter", base=trained.name, over=over)
@@ -187,6 +188,6 @@ def export(
 
 def export_dtype(config: AbstractConfig) -> np.dtype:
     """Returns the dtype of the checkpoint that a run began with."""
-    assert config.source is not None  # it was read from there
+    assert config.source is not None  # the folder that the config was read from
     hub = json.loads((config.source / "config.json").read_text())
     return jnp.dtype(hub.get("dtype") or hub.get("torch_dtype") or "float32")

@@ -1,6 +1,6 @@
-"""Inspects data, or a prepared store, as a model would learn from it: counts, histograms, and marked samples.
+"""Inspection of data, or of a prepared store, as a model would learn from it: counts, histograms, and marked samples.
 
-Of each record that is looked at it keeps a few numbers. `train.inspect` is the command.
+Only a few numbers of each inspected record are kept in memory. `train.inspect` is the command.
 """
 
 import array
@@ -44,21 +44,21 @@ TEMPLATE = pathlib.Path(__file__).with_name("inspect.html")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectOptions(RowOptions):
-    """Look at data before a model learns from it. Of a prepared store, its options are used, and these are not."""
+    """Look at data before a model learns from it. For a prepared store, the store's own options are used."""
 
     data: tyro.conf.Positional[tuple[str, ...]]
     """Prepared stores; or files, folders of them, globs, URLs, or hf:NAME, as for train.sft and train.pretrain."""
     model: str = ""
-    """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder. By default the
-    one that a store was prepared for, and tiny for other data."""
+    """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder. The default is
+    the model that a store was prepared for, and tiny for other data."""
     records: int = 4000
-    """Most records, or rows of a store, to look at, evenly spread. 0: all."""
+    """Largest number of records, or rows of a store, to look at, evenly spread. 0: all."""
     samples: int = 5
     """Number of records, or rows of a store, to show."""
     verify: bool = False
     """Read all of a store, and compare the SHA-256 of its files."""
     html: pathlib.Path | None = None
-    """File for the same as a page, which needs no network. None: no page."""
+    """File for the same report as a page, which needs no network. None: no page."""
 
 
 # ======================================================================================================================
@@ -69,7 +69,7 @@ class InspectOptions(RowOptions):
 class Document(NamedTuple):
     name: str
     example: Example
-    end: int  # how many of its ids are in rows; the last one is a target alone
+    end: int  # number of its ids that are in rows; the last one is only a target
 
     @property
     def tokens(self) -> int:
@@ -80,36 +80,36 @@ class Document(NamedTuple):
         return sum(self.example.mask[1 : self.end])
 
 
-Unit = list[Document]  # what stays together in a row: a document, or a pair of them
+Unit = list[Document]  # documents that stay together in a row: one, or a pair
 
 
 class Entry(NamedTuple):
     where: str
     units: list[Unit]
-    own: list[Unit]  # each is compared with those of other entries
+    own: list[Unit]  # units that are compared with those of other entries, to find duplicates
     learnt: bool
 
 
 class Sample(NamedTuple):
     where: str
-    documents: list[tuple[str, list[tuple[str, int]]]]  # what it is, and its text in parts with their marks
+    documents: list[tuple[str, list[tuple[str, int]]]]  # title, and text in parts with their marks
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What there is to say of one data set, or of one split of a store."""
+    """The report on one data set, or on one split of a store."""
 
     title: str
     table: dict[str, str]
-    unit: str  # what the histogram counts
+    unit: str  # name of the units that the histogram counts
     bars: list[tuple[int, int, int]]  # see `bars`
-    longest: int  # ids of a unit that is not longer than a row
+    longest: int  # largest number of ids of a unit that fits into a row
     samples: list[Sample]
-    problems: Sequence[str] = ()  # of records that cannot be learnt from
+    problems: Sequence[str] = ()  # problems of records that cannot be learnt from
 
 
 def of_text(record: Record, before: Record, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> Entry:
-    """A record as `train.data.packing.pack` puts it into rows."""
+    """Makes an entry of a record, as `train.data.packing.pack` puts it into rows."""
     options = {name: shape[name] for name in ("vocab_size", "completions_only")}
     how = {name: shape[name] for name in ("seq_len", "packing", "long_texts")}
     examples = encode(record, tokenizer, **options)
@@ -118,7 +118,7 @@ def of_text(record: Record, before: Record, tokenizer: Tokenizer, shape: Mapping
 
 
 def of_pairs(record: Record, before: Record, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> Entry:
-    """A record as `train.data.preferences.pack` puts it into rows."""
+    """Makes an entry of a record, as `train.data.preferences.pack` puts it into rows."""
     unpaired, units = shape["unpaired"], []
     for pair in encode_pairs(record, before, tokenizer, vocab_size=shape["vocab_size"], unpaired=unpaired):
         short = shorten(pair, shape["seq_len"] + 2)
@@ -130,19 +130,19 @@ def of_pairs(record: Record, before: Record, tokenizer: Tokenizer, shape: Mappin
 
 
 def of_row(number: int, row: Mapping[str, Any], together: int) -> Entry:
-    """A row of a store, of which so many documents are one unit."""
+    """Makes an entry of a row of a store. `together` is the number of documents in a unit."""
     found = [Document(f"document {n}", each, len(each.ids)) for n, each in enumerate(documents(dict(row)), 1)]
     units = [found[n : n + together] for n in range(0, len(found), together)]
     return Entry(f"row {number + 1:,}", units, units, any(document.learnt for document in found))
 
 
 # ======================================================================================================================
-# What there is to say of them.
+# Reports on entries.
 # ======================================================================================================================
 
 
 def of_records(o: InspectOptions, path: str) -> Found:
-    """Looks at the records of files."""
+    """Inspects the records of files."""
     if o.verify:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
     tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **o.chat.arguments)
@@ -153,7 +153,7 @@ def of_records(o: InspectOptions, path: str) -> Found:
     def entries(chosen: Iterable[int], problems: Problems) -> Iterator[tuple[int, Entry]]:
         for n in chosen:
             entry = None
-            with problems.noted():  # KTO's other record is the one before
+            with problems.noted():  # KTO's other record is the record before
                 record = records[numbers[n]]
                 before = record if is_text else records[numbers[n - 1]]
                 entry = (of_text if is_text else of_pairs)(record, before, tokenizer, shape)
@@ -179,7 +179,7 @@ def of_records(o: InspectOptions, path: str) -> Found:
 
 
 def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
-    """Looks at the rows of each split of a prepared store."""
+    """Inspects the rows of each split of a prepared store."""
     refuse_columns(o, str(folder))
     content, found = store.read(folder), []
     if o.verify:
@@ -212,24 +212,29 @@ def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What entries have, counted."""
+    """Counts over the inspected entries."""
 
     entries: int
     documents: int
-    tokens: int  # in rows, targets aside
+    tokens: int  # tokens in rows
     learnt: int
-    cut: list[int]  # of so many entries an end is left out, and the numbers of the first few
-    unlearnt: list[int]  # the same of entries with nothing to learn
+    cut: list[int]  # number of entries that lose an end, then the numbers of the first few such entries
+    unlearnt: list[int]  # the same for entries with nothing to learn
     sizes: Int[np.ndarray, " units"]  # ids, before anything is cut
     whole: Int[np.ndarray, " units"]  # 1: must not be cut into pieces
     columns: Int[np.ndarray, " units"]  # tokens in rows
-    copies: list[int]  # so many have the ids of one before, and the numbers of the first few entries with one
-    most: tuple[int, int]  # how often the most frequent one is there, and the number of its first entry
-    compared: int
+    copies: list[int]  # number of units with the ids of an earlier unit, then the numbers of the first few entries
+    most: tuple[int, int]  # number of copies of the most frequent unit, and the number of its first entry
+    compared: int  # number of units that were compared
 
 
 def count(entries: Iterable[tuple[int, Entry]], number: int, title: str) -> Tally:
-    """Goes through entries, at most so many, by their numbers, and keeps but a few numbers of each."""
+    """Counts over entries, keeping only a few numbers of each.
+
+    Args:
+        entries: each entry with its number.
+        number: the largest number of entries there can be, for the progress bar and the shares.
+    """
     sizes, columns, whole, digests, places = (array.array(kind) for kind in "QQQQQ")
     found, learnt, cut, unlearnt = 0, 0, [0], [0]
     for n, entry in rich.progress.track(entries, f"Looking at {title}", number, transient=True):
@@ -264,12 +269,12 @@ def count(entries: Iterable[tuple[int, Entry]], number: int, title: str) -> Tall
 
 
 def spread(length: int, number: int) -> Int[np.ndarray, " chosen"]:
-    """So many numbers below `length`, evenly spread; all for 0."""
+    """Returns `number` indices spread evenly over `range(length)`; every index if `number` is 0."""
     return np.linspace(0, length - 1, min(number or length, length)).astype(int)
 
 
 def some(length: int, number: int) -> list[int]:
-    """So many numbers below `length`, evenly spread; none for 0."""
+    """Returns `number` indices spread evenly over `range(length)`; none if `number` is 0."""
     return spread(length, number).tolist() if number else []
 
 
@@ -278,13 +283,13 @@ def share(number: int, of: int) -> str:
 
 
 def lengths(sizes: Int[np.ndarray, " units"]) -> str:
-    """The shortest, median, 95th percentile and longest, in words."""
+    """Describes sizes in words: the shortest, median, 95th percentile and longest."""
     found = np.quantile(sizes, [0, 0.5, 0.95, 1], method="nearest").tolist() if len(sizes) else [0] * 4
     return ", ".join(f"{name} {size:,}" for name, size in zip(("min", "median", "95%", "max"), found, strict=True))
 
 
 def notes(tally: Tally, where: Callable[[int], str], entries: str, compared: str) -> dict[str, str]:
-    """What may be wrong with entries, and the places of the first few of which it is so."""
+    """Describes what may be wrong with entries: cut ends, nothing to learn, duplicates; each with the first places."""
     such = lambda found: f", such as {'; '.join(map(where, found[1:]))}" if found[0] else ""
     of = lambda found: share(found[0], tally.entries) + f" {entries}" + such(found)
     times, first = tally.most
@@ -298,7 +303,7 @@ def notes(tally: Tally, where: Callable[[int], str], entries: str, compared: str
 
 
 def fills(tally: Tally, is_text: bool, shape: Mapping[str, Any]) -> dict[str, float]:
-    """Which part of the rows is not padding, by each way to pack the entries in order. Pairs have one way."""
+    """Returns packing -> fraction of the rows that is not padding, with entries in order. Pairs have one packing."""
     seq_len, found = shape["seq_len"], {}
     for packing in typing.get_args(Packing) if is_text else ("fit",):
         columns = tally.columns
@@ -314,7 +319,10 @@ def fills(tally: Tally, is_text: bool, shape: Mapping[str, Any]) -> dict[str, fl
 
 
 def bars(sizes: Int[np.ndarray, " units"], longest: int) -> list[tuple[int, int, int]]:
-    """A histogram, two bars for each doubling of the size: least size, largest size, number. One ends at `longest`."""
+    """Makes a histogram of sizes, with two bars for each doubling. A bar is (least size, largest size, number).
+
+    One bar ends at `longest`.
+    """
     edges = {0, 1, *(size for n in range(1, 60) for size in (2**n, 3 * 2 ** (n - 1)))}
     edges = sorted({edge for edge in edges if not 0.8 * longest < edge < 1.25 * longest} | {longest + 1})
     numbers = np.histogram(sizes, edges)[0].tolist()
@@ -323,12 +331,12 @@ def bars(sizes: Int[np.ndarray, " units"], longest: int) -> list[tuple[int, int,
 
 
 # ======================================================================================================================
-# What is shown.
+# Output: samples, the terminal and the page.
 # ======================================================================================================================
 
 
 def sample(entry: Entry, tokenizer: Tokenizer) -> Sample:
-    """The first `SHOWN` tokens of each document."""
+    """Makes a sample of an entry: the first `SHOWN` tokens of each document, with their marks."""
     found = []
     for document in itertools.chain(*entry.units):
         ids, mask, _, _ = document.example
@@ -340,7 +348,7 @@ def sample(entry: Entry, tokenizer: Tokenizer) -> Sample:
 
 
 def show(found: Found) -> None:
-    """Prints it."""
+    """Prints the table, the problems, the histogram of lengths, and the samples."""
     report.rows(found.title, found.table)
     for problem in found.problems:
         rich.print(Text(problem, style="red"))
@@ -362,7 +370,7 @@ def show(found: Found) -> None:
 
 
 def page(found: Sequence[Found]) -> str:
-    """The same as HTML."""
+    """Returns the reports as an HTML page."""
     escape, written = html.escape, []
     for each in found:
         rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in each.table.items())
@@ -379,7 +387,7 @@ def page(found: Sequence[Found]) -> str:
 
 
 def picture(found: Found) -> str:
-    """The histogram as SVG."""
+    """Draws the histogram as SVG."""
     width, height, highest = 36, 160, max((number for *_, number in found.bars), default=1)
     drawn = []
     for n, (low, high, number) in enumerate(found.bars):

@@ -1,4 +1,4 @@
-"""Runs a command in several processes, and starts it again when one of them is lost. `train.launch` is the command."""
+"""A launcher that runs a command in several processes, and again when one is lost. `train.launch` is the command."""
 
 import contextlib
 import dataclasses
@@ -19,9 +19,9 @@ from train.base.stop import AGAIN, CODES, handled
 from train.watch.metrics import read_metrics
 
 
-PORTS = 100  # of a host, taken in turn, since a lost process may still hold the last one
-REFUSED = (1, 2)  # exit codes of a Python command that has said what is wrong, with its options or with what it reads
-GRACE = 3.0  # seconds that processes have to end by themselves after one was lost, which tells who was lost
+PORTS = 100  # number of a host's ports that are used in turn, since a lost process may still hold the last one
+REFUSED = (1, 2)  # exit codes of a Python command that has printed what is wrong with its options or its input
+GRACE = 3.0  # seconds that processes have to end by themselves after one was lost; their exit codes show which was lost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,43 +33,45 @@ class LaunchOptions:
     processes: int = 1
     """Number of processes when no host is lost."""
     elastic: bool = False
-    """Go on with fewer processes while hosts are lost. The rows of a step stay the same, and so do the data and the
-    schedule: the command gets more --microbatches. The numbers of processes are divisors of --processes."""
+    """Go on with fewer processes while hosts are lost. The rows of a step, the data and the schedule stay the same, as
+    the command gets more --microbatches. The numbers of processes are divisors of --processes."""
     hosts: str | None = None
     """Command that prints the hosts that can be used now, one line for each process, such as "cat hosts". None: this
     machine, --processes times."""
     start: str = "{command}"
-    """How a process is started on {host}, such as "ssh -o ServerAliveInterval=5 {host} 'cd /shared && {command}'" or
-    "srun -N1 -n1 --overlap -w {host} {command}". {slot} is the host's number in the list, from 0; on one machine with
-    several GPUs "env CUDA_VISIBLE_DEVICES={slot} {command}" gives one to each process."""
+    """Command that starts a process on {host}, such as "ssh -o ServerAliveInterval=5 {host} 'cd /shared && {command}'"
+    or "srun -N1 -n1 --overlap -w {host} {command}". {slot} is the host's number in the list, from 0; on one machine
+    with several GPUs "env CUDA_VISIBLE_DEVICES={slot} {command}" gives one GPU to each process."""
     port: int = 9900
-    """First of 100 ports, in turn those at which the first host listens for the others. On this machine any is free."""
+    """First of 100 ports, which the first host uses in turn to listen for the others. Without --hosts a free port is
+    taken."""
     rest: float = 60.0
-    """Seconds until a host is used again on which a process was killed or the connection broke."""
+    """Seconds until a host is used again after a process on it was killed or the connection to it broke."""
     poll: float = 10.0
-    """Seconds between looks at whether there are more hosts again."""
+    """Seconds between checks for more hosts."""
     retries: int = 3
-    """Number of times in a row that the command is started again although it has not come further."""
+    """Number of times in a row that the command is started again without having come further."""
 
 
 class Launcher:
-    """Runs `command` until it has ended well, or has failed too often.
+    """The launcher: it runs `command` until it has ended well, or has failed too often.
 
     Args:
-        say: gets a line when something has happened.
+        say: is called with a line for each event.
     """
 
     def __init__(self, o: LaunchOptions, command: Sequence[str], say: Callable[[str], Any]):
         self.o, self.command, self.say = o, list(command), say
         self.out = out_of(command)
-        self.away: dict[int, float] = {}  # slot -> when it may be used again
+        self.away: dict[int, float] = {}  # slot -> the time from which it may be used again
         self.children: dict[int, subprocess.Popen] = {}  # slot -> its process
         self.signalled = 0
 
     def run(self) -> int:
-        """Returns the exit code: 0, that of a run which was told to stop, or of a command that has failed too often.
+        """Runs the command, and returns its exit code: 0, or that of a run that was stopped or has failed too often.
 
-        A command that says what is wrong before its first step would say so again, and is not started again.
+        A command that ends before its first step with an error of its options or input would fail again, and is not
+        started again.
         """
         best, failures, attempt = self._step(), 0, 0
         while True:
@@ -84,7 +86,7 @@ class Launcher:
             code, lost = self._attempt(dict(list(slots.items())[:size]), attempt)
             if code == 0 or self.signalled:
                 if lost is None:
-                    continue  # it has stopped for more processes
+                    continue  # the command has stopped, to go on with more processes
                 interrupted = self.signalled == signal.SIGINT and code == AGAIN
                 return CODES["SIGINT"] if interrupted else code
             self.away |= {slot: time.monotonic() + self.o.rest for slot in lost or ()}
@@ -101,7 +103,10 @@ class Launcher:
             self.say(f"{who[0].upper()}{who[1:]} (exit code {code}) near step {step:,}; starting again.")
 
     def _attempt(self, slots: dict[int, str], attempt: int) -> tuple[int, list[int] | None]:
-        """Runs the command once. Returns its exit code, and the slots that were lost; None: it has made room."""
+        """Runs the command once. Returns its exit code, and the slots that were lost.
+
+        Instead of the slots it returns None if the command was stopped because there are more hosts again.
+        """
         self.out.joinpath(FILE).unlink(missing_ok=True)
         host = next(iter(slots.values()))
         address = f"{host}:{self.o.port + attempt % PORTS}" if self.o.hosts else f"localhost:{_free_port()}"
@@ -129,21 +134,21 @@ class Launcher:
         finally:
             for child in children.values():
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+                    os.killpg(child.pid, signal.SIGKILL)  # with the processes that it has started
             for child in children.values():
                 child.wait()
-        # The processes that are left abort or end with 1. Of ssh, 255 means that the connection broke.
+        # Processes that are not lost abort or end with 1. The code 255 of ssh means that the connection broke.
         gone = (255, 128 + signal.SIGKILL, 128 + signal.SIGTERM)
         lost = [slot for slot, code in ended.items() if (code < 0 and code != -signal.SIGABRT) or code in gone]
         return next((code for slot, code in ended.items() if slot in lost), next(iter(ended.values()))), lost
 
     def ask(self) -> None:
-        """Asks the command to save and end, wherever its processes are."""
-        with contextlib.suppress(OSError):  # it has not made its folder yet
+        """Requests the command to save and end, on whichever hosts its processes run."""
+        with contextlib.suppress(OSError):  # the command has not made its folder yet
             self.out.joinpath(FILE).touch()
 
     def _slots(self) -> dict[int, str]:
-        """Number -> host, of those that can be used now."""
+        """Returns slot -> host, for the hosts that can be used now."""
         hosts = ["localhost"] * self.o.processes
         if self.o.hosts:
             hosts = subprocess.run(self.o.hosts, shell=True, capture_output=True, text=True).stdout.split()
@@ -152,7 +157,7 @@ class Launcher:
         return {slot: host for slot, host in enumerate(hosts[: self.o.processes]) if slot not in waits}
 
     def _size(self, there: int) -> int:
-        """How many processes to run when so many hosts are there."""
+        """Returns the number of processes to run on `there` hosts; 0: wait for more."""
         if not self.o.elastic:
             return self.o.processes if there >= self.o.processes else 0
         return max((n for n in range(1, there + 1) if self.o.processes % n == 0), default=0)
@@ -173,10 +178,10 @@ class Launcher:
 
 
 def out_of(command: Sequence[str]) -> pathlib.Path:
-    """The folder that a command gives by --out.
+    """Returns the folder that a command names by --out.
 
     Raises:
-        ValueError: it gives none.
+        ValueError: the command has no --out.
     """
     for option, value in itertools.pairwise([*command, ""]):
         if option == "--out":
@@ -194,7 +199,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _forwarding(launcher: Launcher, children: Any) -> Iterator[None]:
-    """Hands signals on: the processes save and end, and are not started again."""
+    """Forwards signals to the processes, which then save and end, and are not started again."""
 
     def forward(number: int, _: Any) -> None:
         launcher.signalled = number

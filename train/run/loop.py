@@ -1,4 +1,4 @@
-"""The training loop: starts or resumes a run, takes its steps, and exports the model. All training scripts share it."""
+"""The training loop of all training scripts: it starts or resumes a run, takes its steps, and exports the model."""
 
 import dataclasses
 import pathlib
@@ -43,13 +43,13 @@ from zoo.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learnt, and from what."""
+    """The data and the objective of a run."""
 
-    data: grain.IterDataset  # batches; with a rollout what that begins with, such as prompts
-    objective: Objective  # of the validation data too
+    data: grain.IterDataset  # batches; with a rollout its inputs, such as prompts
+    objective: Objective  # for the validation data, too
     reference: Any = None  # another model that the objective gets
     validation: grain.IterDataset | None = None  # elements like those of the data
-    prompts: Sequence[Encoded] = ()  # tokens whose continuations are shown from time to time
+    prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
     rollout: Callable[[Any, Any, int], tuple[Sequence[Mapping[str, np.ndarray]], dict[str, float]]] | None = None
     """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
     updates: int = 1
@@ -59,10 +59,10 @@ class Task:
 
 @dataclasses.dataclass
 class Run:
-    """A run between two of its steps. What changes comes last."""
+    """Everything the loop holds. `data`, `state` and `n` change from step to step."""
 
     o: Options
-    out: pathlib.Path  # the folder that it writes to
+    out: pathlib.Path  # the folder that the run writes to
     trained: Trained
     task: Task
     checkpoints: Checkpoints
@@ -73,8 +73,8 @@ class Run:
     rewarm: Mapping[str, Any] | None  # see train.state.optim.rewarmed
     data: Any  # iterator
     state: TrainState
-    n: int  # steps that are done
-    new: bool  # whether it begins here
+    n: int  # number of steps that are done
+    new: bool  # whether the run begins here
 
     def model(self) -> Any:
         return lora.joined(to_device(self.state.model), self.trained.frozen)
@@ -83,7 +83,7 @@ class Run:
         return self.n >= self.o.steps or self.validation.waited(self.n)
 
     def due(self, every: Every) -> bool:
-        """Whether it has ended, or done a multiple of `every` steps; with 0, whether no checkpoint is being saved."""
+        """Whether the run has ended, or `n` is a multiple of `every`; with 0, whether no checkpoint is being saved."""
         if every == "never":
             return False
         return self.ended() or (self.n % every == 0 if every else self.checkpoints.idle())
@@ -97,10 +97,10 @@ def run(
     Returns the folder of the export; None after a dry run.
 
     Args:
-        identity: what must not have changed since that checkpoint (`train.run.folder.identity`).
+        identity: all that must not have changed since that checkpoint (`train.run.folder.identity`).
 
     Raises:
-        FloatingPointError: if the loss or a gradient is not finite; the state is saved.
+        FloatingPointError: the loss or a gradient is not finite; the state is saved.
         SystemExit: after SIGTERM, Ctrl-C and the like (`train.base.stop`); the state is saved.
     """
     if (run := start(o, trained, task, mesh, tokenizer, identity)) is None:
@@ -135,7 +135,7 @@ def run(
             numbers |= mean_of_updates(updates)
             why, reason = run.guard.look(run, numbers, updates, batches, mesh), stop.agreed()
             numbers |= dog.done(run.n, **numbers)
-            # ------------------------------------------------------------------------------ and what is done at times
+            # ---------------------------------------------------------------------------- evaluation, logging, saving
             if run.due(o.eval_every):
                 numbers |= validation.evaluate(run.model(), run.n, metrics.wrong)
             metrics.write(run.n, **numbers, **progress.update(run.n, **numbers), **metrics.look(run, placed))
@@ -157,8 +157,8 @@ def run(
 
 
 def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping) -> Run | None:
-    """The run at its first step, or at that of its last checkpoint. After a dry run, which reports memory, None."""
-    about = folder.about(o, identity)  # of the options as given: another device may need other microbatches
+    """Makes the run, at its first step or at its last checkpoint. Returns None after a dry run, which prints memory."""
+    about = folder.about(o, identity)  # from the options as given, since another device may need other microbatches
     optimizer, schedule = optim.make_optimizer(o, task.updates)
     kept: Any = dict(weights_dtype=o.weights_dtype, offload=o.offload)
     abstract = abstract_state(trained.abstract, optimizer, **kept)
@@ -184,7 +184,7 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Token
     data, n = iter(task.data), int(state.step) // task.updates
     if saved:
         validation.looks = saved["looks"]
-        data.set_state(saved["data"] or data.get_state())  # another run's data may be other data
+        data.set_state(saved["data"] or data.get_state())  # "data" is None if --load-state is of a run with other data
         optimizer, schedule, rewarm = optim.resumed(o, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"])
     folder.describe(out, about, o)
     compiled = profiling.dumped(o, out, program.loaded(o, step(state), about["options"]))
@@ -193,7 +193,10 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Token
 
 
 def save(run: Run, *, only_local: bool = False) -> None:
-    """Starts to save a checkpoint. Its JSON says where the run is, and keeps its keys: older runs have them."""
+    """Starts to save a checkpoint. The JSON beside it holds the position in data and schedule.
+
+    Never rename the keys of this JSON: the checkpoints of older runs have them.
+    """
     updates, best = run.task.updates, run.validation.best()
     position = dict(data=run.data.get_state(), looks=run.validation.looks, spikes=run.guard.numbers())
     position |= dict(options=folder.telling(run.o), rewarm=run.rewarm)

@@ -1,11 +1,11 @@
-"""Steps that have changed nothing, because they were not finite or a spike: kept to be looked at, and told.
+"""Skipped steps, which were not finite or a spike and have changed nothing: they are reported, and kept for a replay.
 
-    offending-17/batch-17.npz   what step 17 was computed from (of several updates: batch-17.1.npz, and so on)
-    offending-17/about.json     what was found, bit by bit, and of which script the run is
-    offending-17/run.yaml       its options
+    offending-17/batch-17.npz   the batch of step 17 (with several updates: batch-17.1.npz, and so on)
+    offending-17/about.json     the loss and the gradient norm, bit by bit, and the script of the run
+    offending-17/run.yaml       the run's options
     offending-17/state          the model and the optimizer before the step, as a checkpoint
 
-The compiled step decides which (`train.step.update`), by limits that this module computes.
+The compiled step decides which steps are skipped (`train.step.update`), by limits that this module computes.
 """
 
 import dataclasses
@@ -37,29 +37,31 @@ from zoo.surgery import path_name
 
 
 ROW = 10  # steps that are not finite, one after another, after which a run ends
-STATES = 3  # folders with the state; later ones have the batch alone, for the disk's sake
-BATCHES = 20  # folders in all; what comes later is only counted
+STATES = 3  # folders with the state; later folders have the batch alone, to save disk space
+BATCHES = 20  # folders in all; later steps are only counted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffendingOptions(CheckpointOptions):
-    """Which steps change nothing, in `Options`."""
+    """Options for skipped steps: what to do after NaNs and loss spikes."""
 
     help_group: ClassVar[Group] = Group.FAULTS
 
     on_nonfinite: Literal["stop", "skip"] = option("stop", rare=True)
-    """What to do after a step whose loss or gradients are not finite, which has changed nothing. stop: save and end;
-    the same command goes on with the next batch. skip: go on, but end after 10 such steps in a row. The batch is kept
-    in the run's folder, see docs/faults.md."""
+    """Action after a step whose loss or gradients are not finite, which has changed nothing. stop: save and end; the
+    same command goes on with the next batch. skip: go on, but end after 10 such steps in a row. The batch is kept in
+    the run's folder, see docs/faults.md."""
     skip_spikes: float = option(0.0, rare=True)
-    """Deviations by which the loss, or the gradients' norm, may exceed its running mean, such as 6; a step above that
-    changes nothing. Both are of about the last 128 steps. 0: such steps are like all others."""
+    """Number of standard deviations by which the loss, or the gradients' norm, may exceed its running mean, such as 6.
+    A step above that is a spike, and changes nothing. Mean and deviation are of about the last 128 steps. 0: spikes are
+    like all other steps."""
     check_nans: bool = option(False, rare=True)
     """After a step that is not finite, compute it once more to name the first gradient that is not, and the operation
-    and its line of code. Costs nothing before."""
+    and its line of code. Costs nothing until then."""
     check_replay_every: int = option(0, rare=True)
-    """Number of steps between those that are computed twice: if they have other bits, a device computes wrongly, and
-    the run ends without saving them. Such a step takes twice the time, and memory for one more state. 0: never."""
+    """Number of steps between steps that are computed twice. If the two results have different bits, a device computes
+    wrongly, and the run ends without saving them. Such a step takes twice the time, and memory for one more state.
+    0: never."""
     replay: pathlib.Path | None = option(None, rare=True)
     """Folder offending-... of a run, whose step is computed once more. Nothing is trained. See train.replay."""
 
@@ -68,7 +70,7 @@ class OffendingOptions(CheckpointOptions):
 
 
 class Running:
-    """The mean and the variance of a number over the last steps: exponential, but plain over the first `WINDOW`."""
+    """The running mean and variance of a number: exponential averages, but plain ones over the first `WINDOW` steps."""
 
     WINDOW: ClassVar[int] = 128
 
@@ -76,7 +78,7 @@ class Running:
         self.count, self.mean, self.variance = count, mean, variance
 
     def limit(self, deviations: float) -> float:
-        """The mean and so many deviations; infinite until half of the window is full.
+        """Returns the mean plus `deviations` standard deviations; infinite until half of the window is full.
 
         A deviation counts as at least 1 % of the mean, or a steady number could not change at all.
         """
@@ -91,10 +93,12 @@ class Running:
 
 
 class Guard:
-    """Looks at what every step found. A checkpoint keeps `numbers`, so that a resumed run has the same limits.
+    """The check of each step's loss and gradient norm: it keeps the batch of a bad step, and stops or skips.
+
+    A checkpoint keeps `numbers`, so that a resumed run has the same limits.
 
     Args:
-        identity: of the run's checkpoints.
+        identity: the identity of the run's checkpoints.
     """
 
     def __init__(self, o: Any, out: pathlib.Path, identity: Mapping[str, Any], numbers: Sequence[Any] | None = None):
@@ -106,7 +110,7 @@ class Guard:
         return [[each.count, each.mean, each.variance] for each in self.seen]
 
     def limits(self) -> Limits | None:
-        """What the next step is compared with; None without --skip-spikes: then it only has to be finite."""
+        """Returns the limits of the next step. None without --skip-spikes, when a step only has to be finite."""
         if not self.o.skip_spikes:
             return None
         loss, norm = (np.float32(each.limit(self.o.skip_spikes)) for each in self.seen)
@@ -115,17 +119,17 @@ class Guard:
     def look(
         self, run: Any, numbers: dict[str, Any], updates: Sequence[Mapping[str, Any]], batches: Sequence[Any], mesh: Any
     ) -> str:
-        """Notes what the updates of a step found. Returns why the run has to end; empty if it goes on.
+        """Checks the updates of a step. Returns the reason why the run has to end; empty if it goes on.
 
-        Of `numbers`, the step's metrics, it takes out "finite" and "spike". If something was wrong it adds "skipped",
-        the number of updates that changed nothing, says so, and keeps the batches.
+        It removes "finite" and "spike" from `numbers`, the step's metrics. After a bad step it adds "skipped", the
+        number of updates that changed nothing; it also keeps the batches, and prints a warning if the run goes on.
         """
         finite, spike = bool(numbers.pop("finite")), bool(numbers.pop("spike", False))
         limits = self.limits()
         for update in updates:
             if update["finite"]:
                 for n, (each, name) in enumerate(zip(self.seen, ("loss", "grad_norm"), strict=True)):
-                    # What is above the limit counts as the limit. So if numbers stay higher, the limit follows: after
+                    # A number above the limit counts as the limit. So if numbers stay higher, the limit follows: after
                     # some twenty steps it has reached a hundred deviations.
                     each.add(min(float(update[name]), float(limits[n]) if limits else math.inf))
         if finite and not spike:
@@ -151,7 +155,7 @@ class Guard:
         return f"{why}{many} The same command goes on after it. Lower --lr, or look at the data."
 
     def _keep(self, run: Any, updates: Sequence[Mapping[str, Any]], batches: Sequence[Any]) -> pathlib.Path | None:
-        """Writes the folder of a step, unless there are many."""
+        """Writes the folder of a step, unless there are `BATCHES` folders already. Returns the folder or None."""
         folder, first = self.out / f"offending-{run.n}", jax.process_index() == 0
         others = agree(len([path for path in self.out.glob("offending-*") if path != folder]))
         if others >= BATCHES:
@@ -175,10 +179,10 @@ class Guard:
 
 
 def explained(step: Any, state: TrainState, batch: Any, trained: Any, task: Any) -> list[str]:
-    """Sentences on the first gradients, and on the first operation, of a step that are not finite.
+    """Computes a step once more. Returns sentences on its first operation, and its first gradient, that is not finite.
 
     Args:
-        step: as `train.step.step.jit_train_step` makes it.
+        step: a step made by `train.step.step.jit_train_step`.
     """
     arguments = {"state": to_device(state), "batch": batch, "frozen": trained.frozen, "reference": task.reference}
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -194,13 +198,13 @@ def explained(step: Any, state: TrainState, batch: Any, trained: Any, task: Any)
 
 
 def at_step(state: TrainState, step: int) -> TrainState:
-    """The state with another number of its step, on which the noise of NEFTune depends."""
+    """Returns the state with another step number, on which the noise of NEFTune depends."""
     number = jax.device_put(np.int32(step), state.step.sharding)
     return dataclasses.replace(state, step=number)
 
 
 def bits_of(number: Any) -> str:
-    """The bits of a float32, in hexadecimal: NaNs have them, too."""
+    """Returns the bits of a float32 in hexadecimal, so that NaNs can be compared, too."""
     return np.float32(number).tobytes().hex()
 
 
@@ -209,13 +213,13 @@ def dtypes(batch: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_batch(path: pathlib.Path, batch: Mapping[str, Any]) -> None:
-    """Writes a batch's arrays as bytes with an axis for each number's: NumPy's files have no bfloat16."""
+    """Writes a batch's arrays as uint8, with a last axis for the bytes of a number: NumPy's files have no bfloat16."""
     raw = lambda a: np.ascontiguousarray(a)[..., None].view(np.uint8)
     arrays: dict[str, Any] = {name: raw(np.asarray(array)) for name, array in batch.items()}
     np.savez(path, **arrays)
 
 
 def read_batch(path: pathlib.Path, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Reads what `write_batch` wrote."""
+    """Reads a batch that `write_batch` wrote."""
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name].view(jnp.dtype(dtype))[..., 0] for name, dtype in dtypes.items()}

@@ -1,4 +1,4 @@
-"""The options that training scripts share. Most stand in the files that obey them, which are imported here."""
+"""The options that training scripts share. Most are declared in the files that implement them."""
 
 import dataclasses
 import functools
@@ -24,17 +24,17 @@ class Options(
     CommandOptions, WatchdogOptions, WatchOptions, ValidationOptions, RouterOptions, OptimizerOptions, StepOptions,
     VisionOptions,
 ):  # fmt: skip
-    """The options of every training script. Where 0 stands for a choice of ours, `train.run.defaults` makes it."""
+    """The options of every training script. `train.run.defaults` fills in values that are left to us (0, -1, auto)."""
 
     help_group: ClassVar[Group] = Group.RUN
 
     out: pathlib.Path | None = None
     """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, report.html, loss.png, exported model or adapter.
-    None: runs/NAME, or runs/NAME-2 and so on if another run has that; the same command finds its own again."""
+    None: runs/NAME, or runs/NAME-2 and so on if another run has that; the same command finds its own folder again."""
     seed: int = 0
     """Seed of the order of the data, and of random weights."""
     dry_run: bool = False
-    """Print the data, three examples (what is not learnt is dimmed), memory, mesh and disk, and train nothing."""
+    """Print the data, three examples (text that is not learnt is dimmed), memory, mesh and disk, and train nothing."""
     chat: Chat = dataclasses.field(default_factory=Chat, metadata={"rare": True})
 
 
@@ -45,7 +45,7 @@ class LanguageModelingOptions(MTPOptions, Options):
     help_group: ClassVar[Group] = Group.METHOD
 
     z_loss: float = option(0.0, rare=True)
-    """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM. 0: without it."""
+    """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM. 0: without this term."""
 
     def objective(self) -> Objective:
         return functools.partial(cross_entropy, z_loss=self.z_loss, mtp_weight=self.mtp_weight)

@@ -1,4 +1,4 @@
-"""Prepares data for training: tokenizes and packs records into the files of a store, in several processes.
+"""Preparation of data for training: several processes tokenize and pack records into the files of a store.
 
 `train.prepare` is the command, and `train.data.store` the format.
 """
@@ -25,12 +25,12 @@ class PrepareOptions(RowOptions):
     """Prepare data for training. Run again with the same options, it goes on where it was interrupted."""
 
     out: pathlib.Path
-    """Folder of the store. It is made, or is that of an interrupted preparation."""
+    """Folder of the store. The folder is new, or that of an interrupted preparation."""
     hold_out: float = 0.0
-    """Fraction of the records to validate on, from the end of each --data without files for it. 0: the run holds out
-    rows instead."""
+    """Fraction of the records to validate on, from the end of each --data without validation files. 0: the run holds
+    out rows instead."""
     seed: int = 0
-    """Seed of the order in which the records of a file of the store are packed; a run shuffles the rows of all."""
+    """Seed of the order in which each file's records are packed. A run shuffles the rows of all files of the store."""
     workers: int = 0
     """Number of processes. 0: as many as the machine has cores."""
 
@@ -47,7 +47,7 @@ class Shard:
 
 
 def shards_of(o: PrepareOptions, opened: Any) -> list[Shard]:
-    """Cuts all data into shards of `train.data.store.RECORDS` records, in order."""
+    """Splits all data into shards of `train.data.store.RECORDS` records, in order."""
     found = []
     for split, name in enumerate(("train", "valid")):
         cuts = [
@@ -61,11 +61,11 @@ def shards_of(o: PrepareOptions, opened: Any) -> list[Shard]:
 
 
 def made(o: PrepareOptions, shards: list[Shard], workers: int) -> Any:
-    """Yields shards with what `make` returns of them, as they are done."""
+    """Yields each shard with the result of `make`, as soon as it is done."""
     if workers <= 1:
         yield from ((shard, make(o, shard)) for shard in shards)
         return
-    # Processes that are started anew: a fork would copy JAX's and the tokenizer's threads in the middle of their work.
+    # Processes are spawned, since a fork would copy JAX's and the tokenizer's threads in the middle of their work.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_alone) as pool:
         futures = {pool.submit(make, o, shard): shard for shard in shards}
@@ -84,7 +84,7 @@ def _alone() -> None:
 
 
 def make(o: PrepareOptions, shard: Shard) -> dict[str, Any]:
-    """Writes one file of the store. Returns what is in it (`train.data.store.write_shard`)."""
+    """Writes one file of the store. Returns its counts (`train.data.store.write_shard`)."""
     tokenizer, kind, shape, opened = _opened(o)
     records: grain.MapDataset[Record] = opened[shard.path][shard.split]
     rows = kind.pack(records[shard.start : shard.stop], tokenizer, seed=o.seed, **shape)
@@ -93,7 +93,7 @@ def make(o: PrepareOptions, shard: Shard) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _opened(o: PrepareOptions) -> Any:
-    """Opens tokenizer and data once in a process."""
+    """Opens tokenizer and data, once in each process."""
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
     return tokenizer, kind, shape, {path: open_records(path, o.hold_out, o.columns) for path in o.data}

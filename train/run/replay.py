@@ -1,4 +1,4 @@
-"""Computes an offending step of a run once more, and compares its numbers with the run's, bit by bit."""
+"""Replay of an offending step: it is computed once more, and its numbers are compared with the run's, bit by bit."""
 
 import json
 from typing import Any
@@ -15,11 +15,15 @@ from train.step.update import Limits
 
 
 def replay(o: Any, step: Any, abstract: Any, trained: Any, task: Any, mesh: Mesh) -> None:
-    """Prints what the step of the folder --replay finds now: `step` is compiled, `abstract` the shapes of its state.
+    """Computes the step in the folder --replay once more, and prints its loss and norm, and whether they are as before.
+
+    Args:
+        step: the compiled step.
+        abstract: shapes of the step's state.
 
     Raises:
         ValueError: the folder has no state, or is of another run.
-        OSError: it has no offending step.
+        OSError: the folder has no offending step.
     """
     folder = o.replay
     about = json.loads((folder / "about.json").read_text())
@@ -28,11 +32,11 @@ def replay(o: Any, step: Any, abstract: Any, trained: Any, task: Any, mesh: Mesh
         raise ValueError(f"{folder} has the batch alone, without the state: a run keeps those of its first three.")
     kept.close()
     state, wrong = found[0], []
-    limits = Limits(np.float32(np.inf), np.float32(np.inf)) if o.skip_spikes else None  # the run's program had some
+    limits = Limits(np.float32(np.inf), np.float32(np.inf)) if o.skip_spikes else None  # the run's program had limits
     for each in about["steps"]:
         batch = put_batch(read_batch(folder / each["batch"], each["dtypes"]), mesh, state.model, task.reference)
         state = at_step(state, each["update"])
-        again = jax.tree.map(lambda a: a.copy(), state)  # which the step uses up
+        again = jax.tree.map(lambda a: a.copy(), state)  # the step donates its state
         _, update = step(again, batch, trained.frozen, task.reference, limits)
         update = jax.device_get(update)
         same = all(bits_of(update[key]) == each[key] for key in ("loss", "grad_norm"))

@@ -1,4 +1,4 @@
-"""Prints what a run is going to do (data, lengths, examples, memory, mesh and disk), and what has come of it."""
+"""Printed reports: on a run before it begins (data, lengths, examples, memory, mesh, disk), and on its result."""
 
 import pathlib
 import shutil
@@ -31,7 +31,7 @@ def rows(title: str, content: dict[str, Any]) -> None:
 
 
 def opened(sets: Sequence[DataSet], tokenizer: Tokenizer, *, vocab_size: int, dry_run: bool) -> None:
-    """Prints what each --data of a run has; in a dry run, three examples of each, too."""
+    """Prints a table for each --data of a run; in a dry run, three examples of each, too."""
     for each in sets:
         if isinstance(each.found, Survey):
             data(each.path, each.found, tokenizer, vocab_size=vocab_size, seq_len=each.seq_len, dry_run=dry_run)
@@ -70,7 +70,7 @@ def data(path: str, survey: Survey, tokenizer: Tokenizer, *, vocab_size: int, se
 
 
 def examples(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_len: int) -> None:
-    """Prints examples as the model sees them; text that it does not learn to write is dimmed."""
+    """Prints examples as the model sees them. Text that is not learnt is dimmed."""
     for number, example in enumerate(examples, 1):
         parts = decoded(example.ids[: seq_len + 1], example.mask, tokenizer)
         text = Text.assemble(*((part, "" if learnt else "dim") for part, learnt in parts))
@@ -79,18 +79,18 @@ def examples(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_len: int)
 
 
 def decoded(ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Yields the text of the ids in parts, each of tokens with the same mark, with that mark."""
-    whole, shown = tokenizer.decode(ids, special=True), 0  # by themselves, pieces lose spaces and parts of characters
+    """Yields the text of the ids in parts, with their marks. All tokens of a part have the same mark."""
+    whole, shown = tokenizer.decode(ids, special=True), 0  # decoded alone, parts would lose spaces and half characters
     for at in range(1, len(ids) + 1):
         if at == len(ids) or marks[at] != marks[at - 1]:
-            part = tokenizer.decode(ids[:at], special=True)  # it may end within a character
+            part = tokenizer.decode(ids[:at], special=True)  # may end within a character
             end = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(part))
             yield whole[shown:end], marks[at - 1]
             shown = end
 
 
 def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
-    """Prints what a step, of the state and these arguments, needs of a device's memory, and the run of the disk."""
+    """Prints the memory of a device that a step with this state and arguments needs, and the disk space of the run."""
     rows("Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr})
     rows("Memory of a device", memory(step, state, *arguments))
     rows("Disk", disk(out, state, o.keep + o.keeps_best))
@@ -98,9 +98,9 @@ def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *argum
 
 
 def result(exported: pathlib.Path, step: int, validation: Validation, metrics: pathlib.Path) -> None:
-    """Prints how the validation went and how to load what was exported, at `step`; draws the losses' curve.
+    """Prints the validation metric, and how to load the model or adapter exported from `step`; plots the losses.
 
-    Of several processes only process 0 does so.
+    Only process 0 does so.
     """
     if jax.process_index():
         return
@@ -116,7 +116,7 @@ def result(exported: pathlib.Path, step: int, validation: Validation, metrics: p
 
 
 def memory(step: Any, *arguments: Any) -> dict[str, str]:
-    """Returns the memory that a device needs for a compiled training step, by XLA's own account."""
+    """Returns the memory that a device needs for a compiled training step, as XLA reports it."""
     used = step.lower(*arguments).compile().memory_analysis()
     size = lambda n: f"{n / 2**20:,.0f} MiB"
     return {
@@ -144,6 +144,6 @@ def devices(mesh: Mesh) -> dict[str, str]:
 
 
 def device_bytes() -> int | None:
-    """Returns the bytes that JAX may take of a device; None where it does not say, as on CPUs."""
+    """Returns the bytes of a device that JAX may use. None if JAX does not report them, as on CPUs."""
     statistics = jax.local_devices()[0].memory_stats()
     return statistics and statistics.get("bytes_limit")

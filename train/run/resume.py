@@ -1,4 +1,4 @@
-"""Where a run begins: at its own last checkpoint, at the full state of another run, or at its model's weights."""
+"""The beginning of a run: at its own last checkpoint, at the full state of another run, or at its model's weights."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from train.state.state import TrainState
 
 
 def checkpoints(o: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> Checkpoints:
-    """The checkpoints of the run in the folder `out`."""
+    """Opens the checkpoints of the run in the folder `out`."""
     if o.save_local_every < 1:
         raise ValueError(f"--save-local-every {o.save_local_every} is not a number of steps: give 1 or more.")
     return Checkpoints(
@@ -38,13 +38,13 @@ def begin(
     updates: int,
     weights: Callable[[], TrainState],
 ) -> tuple[TrainState, Mapping[str, Any] | None, bool]:
-    """The state with which a run begins or goes on: its own last checkpoint; or --load-state; or else `weights()`.
+    """Loads the state with which a run begins or goes on: its last checkpoint, or --load-state, or else `weights()`.
 
-    Returns the state, what was saved with it (see `train.run.loop.save`; None for `weights()`), and whether the run
-    is new.
+    Returns the state, the JSON that was saved with it (see `train.run.loop.save`; None for `weights()`), and whether
+    the run is new.
 
     Args:
-        updates: how many updates a step makes.
+        updates: the number of updates in a step.
 
     Raises:
         ValueError: the checkpoint is of another run, or the state of another model or optimizer; or no step is left.
@@ -76,15 +76,15 @@ def load_state(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads the full state of another run, which may still be writing its checkpoints; nothing there is changed.
 
-    Returns the state, and what was saved with it. Its "data" is None if `identity` says that the data differs; its
-    "looks" are empty, since they are of the other run's validation.
+    Returns the state, and the JSON that was saved with it. The "data" in the JSON is None if the data differs from that
+    of `identity`; its "looks" are empty, since they are of the other run's validation.
 
     Args:
         source: RUN, the folder of a run, whose newest undamaged checkpoint is read; or RUN@STEP for that step's.
-        identity: of the new run.
+        identity: the identity of the new run.
 
     Raises:
-        ValueError: the arrays have other names, shapes or dtypes, or adapters other weights under them.
+        ValueError: the arrays have other names, shapes or dtypes, or the adapters belong to other weights.
         OSError: there is no such checkpoint, or it is damaged or cannot be read.
     """
     step = agree(together(functools.partial(_find, source, updates)))
@@ -114,7 +114,7 @@ def _split(source: str) -> tuple[pathlib.Path, int | None]:
 
 
 def _find(source: str, updates: int) -> int:
-    """The number of the checkpoint that `source` names; every process verifies it, so that all are refused alike."""
+    """Finds the number of the checkpoint that `source` names. Every process verifies it, so that all fail alike."""
     run, wanted = _split(source)
     there = sorted((int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit()), reverse=True)
     chosen, problem = there if wanted is None else [step for step in there if step == wanted * updates], ""

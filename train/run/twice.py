@@ -1,5 +1,4 @@
-"""Computes steps twice, to find hardware that computes wrongly: the same program of the same numbers gives the same
-bits."""
+"""Steps that are computed twice, to find faulty hardware: the same program on the same numbers gives the same bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +17,13 @@ Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 
 
 def twice(step: Step, n: int) -> Step:
-    """Makes a compiled step that computes step `n` a second time, from a copy of the state, and compares the bits.
+    """Wraps a compiled step: the new one computes step `n` twice, from a copy of the state, and compares the bits.
 
-    It raises a FloatingPointError, in all processes, if any differ. The copy takes as much memory as the state.
+    It raises a FloatingPointError, in all processes, if any bits differ. The copy takes as much memory as the state.
     """
 
     def compute(state: TrainState, *arguments: Any) -> tuple[TrainState, dict[str, Any]]:
-        again = jax.tree.map(lambda a: a.copy(), state)  # the step uses up what it gets
+        again = jax.tree.map(lambda a: a.copy(), state)  # the step donates its state
         second, first = step(again, *arguments), step(state, *arguments)
         paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(first), strict=True)
         others = tuple(jax.tree.leaves(second))
@@ -46,7 +45,7 @@ def twice(step: Step, n: int) -> Step:
 
 
 def _devices(a: jax.Array, b: jax.Array) -> list[str]:
-    """This process's devices whose parts of the two arrays have other bits."""
+    """Lists this process's devices whose parts of the two arrays have different bits."""
     pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
     return [str(one.device) for one, other in pairs if _bytes(one) != _bytes(other)]
 
@@ -57,7 +56,7 @@ def _bytes(shard: Any) -> bytes:
 
 @jax.jit
 def _same(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> jax.Array:
-    """Whether each pair of arrays has the same bits: NaNs too, and not 0 and -0."""
+    """Whether each pair of arrays has the same bits. NaNs are compared by their bits, too; 0 and -0 differ."""
     return jnp.stack(in_turn(lambda pair: (_bits(pair[0]) == _bits(pair[1])).all(), zip(left, right, strict=True)))
 
 

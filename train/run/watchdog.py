@@ -1,7 +1,8 @@
-"""Watches a run from within: where its time goes, whether it still moves, and in which step an error was.
+"""The watchdog of a run: it measures where time goes, detects hangs, and notes the step in which an error occurs.
 
-SIGUSR1 writes the stacks of all threads to stacks-0.txt (of process 0) in the run's folder, with the last step that was
-done. So does a step that takes ten times as long as others; a run without any progress ends.
+After SIGUSR1, the stacks of all threads are written to stacks-0.txt (for process 0) in the run's folder, with the
+number of the last step that was done. The same happens when a step takes ten times as long as others. A run without any
+progress is ended.
 """
 
 import contextlib
@@ -26,24 +27,24 @@ from train.base.stop import AGAIN
 from train.run import offending
 
 
-EVERY = 1.0  # seconds between looks
+EVERY = 1.0  # seconds between checks
 HANGS = 10  # times the median of the steps
 LEAST = 60.0  # seconds that a step may always take
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchdogOptions(ProfileOptions, offending.OffendingOptions):
-    """When a run that does not move is ended, in `Options`."""
+    """Options for ending a run that makes no progress."""
 
     help_group: ClassVar[Group] = Group.FAULTS
 
     step_timeout: float | Literal["never"] = option(1800.0, rare=True)
-    """Seconds without any progress (a batch, a step, a validation, a checkpoint, a sample; compiling is none), after
-    which the process writes its stacks and ends with exit code 75. 0: never."""
+    """Seconds without any progress after which the process writes its stacks and ends with exit code 75. A batch, a
+    step, a validation, a checkpoint or a sample is progress; compiling is not. 0: never."""
 
 
 class Watchdog:
-    """Use it as `with Watchdog(o, out, step) as dog:` around the loop, with `begin` and `done` around each step."""
+    """The watchdog: `with Watchdog(o, out, step) as dog:` around the loop, with `begin` and `done` around each step."""
 
     def __init__(self, o: Any, out: pathlib.Path, step: int):
         self.o, self.out, self.last = o, out, step
@@ -74,7 +75,7 @@ class Watchdog:
         self.goodput.__exit__(kind, error, trace)
 
     def begin(self, n: int, batches: Sequence[Any]) -> None:
-        """Before step `n`, with its batches."""
+        """Records that step `n` begins, with its batches."""
         cluster.passing()
         self.batches = batches
         saved = self.goodput.clock.seconds["checkpoint"]
@@ -84,18 +85,18 @@ class Watchdog:
         self.profile.begin(n)
 
     def done(self, n: int, **numbers: Any) -> dict[str, Any]:
-        """After step `n`, with its metrics. Returns those of `Goodput.step`."""
+        """Records that step `n` is done, with its metrics. Returns the metrics of `Goodput.step`."""
         self.last, self.batches = n, ()
         self.profile.done(n)
         return self.goodput.step(n, **numbers)
 
     def _place(self) -> str:
-        """Where an error was, for its message. The batch is kept."""
+        """Returns the step of an error, for its message. Writes the step's batches to the run's folder."""
         clock = self.goodput.clock
         if not self.batches:
             return f"This was after step {self.last} ({clock.phase})."
         text = f"This was in step {self.last + 1}; step {self.last} was the last good one."
-        with contextlib.suppress(Exception):  # the first error is the one to tell
+        with contextlib.suppress(Exception):  # the first error is the one to report
             if jax.process_index() == 0:
                 for number, batch in enumerate(self.batches, 1):
                     offending.write_batch(self.out / f"failed-{self.last + 1}.{number}.npz", batch)
@@ -107,7 +108,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Write the stacks if the run does not move, with the last good step below them; end it if that lasts."""
+        """Writes the stacks if a step hangs, with the last good step below them. Ends the run after --step-timeout."""
         clock, median = self.goodput.clock, self.goodput.median()
         waited = time.monotonic() - clock.moved
         hangs = clock.phase in ("step", "input") and median and waited > max(LEAST, HANGS * median)
@@ -117,7 +118,7 @@ class Watchdog:
             faulthandler.dump_traceback(self.stacks, all_threads=True)
             how = f"{waited:,.0f} s ({clock.phase})" + (f"; the median is {median:.3g} s" if median else "")
             print(f"No step for {how}. Stacks: {self.stacks.name}", file=sys.stderr, flush=True)
-        if os.fstat(self.stacks.fileno()).st_size > self._size:  # by a signal, or from here
+        if os.fstat(self.stacks.fileno()).st_size > self._size:  # stacks were written, here or by a signal
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             print(f"{now}, process {os.getpid()}: the last good step was {self.last}", file=self.stacks, flush=True)
             self._size = os.fstat(self.stacks.fileno()).st_size

@@ -1,1 +1,1 @@
-"""Builds, places and saves the state of a run: model, optimizer, mesh, remat, checkpoints."""
+"""The state of a run, and how it is built, placed and saved: model, optimizer, mesh, remat, checkpoints."""

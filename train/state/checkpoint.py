@@ -1,4 +1,4 @@
-"""Saves and restores checkpoints of a run, and uses only those that are whole, undamaged and of this run.
+"""Checkpoints of a run: saving and restoring them. Only those that are whole, undamaged and of this run are used.
 
     checkpoints/400/arrays/        the state: an Orbax checkpoint
     checkpoints/400/meta.json      the run's identity, and its position in the data
@@ -6,10 +6,11 @@
 
 Orbax writes the arrays in the background, and reads them onto whatever devices the run has now. This module decides
 which folder counts as a checkpoint: a folder gets its name, a number, when all of it is written, and its hashes are
-checked before it is used. (Orbax's own manager lists saves that failed or were cut off, and checks nothing.)
+verified before it is used. (Orbax's own manager lists saves that failed or were cut off, and verifies nothing.)
 
-In a run of several processes each writes and reads its own parts of the arrays, all in the same folder, and process 0
-does the rest. All call the same methods in the same order, and an error in one process is raised in all.
+In a run of several processes, each process writes and reads its own parts of the arrays, all in the same folder, and
+process 0 does the rest. All processes call the same methods in the same order. An error in one process is raised in
+all.
 """
 
 import concurrent.futures
@@ -47,18 +48,18 @@ from zoo.surgery import path_name
 
 
 FORMAT = 2
-DATA = "identity.data*.files.*"  # dotted paths of hashes of files; the last part is the file's name
+DATA = "identity.data*.files.*"  # pattern of the dotted paths of files' hashes; the last part is the file's name
 EVERY = 2**31 - 1  # bytes of the lock file, one for each process that a run may have
-FAILURES = 3  # saves that may fail in a row before the run ends
+FAILURES = 3  # number of failed saves in a row after which the run ends
 
-# Parts of an identity that have an option's name: a hash of the model, and whether there is a best checkpoint.
+# Parts of an identity that are not the option of the same name: a hash of the model, and whether a best one is kept.
 UNLIKE = ("identity.weights", "identity.patience")
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of tracebacks for each error that it raises
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(LocalOptions):
-    """When checkpoints are saved and used, in `Options`."""
+    """Options for saving, keeping and loading checkpoints."""
 
     help_group: ClassVar[Group] = Group.RUN
 
@@ -67,16 +68,16 @@ class CheckpointOptions(LocalOptions):
     keep: int = 2
     """Number of the newest checkpoints that are kept."""
     bin: bool = option(False, rare=True)
-    """Move checkpoints that make room for newer ones to checkpoints/bin, where you may delete them, and do not delete
-    them. On a large shared file system deleting is slow."""
+    """Move old checkpoints to checkpoints/bin, where you may delete them, instead of deleting them. On a large shared
+    file system deleting is slow."""
     load_state: str | None = option(None, rare=True)
-    """Begin with the full state of another run: RUN, its folder, for its newest checkpoint, or RUN@STEP. That is the
-    weights, the optimizer, the number of the step, and the place in the data if that is the same. Options may differ,
-    but for the model, adapters and the optimizer. --steps counts from the beginning of the other run."""
+    """Begin with the full state of another run: RUN, its folder, for its newest checkpoint, or RUN@STEP. The state is
+    the weights, the optimizer, the number of the step, and the place in the data if the data is the same. Options may
+    differ, except for the model, adapters and the optimizer. --steps counts from the beginning of the other run."""
     accept_data: bool = option(False, rare=True)
-    """Resume although files of --data have changed since the checkpoint was saved, such as for a record that was
-    mended. The run keeps its place in the order of the records. If their number or lengths have changed, some may come
-    twice in this epoch, and some not at all."""
+    """Resume although files of --data have changed since the checkpoint was saved, such as after mending a record. The
+    run keeps its place in the order of the records. If the records' number or lengths have changed, some records may
+    come twice in this epoch, and some not at all."""
 
 
 class Checkpoints:
@@ -86,15 +87,15 @@ class Checkpoints:
 
     Args:
         folder: made if it is missing. Leftovers of interrupted saves in it are removed.
-        identity: JSON of all that must stay the same for the run to go on, such as the model's configuration and
+        identity: JSON of everything that must stay the same for the run to go on, such as the model's configuration and
             fingerprints of the data and the tokenizer.
-        keep: how many of the newest checkpoints to keep.
-        bin: moves the others to the folder's "bin", instead of deleting them.
-        say: gets a line of text when something went wrong and the run can go on.
-        accept_data: lets the run go on although files of the data have changed, that is hashes in `identity` whose
+        keep: the number of the newest checkpoints to keep.
+        bin: moves the other checkpoints to the folder's "bin", instead of deleting them.
+        say: is called with a line of text when something went wrong and the run can go on.
+        accept_data: lets the run go on although files of the data have changed, that is, hashes in `identity` whose
             dotted paths match DATA.
-        options: names of the run's options, by which a refusal calls what differs.
-        local: a folder on each host's own disk for faster checkpoints (`train.state.local`), if there are to be any.
+        options: names of the run's options, which an error message uses for values that differ.
+        local: a folder on each host's own disk for faster checkpoints (`train.state.local`); None: no such checkpoints.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Checkpoints:
             self.local.wait()
         if kind is None or jax.process_count() == 1:
             self.close()
-        elif not issubclass(kind, jax.errors.JaxRuntimeError):  # after that error, a save would wait for a dead process
+        elif not issubclass(kind, jax.errors.JaxRuntimeError):  # after such an error a save may wait for a dead process
             self._thread.shutdown()
 
     def steps(self) -> list[int]:
@@ -142,12 +143,12 @@ class Checkpoints:
         """Saves the state in the background, together with `data`: JSON of the run's position in the data.
 
         It first waits for an earlier save that is still in progress. The state may be donated as soon as this returns.
-        The checkpoint of the step `best` is kept, however old it is. It saves on the hosts' own disks too if the run
-        has `local` checkpoints; and with `only_local` nowhere else.
+        The checkpoint of the step `best` is kept, however old it is. If the run has `local` checkpoints, the state is
+        saved on the hosts' own disks, too; with `only_local` it is saved only there.
 
         Raises:
-            FloatingPointError: an array of the state is not finite; names it. Nothing is saved.
-            OSError: as `check`.
+            FloatingPointError: an array of the state is not finite; names the array. Nothing is saved.
+            OSError: as in `check`.
         """
         step = int(state.step)
         if not only_local:
@@ -174,12 +175,12 @@ class Checkpoints:
 
     @timed("checkpoint")
     def check(self, *, wait: bool = False) -> None:
-        """Checks whether a save has ended, or waits for it with `wait`. Call it at every step, to learn of errors soon.
+        """Checks whether a save has ended; with `wait`, waits for its end. Call it at every step, to get errors soon.
 
-        With several processes it does so only with `wait`, since a save does not end at the same step in all of them.
+        With several processes it checks only with `wait`, since a save does not end at the same step in all of them.
 
         Raises:
-            OSError: three saves have failed in a row; gives the reason. `say` is told of the first two.
+            OSError: three saves have failed in a row; gives the reason. For the first two `say` gets a warning.
         """
         if self._saving is not None and (wait or (jax.process_count() == 1 and self._saving.done())):
             saving, self._saving = self._saving, None
@@ -191,7 +192,7 @@ class Checkpoints:
                 self._failures = 0
 
     def idle(self) -> bool:
-        """Whether no process is still saving. All call it at the same point."""
+        """Whether no process is still saving. All processes call it at the same point."""
         return not agree(self._saving is not None and not self._saving.done())
 
     def close(self) -> None:
@@ -208,14 +209,14 @@ class Checkpoints:
             raise OSError(f"The last checkpoint could not be saved; {self.folder} has those of steps {self.steps()}.")
 
     def restore(self, abstract: TrainState, *, step: int | None = None) -> tuple[TrainState, Any] | None:
-        """Restores the newest checkpoint, with the shardings of `abstract`: returns state and `data`; None without one.
+        """Restores the newest checkpoint, with the shardings of `abstract`. Returns state and `data`, or None.
 
-        A damaged checkpoint is renamed, `say` is told, and the one before it is used. With `step` it restores the
-        checkpoint of that step, or returns None.
+        A damaged checkpoint is renamed, `say` gets a warning, and the checkpoint before it is used. With `step` it
+        restores the checkpoint of that step, or returns None.
 
         Raises:
-            ValueError: the checkpoint is of another run; says what differs.
-            OSError: all are damaged, or one cannot be read, which need not be damage.
+            ValueError: the checkpoint is of another run; the error names the difference.
+            OSError: all checkpoints are damaged, or one cannot be read, which need not be damage.
         """
         self.check(wait=True)
         found, below = None, np.iinfo(np.int32).max
@@ -225,7 +226,7 @@ class Checkpoints:
                 found = self.local.restore(newest, abstract, functools.partial(self._refuse_another_run, abstract))
             if found is None and agree(together(functools.partial(self._undamaged, path))):
                 meta = json.loads((path / "meta.json").read_text())
-                if step is None:  # a checkpoint asked for by its step was saved by this very run
+                if step is None:  # a checkpoint requested by its step was saved by this very run
                     self._refuse_another_run(abstract, path, meta)
                 found = read_arrays(path, abstract), meta
         if self.local and step is None:
@@ -245,9 +246,9 @@ class Checkpoints:
     def _lock(self) -> None:
         """Keeps other runs away until this process ends, however it ends: each process locks its own byte of a file.
 
-        Process 0 first locks all bytes, which fails while any process of another run is alive. These are POSIX record
-        locks: NFS and Lustre have them, the system releases them when a process dies, and forked processes do not
-        inherit them.
+        Process 0 first locks all bytes, which fails while any process of another run is alive. The locks are POSIX
+        record locks: NFS and Lustre support them, the system releases them when a process dies, and forked processes do
+        not inherit them.
         """
         path = self.folder.with_name(f"{self.folder.name}.lock")
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -274,12 +275,12 @@ class Checkpoints:
             (unfinished / "meta.json").write_text(meta)
 
     def _listed(self, below: int, only: int | None) -> list[int]:
-        """The steps before `below` that may have a checkpoint, as this process sees it; or `only` that one."""
+        """Lists the steps before `below` for which this process finds a checkpoint; or `only` that step."""
         steps = {*(self.steps() if self._first else ()), *(self.local.steps() if self.local else ())}
         return [step for step in steps if step < below and only in (None, step)]
 
     def _undamaged(self, path: pathlib.Path) -> bool:
-        """Whether there is a checkpoint, and all of it is as it was written; False in all processes but 0."""
+        """Whether there is a checkpoint and all of it is undamaged. False in all processes but 0."""
         if not self._first or not path.exists():
             return False
         try:
@@ -310,21 +311,21 @@ class Checkpoints:
         self.say(f"WARNING: the checkpoint of step {path.name} is damaged ({error}). It is now {aside}.")
 
     def _refuse_another_run(self, abstract: TrainState, path: pathlib.Path, meta: dict[str, Any]) -> None:
-        """Raises ValueError in all processes if process 0, which alone has the hashes of files, says why."""
+        """Raises a ValueError in all processes if `_compare` finds a difference in process 0, which has all hashes."""
         why = self._compare(path, meta, abstract) if self._first else ""
         if agree(bool(why)):
             raise ValueError(why or "Process 0 says why this run does not go on.")
 
     def _compare(self, path: pathlib.Path, meta: dict[str, Any], abstract: TrainState) -> str:
-        """Returns why the run can't go on with a checkpoint; empty if it can."""
+        """Returns the reason why the run can't go on with a checkpoint; empty if it can."""
         present = {"identity": public_json(self.identity)} | describe(abstract)
         before = {key: meta[key] for key in present}
-        # Earlier versions kept passwords in URLs, and these may be others now.
+        # Earlier versions recorded passwords in URLs, and passwords may have changed.
         changed = differences(before | {"identity": public_json(meta["identity"])}, present)
         files = [name for name in changed if fnmatch.fnmatch(name, DATA)]
         if other := [name for name in changed if name not in files]:
             name, (old, new) = other[0], changed[other[0]]
-            ours = name == "format" or name.startswith("state.")  # all that options change is in the identity
+            ours = name == "format" or name.startswith("state.")  # a change of options would be in the identity
             remedy = "Take the version of this project that began it" if ours else "Set that back"
             remedy = "Set --optimizer and --moments back" if name.startswith("state.opt_state.") else remedy
             dtype_alone = name.startswith("state.model.") and old.partition("[")[1:] == new.partition("[")[1:]
@@ -363,7 +364,7 @@ class Checkpoints:
     def _remove(self, step: int) -> None:
         path, binned = self.folder / str(step), self.folder / "bin" / str(step)
         if self.bin:
-            shutil.rmtree(binned, ignore_errors=True)  # of this step too, before the run went on from an earlier one
+            shutil.rmtree(binned, ignore_errors=True)  # of the same step, before the run went on from an earlier one
             binned.parent.mkdir(exist_ok=True)
             path.rename(binned)
         else:
@@ -381,10 +382,10 @@ class Checkpoints:
 
 
 def read_arrays(path: pathlib.Path, abstract: TrainState) -> TrainState:
-    """Reads the arrays of a checkpoint, with the shardings of `abstract`, about one after another.
+    """Reads the arrays of a checkpoint, with the shardings of `abstract`, nearly one after another.
 
-    Orbax alone would read them all at a time, and each takes its bytes in files and in the host's memory beside those
-    on the devices. The limit is the least with which it reads the largest array.
+    By default Orbax would read all arrays at a time, and each takes its bytes in the host's memory, beside those on the
+    devices. The limit is the least with which Orbax reads the largest array.
     """
     context = ocp.Context()
     context.memory.read_concurrent_bytes = 1 + max(
@@ -395,14 +396,14 @@ def read_arrays(path: pathlib.Path, abstract: TrainState) -> TrainState:
 
 
 def describe(state: TrainState) -> dict[str, Any]:
-    """Returns what must be the same in a checkpoint and in a state that it is restored into."""
+    """Returns everything that must be the same in a checkpoint and in the state that it is restored into."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     arrays = {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
     return {"format": FORMAT, "state": arrays}
 
 
 def unreadable(path: pathlib.Path, error: OSError) -> OSError:
-    """The error of a checkpoint that may be good, but cannot be read now, as when a file server fails for a while."""
+    """Makes an error for a checkpoint that may be good, but cannot be read now, as when a file server fails."""
     return OSError(
         f"The checkpoint {path} cannot be read ({error}), which may pass: start again. If it stays, rename that "
         "folder, and the checkpoint before it is used."

@@ -1,18 +1,19 @@
 """Fast checkpoints on each host's own disk, beside those of `train.state.checkpoint` in a folder of all processes.
 
-    FOLDER/RUN/PROCESS/STEP-ATTEMPT/meta.json      what that of the shared checkpoint says
+    FOLDER/RUN/PROCESS/STEP-ATTEMPT/meta.json      the same as meta.json of a shared checkpoint
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/3.0-64.32-64   rows 0 to 64, columns 32 to 64 of the state's array 3, as raw bytes
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/manifest.json  the SHA-256 of every other file
 
-RUN is in the file "id" beside the shared checkpoints, so a new run in the same place has another. That file also says
-where they are, so a copy of a run has another, too. FOLDER/RUN/PROCESS.lock is locked while the process lives. ATTEMPT
-is the second in which the processes were started that saved it: pieces of different attempts are never put together.
+RUN is in the file "id" beside the shared checkpoints, so a new run in the same place has another RUN. That file also
+has the path of the shared checkpoints, so a copy of a run gets another RUN, too. FOLDER/RUN/PROCESS.lock is locked
+while the process lives. ATTEMPT is the time, in seconds, at which the processes that saved the step were started:
+pieces of different attempts are never put together.
 
-Each process writes what its own devices hold, one piece for each part, and waits for no other. The optimizer's arrays
-are split over the replicas, so each replica first gets the parts of the others: then every replica has the whole state
-on its disks. A step is complete if every piece is undamaged on some disk. A process that lacks a piece, since its disk
-was lost or its devices are others now, gets it from one that has it, through JAX. Pieces are not cut: after a restart
-with another mesh they fit only if the sizes of all axes but "replica" are the same.
+Each process writes the parts of arrays on its own devices, one piece for each part, and waits for no other process. The
+optimizer's arrays are split over the replicas, so each replica first gets the parts of the others: then every replica
+has the whole state on its disks. A step is complete if every piece is undamaged on some disk. A process that lacks a
+piece, since its disk was lost or its devices have changed, gets the piece from another process, through JAX. Pieces are
+not cut: after a restart with another mesh they fit only if the sizes of all axes but "replica" are the same.
 """
 
 import concurrent.futures
@@ -50,13 +51,13 @@ META = "meta.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalOptions:
-    """When checkpoints are saved on the hosts' own disks, in `Options`."""
+    """Options for checkpoints on the hosts' own disks."""
 
     help_group: ClassVar[Group] = Group.RUN
 
     local_checkpoints: pathlib.Path | None = option(None, rare=True)
     """Folder on each host's own disk, or in its memory (/dev/shm/zoo), for fast checkpoints of its part of the state
-    between those of --save-every. The newest complete one is used, wherever it is. None: none."""
+    between those of --save-every. A resumed run uses the newest complete checkpoint of both kinds. None: none."""
     save_local_every: int = option(20, rare=True)
     """Number of steps between checkpoints in --local-checkpoints."""
 
@@ -68,9 +69,10 @@ class LocalCheckpoints:
     """The checkpoints of one run on the hosts' own disks. All processes call the same methods in the same order.
 
     Args:
-        folder: on this host's disk; made if it is missing.
+        folder: a folder on this host's disk; made if it is missing.
         shared: the folder of the run's `train.state.checkpoint.Checkpoints`, which keep other runs away.
-        say: gets a line of text when something of this host, or in process 0 of the run, went wrong and it can go on.
+        say: is called with a line of text when something went wrong and the run can go on: about this host, or in
+            process 0 about the run.
     """
 
     def __init__(self, folder: pathlib.Path, shared: pathlib.Path, say: Callable[[str], None] | None = None):
@@ -79,22 +81,22 @@ class LocalCheckpoints:
         self.folder = folder.resolve() / (shared / "id").read_text().split("\n")[0]
         self._mine = self.folder / str(jax.process_index())
         together(self._open)
-        later = max((attempt + 1 for _, attempt in map(_parsed, self._all())), default=0)  # whatever the clocks say
+        later = max((attempt + 1 for _, attempt in map(_parsed, self._all())), default=0)  # even if a clock is behind
         self._attempt = agree(later if jax.process_index() else max(later, int(time.time())))
-        self._whole = (-1, 0)  # step and attempt of the newest that is known to be complete
+        self._whole = (-1, 0)  # step and attempt of the newest checkpoint that is known to be complete
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: tuple[int, concurrent.futures.Future] | None = None
 
     def steps(self) -> set[int]:
-        """The steps of which this host has a part."""
+        """Returns the steps of which this host has a part."""
         return {step for step, _ in map(_parsed, self._all())}
 
     def save(self, state: TrainState, meta: str) -> None:
         """Saves this process's part of the state in the background, with the `meta` of process 0.
 
         It first waits for an earlier save that is still in progress. The state may be donated as soon as this returns.
-        What is older than the last complete step is removed first, so there are never more than two. When the save
-        fails in any process, as on a full disk, that process says so and the run goes on.
+        Steps older than the last complete one are removed first, so there are never more than two. If the save fails in
+        a process, as on a full disk, that process prints a warning, and the run goes on.
         """
         self.settle()
         step, text = int(state.step), share(meta.encode(), 0)
@@ -108,10 +110,10 @@ class LocalCheckpoints:
     def restore(
         self, step: int, abstract: TrainState, check: Callable[[pathlib.Path, dict[str, Any]], None]
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """Restores a step with the shardings of `abstract`: returns the state and its meta, or None and says why.
+        """Restores a step with the shardings of `abstract`. Returns the state and its meta; None if it is incomplete.
 
-        A damaged part is renamed, and `say` is told. `check` gets the step's folder and its meta, and raises an error
-        if that is of another run.
+        A damaged part is renamed, and `say` gets a warning. `say` also gets the reason for None. `check` is called with
+        the step's folder and its meta, and raises an error if the meta is of another run.
 
         Raises:
             OSError: a part that no other disk has cannot be read, which need not be damage.
@@ -145,23 +147,23 @@ class LocalCheckpoints:
         return jax.tree.unflatten(tree, arrays), meta
 
     def begin(self) -> None:
-        """Removes all but what was restored: the run goes on from there, or from a shared checkpoint, or anew."""
-        agree(0)  # all have read
+        """Removes all steps but the restored one. The run goes on from that, or from a shared checkpoint, or anew."""
+        agree(0)  # waits until all processes have read
         self._tidy()
 
     def wait(self) -> None:
-        """Waits until this process has written its part, whatever has become of the others."""
+        """Waits until this process has written its part, whether or not other processes have."""
         self._thread.shutdown()
 
     def close(self, saved: int) -> None:
-        """Waits for the end of a save. Removes everything if the shared checkpoint of the step `saved` is as new."""
+        """Waits for the end of a save. Removes everything unless it is newer than the shared checkpoint of `saved`."""
         self.settle()
         self.wait()
         if saved >= self._whole[0]:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of other processes on this host too, which have settled
+            shutil.rmtree(self.folder, ignore_errors=True)  # also parts of other processes here, which have settled
 
     def _identify(self, folder: pathlib.Path, shared: pathlib.Path) -> None:
-        """Writes the file "id" unless it is there: a name, and the place of the shared checkpoints that it is for."""
+        """Writes the file "id" unless it is there: the run's name, and the path of its shared checkpoints."""
         name, place = secrets.token_hex(6), str(shared.resolve())
         with contextlib.suppress(FileNotFoundError):
             before, _, told = (shared / "id").read_text().partition("\n")
@@ -172,7 +174,7 @@ class LocalCheckpoints:
                     f"{shared} was copied or moved from {told}, so it does not use the checkpoints in "
                     f"{folder.resolve() / before}: remove them if no run is left there."
                 )
-            name = name if told else before  # earlier versions did not note the place
+            name = name if told else before  # earlier versions did not write the path
         writing.write(shared / "id", f"{name}\n{place}")
 
     def _open(self) -> None:
@@ -186,7 +188,7 @@ class LocalCheckpoints:
             shutil.rmtree(path, ignore_errors=True)  # another process on this host may have removed it
 
     def _all(self) -> list[pathlib.Path]:
-        """The parts of steps that this host has, of this process first: it may have been another's before a restart."""
+        """Lists the parts of steps on this host, this process's first: process numbers may change with a restart."""
         found = [path for path in self.folder.glob("*/*") if re.fullmatch(r"\d+-\d+", path.name)]
         return sorted(found, key=lambda path: (path.parent != self._mine, path))
 
@@ -204,7 +206,7 @@ class LocalCheckpoints:
             raise
 
     def settle(self) -> None:
-        """Waits for the end of a save in all processes. If it failed in any, the step is given up."""
+        """Waits for the end of a save in all processes. If the save failed in any, the step's parts are removed."""
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
@@ -224,7 +226,7 @@ class LocalCheckpoints:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Removes all steps but the last complete one, and what another process on this host has saved since."""
+        """Removes all steps but the last complete one, and newer ones that processes on this host have saved."""
         for path in self._all():
             step, attempt = _parsed(path)
             if (step, attempt) != self._whole and (attempt != self._attempt or step < self._whole[0]):
@@ -233,7 +235,14 @@ class LocalCheckpoints:
     def _collect(
         self, parts: "_Parts", every: Sequence[str], needed: Iterable[str], step: int
     ) -> dict[str, bytes] | None:
-        """The files that this process needs, out of `every` one that some process needs; None if one is on no disk."""
+        """Reads the files that this process needs, from this host's disk or through other processes.
+
+        Args:
+            every: all files that some process needs.
+            needed: the files that this process needs.
+
+        Returns None if a file is on no disk.
+        """
         with concurrent.futures.ThreadPoolExecutor() as pool:
             found = dict(zip(needed, pool.map(parts.read, needed), strict=True))
         lacked = gather([name in found and found[name] is None for name in every]).any(0)
@@ -259,7 +268,7 @@ class LocalCheckpoints:
     def _set_aside(self, path: pathlib.Path, error: Exception) -> None:
         aside = path.with_name(f"{path.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # another process on this host was faster
+        with contextlib.suppress(FileNotFoundError):  # another process on this host may have renamed it already
             path.rename(aside)
         self.say(f"WARNING: a checkpoint on this host is damaged ({error}). It is now {aside}.")
 
@@ -269,7 +278,7 @@ class LocalCheckpoints:
 
 
 class _Parts:
-    """The parts of one step on this host: reads their files, and remembers which are damaged or cannot be read."""
+    """The parts of one step on this host. It reads their files, and records parts that are damaged or unreadable."""
 
     def __init__(self, paths: Iterable[pathlib.Path], name: str):
         self.damaged: dict[pathlib.Path, Exception] = {}
@@ -285,7 +294,7 @@ class _Parts:
                     self.unreadable[path] = error
 
     def read(self, name: str) -> bytes | None:
-        """The contents of a file, from the first part that has it undamaged."""
+        """Returns the content of a file, from the first part that has it undamaged; None if no part has."""
         for path, hashes in self._hashes.items():
             if name in hashes and path not in self.damaged | self.unreadable:
                 try:
@@ -313,7 +322,7 @@ def _parsed(path: pathlib.Path) -> tuple[int, int]:
 
 
 def _replicated(place: Sharding) -> Sharding:
-    """The same place, but that every replica has all."""
+    """Returns the same sharding, but with all of the array in every replica."""
     if not isinstance(place, NamedSharding):
         return place
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in place.spec]
@@ -332,7 +341,7 @@ def _array(found: Mapping[str, bytes], n: int, leaf: Any, index: Any) -> np.ndar
 
 
 def _say(text: str) -> None:
-    """Says what concerns this host, in all processes: rich prints only in process 0."""
+    """Prints a message about this host, in any process: rich prints only in process 0."""
     if jax.process_index():
         print(f"Process {jax.process_index()}: {text}", file=sys.stderr, flush=True)
     else:

@@ -1,4 +1,4 @@
-"""Checks that a mesh divides model and batch, and places models and batches on it."""
+"""Functions that check that a mesh divides model and batch, and that place models and batches on it."""
 
 import contextlib
 import math
@@ -30,12 +30,13 @@ def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, 
     `model` may be made of `jax.ShapeDtypeStruct`; a step has `batch` sequences of `seq_len` tokens.
 
     Raises:
-        ValueError: the mesh does not; names the numbers that would divide. Or it has an axis that the model cannot use.
+        ValueError: the mesh does not divide one of these; the error names the numbers that would. Or the mesh has an
+            axis that the model cannot use.
     """
     c, size = model.config, mesh.shape
     shares = math.prod(size[axis] for axis in BATCH)
     experts = [m.shape[-3] for _, m in modules(model, AbstractExpertLinear)]
-    repeats = [repeats for _, repeats in model.layers.runs]  # of which the stages must divide one
+    repeats = [repeats for _, repeats in model.layers.runs]  # the stages must divide one of these
     names = "*".join(axis for axis in BATCH if size[axis] > 1) or "1"
     for number, divisor, what, how in (
         (batch, shares, "sequences of a step", names),
@@ -60,7 +61,7 @@ def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, 
 
 
 def across_nodes(mesh: Mesh, axis: str) -> bool:
-    """Tells whether an axis of the mesh has devices of several processes, of which each node has one or more."""
+    """Whether an axis of the mesh has devices of several processes. Each node has one process or more."""
     nodes = np.vectorize(lambda device: device.process_index)(np.moveaxis(mesh.devices, AXES.index(axis), 0))
     return bool(np.any(nodes != nodes[0]))
 
@@ -80,7 +81,7 @@ def without_stages(mesh: Mesh, model: AbstractModel, family: Family) -> Mesh:
 
     def along(axis: str) -> Mesh:
         sizes = {**mesh.shape, STAGE: 1, axis: mesh.shape[STAGE] * mesh.shape[axis]}
-        devices = np.moveaxis(mesh.devices, 0, AXES.index(axis) - 1)  # stages become neighbours of the axis they join
+        devices = np.moveaxis(mesh.devices, 0, AXES.index(axis) - 1)  # puts stages beside the axis that they join
         return Mesh(devices.reshape(list(sizes.values())), AXES, axis_types=mesh.axis_types)
 
     try:
@@ -107,10 +108,10 @@ def put_batch(
 ) -> dict[str, Shaped[Array, "batch ..."]]:
     """Puts `batch` on the devices: sequences are split over the axes in `BATCH`, and the tokens of each over "context".
 
-    Every process gives the whole batch, or the rows of its devices (`train.data.rows.Share`). Where "context" splits
-    rows, their tokens are put in the order of `balanced`, unless one of the models that read the batch needs them in
-    order (`keeps_order`). A batch that stays in order loses its "positions": that is how `positions_of` and
-    `next_token` know. Images go with their sequences.
+    Every process gives the whole batch, or the rows of its devices (`train.data.rows.Share`). If "context" splits rows,
+    their tokens are put in the order of `balanced`, unless one of the models that read the batch needs them in order
+    (`keeps_order`). A batch that stays in order loses its "positions", which shows the order to `positions_of` and
+    `next_token`. Images are placed with their sequences.
 
     Raises:
         ValueError: sequences or tokens can't be split evenly.
@@ -135,19 +136,19 @@ def put_batch(
 
 
 def keeps_order(mesh: Mesh, *models: Any) -> bool:
-    """Whether `put_batch` keeps the tokens of a row in order, for models that read the same batch (or None).
+    """Whether `put_batch` keeps the tokens of a row in order, for the models (or None) that read the batch.
 
-    It does where nothing splits a row, and where a model has a recurrence or a convolution (`AbstractBlock.ordered`).
+    It does if "context" does not split rows, or if a model has a recurrence or a convolution (`AbstractBlock.ordered`).
     """
     blocks = (block for _, stack in modules(models, Stack) for _, block in stack.blocks())
     return mesh.shape[CONTEXT] == 1 or any(block.ordered for block in blocks)
 
 
 def positions_of(batch: Mapping[str, Shaped[Array, "batch ..."]]) -> Int[Array, "batch seq"] | None:
-    """The positions of a batch's tokens, or None where tokens are in order, as they are unless `put_batch` moved them.
+    """Returns the positions of a batch's tokens, or None if the tokens are in order.
 
-    Positions that are in order count from 0 in each document, as the batch's do. Attention's fastest kernels need to
-    know while they are traced that tokens are in order, and arrays cannot tell them.
+    Tokens are in order unless `put_batch` has moved them; positions then count from 0 in each document. Attention's
+    fastest kernels need to know while they are traced that tokens are in order, and an array cannot show it.
     """
     return batch.get("positions") if split(CONTEXT) > 1 else None
 
@@ -160,8 +161,9 @@ def token_sharding(mesh: Mesh) -> NamedSharding:
 def balanced(seq: int, parts: int) -> Int[np.ndarray, " seq"]:
     """Orders a sequence's tokens so that each of `parts` devices along "context" has the same attention work.
 
-    Under a causal mask early tokens see few keys, late ones many. So the sequence is cut into 2 * `parts` pieces, and
-    each device gets one from the front and its counterpart from the back (Llama 3, arXiv:2407.21783, section 3.3.2).
+    Under a causal mask, early tokens see few keys, and late tokens many. So the sequence is cut into 2 * `parts`
+    pieces. Each device gets a piece from the front and its counterpart from the back (Llama 3, arXiv:2407.21783,
+    section 3.3.2).
 
     Raises:
         ValueError: the sequence can't be cut evenly.
@@ -175,7 +177,7 @@ def balanced(seq: int, parts: int) -> Int[np.ndarray, " seq"]:
 def next_token(
     values: Shaped[Array, "batch seq"], batch: Mapping[str, Shaped[Array, "batch ..."]]
 ) -> Shaped[Array, "batch seq"]:
-    """At each token of the batch the value of the next one in its row, and 0 at the last."""
+    """Returns, at each token of the batch, the value of the next token in its row, and 0 at the last."""
     following = lambda a: jnp.pad(a[:, 1:], ((0, 0), (0, 1)))
     if positions_of(batch) is None:
         return following(values)

@@ -1,6 +1,7 @@
-"""Keeps the optimizer's arrays and the float32 weights in the memory of the devices' host: --offload optimizer.
+"""Offloading of the optimizer's arrays and the float32 weights to the memory of the devices' host: --offload optimizer.
 
-A step moves them to its devices and back one after another (`train.step.step`), so that a device holds few at a time.
+A step moves these arrays to its devices and back one after another (`train.step.step`), so that a device holds few of
+them at a time.
 """
 
 import dataclasses
@@ -22,22 +23,22 @@ Space = jax.memory.Space
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """What lies where between steps, in `Options`."""
+    """Options for offloading to the host's memory."""
 
     help_group: ClassVar[Group] = Group.STEP
 
     offload: Literal["none", "optimizer"] = option("none", rare=True)
-    """What is kept in the memory of the devices' host between steps. none: nothing. optimizer: all that the optimizer
-    keeps, and the weights if they are float32; while a step runs, a device has a copy of these in --compute-dtype.
-    Losses are the same, but for how XLA rounds last places. A step is longer by the time in which these bytes cross the
-    bus, both ways. See docs/optimizers.md."""
+    """Arrays that are kept in the memory of the devices' host between steps. none: nothing. optimizer: the optimizer's
+    arrays, and the weights if they are float32; while a step runs, a device has a copy of the weights in
+    --compute-dtype. Losses are the same, except for XLA's rounding of last places. A step is longer by the time in
+    which these bytes cross the bus, both ways. See docs/optimizers.md."""
 
 
 def host(place: Sharding) -> Sharding:
-    """The same place in the memory of the devices' host.
+    """Returns the same sharding in the memory of the devices' host.
 
     Raises:
-        ValueError: the devices have no such memory.
+        ValueError: the devices cannot use their host's memory.
     """
     device = next(iter(place.device_set))
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -49,23 +50,25 @@ def host(place: Sharding) -> Sharding:
 
 
 def is_copied(o: Any) -> bool:
-    """Whether a step with these options has a copy of the weights on its devices: they lie elsewhere, or in another
-    data type than it computes in."""
+    """Whether a step with these options needs a copy of the weights on its devices.
+
+    It does if the weights are in the host's memory, or in another data type than --compute-dtype.
+    """
     return o.weights_dtype != o.compute_dtype or (o.offload == "optimizer" and o.weights_dtype == "float32")
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether an array, or a shape with a sharding, lies in the memory of the host."""
+    """Whether an array, or a shape with a sharding, is in the memory of the host."""
     return array.sharding.memory_kind == HOST
 
 
 def is_moved(array: Any) -> bool:
-    """The same of an array in a function that is traced, by its type."""
+    """Whether an array is in the memory of the host, by its type: works in a function that is traced."""
     return isinstance(array, jax.Array) and jax.typeof(array).memory_space == Space.Host
 
 
 def to_device(tree: T) -> T:
-    """Moves to their devices those arrays of a tree that lie in the memory of the host."""
+    """Moves the arrays of a tree that are in the memory of the host to their devices."""
     return jax.tree.map(lambda a: jax.device_put(a, Space.Device) if is_moved(a) else a, tree)
 
 
@@ -75,7 +78,7 @@ def to_host(tree: T) -> T:
 
 
 def in_turn(function: Callable[[Any], T], trees: Iterable[Any]) -> list[T]:
-    """`function` of each tree, on the devices: one is moved there when the result of the last is there."""
+    """Computes `function` of each tree on the devices. A tree is moved there when the result of the last is done."""
     done = []
     for tree in trees:
         tree, _ = jax.lax.optimization_barrier((tree, done[-1:]))
@@ -84,16 +87,16 @@ def in_turn(function: Callable[[Any], T], trees: Iterable[Any]) -> list[T]:
 
 
 def updated_in_turn(function: Callable[[T], T], tree: T, choose: Callable[[Any, Any], Any], kept: T, after: Any) -> T:
-    """`jax.tree.map(choose, function(tree), kept)` where arrays lie on the host, without all of them on the devices.
+    """Computes `jax.tree.map(choose, function(tree), kept)` for arrays on the host, few of them on devices at a time.
 
-    The operations are those of `function`, in another order: its results are computed one after another, and with each
-    all that is then known goes back to the host. An argument is moved to the devices when it is first needed, and not
-    before `after`, and the last results, are there. (To call `function` of one array at a time would not give the same
-    bits: XLA rounds the quotients of one array in another way than those of several by the same number.)
+    The operations are those of `function`, in another order: its results are computed one after another, and each
+    result goes back to the host as soon as it is known. An argument is moved to the devices when it is first needed,
+    but not before `after` and the last results are computed. (Calling `function` with one array at a time would give
+    other bits: XLA rounds quotients differently if several arrays are divided by the same number.)
 
     Args:
-        function: of a tree, and returns one like it. It is traced.
-        kept: another one, with the same arrays on the host.
+        function: maps a tree to a tree of the same structure. It is traced.
+        kept: a tree like `tree`, with the same arrays on the host.
     """
     leaves, structure = jax.tree.flatten(tree)
     others = jax.tree.leaves(kept)
@@ -120,7 +123,7 @@ def updated_in_turn(function: Callable[[T], T], tree: T, choose: Callable[[Any, 
     for result in results:
         value(result)
         ready = [n for n, name in enumerate(results) if n not in found and (isinstance(name, _Value) or name in values)]
-        # XLA computes these results by themselves: together with what is chosen it would round otherwise.
+        # The barrier keeps XLA from fusing these results with `choose`, which would round them differently.
         new = jax.lax.optimization_barrier([value(results[n]) for n in ready])
         for n, array in zip(ready, new, strict=True):
             away = is_moved(leaves[n])
@@ -130,14 +133,17 @@ def updated_in_turn(function: Callable[[T], T], tree: T, choose: Callable[[Any, 
 
 
 class _Value(NamedTuple):
-    """Of a constant."""
+    """Wraps a literal, so that it can be told from a variable's name."""
 
     value: Any
 
 
 def _flat(jaxpr: Any, inputs: Sequence[Any]) -> tuple[dict[Any, tuple[Any, list[Any], list[Any]]], list[Any]]:
-    """The operations of a program, with those of all that it calls in the place of calls, by names of their results:
-    each with the names of what it reads and makes. Also returns the names of the program's results."""
+    """Flattens a program: replaces its calls by the operations of the called programs.
+
+    Returns name of a result -> (its operation, names that the operation reads, names of its results), and the names of
+    the program's results.
+    """
     names = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
     read = lambda atom: _Value(atom.val) if isinstance(atom, core.Literal) else names[atom]
     found = {}

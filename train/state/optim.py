@@ -23,12 +23,12 @@ from zoo.surgery import is_stacked, path_name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """How gradients become updates, in `Options`."""
+    """Options for the optimizer and its learning rate."""
 
     help_group: ClassVar[Group] = Group.OPTIMIZER
 
     steps: int = option(0, group=Group.STEP)
-    """Number of optimizer steps of the whole run. 0: those of --epochs."""
+    """Number of optimizer steps of the whole run. 0: the steps of --epochs."""
     lr: float = 0.0
     """Peak learning rate, reached after the warmup. 0: in inverse proportion to the model's width."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -39,7 +39,7 @@ class OptimizerOptions:
     decay: int = option(-1, rare=True)
     """Number of steps over which wsd lowers the learning rate. -1: 20 % of --steps."""
     rewarm: int = option(0, rare=True)
-    """Number of steps over which a resumed run raises its learning rate, where a new schedule, such as that of more
+    """Number of steps over which a resumed run raises its learning rate, if its new schedule, such as with more
     --steps, is above the old one. 0: the learning rate jumps."""
     optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
     """Algorithm that turns gradients into updates. muon: Muon for the matrices of the layers' linear maps, AdamW for
@@ -58,14 +58,14 @@ class OptimizerOptions:
 def make_optimizer(
     o: OptimizerOptions, updates: int = 1, rewarm: Mapping[str, Any] | None = None
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Makes the optimizer that the options name, and its learning rate.
+    """Makes the optimizer that the options name, and its learning rate schedule.
 
     Args:
-        updates: how many updates one step of the run makes.
+        updates: the number of updates in one step of the run.
         rewarm: arguments of `rewarmed`, for a run that resumes.
 
     Raises:
-        ValueError: if warmup and decay do not fit, or the optimizer has no moments to round.
+        ValueError: warmup and decay do not fit into the steps, or the optimizer has no moments to round.
     """
     steps, warmup, decay = (updates * n for n in (o.steps, o.warmup, o.decay))
     schedule = make_schedule(o.schedule, peak=o.lr, steps=steps, warmup=warmup, decay=decay)
@@ -81,14 +81,14 @@ def make_optimizer(
 def resumed(
     o: OptimizerOptions, updates: int, n: int, *, rate: float, rewarm: Mapping[str, Any] | None
 ) -> tuple[optax.GradientTransformation, optax.Schedule, Mapping[str, Any] | None]:
-    """`make_optimizer` for a run that goes on at step `n`; the third result is its `rewarm` from now on.
+    """Calls `make_optimizer` for a run that goes on at step `n`. The third result is the run's `rewarm` from now on.
 
-    If the learning rate of the options is higher than that of the checkpoint, it rises as --rewarm says, and a line
-    tells so.
+    If the options' learning rate is higher than the checkpoint's, the learning rate rises over --rewarm steps, and a
+    line reports it.
 
     Args:
         rate: the learning rate of the checkpoint.
-        rewarm: as the checkpoint has it, from an earlier time that the run was resumed.
+        rewarm: the `rewarm` in the checkpoint, from an earlier time that the run was resumed.
     """
     optimizer, schedule = make_optimizer(o, updates, rewarm)
     now = rate_of(schedule, n * updates)
@@ -102,14 +102,14 @@ def resumed(
 
 
 def rate_of(schedule: optax.Schedule, update: int) -> float:
-    """The learning rate of an update, as a Python number."""
+    """Returns the learning rate of an update, as a Python number."""
     return float(jnp.asarray(schedule(update)))
 
 
 def make_schedule(
     kind: Literal["cosine", "wsd"], *, peak: float, steps: int, warmup: int, decay: int, final: float = 0.0
 ) -> optax.Schedule:
-    """The learning rate of step 0, 1, ..., `steps` - 1: up to `peak` in a straight line, and down towards the end.
+    """Makes the learning rate of steps 0, 1, ..., `steps` - 1: up to `peak` in a straight line, and down at the end.
 
     Args:
         kind: "cosine" falls along half a cosine (arXiv:1608.03983) right after the warmup, and ignores `decay`; "wsd",
@@ -117,15 +117,15 @@ def make_schedule(
             a straight line.
         peak: learning rate after the warmup.
         steps, warmup, decay: numbers of optimizer steps; `warmup` and `decay` are parts of `steps`.
-        final: where it falls to, as a fraction of `peak`: what the step after the last would have.
+        final: the learning rate at the end, as a fraction of `peak`. The step after the last would have it.
 
     Raises:
-        ValueError: if warmup and decay do not fit.
+        ValueError: warmup and decay do not fit into the steps.
     """
     decay = steps - warmup if kind == "cosine" else decay
     if warmup < 0 or decay < 0 or warmup + decay > steps:
         raise ValueError(f"A warmup of {warmup} and a decay of {decay} steps do not fit into {steps} steps.")
-    # Step 0 already learns: a rate of 0 would throw its batch away.
+    # Step 0 already learns, as a rate of 0 would waste its batch.
     up = optax.linear_schedule(peak / max(warmup, 1), peak, warmup - 1)
     if kind == "cosine":
         down = optax.cosine_decay_schedule(peak, max(decay, 1), alpha=final)
@@ -141,9 +141,10 @@ def make_schedule(
 
 
 def rewarmed(schedule: optax.Schedule, *, start: int, rate: float, steps: int) -> optax.Schedule:
-    """`schedule` for a run that goes on at step `start`, where another schedule had come to `rate`.
+    """Changes `schedule` for a run that goes on at step `start`, where another schedule had come to `rate`.
 
-    It moves from there to its own in a straight line, in so many steps: a jump would undo some of what was learnt.
+    Over `steps` steps the learning rate moves from `rate` to that of `schedule` in a straight line, since a jump would
+    undo some of the learning.
     """
 
     def slowly(step: ArrayLike) -> Float[Array, ""]:
@@ -162,9 +163,9 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101). It keeps two moments, each of the size of the parameters.
+    """Makes AdamW (arXiv:1711.05101). It keeps two moments, each of the size of the parameters.
 
-    `weight_decay` and `clip_norm` are as in `_optimizer`, and so for all other optimizers.
+    `weight_decay` and `clip_norm` are as in `_optimizer`, for this and all other optimizers.
     """
     return _optimizer(optax.scale_by_adam(b1, b2, eps), schedule, weight_decay, clip_norm)
 
@@ -172,11 +173,11 @@ def adamw(
 def muon(
     schedule: optax.Schedule, *, weight_decay: float = 0.1, clip_norm: float = 1.0
 ) -> optax.GradientTransformation:
-    """Muon (https://kellerjordan.github.io/posts/muon) for `matrices`, and AdamW for all other parameters.
+    """Makes Muon (https://kellerjordan.github.io/posts/muon) for `matrices`, with AdamW for all other parameters.
 
-    Muon replaces each matrix's momentum by the nearest orthogonal matrix, about, and keeps one moment. Leading axes are
-    layers and experts, each of which has its own matrix. Its updates are scaled to the root mean square of AdamW's,
-    0.2 (arXiv:2502.16982), so both take the same learning rate and weight decay. The first updates are not those of
+    Muon replaces each matrix's momentum by approximately the nearest orthogonal matrix, and keeps one moment. Leading
+    axes are layers and experts, each of which has its own matrix. Its updates are scaled to the root mean square of
+    AdamW's, 0.2 (arXiv:2502.16982), so both use the same learning rate and weight decay. The first updates differ from
     Keller Jordan's code, since optax corrects the bias of both terms of Nesterov's momentum (docs/optimizers.md).
     """
     # The entries of an orthogonal matrix have a root mean square of 1 / sqrt(max(out, in)).
@@ -190,10 +191,10 @@ def muon(
 
 
 def _orthogonal() -> optax.GradientTransformation:
-    """Makes `optax.contrib.scale_by_muon` of arrays [..., out, in]: a stack's layers one after another, and a layer's
-    experts together.
+    """Makes `optax.contrib.scale_by_muon` for arrays [..., out, in].
 
-    optax would flatten the leading axes into one, for which XLA gathers the experts of all devices on each of them.
+    The layers of a stack are computed one after another, the experts of a layer together. optax would flatten the
+    leading axes into one, and XLA would then gather the experts of all devices on each device.
     """
     one: Any = optax.contrib.scale_by_muon()
 
@@ -216,9 +217,9 @@ def _orthogonal() -> optax.GradientTransformation:
 
 
 def _by_layer(function: Callable[..., Any], *stacks: Float[Array, "layers ..."]) -> Any:
-    """Maps the layers of a stack one after another, so that a device has gathered one layer's matrix at a time.
+    """Maps the layers of a stack one after another, so that a device gathers one layer's matrix at a time.
 
-    Where stages or replicas split the layers (`train.state`), each takes its own.
+    If stages or replicas split the layers (`train.state`), each computes its own layers.
     """
     devices = math.prod(map(mesh.split, mesh.splitting(len(stacks[0]), mesh.STAGE, mesh.REPLICA)))
     turns = [a.reshape(devices, -1, *a.shape[1:]).swapaxes(0, 1) for a in stacks]
@@ -229,10 +230,10 @@ def _by_layer(function: Callable[..., Any], *stacks: Float[Array, "layers ..."])
 def adafactor(
     schedule: optax.Schedule, *, weight_decay: float = 0.1, clip_norm: float = 1.0
 ) -> optax.GradientTransformation:
-    """Adafactor (arXiv:1804.04235) without momentum, and with the learning rate as it is: not times a weight's size.
+    """Makes Adafactor (arXiv:1804.04235) without momentum. The learning rate is not multiplied by a weight's size.
 
-    It keeps sums over the larger of an array's two largest axes, and over the other one, instead of a second moment; an
-    array whose second axis by size is below 128 has that moment in full. An update's root mean square is at most 1,
+    Instead of a second moment it keeps two sums: over the largest axis of an array, and over the second largest. An
+    array whose second largest axis is below 128 has a full second moment. An update's root mean square is at most 1,
     over all layers of a stack together.
     """
     direction = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
@@ -240,7 +241,7 @@ def adafactor(
 
 
 def sgd(schedule: optax.Schedule, *, weight_decay: float = 0.1, clip_norm: float = 1.0) -> optax.GradientTransformation:
-    """Gradient descent with a momentum of 0.9, which is its one moment."""
+    """Makes gradient descent with a momentum of 0.9, which is its only moment."""
     return _optimizer(optax.trace(decay=0.9), schedule, weight_decay, clip_norm)
 
 
@@ -250,13 +251,13 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon, "adafactor": adafactor, "sgd": sgd}
 def _optimizer(
     direction: optax.GradientTransformation, schedule: optax.Schedule, weight_decay: float, clip_norm: float
 ) -> optax.GradientTransformation:
-    """Subtracts from each parameter the learning rate times (`direction` + `weight_decay` times the parameter).
+    """Makes an optimizer: a parameter minus the learning rate times (`direction` + `weight_decay` times the parameter).
 
     Args:
         direction: gets gradients that are scaled down to a global norm of at most `clip_norm` (inf: as they are).
         weight_decay: for the matrices of linear maps only. Norms and biases are not decayed, since their size is their
-            meaning; nor are embeddings, where decay would shrink the vectors of rare tokens, which get no gradient to
-            stand against it.
+            meaning. Nor are embeddings: decay would shrink the vectors of rare tokens, which get no gradient to counter
+            it.
     """
     optimizer = optax.chain(
         _clipped(clip_norm),
@@ -275,7 +276,7 @@ def _optimizer(
 
 
 def _clipped(clip_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Makes `optax.clip_by_global_norm` that may be given the gradients' `norm`, so that they are read once less."""
+    """Makes an `optax.clip_by_global_norm` that accepts the gradients' `norm`, to save one pass over the gradients."""
 
     def update(updates: Any, state: Any, params: Any = None, *, norm: Array | None = None) -> tuple[Any, Any]:
         norm = optax.tree.norm(updates) if norm is None else norm
@@ -286,12 +287,12 @@ def _clipped(clip_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 def rounded(optimizer: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:
-    """`optimizer` with its moments kept in `dtype` between steps; an update computes them in float32.
+    """Wraps `optimizer` so that its moments are kept in `dtype` between steps; updates are computed in float32.
 
-    They are rounded to the nearest number. In bfloat16 a moment then stops moving when it is within 8 % of where it
-    goes, since a step moves it by at least 5 % of the way (b2 of AdamW, Muon's momentum) and half a unit of bfloat16's
-    last place is at most 0.4 %. That changes an update by 4 % at most through AdamW's second moment, of which the root
-    is taken. A b2 of 0.999 would need stochastic rounding: its moments could not fall.
+    Moments are rounded to the nearest number. In bfloat16 a moment then stops moving when it is within 8 % of its
+    target, since a step moves it by at least 5 % of the way (b2 of AdamW, Muon's momentum), and half a unit of
+    bfloat16's last place is at most 0.4 %. That changes an update by 4 % at most through AdamW's second moment, whose
+    root is taken. A b2 of 0.999 would need stochastic rounding, since the moments could not fall.
     """
     cast = lambda state, dtype: optax.tree_map_params(optimizer, lambda moment: moment.astype(dtype), state)
 
@@ -305,7 +306,7 @@ def rounded(optimizer: optax.GradientTransformation, dtype: DTypeLike) -> optax.
 
 
 def is_decayed(parameters: Any) -> Any:
-    """`parameters` with True for each array that weight decay applies to, and False for the others."""
+    """Returns `parameters` with True for each array that weight decay applies to, and False for the others."""
     linear = lambda module: isinstance(module, AbstractLinear | AbstractExpertLinear)
 
     def of(module: Any) -> Any:
@@ -316,10 +317,10 @@ def is_decayed(parameters: Any) -> Any:
 
 
 def matrices(parameters: Any) -> Any:
-    """`parameters` with True for each array that holds matrices of a layer's linear maps, and False for the others.
+    """Returns `parameters` with True for each array of matrices of a layer's linear maps, and False for the others.
 
-    Embeddings, the head, routers, norms and biases are among the others. Of an adapter both matrices are told. A module
-    for the token after the next is a layer too.
+    Embeddings, the head, routers, norms and biases get False. Both matrices of an adapter get True. A module for the
+    token after the next counts as a layer.
     """
     layer = lambda module: isinstance(module, AbstractBlock | AbstractMTP)
     return jax.tree.map(lambda m: is_decayed(m) if layer(m) else False, parameters, is_leaf=layer)

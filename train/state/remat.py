@@ -1,4 +1,4 @@
-"""How a step fits into memory: the options that say so, and what each --remat keeps for the backward pass."""
+"""The size and the memory of a step: its options, and the values that each --remat saves for the backward pass."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from zoo.nn.stack import LAYER_INPUT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
-    """The size of a step, and what it computes in and where, in `Options`."""
+    """Options for the size of a step, its data types, its memory, and its mesh."""
 
     help_group: ClassVar[Group] = Group.STEP
 
@@ -39,28 +39,28 @@ class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
     CPU."""
     matmul: Literal["float", "int8", "fp8"] = option("float", rare=True)
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
-    activations are rounded row by row; fp8 rounds the backward pass too, with one scale a tensor. Weights are kept as
-    --weights-dtype says. Embedding, head and routers are not rounded, nor are the gradients of experts."""
+    activations are rounded row by row; fp8 rounds the backward pass, too, with one scale a tensor. The weights are kept
+    in --weights-dtype. Embedding, head and routers are not rounded, nor are the gradients of experts."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "dots"
-    """What the backward pass computes again to save memory. none: nothing. dots: all but matrix products, attention and
-    recurrences. attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are kept
-    in the memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at
-    least --microbatches parts; it says which."""
+    """Values that the backward pass recomputes to save memory. none: nothing. dots: all but matrix products, attention
+    and recurrences. attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are
+    kept in the memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at
+    least --microbatches parts; a line prints the choice."""
     freeze: tuple[str, ...] = option((), group=Group.MODEL, rare=True)
-    """Patterns of the paths of weights that are not trained, such as vision.* for a tower that sees, or embed_tokens.*
-    and *norm*. They need no gradients and nothing of the optimizer. Layers of one kind have one path, and so are frozen
-    together."""
+    """Patterns of the paths of weights that are not trained, such as vision.* for a vision tower, or embed_tokens.* and
+    *norm*. These weights need no gradients, and no memory of the optimizer. Layers of one kind have one path, and so
+    are frozen together."""
     mesh: str = option("fsdp=-1", group=Group.DEVICES)
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's
     experts; stage the layers."""
 
 
-# What is kept of each layer, from most memory to least: a function around it.
+# Name -> a function that wraps a layer, and saves less the further down it stands.
 REMAT: dict[str, Callable[..., Callable] | None] = {
     "none": None,
-    # The results of matrix products with weights, of attention and of recurrences, with the states that a recurrence's
-    # backward pass needs; what is elementwise is computed again.
+    # Saves the results of matrix products with weights, of attention and of recurrences, with the states that a
+    # recurrence's backward pass needs. Elementwise operations are recomputed.
     "dots": functools.partial(
         jax.checkpoint,
         policy=checkpoint_policies.save_from_both_policies(
@@ -68,13 +68,14 @@ REMAT: dict[str, Callable[..., Callable] | None] = {
             checkpoint_policies.save_only_these_names(matmul.SAVED, flash.SAVED, delta_rule.SAVED),
         ),
     ),
-    # The layer's input, and what attention's backward kernel needs of its forward one: with long rows much is saved.
+    # Saves the layer's input, and the values that attention's backward kernel needs: with long rows, these save much
+    # recomputing.
     "attention": functools.partial(
         jax.checkpoint, policy=checkpoint_policies.save_only_these_names(flash.SAVED), prevent_cse=False
     ),
-    # The layer's input only: one more forward pass, a third more work.
+    # Saves the layer's input only: costs one more forward pass, a third more work.
     "full": jax.checkpoint,
-    # The same, kept in the host's memory: nothing grows with the depth of the model but what crosses PCIe.
+    # Saves the same in the host's memory: only the traffic over PCIe grows with the depth of the model.
     "offload": functools.partial(
         jax.checkpoint,
         policy=checkpoint_policies.save_and_offload_only_these_names(

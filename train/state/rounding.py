@@ -1,8 +1,8 @@
 """Weights that are kept in bfloat16, and rounded stochastically after each update: --weights-dtype bfloat16.
 
-An update is most often smaller than half a unit of a weight's last place, which is 0.2 to 0.4 % of the weight. Rounded
-to the nearest number the weight would stay where it is; rounded up or down at random, with chances that make the mean
-exact, it moves as far on average as it should (arXiv:1502.02551, arXiv:2010.06192).
+An update is most often smaller than half a unit of a weight's last place, which is 0.2 to 0.4 % of the weight. Rounding
+to the nearest number would leave the weight where it is. Rounding up or down at random, with chances that make the mean
+exact, moves it on average as far as it should (arXiv:1502.02551, arXiv:2010.06192).
 """
 
 import dataclasses
@@ -19,22 +19,22 @@ from zoo.surgery import path_name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightsOptions:
-    """In what weights are kept, in `Options`."""
+    """Options for the data type in which weights are kept."""
 
     help_group: ClassVar[Group] = Group.STEP
 
     weights_dtype: Literal["float32", "bfloat16"] = option("float32", rare=True)
     """Data type in which trained weights are kept between steps, at 4 or 2 bytes each. bfloat16: an update is computed
-    in float32 and rounded to one of the two nearest numbers at random, so that the mean is exact. Random bits depend on
-    the number of the step alone. Not for adapters. See docs/optimizers.md."""
+    in float32 and rounded to one of the two nearest numbers at random, so that the mean is exact. The random bits
+    depend on the number of the step alone. Not for adapters. See docs/optimizers.md."""
 
 
 def stochastic(values: Float[Array, "*shape"], key: Key[Array, ""]) -> BFloat16[Array, "*shape"]:
     """Rounds float32 values to bfloat16, up or down at random so that the mean of many roundings is the value.
 
-    A value that bfloat16 has stays as it is. On any mesh the bits are the same.
+    A value that bfloat16 can represent stays as it is. The bits are the same on any mesh.
     """
-    # bfloat16 is the upper half of float32. To add a random lower half carries with the chance that is wanted.
+    # bfloat16 is the upper half of float32. Adding a random lower half carries into it with the right probability.
     lower = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + lower
     upper = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
@@ -42,9 +42,9 @@ def stochastic(values: Float[Array, "*shape"], key: Key[Array, ""]) -> BFloat16[
 
 
 def rounded_like(old: Any, new: Any, step: Int[Array, ""]) -> Any:
-    """Rounds new float32 weights to the data types of the old ones, `stochastic` where that is bfloat16.
+    """Rounds new float32 weights to the data types of the old ones; to bfloat16 by `stochastic`.
 
-    An array's random bits follow from the number of the step and its path.
+    An array's random bits follow from the number of the step and the array's path.
     """
     root = jax.random.fold_in(jax.random.key(1), step)
 

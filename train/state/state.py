@@ -1,5 +1,7 @@
-"""The state of a training run: parameters, the optimizer's arrays, the number of steps; what is trained of a model
-(all, all but what is frozen, or adapters); and where each array lies."""
+"""The state of a training run: parameters, the optimizer's arrays, and the number of steps.
+
+Also the choice of trained arrays in a model (all, all but frozen ones, or adapters), and the sharding of each array.
+"""
 
 import dataclasses
 import fnmatch
@@ -33,33 +35,33 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Adapters: small matrices beside those of the model, which are not trained."""
+    """Options for adapters: small matrices beside the model's own, which are then not trained."""
 
     help_group: ClassVar[Group] = Group.MODEL
 
     rank: int = 0
     """Rank of the adapters; 8 to 64 is usual. 0: no adapters, and every weight is trained."""
     alpha: float = option(0.0, rare=True)
-    """Scale of the adapters: what they add is multiplied by alpha / rank. 0: twice the rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
     where: str = option(lora.LAYERS, rare=True)
     """Pattern of the paths of the linear maps that get adapters, such as *.[qv]_proj for queries and values. The
-    default is all of the layers, experts' too."""
+    default is all linear maps of the layers, experts' too."""
 
     def identity(self) -> dict[str, Any]:
-        """What must not change while a run lasts."""
+        """Returns the values that must not change while a run lasts."""
         return {"rank": self.rank, "scale (alpha / rank)": self.alpha / max(self.rank, 1), "where": self.where}
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What is trained: a model, or adapters of one."""
+    """The trained part of a model: all of it, all but frozen weights, or adapters."""
 
-    name: str  # of the model that the run begins with, as in the options
+    name: str  # name, in the options, of the model that the run begins with
     config: AbstractConfig
     abstract: Any  # shapes, dtypes and shardings of `make()`
     make: Callable[[], Any]
-    frozen: Any = None  # all else of the model (`zoo.lora.split`, `split_frozen`); None: there is nothing else
-    adapters: bool = False  # whether adapters are what is trained
+    frozen: Any = None  # the rest of the model (`zoo.lora.split`, `split_frozen`); None: there is no rest
+    adapters: bool = False  # whether only adapters are trained
 
 
 def to_train(
@@ -72,7 +74,9 @@ def to_train(
     adapters: bool = False,
     parts: Sequence[str] = (),
 ) -> Trained:
-    """What `load()` loads, as what is trained: its adapters, or all of its weights but those of --freeze.
+    """Prepares the model that `load()` returns for training: splits off its frozen weights, and quantizes for --matmul.
+
+    With `adapters`, its adapters are trained; otherwise all of its weights but those of --freeze.
 
     Raises:
         ValueError: the mesh does not divide the model, or --freeze or --weights-dtype does not fit it.
@@ -93,7 +97,7 @@ def to_train(
     abstract = prepared(abstract_model(config, family, mesh, parts))
     if not o.freeze:
         return Trained(name, config, abstract, lambda: prepared(load()))
-    # What is to be trained is loaded again when it is needed: the run would hold its first weights all along.
+    # Trained weights are loaded again when they are needed; otherwise the run would hold its first weights all along.
     part = lambda which: split_frozen(prepared(load()), o.freeze)[which]
     return Trained(name, config, split_frozen(abstract, o.freeze)[0], lambda: part(0), part(1))
 
@@ -101,15 +105,15 @@ def to_train(
 class TrainState(eqx.Module):
     """A pytree of arrays. A checkpoint holds it and the position in the data, and a run resumes from these alone."""
 
-    step: Int[Array, ""]  # updates made so far
-    model: Any  # its floating point arrays as --weights-dtype says, whatever they are computed in
+    step: Int[Array, ""]  # number of updates made so far
+    model: Any  # its floating point arrays are in --weights-dtype, not in --compute-dtype
     opt_state: Any
 
 
 def init_state(
     model: Any, optimizer: optax.GradientTransformation, *, weights_dtype: str = "float32", offload: str = "none"
 ) -> TrainState:
-    """Makes the state before the first step. It copies `model`, whose buffers may be a memory-mapped file's."""
+    """Makes the state before the first step. Copies `model`, whose buffers may belong to a memory-mapped file."""
     abstract = abstract_state(model, optimizer, weights_dtype=weights_dtype, offload=offload)
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(lambda model: _new(model, optimizer, weights_dtype), out_shardings=places)(model)
@@ -121,13 +125,13 @@ def abstract_state(
     """Returns the shapes, dtypes and shardings of `init_state(model, optimizer)`, into which a checkpoint is restored.
 
     Parameters stay where `model` has them. The optimizer's arrays for a parameter lie beside it, and are also split
-    over the replicas, each of which updates its part (ZeRO-1, arXiv:1910.02054). optax says which arrays these are. All
-    others, such as numbers of steps, are copied to every device.
+    over the replicas, each of which updates its part (ZeRO-1, arXiv:1910.02054). optax decides which arrays belong to a
+    parameter. All other arrays, such as numbers of steps, are copied to every device.
 
     Args:
         model: arrays, or `jax.ShapeDtypeStruct` with shardings.
-        weights_dtype, offload: see `WeightsOptions` and `OffloadOptions`. What stays in float32 in any model, such as
-            biases of routers, stays on the devices too.
+        weights_dtype, offload: see `WeightsOptions` and `OffloadOptions`. Arrays that are float32 in any model, such
+            as biases of routers, stay on the devices.
 
     Raises:
         ValueError: the devices can't use the memory of their host.
@@ -158,15 +162,16 @@ def abstract_state(
 
 
 def beside(parameter: Any, shape: tuple[int, ...]) -> Sharding:
-    """Where an optimizer keeps an array of this shape for a parameter: moments, or Adafactor's sums over one axis.
+    """Returns the sharding of an optimizer's array of this shape for a parameter: a moment, or Adafactor's sums.
 
-    It is split as the parameter is. Mesh axes that are left, which are "replica" and those that split the axis summed
-    over, split the first of its own axes that they divide.
+    Adafactor's sums lack one axis, over which they are summed. The array is split as the parameter is. The remaining
+    mesh axes are "replica" and those that split the missing axis: each splits the first of the array's axes that it
+    divides.
     """
     place, size = parameter.sharding, parameter.shape
     if not isinstance(place, NamedSharding):
         return place
-    # The axis that is summed over; all axes are there if it is one past the last. Where two fit, either will do.
+    # The axis that is summed over, or one past the last if all axes are there. If two axes fit, either will do.
     missing = next((i for i in range(len(size) + 1) if shape == size[:i] + size[i + 1 :]), None)
     if missing is None:  # optax's stand-in for an array that it does not need
         return NamedSharding(place.mesh, P())
@@ -183,7 +188,7 @@ def beside(parameter: Any, shape: tuple[int, ...]) -> Sharding:
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes in an entry of a `PartitionSpec`."""
+    """Returns the mesh axes in an entry of a `PartitionSpec`."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
@@ -194,18 +199,18 @@ def _is_trained(leaf: Any) -> bool:
 def _new(model: Any, optimizer: optax.GradientTransformation, weights_dtype: str) -> TrainState:
     own = lambda a: jnp.array(a, jnp.float32 if _is_trained(a) else a.dtype, copy=True)
     model = jax.tree.map(own, model)
-    opt_state = optimizer.init(eqx.filter(model, _is_trained))  # of float32, whatever the weights are
+    opt_state = optimizer.init(eqx.filter(model, _is_trained))  # from float32 weights, whatever --weights-dtype is
     return TrainState(jnp.zeros((), jnp.int32), cast(model, weights_dtype), opt_state)
 
 
 def split_frozen(model: T, patterns: Sequence[str]) -> tuple[T, T]:
-    """Splits a model into what is trained and what is frozen; each has None in place of the other's arrays.
+    """Splits a model into a trained and a frozen part; each has None in place of the other's arrays.
 
-    Frozen weights get no gradients, and the optimizer keeps nothing for them. They stay in the data type of their
+    Frozen weights get no gradients, and the optimizer keeps no arrays for them. They stay in the data type of their
     checkpoint, so that they are exported with the bits that were loaded.
 
     Args:
-        patterns: of the paths of arrays, as `fnmatch` reads them.
+        patterns: patterns, for `fnmatch`, of the paths of frozen arrays.
 
     Raises:
         ValueError: a pattern matches nothing, or together they match everything.
@@ -222,6 +227,6 @@ def split_frozen(model: T, patterns: Sequence[str]) -> tuple[T, T]:
 
 
 def add_adapters(model: AbstractModel, o: Lora, mesh: Mesh, *, seed: int) -> AbstractModel:
-    """The model with new adapters, placed on the mesh."""
+    """Returns the model with new adapters, placed on the mesh."""
     model = lora.add(model, rank=o.rank, alpha=o.alpha, where=o.where, key=jax.random.key(seed))
     return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))

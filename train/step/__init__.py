@@ -1,1 +1,1 @@
-"""One training step: losses, gradients, the update; and what may go wrong in it."""
+"""One training step: losses, gradients, the update; and the detection of NaNs."""

@@ -1,7 +1,7 @@
 """The losses of post-training, as pure functions of arrays: preferences, policy gradients, distillation.
 
-Each docstring names the source of its formula. `log` is natural, pi is the model that learns, and ref the one that it
-starts from. The log-probability of a completion is the sum of those of its tokens.
+Each docstring names the source of its formula. `log` is natural. pi is the model that learns, and ref the model that pi
+starts from. The log-probability of a completion is the sum of its tokens' log-probabilities.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Mask = Int[Array, "batch seq"] | Bool[Array, "batch seq"]
 
 
 # ======================================================================================================================
-# From features to numbers of tokens and documents, without the logits of all tokens.
+# Values of tokens and documents from features, without the logits of all tokens at once.
 # ======================================================================================================================
 
 
@@ -28,9 +28,9 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
     """Computes `function(*arrays)` in chunks of about `chunk` tokens on each device, so that logits need less memory.
 
     All arrays are [batch, seq, ...], and a chunk has the same positions of every sequence. `function` maps arrays
-    [batch, size, ...] to such arrays, token by token. The backward pass computes each chunk again, so only one chunk of
-    logits exists at a time. The gradient of what `function` closes over, such as the output head, is summed over the
-    chunks in float32.
+    [batch, size, ...] to such arrays, token by token. The backward pass recomputes each chunk, so only one chunk of
+    logits exists at a time. The gradients of arrays that `function` closes over, such as the output head, are summed
+    over the chunks in float32.
     """
     batch, seq = arrays[0].shape[:2]
     chunks = Chunks.of(batch, seq, chunk)
@@ -39,7 +39,7 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
     wide = [a.astype(jnp.float32) if a.dtype.itemsize < 4 else a for a in closed]
 
     def step(_: None, pieces: tuple[Array, ...]) -> tuple[None, T]:
-        # Rounded within the scan, so that the scan adds up the gradients of what is wide.
+        # Rounded within the scan, so that the scan sums the gradients in float32.
         return None, converted(*pieces, *(w.astype(a.dtype) for w, a in zip(wide, closed, strict=True)))
 
     return jax.tree.map(chunks.joined, jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)[1])
@@ -50,13 +50,13 @@ def logprobs(
 ) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
     """Computes each target's log-probability, and the entropy of the distribution at its position, in nats and float32.
 
-    Gradients flow to `x` and to what `unembed` closes over. See `by_chunks`.
+    Gradients flow to `x` and to the arrays that `unembed` closes over. See `by_chunks`.
     """
 
     def numbers(x: Array, targets: Array) -> tuple[Array, Array]:
         logits = unembed(x).astype(jnp.float32)
         log_z = jax.nn.logsumexp(logits, axis=-1)
-        # A comparison, not an index: it works on a vocabulary split over devices.
+        # A comparison instead of indexing works on a vocabulary that is split over devices.
         is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         p = jnp.exp(logits - log_z[..., None])
         expected = jnp.sum(p * jnp.where(p > 0, logits, 0), axis=-1)  # a logit can be -inf
@@ -78,38 +78,39 @@ def per_document(
 
 
 # ======================================================================================================================
-# Preferences. `chosen` and `rejected` are log-ratios of completions, log pi(y|x) - log ref(y|x), unless it says else.
+# Preferences. `chosen` and `rejected` are log-ratios of completions, log pi(y|x) - log ref(y|x), except in `orpo`.
 # ======================================================================================================================
 
 
 def dpo(
     chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, "*pairs"]:
-    """Direct preference optimisation, arXiv:2305.18290, eq. 7: -log sigmoid(beta (chosen - rejected)).
+    """Computes direct preference optimisation, arXiv:2305.18290, eq. 7: -log sigmoid(beta (chosen - rejected)).
 
-    With `label_smoothing` e, the probability that a label is wrong, conservative DPO (Mitchell, "A note on DPO with
-    noisy preferences", 2023): (1 - e) of that, plus e of the same with the two exchanged.
+    `label_smoothing` e is the probability that a label is wrong. With it the loss is conservative DPO (Mitchell, "A
+    note on DPO with noisy preferences", 2023): (1 - e) times that loss, plus e times the loss with chosen and rejected
+    exchanged.
     """
     logit = beta * (chosen - rejected)
     return -(1 - label_smoothing) * jax.nn.log_sigmoid(logit) - label_smoothing * jax.nn.log_sigmoid(-logit)
 
 
 def ipo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float) -> Float[Array, "*pairs"]:
-    """Identity preference optimisation, arXiv:2310.12036, eq. 17: (chosen - rejected - 1 / (2 beta))^2.
+    """Computes identity preference optimisation, arXiv:2310.12036, eq. 17: (chosen - rejected - 1 / (2 beta))^2.
 
-    The paper's tau is `beta`. Give log-ratios divided by the lengths of the completions. The paper has their sums, but
-    TRL takes the mean over tokens after asking the authors, and so does this function.
+    The paper's tau is `beta`. Give log-ratios divided by the lengths of the completions: the paper has sums over
+    tokens, but TRL, after asking the authors, takes means, and so does this project.
     """
     return jnp.square(chosen - rejected - 1 / (2 * beta))
 
 
 def orpo(chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, beta: float) -> Float[Array, "*pairs"]:
-    """Odds ratio preference optimisation, arXiv:2403.07691, eq. 6 and 7, which needs no reference:
+    """Computes odds ratio preference optimisation, arXiv:2403.07691, eq. 6 and 7, which needs no reference:
 
         -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)),   odds = p / (1 - p)
 
     where `chosen` and `rejected` are log p, the mean log-probability of a completion's tokens (eq. 1), and the paper's
-    lambda is `beta`. The first term is the negative log-likelihood of the completion, in TRL of its prompt, too.
+    lambda is `beta`. The first term is the negative log-likelihood of the completion; TRL's includes the prompt, too.
     """
     chosen, rejected = (jnp.minimum(a, -1e-7) for a in (chosen, rejected))  # the odds of certainty are infinite
     log_odds = lambda log_p: log_p - jnp.log(-jnp.expm1(log_p))
@@ -125,9 +126,10 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Float[Array, "*completions"]:
-    """Kahneman-Tversky optimisation, arXiv:2402.01306, eq. 7, from completions' log-ratios and whether they are good:
+    """Computes Kahneman-Tversky optimisation, arXiv:2402.01306, eq. 7, from completions' log-ratios:
 
-    desirable_weight (1 - sigmoid(beta (ratio - baseline))), undesirable_weight (1 - sigmoid(beta (baseline - ratio))).
+    - desirable_weight (1 - sigmoid(beta (ratio - baseline))) for a desirable completion;
+    - undesirable_weight (1 - sigmoid(beta (baseline - ratio))) for another.
     """
     sign = jnp.where(desirable, 1.0, -1.0)
     weight = jnp.where(desirable, desirable_weight, undesirable_weight)
@@ -135,25 +137,25 @@ def kto(
 
 
 def kto_baseline(mismatched: Float[Array, "*completions"], present: Bool[Array, "*completions"]) -> Float[Array, ""]:
-    """KTO's estimate of KL(pi || ref), arXiv:2402.01306, section 4.1: the mean log-ratio of `mismatched` completions,
-    each put after the prompt of another, or 0 if that is negative. It has no gradient.
+    """Computes KTO's estimate of KL(pi || ref), arXiv:2402.01306, section 4.1. It has no gradient.
 
-    The mean is over those `present`; the others may be anything.
+    The estimate is the mean log-ratio of `mismatched` completions, each of which stands after the prompt of another
+    record, or 0 if the mean is negative. The mean is over completions that are `present`; other values are ignored.
     """
     total = jnp.sum(jnp.where(present, mismatched, 0))
     return jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(jnp.sum(present.astype(total.dtype)), 1), 0))
 
 
 # ======================================================================================================================
-# Policy gradients. A row is one sampled sequence, `mask` is 1 at the tokens that were sampled.
+# Policy gradients. A row is one sampled sequence. `mask` is 1 at the tokens that were sampled.
 # ======================================================================================================================
 
 
 def group_advantages(rewards: Float[Array, "prompts group"], *, scale: bool = True) -> Float[Array, "prompts group"]:
-    """Computes how far a completion's reward is above the mean of its prompt's group, in standard deviations.
+    """Computes advantages: a reward minus the mean of its prompt's group, in standard deviations of the group.
 
-    GRPO, arXiv:2402.03300, section 4.1.2; without `scale`, Dr. GRPO, arXiv:2503.20783, section 3.2. As in TRL, the
-    deviation is that of a sample (divided by group - 1), and 1e-4 is added to it.
+    This is GRPO, arXiv:2402.03300, section 4.1.2; without `scale`, Dr. GRPO, arXiv:2503.20783, section 3.2, which does
+    not divide. As in TRL, the deviation is that of a sample (divided by group - 1), and 1e-4 is added to it.
     """
     advantages = rewards - jnp.mean(rewards, axis=1, keepdims=True)
     return advantages / (jnp.std(rewards, axis=1, ddof=1, keepdims=True) + 1e-4) if scale else advantages
@@ -188,7 +190,8 @@ def clipped_policy(
 def kl_k3(logps: Float[Array, "*batch"], reference: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
     """Estimates KL(pi || ref) from each token, without bias and never below 0: ref / pi - log(ref / pi) - 1.
 
-    Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300, eq. 4. GRPO adds beta times it to the loss.
+    Sources: Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300, eq. 4. GRPO adds beta times this
+    estimate to the loss.
     """
     return jnp.expm1(reference - logps) - (reference - logps)
 
@@ -200,7 +203,7 @@ def aggregate(
     *,
     max_length: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sums tokens' losses, and counts what the sum is divided by. Both add up over the parts of a batch.
+    """Returns the sum of tokens' losses, and the count that divides it. Both add up over the parts of a batch.
 
     - "grpo": the mean of a sequence's tokens, then of sequences (arXiv:2402.03300, eq. 3).
     - "dapo": the mean of all tokens (arXiv:2503.14476, section 3.3).
@@ -234,9 +237,9 @@ def divergence(
 ) -> Float[Array, "*batch"]:
     """Computes the divergence of two distributions in nats, from their logits divided by `temperature`.
 
-    `beta` 0 gives the forward KL(teacher || student), and 1 the reverse KL(student || teacher). Between them it is the
-    generalised Jensen-Shannon divergence of GKD, arXiv:2306.13649, eq. 1, with m = beta teacher + (1 - beta) student:
-    beta KL(teacher || m) + (1 - beta) KL(student || m).
+    A `beta` of 0 gives the forward KL(teacher || student), and 1 the reverse KL(student || teacher). A `beta` between
+    them gives the generalised Jensen-Shannon divergence of GKD, arXiv:2306.13649, eq. 1, with m = beta teacher + (1 -
+    beta) student: beta KL(teacher || m) + (1 - beta) KL(student || m).
     """
     log_q, log_p = (jax.nn.log_softmax(a.astype(jnp.float32) / temperature, axis=-1) for a in (student, teacher))
     if beta == 0:
@@ -257,8 +260,8 @@ def divergence_top_k(
 ) -> Float[Array, "*batch"]:
     """Computes the forward KL(teacher || student) from the teacher's k largest logits, `values`, and their `indices`.
 
-    The teacher's distribution is the softmax of these alone, which gives all other tokens a probability of 0. The
-    student's is over the whole vocabulary, so it also learns to give the other tokens nothing.
+    The teacher's distribution is the softmax of these logits alone, which gives all other tokens a probability of 0.
+    The student's distribution is over the whole vocabulary, so the student also learns to avoid the other tokens.
     """
     log_p = jax.nn.log_softmax(values.astype(jnp.float32) / temperature, axis=-1)
     log_q = jax.nn.log_softmax(student.astype(jnp.float32) / temperature, axis=-1)

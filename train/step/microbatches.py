@@ -1,4 +1,4 @@
-"""Microbatches: a batch worked through in parts, one after another, so that less of it is in memory at a time."""
+"""Microbatches: a batch that is computed in parts, one after another, so that less of it is in memory at a time."""
 
 import math
 import operator
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 def elastic(microbatches: int, *, rows: int, shares: int, processes: int, full: int) -> int:
-    """The number of parts in which fewer processes than all work through a step, with no more rows on a device at once.
+    """Returns the number of microbatches for fewer processes than all, so that a device has no more rows at a time.
 
     Args:
-        microbatches: with all processes.
-        rows: of a step.
-        shares: in which the mesh splits the rows now.
-        processes, full: their number now, and when none is lost.
+        microbatches: the number of microbatches with all processes.
+        rows: the number of rows in a step.
+        shares: the number of shares into which the mesh splits the rows now.
+        processes, full: the number of processes now, and when none is lost.
     """
     least = math.ceil(microbatches * full / processes)
     fitting = (parts for parts in range(least, rows + 1) if rows % (parts * shares) == 0)
-    return next(fitting, microbatches)  # the mesh then says what does not fit
+    return next(fitting, microbatches)  # if none fits, the check of the mesh raises the error
 
 
 def split(rows: T, parts: int) -> T:
-    """[batch, ...] -> [parts, batch / parts, ...]. Every part takes rows from all over, so from every device.
+    """Splits arrays [batch, ...] into [parts, batch / parts, ...]. Every part has rows of every device.
 
     Raises:
         ValueError: the parts would not be of one size.
@@ -40,8 +40,8 @@ def split(rows: T, parts: int) -> T:
 
 
 def summed(function: Callable[[Any], T], parts: Any) -> T:
-    """The sum of `function(part)` over parts, the leading axis of `parts`, one after another."""
-    # It starts from the first part: from zeros it would cost one more buffer of the size of the model.
+    """Sums `function(part)` over the leading axis of `parts`, one part after another."""
+    # The sum starts from the first part: starting from zeros would cost one more buffer of the size of the model.
     first, rest = (jax.tree.map(operator.itemgetter(index), parts) for index in (0, slice(1, None)))
     total = function(first)
     if len(jax.tree.leaves(parts)[0]) == 1:
@@ -51,6 +51,6 @@ def summed(function: Callable[[Any], T], parts: Any) -> T:
 
 
 def per(count: Num[Array, ""], sums: T) -> T:
-    """Sums over a count, or as they are if that is 0."""
+    """Divides sums by a count, or by 1 if the count is 0."""
     n = jnp.maximum(count, 1).astype(jnp.float32)
     return jax.tree.map(lambda total: total / n.astype(total.dtype), sums)

@@ -16,7 +16,7 @@ from zoo.nn.mtp import module_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPOptions:
-    """Whether the module is trained, in `train.run.options.LanguageModelingOptions`."""
+    """Options for multi-token prediction."""
 
     help_group: ClassVar[Group] = Group.METHOD
 
@@ -31,16 +31,16 @@ def mtp_loss(
     batch: Mapping[str, Shaped[Array, "batch ..."]],
     losses: Callable[..., tuple[Float[Array, ""], dict[str, Array]]],
 ) -> tuple[Float[Array, ""], Float[Array, ""], Any]:
-    """The module's loss on every target whose next token is a target of the same document.
+    """Computes the module's loss on every target whose next token is a target of the same document.
 
     Args:
         x: features of the batch's tokens.
-        losses: `kernels.cross_entropy` of the model's head, from features, targets and their weights.
+        losses: `kernels.cross_entropy` of the model's head, from features, targets and the targets' weights.
 
-    Returns the loss to learn from, the cross-entropy to report (both sums), and what the module's layer reports.
+    Returns the loss to learn from, the cross-entropy to report (both sums), and the report of the module's layer.
 
     Raises:
-        ValueError: for a batch with images, since the module counts positions as of text.
+        ValueError: the batch has images, for which the module's positions, those of text, would be wrong.
     """
     if "patches" in batch:
         raise ValueError("--mtp-weight is not for chats with images (--vision): leave one of the two out.")

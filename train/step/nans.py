@@ -1,8 +1,8 @@
-"""Finds where a step that is not finite went wrong: the first array, and the first operation with its line of code.
+"""A search for the origin of NaNs in a step: the first array, and the first operation with its line of code.
 
-The step is computed once more, with a mark beside every operation that says whether a NaN or an infinity is in what it
-made; inside a stack of layers, for each layer. All marks come from one compiled program, which keeps no activations for
-them, so it needs about the memory of the step itself.
+The step is computed once more. Every operation gets a mark, which records whether its results have a NaN or an
+infinity; inside a stack of layers there is a mark for each layer. All marks come from one compiled program, which saves
+no activations for them, so it needs about the memory of the step itself.
 """
 
 import functools
@@ -28,7 +28,8 @@ BODIES = (
 )  # fmt: skip
 
 
-# They hand on what they are given, or choose from it, so they are no first. (An optimizer's update is in a cond.)
+# Operations that only pass on their operands, or choose among them, so that a NaN never begins there. (An optimizer's
+# update is in a cond.)
 PASSIVE = {
     "broadcast_in_dim", "concatenate", "cond", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "gather",
     "neg", "optimization_barrier", "pad", "reshape", "rev", "select_n", "sharding_constraint", "slice", "split",
@@ -37,8 +38,11 @@ PASSIVE = {
 
 
 class Marks(NamedTuple):
-    """What the operations of a program made: [operations], 2 if there is a NaN, 1 if there is an infinity, else 0; and
-    of those that are programs, the marks of what is inside. In a loop both have a leading axis of its turns."""
+    """The marks of a program's operations. In a loop, all arrays have a leading axis for its turns.
+
+    `made` is [operations]: 2 if the results of the operation have a NaN, 1 if they have an infinity, else 0. `inside`
+    has the marks within operations that are programs themselves, by the operations' indices.
+    """
 
     made: Any
     inside: dict[int, "Marks"]
@@ -46,15 +50,16 @@ class Marks(NamedTuple):
 
 class Found(NamedTuple):
     operation: str
-    where: str  # the line of code
-    turns: str  # of the loops that it is in
+    where: str  # the operation's line of code
+    turns: str  # turns of the loops around the operation, in words
 
 
 def first(function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[str]]:
-    """Computes `function` of arrays once more: returns its result, and sentences on what is not finite, first to last.
+    """Computes `function` of arrays once more. Returns its result, and sentences on the origin of NaNs and infinities.
 
-    They name the arguments' arrays that are not finite; else the first operation that made a NaN, and where an infinity
-    in it came from; or, without a NaN, the first that made an infinity.
+    The sentences name the arguments' arrays that have NaNs. If there are none, they name the first operation that made
+    a NaN, and the first that made an infinity, if that comes before. Without a NaN they name the first operation that
+    made an infinity.
     """
     program, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     flat, marks = jax.jit(lambda *values: _marked(program, values))(*jax.tree.leaves(arguments))
@@ -81,14 +86,14 @@ def _sentence(found: Found) -> str:
 
 
 def _worst(values: Sequence[Any]) -> Array:
-    """2 if there is a NaN among the values, or else 1 if there is an infinity above 0. (Masks are made of -inf.)"""
+    """Returns 2 if there is a NaN among the values, 1 if there is +inf, or else 0. (-inf is usual in masks.)"""
     arrays = [v for v in values if hasattr(v, "dtype") and jnp.issubdtype(v.dtype, jnp.floating) and v.size]
     kind = lambda a: jnp.max(jnp.where(jnp.isnan(a), 2, jnp.where(jnp.isposinf(a), 1, 0)).astype(jnp.int8))
     return functools.reduce(jnp.maximum, map(kind, arrays), jnp.zeros((), jnp.int8))
 
 
 def _marked(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Any], Marks]:
-    """The program's results, and its marks."""
+    """Evaluates a program. Returns its results, and its marks."""
     jaxpr, values = program.jaxpr, dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values |= dict(zip(jaxpr.invars, arguments, strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
@@ -110,7 +115,7 @@ def _marked(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Any], 
 
 
 def _body(operation: Any) -> ClosedJaxpr | None:
-    """The program that an operation runs once, or in turns; None where it is an operation by itself."""
+    """Returns the program that an operation runs, once or in turns; None if the operation runs no program."""
     if operation.primitive.name not in BODIES:
         return None
     found = next((operation.params[key] for key in ("jaxpr", "call_jaxpr") if key in operation.params), None)
@@ -118,10 +123,10 @@ def _body(operation: Any) -> ClosedJaxpr | None:
 
 
 def _turns(operation: Any, body: ClosedJaxpr, given: Sequence[Any]) -> tuple[list[Any], Marks]:
-    """A scan, with the marks of each of its turns."""
+    """Evaluates a scan. Returns its results, and the marks of each of its turns."""
     own = lambda atoms, inner: [a.aval.shape == b.aval.shape for a, b in zip(atoms, inner, strict=True)]
     ins, outs = own(operation.invars, body.jaxpr.invars), own(operation.outvars, body.jaxpr.outvars)
-    carried, kept = sum(outs), sum(ins)  # what all turns share comes first, then what they hand on, then slices
+    carried, kept = sum(outs), sum(ins)  # operands: first those that all turns share, then the carry, then slices
     constants, carry, slices = given[: kept - carried], given[kept - carried : kept], given[kept:]
 
     def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
@@ -134,7 +139,7 @@ def _turns(operation: Any, body: ClosedJaxpr, given: Sequence[Any]) -> tuple[lis
 
 
 def _first(program: ClosedJaxpr, marks: Marks, kind: int) -> Found | None:
-    """The first operation in the order of time that made a NaN; or, of the other kind, a NaN or an infinity."""
+    """Finds the first operation, in the order of time, that made a NaN; or, for `kind` INFINITY, a NaN or infinity."""
     for n, operation in enumerate(program.jaxpr.eqns):
         if marks.made[n] < kind:
             continue
@@ -145,7 +150,7 @@ def _first(program: ClosedJaxpr, marks: Marks, kind: int) -> Found | None:
         if operation.primitive.name != "scan":
             if found := _first(body, inside, kind):
                 return found
-            continue  # a constant, such as the NaN of a choice that was not taken
+            continue  # a constant of the program, such as a NaN in the branch that is not taken
         length = operation.params["length"]
         order = range(length)[::-1] if operation.params["reverse"] else range(length)
         for turn in order:
@@ -157,7 +162,7 @@ def _first(program: ClosedJaxpr, marks: Marks, kind: int) -> Found | None:
 
 
 def _where(operation: Any) -> str:
-    """The innermost line of code that is not a library's, and the scopes that the operation is in."""
+    """Returns the innermost line of code outside of libraries, and the operation's scopes."""
     frames = [f for f in operation.source_info.traceback.frames if not _of_library(f.file_name)]
     line = f"{frames[0].file_name}:{frames[0].line_num} ({frames[0].function_name})" if frames else "an unknown line"
     scopes = str(operation.source_info.name_stack)

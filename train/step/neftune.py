@@ -15,11 +15,11 @@ T = TypeVar("T", bound=AbstractModel)
 
 
 class NoisyEmbedding(eqx.Module):
-    """Adds noise between -1 and 1, times `size`, to the vectors of an `Embedding`; as an output head it has none."""
+    """An `Embedding` with noise between -1 and 1, times `size`, on its vectors. As an output head it has no noise."""
 
     embedding: Embedding
     size: Float[Array, "batch seq"]
-    keys: Key[Array, " batch"]  # one for each row, so that its noise does not depend on the others
+    keys: Key[Array, " batch"]  # one for each row, so that a row's noise does not depend on other rows
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         x = self.embedding(tokens)
@@ -32,10 +32,10 @@ class NoisyEmbedding(eqx.Module):
 
 
 def noisy(model: T, segments: Int[Array, "batch seq"], *, alpha: float, keys: Key[Array, " batch"]) -> T:
-    """Adds noise of up to alpha / sqrt(L d) to each of the d features of a token, where its document has L tokens.
+    """Returns the model with noise of up to alpha / sqrt(L d) on each of the d features of a token.
 
-    The model that it returns is for a batch with these `segments`; `keys` are one a row. This is the paper's
-    algorithm 1, whose alphas are 5, 10 and 15.
+    L is the number of tokens in the token's document. The returned model is for a batch with these `segments`. There is
+    one key for each row. This is the paper's algorithm 1, whose alphas are 5, 10 and 15.
     """
     lengths = jax.vmap(lambda row: jnp.bincount(row, length=row.size + 1)[row])(segments)
     table = model.embed_tokens

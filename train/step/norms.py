@@ -1,4 +1,4 @@
-"""Norms of each layer: of the features that it passes on, and of its gradients."""
+"""Norms of each layer: of its output features, and of its gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +19,14 @@ from zoo.surgery import cast, modules, path_name, with_remat
 
 
 class Size(eqx.Module):
-    """What a layer reports: the root mean square of what it passes on, over the tokens that are not padding."""
+    """A layer's report: the root mean square of its output features, over the tokens that are not padding."""
 
     value: Float[Array, "*layers"]
-    names: tuple[str, ...] = eqx.field(static=True)  # of the layers
+    names: tuple[str, ...] = eqx.field(static=True)  # names of the layers
 
 
 class Sized(AbstractBlock):
-    """A layer that reports the size of its features, in the place of what it would report."""
+    """A layer that reports the `Size` of its output features, instead of its own report."""
 
     block: AbstractBlock
     names: tuple[str, ...] = eqx.field(static=True)
@@ -42,7 +42,7 @@ class Sized(AbstractBlock):
 
 
 def sized(model: Any) -> Any:
-    """The model, with layers that report the sizes of their features as `Size`."""
+    """Returns the model with layers that report the `Size` of their output features."""
     names = {
         id(block): tuple(f"{path}.{n:02d}" for n in numbers)
         for path, stack in modules(model, Stack)
@@ -53,7 +53,7 @@ def sized(model: Any) -> Any:
 
 
 def gradient_norms(gradients: Any) -> dict[str, Float[Array, ""]]:
-    """The norm of the gradients of each layer, and of each part beside the layers, such as embed_tokens."""
+    """Computes the norm of the gradients of each layer, and of each other part of the model, such as embed_tokens."""
     squares = lambda a, axes=None: jnp.sum(jnp.square(a.astype(jnp.float32)), axis=axes)
     found, in_stacks = {}, set()
     for path, stack in modules(gradients, Stack):
@@ -73,11 +73,11 @@ def gradient_norms(gradients: Any) -> dict[str, Float[Array, ""]]:
 
 
 def jit_norms(objective: Objective, *, compute_dtype: DTypeLike, remat: Remat, microbatches: int) -> Callable[..., Any]:
-    """`norms(model, frozen, batch, reference)`, compiled: of the first of so many parts of the batch, for the memory of
-    a step's own.
+    """Compiles `norms(model, frozen, batch, reference)`.
 
-    Returns "activation_rms/layers.03", the root mean square of what layer 3 passes on, and "gradient_norm/layers.03",
-    the norm of its gradients.
+    The norms are measured on the first microbatch only, so that they need no more memory than a step. For layer 3 they
+    are "activation_rms/layers.03", the root mean square of its output features, and "gradient_norm/layers.03", the norm
+    of its gradients.
     """
 
     def norms(model: Any, frozen: Any, batch: Batch, reference: Any) -> dict[str, Array]:

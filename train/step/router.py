@@ -1,4 +1,4 @@
-"""What routers of a mixture of experts learn from, beside the objective: their losses, and their biases."""
+"""Training of a mixture's routers, beside the objective: their losses, and their biases."""
 
 import dataclasses
 import functools
@@ -18,24 +18,24 @@ from zoo.nn.stack import Reports
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """How the routers of a mixture of experts are kept balanced, in `Options`."""
+    """Options for keeping the routers of a mixture of experts balanced."""
 
     help_group: ClassVar[Group] = Group.METHOD
 
     router_balance: float = option(0.0, rare=True)
     """Weight of the load-balancing loss in a mixture of experts, on the scale of transformers' router_aux_loss_coef. If
     all experts are used alike, this loss is the number of experts that a token chooses. 0.01 in Switch Transformers,
-    0.001 in Qwen3. 0: without it."""
+    0.001 in Qwen3. 0: without this loss."""
     router_z: float = option(0.0, rare=True)
     """Weight of the router z-loss in a mixture of experts, which keeps the routers' logits from growing; 0.001 in
-    ST-MoE. 0: without it."""
+    ST-MoE. 0: without this loss."""
     router_bias_rate: float = option(0.0, rare=True)
     """Amount by which each step moves the biases of the routers of DeepSeek V3, Kimi K2 and Kimi Linear towards an even
-    load; 0.001 in DeepSeek's paper. 0: they stay as they are."""
+    load; 0.001 in DeepSeek's paper. 0: the biases stay as they are."""
 
 
 def rebalancing(o: RouterOptions, family: Family, *, adapters: bool) -> Callable[[Any, Any], Any] | None:
-    """The family's `rebalance` by --router-bias-rate; None without that option.
+    """Returns the family's `rebalance` with the rate --router-bias-rate; None without that option.
 
     Raises:
         ValueError: the routers have no biases, or only adapters are trained.
@@ -49,7 +49,7 @@ def rebalancing(o: RouterOptions, family: Family, *, adapters: bool) -> Callable
 
 
 def routings_of(reports: Reports) -> list[Routing]:
-    """What routers did, of all that a model's layers reported: one for each entry of the `Stack` that has a router."""
+    """Picks the routers' reports from the reports of all layers: one for each entry of the `Stack` with a router."""
     is_routing = lambda report: isinstance(report, Routing)
     return [report for report in jax.tree.leaves(reports, is_leaf=is_routing) if is_routing(report)]
 
@@ -57,9 +57,10 @@ def routings_of(reports: Reports) -> list[Routing]:
 def router_loss(
     reports: Reports, tokens: Int[Array, ""], loads: Sequence[Array] = (), *, balance: float, z: float
 ) -> Float[Array, ""]:
-    """The load-balancing loss and the router z-loss with these weights, each a mean over the layers.
+    """Computes the load-balancing loss plus the router z-loss, with these weights, each a mean over the layers.
 
-    Of a part of a batch, its share: `tokens` are those of the whole batch, and `loads` those of its experts.
+    If the reports are of a part of a batch, the result is the part's share: `tokens` is the number of tokens of the
+    whole batch, and `loads` are the loads of its experts.
     """
     routings = [r.share_of(tokens, load) for r, load in itertools.zip_longest(routings_of(reports), loads)]
     return mean_of_layers([balance * r.balance_loss() + z * r.z_loss() for r in routings])

@@ -36,23 +36,24 @@ Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Reports]  # total, cou
 
 @runtime_checkable
 class Objective(Protocol):
-    """What training minimises: total / count. Both are sums over rows, so those of a batch's parts add up."""
+    """A function that training minimises: total / count. Both are sums over rows, so microbatches' sums add up."""
 
     def __call__(
         self, model: AbstractModel, batch: Batch, reference: Any = None, means: Scalars | None = None
     ) -> Losses:
-        """Returns the total, the count, sums to report ("loss" among them; divided by the count too), and what the
-        model's layers reported.
+        """Returns the total, the count, the sums to report, and the reports of the model's layers.
+
+        The sums to report include "loss", and are divided by the count, too, before they are reported.
 
         Args:
             reference: another model, which is not trained.
-            means: if `batch` is only a part of the step's batch, the sums of all of it divided by its count.
+            means: if `batch` is only a part of the step's batch, the whole batch's sums divided by its count.
         """
         ...
 
 
 def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
-    """The features of a batch's tokens, and what the layers reported."""
+    """Returns the features of a batch's tokens, and the reports of the layers."""
     at: Any = {"positions": positions_of(batch), "segments": batch["segments"]} | images_of(batch)
     x, _, reports = model.hidden(batch["tokens"], **at)
     return x, reports
@@ -68,11 +69,12 @@ def cross_entropy(
     z_loss: float = 0.0,
     mtp_weight: float = 0.0,
 ) -> Losses:
-    """The objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
+    """Computes the objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
 
-    `chunk` 0 is 2,048, or three times a wider model's width: each chunk reads and writes the head's gradients, which
-    take 2/3 of the bytes of its logits then. The sums are "loss", in nats, and "accuracy", the number of targets whose
-    logit is largest. With `mtp_weight`, so much of `mtp_loss` is added to the total; its sum is "mtp_loss".
+    A `chunk` of 0 means 2,048 tokens, or three times the model's width if that is more. (Each chunk reads and writes
+    the head's gradients, which then take 2/3 of the bytes of the chunk's logits.) The sums are "loss", in nats, and
+    "accuracy", the number of targets whose logit is largest. `mtp_weight` times `mtp_loss` is added to the total; its
+    sum is "mtp_loss".
     """
     x, reports = features(model, batch)
     losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or max(2048, 3 * x.shape[-1]))
@@ -102,25 +104,27 @@ def train_step(
     rebalance: Callable[[Any, Any], Any] | None = None,
     neftune: float = 0.0,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update of the model by the gradients of its objective over a batch.
+    """Updates the model once, by the gradients of its objective over a batch.
 
     Args:
-        batch: see `train.data.packing`; and what else `objective` wants.
+        batch: see `train.data.packing`; it may have more arrays that `objective` reads.
         frozen: weights that are not trained, beside those in `state.model`, such as the base of adapters. Quantised
-            ones keep their dtypes. None: every floating point array is trained.
+            weights keep their dtypes. None: every floating point array is trained.
         reference, limits: see `Objective` and `Limits`.
         schedule: the optimizer's learning rate, to report it.
-        compute_dtype: of the forward and backward pass. Sums of gradients and the update are float32.
+        compute_dtype: the dtype of the forward and backward pass. Sums of gradients and the update are float32.
         remat: one of `train.state.remat.REMAT`.
-        microbatches: parts the batch is worked through in, one after another, to save memory. The update is the same.
+        microbatches: the number of parts in which the batch is computed, one after another, to save memory. The update
+            is the same.
         router_balance, router_z: weights, for a mixture of experts, of the load-balancing loss and of the router z-loss
             (see `zoo.nn.moe.Routing`), each a mean over the layers.
-        rebalance: makes a new model of the updated one and of its routers' reports, such as `zoo.deepseek3.rebalance`.
+        rebalance: makes a new model from the updated model and its routers' reports, such as `zoo.deepseek3.rebalance`.
         neftune: the alpha of `train.step.neftune`, whose noise depends on the number of the step and on the row alone.
 
     Returns the new state, and the metrics: the objective's sums over its count, "grad_norm" (before clipping),
-    "learning_rate", "tokens" (not padding), "targets", those of `judged`; for a mixture "balance" (the mean of its
-    layers' `Routing.imbalance`, 1 where all are used alike). A bad step changes nothing but its number.
+    "learning_rate", "tokens" (without padding), "targets", and the flags of `judged`. A mixture of experts also has
+    "balance", the mean of its layers' `Routing.imbalance`, which is 1 if all experts are used alike. A bad step changes
+    only the number of the step and the place in the schedule.
     """
     parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
     parameters = cast(to_device(parameters), compute_dtype)
@@ -138,7 +142,10 @@ def train_step(
     def loss(
         low: Any, part: Batch, keys: Any, count: Any = None, means: Any = None, loads: Sequence[Array] = ()
     ) -> tuple[Array, tuple[Scalars, Any]]:
-        """A part's share of the loss, given the `count`, `means` and experts' `loads` of the whole batch; or of it."""
+        """Computes a part's share of the loss, given the whole batch's `count`, `means` and experts' `loads`.
+
+        Without these, `part` is the whole batch.
+        """
         total, own, sums, reports = losses(low, part, keys, means)
         count = own if count is None else count
         if (router_balance or router_z) and routings_of(reports):
@@ -149,15 +156,15 @@ def train_step(
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), len(batch["tokens"]))
     parts, whole = split((batch, keys), microbatches), ()
     if microbatches > 1:
-        # XLA runs only what is used of these passes: of the first what counts, and nothing of the second unless the
-        # objective asks for means (as kto does), or the router's balance for loads.
+        # XLA runs only the used operations of these passes: in the first pass the count, and nothing of the second
+        # unless the objective reads means (as kto does), or the router's balance reads loads.
         count = losses(parameters, batch, keys)[1]
         sums, loads = jax.lax.map(look, parts)
         whole = count, *jax.tree.map(lambda a: jnp.sum(a, axis=0), (per(count, sums), loads))
 
     def gradients_of(part: tuple[Batch, Any]) -> tuple[Any, tuple[Scalars, Any]]:
         gradients, others = jax.grad(loss, has_aux=True)(parameters, *part, *whole)
-        # Sums of parts are in float32. Of a single part they stay as they are until they are used, in half the bytes.
+        # Sums over parts are in float32. The gradients of a single part keep their dtype, in half the bytes.
         return gradients if microbatches == 1 else cast(gradients, jnp.float32), cast(others, jnp.float32)
 
     gradients, (means, reports) = summed(gradients_of, parts)
@@ -178,9 +185,9 @@ def train_step(
 
 
 def jit_train_step(state: TrainState, **options: Any) -> Callable[..., tuple[TrainState, dict]]:
-    """`train_step(state, batch, frozen, reference, limits)` with these options, compiled.
+    """Compiles `train_step(state, batch, frozen, reference, limits)` with these options.
 
-    The state that goes in is used up: the new one is written over it, and lies on the devices where `state` does.
+    The step donates its state: the new state is written over it. The new state has the shardings of `state`.
     """
     places = jax.tree.map(lambda array: array.sharding, state)
     compiled: Any = dict(out_shardings=(places, None), compiler_options=compile_options("train"))

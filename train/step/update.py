@@ -1,7 +1,8 @@
-"""The optimizer's update of a step, and which steps change the model: what is not finite, or a spike, changes nothing.
+"""The optimizer's update of a step, and the skipping of steps that are not finite, or a spike.
 
-The compiled step decides: it compares its loss and its gradients' norm with `Limits`, so every process decides alike,
-and no step waits for it. Such a step counts, and its batch is used up. `train.run.offending` does the rest.
+The compiled step decides: it compares its loss and its gradients' norm with `Limits`. So every process decides alike,
+and no step waits for a decision. A skipped step counts as a step, and its batch is used up. `train.run.offending` does
+the rest.
 """
 
 import functools
@@ -22,14 +23,14 @@ from zoo.surgery import cast
 
 
 class Limits(NamedTuple):
-    """The largest loss and gradients' norm with which a step changes the model."""
+    """The largest loss, and the largest gradients' norm, with which a step changes the model."""
 
     loss: Float[Array | np.ndarray, ""] | np.float32
     norm: Float[Array | np.ndarray, ""] | np.float32
 
 
 class EveryGradient(eqx.Module):
-    """Stands for limits, and asks the step to say of every gradient whether it is finite."""
+    """A marker in place of `Limits`: the step also reports, for each gradient array, whether it is finite."""
 
 
 Asked = Limits | EveryGradient | None
@@ -38,8 +39,10 @@ Asked = Limits | EveryGradient | None
 def judged(
     loss: Float[Array, ""], norm: Float[Array, ""], gradients: Any, limits: Asked
 ) -> tuple[Bool[Array, ""], dict[str, Array]]:
-    """Whether a step may change the model; and what to say of it: "finite", with limits "spike", and
-    "finite_gradients" for `EveryGradient`."""
+    """Decides whether to apply the update, and returns the flags to log.
+
+    The flags are "finite", with `Limits` also "spike", and for `EveryGradient` also "finite_gradients".
+    """
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if isinstance(limits, Limits):
         spike = finite & ((loss > limits.loss) | (norm > limits.norm))
@@ -51,7 +54,7 @@ def judged(
 
 
 def passed_over(state: TrainState, gradients: Any = None) -> TrainState:
-    """The state after a step that changes nothing but the number of the step, and its place in the schedule."""
+    """Skips an update: advances the step and the schedule, and leaves the model and the moments as they are."""
     counts = lambda node: isinstance(node, optax.ScaleByScheduleState)
     later = lambda node: node._replace(count=node.count + 1) if counts(node) else node
     return TrainState(state.step + 1, state.model, jax.tree.map(later, state.opt_state, is_leaf=counts))
@@ -67,11 +70,11 @@ def updated(
     optimizer: optax.GradientTransformation,
     rebalance: Callable[[Any], Any],
 ) -> TrainState:
-    """The state after a step: of the update by its gradients if the step is `fine`, or else `passed_over`.
+    """Returns the state after a step: updated by the gradients if the step is `fine`, or else `passed_over`.
 
     Args:
         norm: the global norm of the gradients.
-        rebalance: is called with the updated model, and returns another.
+        rebalance: is called with the updated model, and returns a model with other routers' biases.
     """
     transform = optax.with_extra_args_support(optimizer)
 
@@ -87,7 +90,7 @@ def updated(
         return TrainState(new.step, rebalance(new.model), new.opt_state)
 
     if not any(map(offload.is_moved, jax.tree.leaves(state))):
-        # Not a choice between two results, for which XLA would keep copies of the donated state.
+        # A branch, since for a choice between two results XLA would keep copies of the donated state.
         return jax.lax.cond(fine, balanced, passed_over, state, gradients)
     choose = lambda new, old: new if new is old else jnp.where(fine, new, old)
     step = functools.partial(update, gradients=gradients)

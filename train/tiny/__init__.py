@@ -1,4 +1,4 @@
-"""The embedded default: how `zoo.load("tiny")` was made, and the scripts' own data (instructions and preferences)."""
+"""The embedded default: code that made `zoo.load("tiny")`, and the scripts' own data (instructions and preferences)."""
 
 import pathlib
 

@@ -1,9 +1,9 @@
-"""Make the checkpoint `tiny` from a Python installation alone: `python -m train.tiny OUT`.
+"""A script that makes the checkpoint `tiny` from a Python installation alone: `python -m train.tiny OUT`.
 
 Every Python contains its documentation: the docstrings of the standard library and of built-in modules, and the topics
-of `help()`, which are the language reference. That is about 2.6 MB of English under one licence. This script collects
-it, trains a byte-level BPE tokenizer on it, writes the configuration of a Qwen3 model with 1.8 million parameters, and
-pre-trains that model. The same interpreter always gives the same text and the same tokenizer.
+of `help()`, which are the language reference. Together these are about 2.6 MB of English under one licence. The script
+collects this text, trains a byte-level BPE tokenizer on it, writes the configuration of a Qwen3 model with 1.8 million
+parameters, and pre-trains that model. The same interpreter always gives the same text and the same tokenizer.
 """
 
 import ast
@@ -35,7 +35,7 @@ LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data"}
 # Private modules that users know under another name; the others are named without their underscore.
 KNOWN_AS = {"posix": "os", "_pydecimal": "decimal", "_pyio": "io", "_pydatetime": "datetime"}
 
-# Lines of licences: a document with one is about its owner, not about what the code does.
+# Lines of licences: a document with such a line is about the owner of the code, not about the code.
 NOTICE = re.compile(r"copyright \(c\)|\(c\) copyright", re.IGNORECASE)
 
 # Typographic characters, which would be rare tokens -> plain ones.
@@ -43,7 +43,7 @@ PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "…": ".
 
 END, _, TURN_END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
-# ChatML. A generation block has what the assistant learns to write: its words, and the end of its turn.
+# ChatML. A generation block has the text that the assistant learns to write: its words, and the end of its turn.
 CHAT_TEMPLATE = """\
 {% for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -75,9 +75,10 @@ CONFIG = qwen3.Config(
 
 
 def documents(library: Path) -> Iterator[str]:
-    """Collect the documentation of the running Python, without duplicates; `library` is its standard library's folder.
+    """Yields the documentation of the running Python, without duplicates.
 
-    A document is a title, such as `textwrap.dedent(text)`, an empty line, and a docstring.
+    A document is a title, such as `textwrap.dedent(text)`, an empty line, and a docstring. `library` is the folder of
+    the standard library.
     """
     seen = set()
     for source in (_written_in_python(library), _written_in_c(), _topics(library)):
@@ -91,10 +92,10 @@ Documentation = Iterator[tuple[str, str | None]]  # title, docstring
 
 
 def _written_in_python(library: Path) -> Documentation:
-    """Docstrings of the standard library, read from its source: importing modules has side effects."""
+    """Yields the docstrings of the standard library, read from its source, since importing modules has side effects."""
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
-        # Only names of the standard library: other packages may lie in site-packages.
+        # Only modules of the standard library, since site-packages may have other packages.
         if parts[0] in sys.stdlib_module_names and not LEFT_OUT.intersection(parts):
             name = ".".join(part for part in parts if part != "__init__")
             yield from _definitions(ast.parse(path.read_bytes()), KNOWN_AS.get(name, name))
@@ -136,13 +137,13 @@ def _members(thing: object, name: str) -> Documentation:
     else:
         try:
             signature = str(inspect.signature(thing))  # pyright: ignore[reportArgumentType]
-        except (AttributeError, TypeError, ValueError):  # many have no signature, and some a broken one
+        except (AttributeError, TypeError, ValueError):  # many functions have no signature, and some a broken one
             signature = ""
         yield f"{name}{signature}", inspect.getdoc(thing)
 
 
 def _topics(library: Path) -> Documentation:
-    """The topics of `help()`, longest first, since long ones include short ones; no paragraph twice."""
+    """Yields the topics of `help()`, the longest first, as long topics include short ones. No paragraph comes twice."""
     [assignment] = [
         node
         for node in ast.parse((library / "pydoc_data" / "topics.py").read_bytes()).body
@@ -157,7 +158,7 @@ def _topics(library: Path) -> Documentation:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Train byte-level BPE with GPT-2's split into words: every text can be encoded, and every id stands for bytes."""
+    """Trains byte-level BPE with GPT-2's split into words: every text can be encoded, and every id stands for bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -172,12 +173,12 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def write_model_folder(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write a folder in Hub layout that lacks only its weights."""
+    """Writes a folder in Hub layout that lacks only its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     files = {
         "config.json": write_config(CONFIG, qwen3.FAMILY, jnp.dtype(jnp.bfloat16)),
-        # The first ends a text, the second a turn of a chat.
+        # The first token ends a text, the second a turn of a chat.
         "generation_config.json": {"eos_token_id": [tokenizer.token_to_id(token) for token in (END, TURN_END)]},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -193,13 +194,13 @@ def write_model_folder(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def main(out: tyro.conf.Positional[Path]) -> None:
-    """Make the checkpoint `tiny` from the documentation of the running Python, in half an hour on two CPU cores.
+    """Makes the checkpoint `tiny` from the documentation of the running Python, in half an hour on two CPU cores.
 
     Args:
         out: folder for all files; its subfolder run/model is the checkpoint.
     """
     corpus = list(documents(Path(sysconfig.get_path("stdlib"))))
-    # Shuffle, because the last documents are held out for validation and should be of all kinds.
+    # Shuffled, because the last documents are held out for validation and should be of all kinds.
     random.Random(0).shuffle(corpus)
     write_model_folder(out / "untrained", train_tokenizer(corpus))
     with open(out / "corpus.jsonl", "w") as file:

@@ -1,8 +1,8 @@
-"""Make drawings with questions about them, and an untrained model that sees: `python -m train.tiny.shapes OUT`.
+"""A script that makes drawings with questions, and an untrained vision model: `python -m train.tiny.shapes OUT`.
 
-A drawing has a cross and up to four circles, of six colours and in nine places. It is asked how many shapes there are,
-which colour the cross has, and where it is. Drawings have all sizes and proportions between `SIDES`. The model is a
-Gemma 3 with SigLIP's tower and random weights, small enough to learn the answers in minutes on a CPU.
+A drawing has a cross and up to four circles, of six colours and in nine places. The questions are how many shapes there
+are, which colour the cross has, and where the cross is. Drawings have all sizes and proportions between `SIDES`. The
+model is a Gemma 3 with SigLIP's tower and random weights, small enough to learn the answers in minutes on a CPU.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ COLOURS = {
 }  # fmt: skip
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
 NUMBERS = ("one", "two", "three", "four", "five")
-SIDES = (48, 80)  # pixels: the least and the most of a drawing's width and height
-HELD_OUT = 200  # drawings
-SHARP = 4  # shapes are drawn so many times larger, and scaled down, so that their edges are smooth
+SIDES = (48, 80)  # pixels: the least and the largest width and height of a drawing
+HELD_OUT = 200  # number of drawings that are held out
+SHARP = 4  # factor by which shapes are drawn larger, and then scaled down, so that their edges are smooth
 
 
 COUNT, COLOUR, POSITION = "How many shapes are there?", "What colour is the cross?", "Where is the cross?"
@@ -44,7 +44,7 @@ PLACES_OF_IMAGES = {
 }
 SPECIAL = ["<pad>", "<bos>", "<start_of_turn>", "<end_of_turn>", *PLACES_OF_IMAGES.values()]
 
-# Gemma's. A generation block has what the assistant learns to write: its words, and the end of its turn.
+# Gemma's template. A generation block has the text that the assistant learns to write: its words, and its turn's end.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -67,7 +67,7 @@ CHAT_TEMPLATE = """\
 {{- '<start_of_turn>model\\n' }}
 {%- endif %}"""
 
-# An image is 48 x 48 pixels, in 36 patches, of which each square of four becomes a token.
+# An image is 48 x 48 pixels, in 36 patches. Each square of four patches becomes a token.
 CONFIG = gemma3.Config(
     vocab_size=512,
     hidden_size=64,
@@ -93,14 +93,14 @@ class Shape(NamedTuple):
 
 
 def arrange(chance: random.Random) -> list[Shape]:
-    """Choose the shapes of a drawing: a cross, and up to four circles, each in a place of its own."""
+    """Chooses the shapes of a drawing: a cross, and up to four circles, each in a place of its own."""
     cells = chance.sample(range(9), chance.randint(1, len(NUMBERS)))
     kind = lambda n: "circle" if n else "cross"
     return [Shape(kind(n), chance.choice(list(COLOURS)), *divmod(cell, 3)) for n, cell in enumerate(cells)]
 
 
 def draw(shapes: list[Shape], chance: random.Random) -> Image.Image:
-    """Draw shapes on a light ground, each with a size, a shade and a place of its own within its cell."""
+    """Draws shapes on a light ground, each with a size, a shade and a place of its own within its cell."""
     width, height = (chance.randint(*SIDES) for _ in range(2))
     ground = tuple(chance.randint(225, 255) for _ in range(3))
     image = Image.new("RGB", (width * SHARP, height * SHARP), ground)
@@ -121,7 +121,7 @@ def draw(shapes: list[Shape], chance: random.Random) -> Image.Image:
 
 
 def questions(shapes: list[Shape], chance: random.Random) -> list[tuple[str, str]]:
-    """The questions about a drawing and their answers, in random order."""
+    """Returns the questions about a drawing and their answers, in random order."""
     cross, *_ = shapes
     place = "centre" if cross.row == cross.column == 1 else f"{ROWS[cross.row]} {COLUMNS[cross.column]}"
     asked = [(COUNT, NUMBERS[len(shapes) - 1]), (COLOUR, cross.colour), (POSITION, place)]
@@ -129,7 +129,7 @@ def questions(shapes: list[Shape], chance: random.Random) -> list[tuple[str, str
 
 
 def conversation(image: str, asked: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """The messages of a chat that begins with an image."""
+    """Makes the messages of a chat that begins with an image."""
     messages: list[dict[str, Any]] = []
     for question, answer in asked:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -138,7 +138,10 @@ def conversation(image: str, asked: list[tuple[str, str]]) -> list[dict[str, Any
 
 
 def write_drawings(folder: Path, name: str, number: int, chance: random.Random, *, apart: bool) -> None:
-    """Write `name`.jsonl, and its drawings into images/: all questions about each in one chat, or each in its own."""
+    """Writes `name`.jsonl, and its drawings into images/.
+
+    All questions about a drawing are in one chat; with `apart`, each question has its own chat.
+    """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     with open(folder / f"{name}.jsonl", "w") as file:
         for n in range(number):
@@ -151,7 +154,7 @@ def write_drawings(folder: Path, name: str, number: int, chance: random.Random, 
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level BPE, with a token for each word of the questions and answers."""
+    """Trains byte-level BPE, with a token for each word of the questions and answers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -169,7 +172,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def write_model(folder: Path) -> None:
-    """Write a folder in Hub layout, with random weights."""
+    """Writes a folder in Hub layout, with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -185,7 +188,7 @@ def write_model(folder: Path) -> None:
             "pad_token": "<pad>",
             "chat_template": CHAT_TEMPLATE,
         },
-        # A light ground becomes 0, so that what the tower sees first is the shapes.
+        # A light ground becomes about 0, so that the tower sees mainly the shapes.
         "preprocessor_config.json": {
             "image_processor_type": "Gemma3ImageProcessor",
             "size": {"height": side, "width": side},
@@ -209,15 +212,17 @@ def write_model(folder: Path) -> None:
 
 
 def _widened(module: Any) -> Any:
-    """A linear map whose weights have a variance of 1 / inputs, so that its output is as large as its input. With the
-    standard deviation of 0.02 of large models, a map of so few inputs makes everything small."""
+    """Scales the weights of a linear map to a variance of 1 / inputs, so that its output is as large as its input.
+
+    With the standard deviation of large models, 0.02, a map with so few inputs would make everything small.
+    """
     if not isinstance(module, Linear):
         return module
     return eqx.tree_at(lambda m: m.weight, module, module.weight * module.shape[-1] ** -0.5 / 0.02)
 
 
 def main(out: tyro.conf.Positional[Path], drawings: int = 8000) -> None:
-    """Make drawings, in OUT/data, and the untrained model, in OUT/model.
+    """Makes drawings, in OUT/data, and the untrained model, in OUT/model.
 
     Args:
         out: folder for all files.

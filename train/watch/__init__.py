@@ -1,1 +1,1 @@
-"""Records a run for people: metrics, samples, memory, plots, the page report.html, trackers."""
+"""Records of a run for people: metrics, samples, memory, plots, the page report.html, trackers."""

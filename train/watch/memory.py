@@ -1,4 +1,4 @@
-"""Measures what a run has in memory: by kind, beside the estimate of `train.planning.fit`; of a device and its host."""
+"""Memory of a run, of a device and its host: measured by kind, beside the estimate of `train.planning.fit`."""
 
 import os
 import pathlib
@@ -11,8 +11,10 @@ from train.state import offload
 
 
 def used() -> dict[str, int]:
-    """Bytes in use: of the first device and at their peak, where JAX says so, which on a CPU it does not; and of this
-    process in the host's memory, on Linux."""
+    """Measures memory in use, in bytes: of the first device, now and at its peak, and of this process on the host.
+
+    The device's numbers are missing on a CPU, where JAX does not measure them, and the host's on systems but Linux.
+    """
     found = {}
     if statistics := jax.local_devices()[0].memory_stats():
         found["memory/device_bytes"] = statistics["bytes_in_use"]
@@ -24,11 +26,11 @@ def used() -> dict[str, int]:
 
 
 def kinds(run: Any, batch: Any) -> dict[str, int]:
-    """Bytes of a device by what they are: of the arrays of a `train.run.loop.Run` and of a batch.
+    """Splits a device's memory, in bytes, by kind: the arrays of a `train.run.loop.Run`, a batch, and activations.
 
-    "offloaded" are those that it has in the memory of its host; they are left out of the others. "activations", with
-    the gradients and all else that is there only while a step runs, is the peak without these arrays; so call it after
-    a step. "estimated" is what --remat auto takes them to be.
+    "offloaded" are the bytes in the host's memory; the other kinds leave these out. "activations" is the peak without
+    all those arrays: it includes gradients and everything else that is there only while a step runs. So call it after a
+    step. "estimated" is the estimate of "activations" by --remat auto.
     """
     arrays = {
         "parameters": run.state.model, "frozen": run.trained.frozen, "reference": run.task.reference,
@@ -54,7 +56,7 @@ def kinds(run: Any, batch: Any) -> dict[str, int]:
 
 
 def sentence(kinds: dict[str, int]) -> str:
-    """Says what `kinds` found."""
+    """Describes the result of `kinds` in a sentence."""
     size = lambda n: f"{n / 2**20:,.1f} MiB" if n < 2**30 else f"{n / 2**30:,.1f} GiB"
     held = [f"{kind} {size(n)}" for kind, n in kinds.items() if kind not in ("activations", "estimated", "offloaded")]
     away = f" In its host's: {size(kinds['offloaded'])}." if "offloaded" in kinds else ""

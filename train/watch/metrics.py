@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a run, writes its metrics to a file, and shows its progress."""
+"""Metrics of a run in a file, and its progress on the console, with speed and MFU."""
 
 import collections
 import contextlib
@@ -23,16 +23,16 @@ from train.base.flops import peak_flops
 
 
 def mean_of_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The metrics of a step: means over its updates, but of tokens and targets sums; finite, if all were."""
+    """Combines the metrics of a step's updates: sums of tokens and targets, all of "finite", and means of the rest."""
     together = {"tokens": np.sum, "targets": np.sum, "finite": np.all}
     return {name: together.get(name, np.mean)([update[name] for update in updates]) for name in updates[0]}
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, with its "step"; each line can be read as soon as it is written.
+    """metrics.jsonl: one JSON object a line, with its "step". Each line can be read as soon as it is written.
 
-    A run that goes on from `step` drops the lines after it, so the file has every step once. Lines of any other kind
-    are left out: `say` is told, and a copy of the file keeps them. Of several processes only process 0 writes.
+    A run that goes on from `step` drops the lines of later steps, so the file has every step once. Lines that are no
+    JSON object with a step are removed: `say` gets a warning, and a copy of the file keeps them. Only process 0 writes.
     """
 
     def __init__(self, path: str | os.PathLike, *, step: int = 0, say: Callable[[str], None] = rich.print):
@@ -50,7 +50,7 @@ class MetricsFile:
     def write(self, step: int, **values: Any) -> None:
         """Appends a line. Arrays of one number become numbers; NaN and infinities become "nan", "inf" and "-inf".
 
-        If it cannot be written, as on a full disk, `say` is told, and it is written with a later line.
+        If a line cannot be written, as on a full disk, `say` gets a warning, and the line is written with a later one.
         """
         if not self._writes:
             return
@@ -65,18 +65,18 @@ class MetricsFile:
         except OSError as error:
             if size is not None:
                 with contextlib.suppress(OSError):
-                    os.truncate(self.path, size)  # no half a line
+                    os.truncate(self.path, size)  # removes a line that is half written
             if len(self._late) == 1:
                 self._say(f"WARNING: {self.path} can't be written ({error}); its lines are written once it can.")
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl, without those that are not JSON objects with a step."""
+    """Reads the lines of a metrics.jsonl. Lines that are no JSON object with a step are skipped."""
     return [line for line in _lines(pathlib.Path(path)).values() if line]
 
 
 def _lines(path: pathlib.Path) -> dict[int, dict[str, Any] | None]:
-    """Reads number of a line -> its object, or None if it has no step; ignores a last line that was cut off."""
+    """Reads line number -> object, or None for a line without a step. Ignores a last line that was cut off."""
     found = {}
     for number, text in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
@@ -88,14 +88,14 @@ def _lines(path: pathlib.Path) -> dict[int, dict[str, Any] | None]:
 
 
 class Progress:
-    """Shows step, loss, speed, MFU and time left: a bar on a terminal, elsewhere a line every `interval` seconds.
+    """A display of step, loss, speed, MFU and time left: a bar on a terminal, else a line every `interval` seconds.
 
-    Use it as `with Progress(...) as progress:`, and call `update` after every step. Speed is that of the last 50 steps,
-    pauses included, but without the first step, which compiles.
+    Use it as `with Progress(...) as progress:`, and call `update` after every step. The speed is measured over the last
+    50 steps, with pauses, but without the first step, which compiles.
 
-    `steps` is the number of the last step, `start` that of the step to go on from. The MFU (model FLOPs utilisation) is
-    speed times `flops_per_token`, divided by `peak_flops`, which is shown beside it. Where the peak is not known, as on
-    a CPU, the operations a second are shown instead.
+    `steps` is the number of the last step, `start` the number of the step to go on from. The MFU (model FLOPs
+    utilisation) is speed times `flops_per_token`, divided by `peak_flops`, which is shown beside it. If the peak is not
+    known, as on a CPU, the operations a second are shown instead.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class Progress:
     def update(
         self, step: int, *, loss: SupportsFloat, tokens: SupportsInt, reward: SupportsFloat | None = None, **_: Any
     ) -> dict[str, float]:
-        """Shows that `step` is done, with its loss and reward, and the speed that its number of tokens makes.
+        """Shows that `step` is done, with its loss and reward, and the speed, from its number of tokens.
 
-        Returns the numbers that depend on the clock: "tokens_per_second", and "mfu" if the peak is known.
+        Returns the metrics that depend on the clock: "tokens_per_second", and "mfu" if the peak is known.
         """
         now = time.monotonic()
         self._tokens += int(tokens)

@@ -1,6 +1,7 @@
-"""Draws runs as one HTML file that needs no server and no network: curves to zoom, samples side by side, and settings.
+"""Runs as one HTML page that needs no server and no network: curves to zoom, samples side by side, and settings.
 
-All that it shows comes from a run's folder: metrics.jsonl, samples.jsonl and run.json. So it can be made at any time.
+All its content comes from a run's folder: metrics.jsonl, samples.jsonl, run.json and goodput.json. So the page can be
+made at any time.
 """
 
 import datetime
@@ -19,14 +20,14 @@ from train.watch.metrics import read_metrics
 
 
 REPORT = "report.html"  # in the folder of every run
-RUN = "run.json"  # too: its identity, options and starts
-GOODPUT = "goodput.json"  # too, see train/base/goodput.py
-REFRESH = 15  # seconds after which an open page of a run that goes on is read again
-BUCKETS = 1000  # parts of a curve of which the lowest and the highest point are kept: 2,000 points are a chart's pixels
+RUN = "run.json"  # in the folder, too: the run's identity, options and starts
+GOODPUT = "goodput.json"  # in the folder, too, see train/base/goodput.py
+REFRESH = 15  # seconds after which an open page reloads while the run goes on
+BUCKETS = 1000  # parts of a curve; the lowest and highest point of each are kept, as a chart is 2,000 pixels wide
 TEMPLATE = pathlib.Path(__file__).with_name("page.html")
 
-# Which section of the page a chart is in, and in which order: the first pattern that fits its title. Any other metric
-# is drawn, too, in the last section.
+# The sections of the page, with patterns of their charts' titles. The first pattern that fits a title decides the
+# chart's section and its place there. Any other metric is drawn in the last section.
 SECTIONS = {
     "Learning": ("loss", "*loss*", "accuracy", "perplexity", "margin", "*divergence*", "eval*", "grad_norm",
                  "learning_rate"),
@@ -69,7 +70,11 @@ def write(folders: Sequence[str | os.PathLike], path: str | os.PathLike) -> None
 
 
 def read(folder: pathlib.Path) -> dict[str, Any]:
-    """Reads a run's folder: its name and state, its curves by metric, its samples, and "about", tables of settings."""
+    """Reads a run's folder: its name and state, its curves by metric, its samples, and "about", tables of settings.
+
+    Raises:
+        ValueError: there is no metrics.jsonl.
+    """
     metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
     if not metrics.exists():
         raise ValueError(f"{folder} has no metrics.jsonl, so it is no run's folder, or of a run without a step.")
@@ -77,7 +82,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = json.loads((folder / RUN).read_text())
     except (OSError, ValueError):
-        about = {}  # the curves need none of it
+        about = {}  # the curves do not need it
     starts, options, identity = about.get("starts") or [{}], about.get("options", {}), about.get("identity", {})
     step, steps = lines[-1]["step"] if lines else 0, options.get("--steps")
     ended = starts[-1].get("ended")
@@ -114,12 +119,14 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list]]:
-    """Returns metric -> {"steps", "values", "bad"} of every metric that is a number: thinned for a long run, without
-    what is not finite, whose steps are "bad"."""
+    """Returns metric -> {"steps", "values", "bad"}, for every metric that is a number.
+
+    Values that are not finite are left out, and their steps are in "bad". The curves of a long run are thinned.
+    """
     found: dict[str, tuple[list, list, list]] = {}
     for line in lines:
         for key, value in line.items():
-            bad = value in ("nan", "inf", "-inf")  # as metrics.jsonl has them
+            bad = value in ("nan", "inf", "-inf")  # as metrics.jsonl writes them
             if key != "step" and (bad or type(value) in (int, float)):
                 steps, values, wrong = found.setdefault(key, ([], [], []))
                 (wrong if bad else steps).append(line["step"])
@@ -130,9 +137,9 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list]]:
 
 
 def sections(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Sorts metrics into sections of charts, each with its title and the metrics that it draws together.
+    """Sorts metrics into sections of charts. A chart has a title, and the metrics that it draws together.
 
-    Those are "validation_loss" with "loss", and all "norm/..." in a chart "norm".
+    "validation_loss" is drawn with "loss", and all "norm/..." in a chart "norm".
     """
     charts: dict[str, list[str]] = {}
     for key in keys:
@@ -155,7 +162,7 @@ def sections(keys: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def tables(abouts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Makes the tables of settings, with a column for each run; of several runs first what differs between them."""
+    """Makes the tables of settings, with a column for each run. A table of the differences between runs comes first."""
     found, differing = [], []
     for title in abouts[0]:
         names = dict.fromkeys(name for about in abouts for name in about[title])
@@ -170,11 +177,11 @@ def tables(abouts: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, 
 
 
 def goodput(folder: pathlib.Path) -> dict[str, str]:
-    """Returns what the seconds of a run were spent on, as its goodput.json has them, with their shares."""
+    """Returns phase -> seconds with their share, as text, from the run's goodput.json."""
     try:
         seconds = json.loads((folder / GOODPUT).read_text())["seconds"]
     except (OSError, ValueError, KeyError):
-        return {}  # of an older run
+        return {}  # an older run
     whole = sum(value for name, value in seconds.items() if name != "away") or 1.0
     return {
         name: f"{value:,.1f} s" + (f", {value / whole:.1%}" if name != "away" else "")
@@ -189,7 +196,7 @@ def slowest(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     each = [own for own in each if len(own) == len(each[-1])]  # the number of processes may have changed
     medians = [statistics.median(seconds) for seconds in zip(*each, strict=True)]
     if not medians:
-        return {}  # of one process
+        return {}  # a run of one process
     most = max(medians)
     return {
         "slowest process": f"process {medians.index(most)}: {most:.3g} s of its own a step; the median process has "
@@ -198,7 +205,7 @@ def slowest(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns dotted names -> values of nested JSON; lists of objects by their numbers."""
+    """Flattens nested JSON to dotted name -> value. Elements of a list of objects are named by their indices."""
     if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
@@ -207,7 +214,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float | int]) -> dict[str, list]:
-    """The lowest and the highest point of each of `BUCKETS` parts, and the ends; numbers with six digits."""
+    """Keeps the lowest and highest point of each of `BUCKETS` parts of a curve, and its ends, with six digits."""
     keep = range(len(steps))
     if len(steps) > 2 * BUCKETS:
         edges = [len(steps) * n // BUCKETS for n in range(BUCKETS + 1)]
@@ -219,7 +226,7 @@ def _thinned(steps: Sequence[int], values: Sequence[float | int]) -> dict[str, l
 
 
 def _summed(lines: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """Steps, and the tokens that were learnt from until each."""
+    """Returns steps, and the number of tokens that were learnt from until each step."""
     steps, sums, total = [0], [0], 0
     for line in lines:
         tokens = line.get("tokens")
@@ -239,7 +246,7 @@ def _clock(seconds: float | int | None) -> str:
 
 
 def _end(start: Mapping[str, Any]) -> str:
-    """How a start of the run ended, in words."""
+    """Describes the end of a start of the run, in words."""
     if not (ended := start.get("ended")):
         return ""
     error = f": {ended['error']}" if ended.get("error") else ""

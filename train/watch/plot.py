@@ -1,4 +1,4 @@
-"""Draws curves, such as the losses of a run, with Pillow: matplotlib would make the install a ninth larger."""
+"""Plots of curves, such as the losses of a run, with Pillow: matplotlib would make the install a ninth larger."""
 
 import math
 import os
@@ -17,14 +17,15 @@ WHAT = {
     "margin": "loss of a preference",
     "divergence": "divergence from the teacher in nats a token",
 }
-SIZE, SHARP = (1200, 675), 2  # pixels; for smooth lines, drawn SHARP times larger and scaled down
+SIZE, SHARP = (1200, 675), 2  # pixels; plots are drawn SHARP times larger and scaled down, for smooth lines
 LEFT, TOP, RIGHT, BOTTOM = 90, 60, 1170, 610
 
 
 def plot_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
-    """Draws "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG; or "reward", if it has that.
+    """Plots "loss" and "validation_loss" of a metrics.jsonl against the step, as a PNG; or "reward", if it has rewards.
 
-    The title says what the loss is, which the other metrics tell: preferences have a margin, distillation a divergence.
+    The title names the kind of loss, which follows from the other metrics: preferences have a margin, distillation has
+    a divergence.
     """
     lines = read_metrics(metrics)
     curves, rewards = [], any("reward" in line for line in lines)
@@ -68,7 +69,7 @@ def draw(curves: list[Curve], title: str, below: str, picture: str | os.PathLike
         text((x(value), BOTTOM + 22), f"{value:,.0f}")
     text(((LEFT + RIGHT) / 2, BOTTOM + 50), below)
     text((LEFT, TOP - 28), title, "lm", 24)
-    # On the side where most curves are low.
+    # The legend is on the side where most curves are low.
     rising = sum(curve.points[-1][1] - curve.points[0][1] for curve in curves) > 0
     place, anchor = (LEFT + 10, "lm") if rising else (RIGHT - 10, "rm")
     for row, curve in enumerate(curves):

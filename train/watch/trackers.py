@@ -1,6 +1,6 @@
 """Trackers, which show runs beside each other in a browser: TensorBoard, Weights & Biases, Trackio and MLflow.
 
-Each is a package of its own, which is imported only if --tracker names it, and each reads its usual environment
+Each tracker is a package of its own, which is imported only if --tracker names it. It reads its usual environment
 variables. Metrics have the names that transformers' Trainer gives them: train/loss, train/grad_norm, eval/loss.
 """
 
@@ -16,45 +16,48 @@ from typing import Any, Protocol, runtime_checkable
 from train.watch.page import flat
 
 
-PROJECT = "equinox-zoo"  # where the tracker's own environment variable names none
+PROJECT = "equinox-zoo"  # unless the tracker's own environment variable names another
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where a run's numbers go, beside metrics.jsonl.
+    """A destination of a run's metrics and samples, beside metrics.jsonl.
 
-    A run that goes on has the tracker continue its curves. It repeats the steps since its last checkpoint; these
-    replace the earlier ones, or are left out if the tracker has them already: they are the same.
+    When a run goes on, the tracker continues its curves. The run repeats the steps since its last checkpoint. A tracker
+    either replaces its earlier values of these steps, or skips the repeated ones, which are the same.
     """
 
     name: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Takes the metrics of a step."""
+        """Logs the metrics of a step."""
         ...
 
     def text(self, step: int, prompt: str, text: str) -> None:
-        """Takes how the model continues a prompt."""
+        """Logs a prompt, and the text by which the model continues it."""
         ...
 
     def finish(self, well: bool) -> None:
-        """Sends what is left. `well`: without an error."""
+        """Sends everything that is left, and ends the run. `well`: the run has ended without an error."""
         ...
 
 
 def named(metric: str) -> str:
-    """A metric's name in trackers: "validation_loss" is "eval/loss", "eval_math" "eval/math", "loss" "train/loss"."""
+    """Returns a metric's name in trackers.
+
+    "validation_loss" becomes "eval/loss", "eval_math" becomes "eval/math", and "loss" becomes "train/loss".
+    """
     if metric.startswith(("validation_", "eval_")):
         return "eval/" + metric.partition("_")[2]
     return metric if "/" in metric else f"train/{metric}"
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuses trackers that there are not, before anything is loaded.
+    """Checks the names of trackers, before anything is loaded.
 
     Raises:
         ValueError: a name is none of `TRACKERS`.
-        ImportError: its package is not installed.
+        ImportError: a tracker's package is not installed.
     """
     for name in names:
         if name not in TRACKERS:
@@ -66,15 +69,15 @@ def tracker(name: str, folder: pathlib.Path, about: Mapping[str, Any], step: int
     """Opens a tracker for the run in `folder`.
 
     Args:
-        about: its run.json.
-        step: that it goes on from.
-        logged: the last step that it has logged before, perhaps after that one; -1: none.
+        about: the run's run.json.
+        step: the step that the run goes on from.
+        logged: the last step that the run has logged before, perhaps later than `step`; -1: none.
     """
     return TRACKERS[name](folder, about, step, logged)
 
 
 def settings(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What is logged of a run beside its curves: options, what its data and model are, versions and the commit."""
+    """Returns the settings of a run that are logged: options, the identity of its data and model, versions, commit."""
     start = {key: value for key, value in about["starts"][-1].items() if key not in ("time", "step", "memory")}
     options = {name.removeprefix("--"): value for name, value in about["options"].items()}
     identity = {key: value for key, value in about["identity"].items() if key != "config"}
@@ -90,7 +93,7 @@ def _module(name: str) -> Any:
 
 
 def _key(name: str) -> str:
-    """The name as MLflow takes it: of letters, digits and a few signs."""
+    """Converts a name to one that MLflow accepts: letters, digits and a few signs."""
     return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
 
@@ -104,7 +107,7 @@ class TensorBoard:
     name = "tensorboard"
 
     def __init__(self, folder: pathlib.Path, about: Mapping[str, Any], step: int, logged: int):
-        # TensorBoard drops what an earlier start has written of the steps from purge_step on.
+        # TensorBoard drops the values that an earlier start has written for steps from purge_step on.
         self._writer = _module(self.name).SummaryWriter(
             str(folder / "tensorboard"), purge_step=step + 1 if step else None, filename_suffix=f".{step}"
         )
@@ -123,7 +126,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases: WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE (offline, disabled) say where to."""
+    """Weights & Biases: WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE (offline, disabled) set the destination."""
 
     name = "wandb"
 
@@ -135,7 +138,7 @@ class WandB:
         )  # fmt: skip
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        if step >= self._run.step:  # it takes no earlier ones
+        if step >= self._run.step:  # W&B accepts no earlier steps
             self._run.log(dict(numbers), step=step)
 
     def text(self, step: int, prompt: str, text: str) -> None:
@@ -149,7 +152,7 @@ class WandB:
 
 
 class Trackio:
-    """Trackio, which keeps runs on this machine: `trackio show`; TRACKIO_PROJECT and TRACKIO_SPACE_ID say where to."""
+    """Trackio, which keeps runs on this machine: `trackio show`. TRACKIO_PROJECT and TRACKIO_SPACE_ID set the place."""
 
     name = "trackio"
 
@@ -174,7 +177,7 @@ class Trackio:
 
 
 class MLflow:
-    """MLflow: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where to."""
+    """MLflow: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set the destination."""
 
     name = "mlflow"
 
@@ -193,7 +196,7 @@ class MLflow:
             run = self._client.create_run(experiment, run_name=folder.resolve().name, tags={"id": about["id"]})
             self._id = run.info.run_id
             params = [self._entities.Param(_key(key), str(value)[:6000]) for key, value in settings(about).items()]
-            for first in range(0, len(params), 100):  # as many as one call takes
+            for first in range(0, len(params), 100):  # one call takes up to 100
                 self._client.log_batch(self._id, params=params[first : first + 100])
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on: its metrics and samples, in files, in a page, and in trackers."""
+"""Logging of a run: its metrics and samples, in files, in a page, and in trackers."""
 
 import contextlib
 import dataclasses
@@ -42,12 +42,12 @@ from zoo.text.tokenizer import Tokenizer
 
 
 PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
-EVERY = 10.0  # seconds between two writings of the page, which take a hundredth of the run's time at most
+EVERY = 10.0  # least seconds between two writings of the page, which take at most a hundredth of the run's time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """What is seen of a run while it goes on, in `Options`."""
+    """Options for logging: samples, trackers, and norms of layers."""
 
     help_group: ClassVar[Group] = Group.WATCHING
 
@@ -57,17 +57,17 @@ class WatchOptions:
     sample_tokens: int = option(64, rare=True)
     """Number of tokens of a sample."""
     tracker: tuple[str, ...] = ()
-    """Where metrics and samples go, too: tensorboard, wandb, trackio, mlflow, or several of these."""
+    """Trackers that get metrics and samples, too: tensorboard, wandb, trackio, mlflow, or several of these."""
     norms_every: Every = option(0, rare=True)
     """Number of steps between norms of each layer's activations and gradients, which cost a forward and a backward pass
-    of one microbatch. 0: never. The word is taken, too."""
+    of one microbatch. 0: never. The word never is accepted, too."""
 
 
 class Watch:
-    """Writes what a run says of itself: metrics.jsonl, samples.jsonl, report.html, run.json, and trackers.
+    """The writer of a run's logs: metrics.jsonl, samples.jsonl, report.html, run.json, and trackers.
 
-    Use it as `with Watch(run) as watch:`, of a `train.run.loop.Run`, around the steps; what is written before belongs
-    to it, too. Of several processes only process 0 writes.
+    Use it as `with Watch(run) as watch:`, with a `train.run.loop.Run`, around the steps. It may write before the `with`
+    begins. Only process 0 writes.
     """
 
     def __init__(self, run: Any):
@@ -96,13 +96,13 @@ class Watch:
         ended = {"time": time.time(), "step": self._step}
         if error is not None:
             ended["error"] = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError, ValueError):  # which would hide the error, such as that of a full disk
+        with contextlib.suppress(OSError, ValueError):  # a second error would hide the first, such as of a full disk
             _noted(self._out, lambda about: about["starts"][-1].update(ended=ended))
         self._draw()
         self._tell("finish", error is None)
 
     def write(self, step: int, **values: Any) -> None:
-        """Writes the metrics of a step, and the page if it is time."""
+        """Writes the metrics of a step, and the page if it is due."""
         values |= memory.used()
         self._metrics.write(step, **values)
         self._step = step
@@ -112,7 +112,7 @@ class Watch:
             self._draw()
 
     def sample(self, step: int, *, prompt: str, text: str) -> None:
-        """Writes how the model continues a prompt."""
+        """Writes a sample: a prompt, and the text by which the model continues it."""
         self._samples.write(step, prompt=prompt, text=text)
         self._tell("text", step, prompt, text)
 
@@ -125,7 +125,7 @@ class Watch:
         return MetricsFile(self._out / "wrong.jsonl", step=self._after)
 
     def look(self, run: Any, batch: Mapping[str, Any]) -> dict[str, float]:
-        """Says after the first step, on this batch, what is in memory. Returns norms of layers, if it is time."""
+        """Prints the memory by kind after the first step. Returns norms of layers on this batch, if they are due."""
         if not self._looked:
             self._looked = True
             kinds = memory.kinds(run, batch)
@@ -140,7 +140,7 @@ class Watch:
         return {name: float(value) for name, value in jax.device_get(found).items()}
 
     def _draw(self) -> None:
-        """Writes the page. If that fails, it is left alone from then on: no run ends for its sake."""
+        """Writes the page. If that fails, the page is not written again; the run goes on."""
         began = time.monotonic()
         try:
             page.write([self._out], self._out / page.REPORT)
@@ -151,7 +151,7 @@ class Watch:
         self._drawn = time.monotonic()
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Calls a method of each tracker. One that fails is left out from then on: no run ends for its sake."""
+        """Calls a method of each tracker. A tracker that fails is not called again; the run goes on."""
         for each in list(self.trackers):
             try:
                 getattr(each, method)(*arguments)
@@ -162,7 +162,7 @@ class Watch:
 
 
 def _noted(folder: pathlib.Path, change: Any) -> dict[str, Any]:
-    """Changes run.json, in one move. Returns what it says now."""
+    """Changes run.json, in one move. Returns its new content."""
     path = folder / page.RUN
     about = json.loads(path.read_text())
     change(about)
@@ -171,13 +171,13 @@ def _noted(folder: pathlib.Path, change: Any) -> dict[str, Any]:
 
 
 def _started(about: dict[str, Any], step: int) -> None:
-    """Adds a start of the run to what run.json says; the first one gives the run a name for trackers, too."""
+    """Adds a start of the run to the content of run.json. The first start gives the run an id for trackers, too."""
     about.setdefault("id", uuid.uuid4().hex[:12])
     about.setdefault("starts", []).append({"time": time.time(), "step": step, **origin()})
 
 
 def origin() -> dict[str, Any]:
-    """Where a run comes from: the command, versions, the commit of this package's checkout, the machine and devices."""
+    """Returns the origin of a run: command, versions, the commit of this package's checkout, machine and devices."""
     versions = {"python": platform.python_version(), "equinox-zoo": zoo.__version__}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -194,8 +194,10 @@ def origin() -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str:
-    """The commit of the checkout that this package is imported from, with "-dirty" if files have changed since; "" if
-    it is no checkout."""
+    """Returns the commit of the checkout that this package is imported from; "" if there is no checkout.
+
+    It ends in "-dirty" if files have changed since the commit.
+    """
     root = pathlib.Path(zoo.__file__).parents[1]
     git = lambda *words: subprocess.run(
         ["git", "-C", os.fspath(root), *words], capture_output=True, text=True, timeout=10, check=True
@@ -210,18 +212,18 @@ def commit() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Texts that a model writes while it is trained, to look at."""
+    """Texts that a model writes while it is trained, for the user to read."""
 
     tokenizer: Tokenizer
     prompts: Sequence[Encoded]
-    tokens: int  # of a sample
+    tokens: int  # number of tokens of a sample
     mesh: Mesh
     dtype: DTypeLike
     record: Callable[..., None]  # such as `Watch.sample`
 
     @timed("generation")
     def write(self, step: int, model: AbstractModel) -> None:
-        """Prints how the model continues each prompt, and has it recorded."""
+        """Prints how the model continues each prompt, and passes the text to `record`."""
         room = model.config.max_position_embeddings - self.tokens
         prompts = [prompt if prompt.images else Encoded(prompt.ids[-room:]) for prompt in self.prompts]
         with generating(model, self.mesh, self.dtype) as model:

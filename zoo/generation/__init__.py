@@ -1,1 +1,1 @@
-"""From a model to text: `generate` and `stream` over the engine, and what it compiles."""
+"""Text generation: `generate` and `stream`, the engine below them, and the functions that it compiles."""

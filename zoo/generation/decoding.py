@@ -1,7 +1,7 @@
 """Compiles the three functions of continuous batching: `prefill`, `insert` and `advance`. `Engine` calls them.
 
-With a draft it calls `zoo.generation.speculative.advance` instead of `advance`. They take what they only read as one
-first argument, `inputs`, since `donate="all-except-first"` lets XLA reuse the memory of all others: the state's.
+With a draft, `Engine` calls `zoo.generation.speculative.advance` instead of `advance`. Functions that change the state
+take all other arrays as one first argument, `inputs`: `donate="all-except-first"` lets XLA reuse the state's memory.
 """
 
 import functools
@@ -29,30 +29,30 @@ T = TypeVar("T")
 
 
 class State(eqx.Module):
-    """Holds what stays on the devices: tokens, caches of model and draft, and the logits of each row's next token.
+    """The arrays that stay on the devices: tokens, caches of model and draft, and the logits of each row's next token.
 
-    Index i of `tokens` holds position i, as in a cache. Rows are longer than their sequences; what lies at later
-    positions is never read.
+    Index i of `tokens` holds position i, as in a cache. Rows are longer than their sequences; tokens at later positions
+    are never read.
     """
 
     tokens: Int[Array, "batch seq"]
     caches: tuple[Any, Any]
     logits: Float[Array, "batch vocab"]
-    draft_state: Any  # `zoo.generation.speculative.DraftState`; None without a draft, as the second cache
+    draft_state: Any  # `zoo.generation.speculative.DraftState`; None without a draft, like the second cache
 
 
 class Rows(eqx.Module):
-    """Describes each row's sequence, as the host knows it. A free row has 0 `left`."""
+    """Each row's sequence, as the host knows it. In a free row `left` is 0."""
 
-    positions: Int[HostArray, " batch"]  # of the next token
-    drawn: Int[HostArray, " batch"]  # how many tokens were drawn so far
-    left: Int[HostArray, " batch"]  # how many tokens may still be drawn
+    positions: Int[HostArray, " batch"]  # the position of the next token
+    drawn: Int[HostArray, " batch"]  # the number of tokens drawn so far
+    left: Int[HostArray, " batch"]  # the number of tokens that may still be drawn
     keys: UInt32[HostArray, "batch words"]
     settings: Settings
 
 
 class Drawn(eqx.Module):
-    """Holds new tokens: the first `count` of each row, for which the model was called `calls` times."""
+    """New tokens: the first `count` of each row are valid, and took `calls` calls of the model."""
 
     tokens: Int[Array, "batch steps"]
     logprobs: Float[Array, "batch steps"]
@@ -73,14 +73,14 @@ def room(draft: Any, max_tokens: int) -> int:
 def init_caches(
     model: AbstractModel, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None
 ) -> tuple[Any, Any]:
-    """Makes the caches of the model and of the draft, which is None without one."""
+    """Makes the caches of the model and of the draft (None without a draft)."""
     size = room(draft, max_tokens)
     cache = lambda model: zoo.nn.cache.init_cache(model, batch, size, cache_dtype, widen=size - max_tokens)
     return cache(model), None if draft is None else cache(draft)
 
 
 def check_rewinds(model: AbstractModel) -> None:
-    """Raises ValueError, naming a layer, unless every cache can take tokens back, as rejected ones must be."""
+    """Raises a ValueError that names a layer, unless every layer's cache can take back rejected tokens."""
     caches = eqx.filter_eval_shape(lambda model: model.layers.init_cache(1, 2, jnp.float32), model)
     leaves = jax.tree.leaves(caches, is_leaf=lambda node: isinstance(node, AbstractCache))
     for (layers, block), cache in zip(model.layers.blocks(), leaves, strict=True):
@@ -101,7 +101,7 @@ def prefill(
     cache_dtype: DTypeLike | None,
     images: Images | None = None,
 ) -> State:
-    """Reads right-padded prompts into new caches. Padding gets position -1, which a cache does not keep."""
+    """Prefills right-padded prompts into new caches. Padding gets position -1, which a cache does not store."""
     cache, draft_cache = init_caches(model, draft, len(prompts), max_tokens, cache_dtype)
     indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     positions = jnp.where(indices < lengths[:, None], indices, -1)
@@ -117,7 +117,7 @@ def prefill(
 def init_state(
     model: AbstractModel, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any
 ) -> State:
-    """Makes the state of a batch of free rows. On a mesh, rows and heads are split as those of activations are."""
+    """Makes the state of a batch of free rows. On a mesh, rows and heads are split like those of activations."""
 
     def placed(x: Array, *axes: Any) -> Array:
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
@@ -137,10 +137,10 @@ def init_state(
 
 @eqx.filter_jit(donate="all-except-first")
 def insert(inputs: tuple[State, Int[HostArray, "batch 2"], Int[HostArray, ""]], state: State) -> State:
-    """Copies rows of another state into `state`. `inputs`: that state, pairs (row there, row here), and their count.
+    """Copies rows of another state into `state`. `inputs`: the other state, pairs (row there, row here), their count.
 
-    Old keys stay where the new prompt has written none. Their positions are later than those that the new sequence has
-    reached, so causality hides them.
+    A cache's row is copied whole. Entries that the new prompt has not written are at later positions than the sequence
+    has reached, so causality hides them.
     """
     new, pairs, count = inputs
 
@@ -156,7 +156,7 @@ def insert(inputs: tuple[State, Int[HostArray, "batch 2"], Int[HostArray, ""]], 
 
 
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Compiles it like `eqx.filter_jit`, with XLA's options for decoding; all arguments but the first are donated."""
+    """Compiles a function like `eqx.filter_jit`, with XLA's options for decoding. The first argument is not donated."""
 
     @functools.cache
     def with_options(_: Device) -> Callable[..., T]:
@@ -204,7 +204,7 @@ def advance(
 def write(
     tokens: Int[Array, "batch seq"], new: Int[Array, "batch new"], positions: Int[Array, "batch new"]
 ) -> Int[Array, "batch seq"]:
-    """Writes new tokens at their positions. Those at negative positions are padding, and not written."""
+    """Writes new tokens at their positions. Tokens at negative positions are padding, and are not written."""
     at = jnp.where(positions < 0, tokens.shape[1], positions)
     return tokens.at[jnp.arange(len(tokens))[:, None], at].set(new)
 

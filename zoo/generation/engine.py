@@ -1,9 +1,9 @@
 """Continuous batching: decodes any number of prompts, of any lengths, together in a batch of fixed size.
 
-A row whose sequence has ended takes the next one of the queue, while the other rows go on. Three compiled functions do
-the work (`zoo.generation.decoding`): `prefill` reads prompts into caches of their own, `insert` copies these into rows
-of the batch, once for each sample, and `advance` decodes (`zoo.generation.speculative.advance` with a draft). `Engine`
-keeps the queue, and which sequence is in which row.
+A row whose sequence has ended takes the next sequence from the queue, while the other rows go on. Three compiled
+functions do the work (`zoo.generation.decoding`): `prefill` processes prompts into caches of their own, `insert` copies
+these into rows of the batch, once for each sample, and `advance` decodes (with a draft,
+`zoo.generation.speculative.advance`). `Engine` keeps the queue, and a list of which sequence is in which row.
 """
 
 import collections
@@ -25,18 +25,18 @@ from zoo.nn.model import AbstractModel, Images, filled, seeing
 from zoo.weights.gather import gathered
 
 
-PADDING = 512  # at most so much may the sizes of model's and draft's vocabulary differ, by padding
+PADDING = 512  # the most by which the vocabulary sizes of model and draft may differ, through padding
 AT_ONCE = 8  # prompts in one prefill: enough to keep a device busy; each needs a cache beside the batch's
 
 
 @dataclasses.dataclass(eq=False)
 class Completion:
-    """Holds what was drawn after a prompt, so far.
+    """The tokens drawn after a prompt so far, with their log-probabilities.
 
     `tokens` include the stop token that ended the completion, and `ended` says whether there is one. `logprobs` are log
     softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, log
-    softmax(logits). `calls` counts the calls of the model after the prompt: fewer than there are tokens if a draft's
-    tokens were accepted. `finished` says that no more tokens will come.
+    softmax(logits). `calls` is the number of calls of the model after the prompt, which is smaller than the number of
+    tokens if a draft's tokens were accepted. `finished` says that no more tokens will come.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -60,7 +60,7 @@ class _Sequence:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """A prompt, and its sequences that wait for a row; `read` is the state after prefill, in which it has row `row`."""
+    """A prompt, and its sequences that wait for a row. After prefill, row `row` of the state `read` is the prompt's."""
 
     owner: Hashable
     prompt: list[int]
@@ -78,9 +78,9 @@ class Engine:
         while not completion.finished:
             for each, tokens in engine.step().items(): ...
 
-    Each submission has its own sampler, limit and key. These are arrays to the compiled functions, so new values
-    compile nothing. What is drawn does not depend on the other rows. If several processes hold parts of the model, all
-    must make the same calls, and all get the same results.
+    Each submission has its own sampler, limit and key. The compiled functions take these as arrays, so new values
+    compile nothing. The tokens of a row do not depend on the other rows. If several processes hold parts of the model,
+    all must make the same calls, and all get the same results.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Engine:
         """
         Args:
             stops: the tokens that end a completion.
-            stride: how many tokens a step decodes in each row, at most. With a draft a step is at least one round,
-                which may draw one token more than the draft proposes.
+            stride: the largest number of tokens that a step decodes in each row. With a draft a step is at least one
+                round, which may draw one token more than the draft proposes.
             cache_dtype: "int8" for a cache in 8 bits, or a floating-point dtype; None is the model's
                 (`zoo.nn.cache.init_cache`).
             draft: proposes tokens, which the model checks (`zoo.generation.speculative`).
 
         Raises:
-            ValueError: for a draft of another vocabulary, or a cache that can't take rejected tokens back.
+            ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back.
         """
         if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
             raise ValueError(
@@ -137,12 +137,12 @@ class Engine:
         """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
         `key` is a `jax.random.key`, by default that of 0; sample n draws with `jax.random.fold_in(key, n)`. `images`
-        are those of the prompt, as of a batch of one row. Each free row goes to whichever `owner` in the queue has the
-        fewest, first come first served within one.
+        are the prompt's images, as for a batch of one row. Each free row goes to the `owner` in the queue that has the
+        fewest rows; an owner's prompts are served in order.
 
         Raises:
-            ValueError: for a prompt without tokens, with unknown ones, or with too many for a row or for the model; for
-                images where the model or the draft takes none.
+            ValueError: the prompt has no tokens, unknown tokens, or too many for a row or for the model; or there are
+                images, and the model takes none or there is a draft.
         """
         check(self.model, prompt, max_new_tokens)
         if images is not None:
@@ -173,9 +173,9 @@ class Engine:
         return not self._groups and not any(self._rows)
 
     def step(self) -> dict[Completion, list[int]]:
-        """Fills free rows from the queue, decodes up to `stride` tokens, and returns the new ones of each completion.
+        """Fills free rows from the queue, decodes up to `stride` tokens, and returns each completion's new tokens.
 
-        While sequences are in the queue, it stops as soon as an eighth of the rows are free.
+        While sequences are in the queue, decoding stops as soon as an eighth of the rows are free.
         """
         self._sweep()
         self._admit()
@@ -209,7 +209,7 @@ class Engine:
         self._groups = collections.deque(group for group in self._groups if group.waiting)
 
     def _admit(self) -> None:
-        """Reads prompts from the queue and copies them into free rows."""
+        """Prefills prompts from the queue and copies them into free rows."""
         free = [row for row, sequence in enumerate(self._rows) if sequence is None]
         turns = self._turns(len(free)) if free else collections.deque()
         while turns:
@@ -224,7 +224,7 @@ class Engine:
         self._groups = collections.deque(group for group in self._groups if group.waiting)
 
     def _turns(self, free: int) -> collections.deque[_Group]:
-        """The groups that get the free rows, one for each row: each goes to the owner that has the fewest."""
+        """Returns the groups that get the free rows, one for each row. A row goes to the owner that has the fewest."""
         waiting: dict[Hashable, collections.deque[_Group]] = {}
         for group in self._groups:
             waiting.setdefault(group.owner, collections.deque()).extend([group] * len(group.waiting))
@@ -239,27 +239,27 @@ class Engine:
         return collections.deque(turns.elements())
 
     def _prefill(self, turns: Iterable[_Group]) -> State:
-        """Reads the first prompts of those whose turn it is: as many as can be padded to one shape."""
+        """Prefills the first of these groups' prompts together: as many as can be padded to one shape."""
         first, *others = dict.fromkeys(turns)
         seq, chosen = bucket(len(first.prompt)), [first]
         for group in others:
             if len(chosen) == AT_ONCE or group.read is not None or bucket(len(group.prompt)) != seq:
                 break
             seen = [g.images.patches.shape[1:] for g in (*chosen, group) if g.images is not None]
-            if len(set(seen)) > 1:  # small images would be filled up to the size of large ones
+            if len(set(seen)) > 1:  # small images would be padded to the size of large ones
                 break
             chosen.append(group)
         prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
         images = joined([g.images for g in chosen], *prompts.shape)
         read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype, images)
-        for group in self._groups:  # what is read for others is dropped, so that there is one such cache at a time
+        for group in self._groups:  # drops other groups' prefills, so that there is one such cache at a time
             group.read = None
         for row, group in enumerate(chosen):
             group.read, group.row = read, row
         return read
 
     def _table(self) -> Rows:
-        """Describes each row's sequence for the compiled functions."""
+        """Returns each row's sequence as arrays for the compiled functions."""
         rows = self._rows
         column = lambda of, off: np.array([off if s is None else of(s) for s in rows], np.int32)
         drawn = lambda s: len(s.completion.tokens)
@@ -291,11 +291,11 @@ def complete(
 
     Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else is decoded. Greedy
     completions (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` makes this
-    faster where its tokens are likely to the model (docs/generation.md). `images` are those of each prompt, if any has
-    some.
+    faster if the model accepts many of its tokens (docs/generation.md). `images` has each prompt's images, or None for
+    a prompt without any; () if no prompt has images.
 
     Raises:
-        ValueError: as `Engine.submit`, naming the prompt.
+        ValueError: as in `Engine.submit`; the message names the prompt.
     """
     if not prompts:
         return []
@@ -354,9 +354,9 @@ def padded(
 
 
 def joined(each: Sequence[Images | None], rows: int, seq: int) -> Images | None:
-    """Joins the images of prompts, as those of a batch of so many padded rows; None if there are none.
+    """Joins the images of prompts into those of a padded batch [rows, seq]; None if there are no images.
 
-    The last image is repeated until they are a power of two, so that few shapes are compiled.
+    The last image is repeated until their number is a power of two, so that few shapes are compiled.
     """
     if not (some := [images for images in each if images is not None]):
         return None

@@ -1,4 +1,4 @@
-"""Generates text, all at once or as a stream. Below it is the `Engine`, which knows only tokens."""
+"""Generates text, all at once or as a stream. The `Engine` below works on tokens only."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from zoo.text.tokenizer import Messages, Tokenizer, has_images
 
 
 class Encoded(NamedTuple):
-    """A prompt as `encode` returns it, which takes it again as it is."""
+    """An encoded prompt, as `encode` returns it. Given to `encode` again, it is returned unchanged."""
 
     ids: list[int]
     images: Images | None = None
@@ -52,7 +52,7 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (options are docume
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
 ) -> str | list[str]:
-    """Continues each prompt, and returns the new text alone. For one prompt that is one text, for several a list.
+    """Continues each prompt, and returns only the new text: one text for one prompt, a list for several.
 
     A prompt is a text; or messages, `[{"role": "user", "content": "Hello"}]`, which the tokenizer's chat template turns
     into text and to which the assistant replies; or token ids. Messages may hold images, if the model takes them
@@ -66,8 +66,8 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (options are docume
     call this, and all get the texts.
 
     Raises:
-        ValueError: for a prompt without tokens, with tokens that the model does not have, or too long for the model;
-            for messages without a template; or for a draft of another vocabulary.
+        ValueError: a prompt has no tokens, has tokens that the model does not have, or is too long for the model;
+            messages are given and there is no template; or the draft has another vocabulary.
     """
     one = is_one(prompts)
     encoded = [encode(model, tokenizer, prompt) for prompt in ([prompts] if one else prompts)]
@@ -127,7 +127,7 @@ def stream(
     """Continues one prompt as `generate` does, and yields the text in pieces as they are decoded.
 
     Text is held back while it may be the beginning of a stop string, or while its last character is incomplete. With
-    `special` the text has special tokens too, but not the one that ends it.
+    `special` the text includes special tokens, except the one that ends it.
     """
     ids, images = encode(model, tokenizer, prompt)
     check(model, ids, max_new_tokens)
@@ -163,12 +163,13 @@ def is_one(prompts: Any) -> bool:
 
 
 def encode(model: AbstractModel, tokenizer: Tokenizer, prompt: Any) -> Encoded:
-    """Returns the token ids of a prompt: a text, messages that the assistant replies to, or ids; and its images, if the
-    messages hold some.
+    """Returns the token ids of a prompt, and its images, if messages hold some.
+
+    A prompt is a text, messages that the assistant replies to, or token ids.
 
     Raises:
-        ValueError: if it is none of these, if there is no chat template for messages, or for images if the model takes
-            none or one cannot be read.
+        ValueError: the prompt is none of these; there is no chat template for messages; or there are images, and the
+            model takes none or one cannot be read.
     """
     if isinstance(prompt, Encoded):
         return prompt
@@ -185,7 +186,7 @@ def encode(model: AbstractModel, tokenizer: Tokenizer, prompt: Any) -> Encoded:
 
 
 def first(text: str, stop: Sequence[str]) -> int | None:
-    """Finds where the first stop string of a text starts; None if there is none."""
+    """Returns the index at which the first stop string of a text starts; None if there is none."""
     return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
@@ -196,6 +197,6 @@ def begun(text: str, stop: Sequence[str]) -> int:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], completion: Completion) -> str:
-    """Decodes the text after the prompt, together with the prompt, since a tokenizer may join them by a space."""
+    """Decodes the text after the prompt, together with the prompt, because a tokenizer may put a space between them."""
     new = completion.tokens[:-1] if completion.ended else completion.tokens
     return tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 
-HostArray = Array | np.ndarray  # numpy where the host passes it in; a JAX array within the compiled function
+HostArray = Array | np.ndarray  # numpy when the host passes it in; a JAX array within the compiled function
 
 
 class Settings(eqx.Module):
-    """Holds one `Sampler` for each row, field by field. Filters that are off have values that keep every token."""
+    """One `Sampler` for each row, as one array per field. Filters that are off have values that keep every token."""
 
     temperature: Float[HostArray, " batch"]
     top_k: Int[HostArray, " batch"]
@@ -34,8 +34,8 @@ class Settings(eqx.Module):
     ) -> Float[Array, "batch vocab"]:
         """Applies the penalties: lowers the logits of tokens that are among `tokens` before `position`.
 
-        `logits` are of the token at `position`. The first `prompt` tokens of a row are its prompt, the others its
-        completion. Tokens from `position` on are not read, so rejected ones may stand there.
+        `logits` are for the token at `position`. The first `prompt` tokens of a row are its prompt, the others its
+        completion. Tokens from `position` on are not read, so they may be rejected tokens.
         """
         off = (self.repetition_penalty == 1) & (self.presence_penalty == 0) & (self.frequency_penalty == 0)
         return jax.lax.cond(jnp.all(off), lambda: logits, lambda: self._penalize(logits, tokens, prompt, position))
@@ -53,7 +53,7 @@ class Settings(eqx.Module):
         return logits - frequency * counts[1].astype(jnp.float32) - presence * (counts[1] > 0).astype(jnp.float32)
 
     def scaled(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
-        """Divides logits by the temperature, in float32; at temperature 0 they stay as they are."""
+        """Divides logits by the temperature, in float32; at temperature 0 logits stay as they are."""
         divisor = jnp.where(self.temperature == 0, 1, self.temperature)
         return logits.astype(jnp.float32) / _rows(divisor, logits)
 
@@ -92,16 +92,16 @@ class Settings(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Says how to draw the next token: first the penalties, then the temperature, then the filters in this order.
+    """Settings for drawing the next token: first the penalties, then the temperature, then the filters in this order.
 
     `temperature` 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the fewest whose
     probabilities add up to p, `min_p` those at least p times as probable as the likeliest.
 
     `repetition_penalty` r applies to tokens that the prompt or the completion has: their positive logits are divided by
     r, the others multiplied by it (arXiv:1909.05858, section 4.1, as in transformers). `frequency_penalty` is
-    subtracted from a token's logit once for each time that the completion has the token, `presence_penalty` once if it
-    has it at all (OpenAI's API reference). vLLM applies the three in the same order. Negative ones, and r < 1, make
-    tokens likelier.
+    subtracted from a token's logit once for each time that the completion has the token, `presence_penalty` once if the
+    completion has the token at all (OpenAI's API reference). vLLM applies the three in the same order. Negative
+    penalties, and r < 1, make tokens likelier.
     """
 
     temperature: float = 0.0
@@ -124,7 +124,7 @@ class Sampler:
 
 
 def settings(samplers: Sequence[Sampler]) -> Settings:
-    """Puts samplers side by side: row n has the settings of sampler n."""
+    """Returns the samplers' settings as arrays: row n has the settings of sampler n."""
     column = lambda name, off, dtype: np.array(
         [off if getattr(s, name) is None else getattr(s, name) for s in samplers], dtype
     )

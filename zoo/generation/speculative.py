@@ -25,10 +25,10 @@ from zoo.nn.mtp import module_of
 
 
 class DraftState(eqx.Module):
-    """Holds what one round leaves to the next.
+    """The state that one round passes to the next.
 
     The first `accepted` of `tokens` were accepted in the last round, but not yet read by the draft. `x` are the model's
-    features of the token before them and of each of them. `rejected` is the draft's distribution q of the first
+    features of the token before these, and of each of these. `rejected` is the draft's distribution q of the first
     rejected token, or zeros if all were accepted: the next token is drawn from max(p - q, 0).
     """
 
@@ -39,10 +39,10 @@ class DraftState(eqx.Module):
 
 
 class AbstractDraft(eqx.Module):
-    """Proposes `num_draft_tokens` tokens a round: `y, cache = draft(x, following, cache, positions)`.
+    """A draft, which proposes `num_draft_tokens` tokens a round: `y, cache = draft(x, following, cache, positions)`.
 
     `x` are the first `features` of the model's features at `positions`, and `following` the tokens one position later.
-    `model.unembed(y)` are the draft's logits of the tokens two positions later.
+    `model.unembed(y)` are the draft's logits for the tokens two positions later.
     """
 
     model: eqx.AbstractVar[AbstractModel]
@@ -51,7 +51,7 @@ class AbstractDraft(eqx.Module):
     @property
     @abc.abstractmethod
     def features(self) -> int:
-        """How many of the model's features of a token the draft reads."""
+        """Returns the number of the model's features of a token that the draft reads."""
 
     @abc.abstractmethod
     def __call__(
@@ -89,7 +89,7 @@ class AbstractDraft(eqx.Module):
         lengths: Int[HostArray, " batch"],
         cache: Any,
     ) -> tuple[DraftState, Any]:
-        """Reads right-padded prompts, of which the model computed the features `x`."""
+        """Prefills the draft's cache with right-padded prompts, for which the model computed the features `x`."""
         x, index = x[..., : self.features], jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
         before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         # Tokens are given at the position before their own, the first one at -1. Padding is at -2.
@@ -99,7 +99,7 @@ class AbstractDraft(eqx.Module):
 
 
 class ModelDraft(AbstractDraft):
-    """Drafts with another model of the same vocabulary. It reads only the `following` tokens, at their own positions.
+    """A draft by another model of the same vocabulary. It reads only the `following` tokens, at their own positions.
 
     The vocabularies may be padded to different sizes, as those of Qwen2.5's and Gemma 3's small and large models are.
     """
@@ -127,7 +127,7 @@ class ModelDraft(AbstractDraft):
 
 
 class MTPDraft(AbstractDraft):
-    """The model's own module for the token after the next, which for more tokens reads its own features.
+    """A draft by the model's own module for the token after the next. For further tokens it reads its own features.
 
     DeepSeek V3, R1, Qwen3-Next, Qwen3.5 to 3.8 and Nemotron 3 Super have one; `zoo.load(..., parts=("mtp",))` loads it.
     """
@@ -166,8 +166,9 @@ def advance(
 ) -> tuple[State, Drawn]:
     """Decodes as `decoding.advance` does, in rounds of one call of the model.
 
-    A round draws up to `num_draft_tokens` + 1 tokens a row. There are as many rounds as cannot exceed `steps` tokens,
-    but at least one. Penalties apply to the model's logits alone, so with them fewer draft tokens are accepted.
+    A round draws up to `num_draft_tokens` + 1 tokens a row. The number of rounds is the largest that cannot exceed
+    `steps` tokens, but at least 1. Penalties apply only to the model's logits, so with penalties fewer draft tokens are
+    accepted.
     """
     (model, draft), stops, rows = inputs
     batch, k, settings = len(rows.left), draft.num_draft_tokens, rows.settings
@@ -187,7 +188,7 @@ def advance(
         n, left, state, drawn = carry
         (cache, draft_cache), past = state.caches, state.draft_state
         key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(rows.keys)), rows.drawn + drawn.count)
-        # Rows that have ended are padding, at -2: that is negative also for a draft that reads one position later.
+        # Rows that have ended are padding, at -2, which is also negative for a draft that reads one position later.
         at = lambda positions, real=True: jnp.where(real & (left > 0)[:, None], positions, -2)
         start = (rows.positions + drawn.count)[:, None]  # the position of the next token
 
@@ -236,7 +237,7 @@ def advance(
 
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
         left, drawn = _add(drawn, tokens, logprob(settings.scaled(before), tokens), accepted + 1, left, stops)
-        # Rejected tokens stay in the caches. Their positions are later than any query's until they are overwritten, so
+        # Rejected tokens stay in the caches. Until they are overwritten, their positions are later than any query's, so
         # causality hides them.
         past = DraftState(
             x[..., : draft.features].astype(past.x.dtype),
@@ -261,7 +262,7 @@ def _add(
 ) -> tuple[Int[Array, " batch"], Drawn]:
     """Appends the first `count` tokens of each row, but none after a stop token, and no more than are `left`.
 
-    Returns how many are left then, and what was drawn.
+    Returns the new `left`, and all tokens drawn so far.
     """
     index, row = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.arange(len(tokens))[:, None]
     stopped = jnp.any(tokens[..., None] == stops[None, None], axis=-1) & (index < count[:, None])

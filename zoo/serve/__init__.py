@@ -46,20 +46,20 @@ def serve(
         host: the address to listen on.
         port: the port to listen on.
         batch: number of replies that are written at the same time; others wait.
-        max_tokens: largest number of tokens of a prompt and its reply together. The cache has room for so many a reply.
+        max_tokens: largest number of tokens of a prompt and its reply together. The cache has this room for each reply.
         quantize: hold the layers' weights in 8 or 4 bits.
         dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
         mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
         images: load the model's vision tower too, so that messages may hold images, as data: URLs.
         draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
-            own module for further tokens.
+            own module for multi-token prediction.
         num_draft_tokens: number of tokens that the draft proposes at a time.
         api_key: the key that requests must carry, as OpenAI's clients do; None takes the variable ZOO_API_KEY. Without
             either no key is needed.
         hosts: the names by which clients may call the server, beside localhost and --host; * for any.
         grace: seconds that replies may still take after SIGTERM or Ctrl-C; then they are cut.
-        special_in_content: read control tokens, such as <|im_end|>, from the same letters in what users and tools say,
-            as transformers does.
+        special_in_content: encode <|im_end|> and the like in messages of users and tools as control tokens, not as
+            text, as transformers does.
     """
     try:
         from zoo.serve.listen import Listener
@@ -87,4 +87,4 @@ def serve(
     with contextlib.suppress(KeyboardInterrupt):
         listener.run()
     if not listener.started:
-        raise SystemExit(3)  # it has said why
+        raise SystemExit(3)  # uvicorn has logged why

@@ -1,7 +1,7 @@
-"""Checks the fields of requests, by name and value, and defines the error that a refused request gets.
+"""Validates the fields of requests, by name and value, and defines the error that a refused request gets.
 
-Fields are those of OpenAI's API reference, but `top_k`, `min_p`, `repetition_penalty` and `chat_template_kwargs` are
-vLLM's. Every field is honoured or refused, never ignored.
+Fields are those of OpenAI's API reference, except that `top_k`, `min_p`, `repetition_penalty` and
+`chat_template_kwargs` are vLLM's. Every field is honoured or refused, never ignored.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from zoo.text.tokenizer import is_image
 
 
 class Refusal(Exception):
-    """Refuses a request: it is answered with OpenAI's error object, whose `param` names the field."""
+    """The error of a refused request, which is answered with OpenAI's error object; its `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -24,7 +24,7 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """Describes the values that a field may have, in words and as a test."""
+    """The values that a field may have, in words and as a test."""
 
     words: str
     test: Callable[[Any], bool]
@@ -37,7 +37,7 @@ def number(low: int, high: int | None = None, *, whole: bool = False) -> Field:
 
 
 def only(value: Any) -> Field:
-    """Describes a field that is not implemented: only the value that asks for nothing is allowed."""
+    """Returns the `Field` of an option that is not implemented: only its neutral value is allowed."""
     return Field(f"{json.dumps(value)} or absent: nothing else is supported", lambda v: v == value)
 
 
@@ -62,11 +62,11 @@ def are_stops(value: Any) -> bool:
     return listed(is_word)(stops) and len(stops) <= STOPS and all(len(stop) <= STOP for stop in stops)
 
 
-STOPS, STOP = 16, 256  # at most so many stop strings, of so many characters: each is looked for at every token
-BODY, REPLIES = 2**23, 1024  # at most so many bytes in a body, and replies to one request
-TOP = 20  # at most so many tokens' log-probabilities at each position
-IMAGES, PIXELS = 128, 2**25  # at most so many images in a request, and pixels of all of these before they are resized
-PATCHES, HELD = 2**30, 2**31  # at most so many bytes of a request's resized images, and of all requests' that wait
+STOPS, STOP = 16, 256  # most stop strings, and most characters of each: all are searched for at every token
+BODY, REPLIES = 2**23, 1024  # most bytes of a body, and most replies to one request
+TOP = 20  # most tokens with log-probabilities at each position
+IMAGES, PIXELS = 128, 2**25  # most images in a request, and most pixels of all of them before resizing
+PATCHES, HELD = 2**30, 2**31  # most bytes of a request's resized images, and of those of all requests that wait
 
 is_ids = listed(lambda v: type(v) is int)
 flag = Field("true or false", lambda v: isinstance(v, bool))
@@ -118,7 +118,7 @@ COMPLETIONS = BOTH | {
 
 
 def read(body: bytes | bytearray, fields: dict[str, Field], required: str) -> dict[str, Any]:
-    """Parses the body of a request, checks it, and returns the fields whose values are not null."""
+    """Parses and validates the body of a request, and returns the fields whose values are not null."""
     try:
         text = body.decode("utf-8-sig")
         value = json.loads(text)
@@ -144,7 +144,7 @@ def read(body: bytes | bytearray, fields: dict[str, Field], required: str) -> di
 def in_template_form(message: dict[str, Any], images: bool) -> dict[str, Any]:
     """Brings a message into the form that chat templates expect: text in one piece, arguments of calls as objects.
 
-    Content with images stays a list, if `images` are taken. A client names no files: images are data: URLs.
+    If `images` are allowed, content with images stays a list. Clients cannot name files: images must be data: URLs.
     """
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
@@ -157,7 +157,7 @@ def in_template_form(message: dict[str, Any], images: bool) -> dict[str, Any]:
         texts = [part for part in content if not is_image(part)]
         if not all(is_object(part) and part.get("type") == "text" and is_text(part.get("text")) for part in texts):
             raise Refusal("messages may have text and images as content only.", "messages")
-        if shown:  # without what else the client may have put beside a URL, such as a path
+        if shown:  # without other keys that the client may have put beside a URL, such as a path
             plain = iter([{"type": "image_url", "image_url": {"url": url["url"]}} for url in urls])
             message = message | {"content": [next(plain) if is_image(part) else part for part in content]}
         else:

@@ -1,4 +1,4 @@
-"""Runs uvicorn with time limits that it lacks: for requests that never arrive, untaken answers, and stopping."""
+"""Runs uvicorn with time limits that it lacks: for requests that never arrive, unread responses, and shutdown."""
 
 import asyncio
 import ipaddress
@@ -14,7 +14,7 @@ from zoo.serve.server import Server
 
 
 class Listener(uvicorn.Server):
-    """Serves `server` on an address. Told to stop, it takes no new requests, and cuts replies after `grace` seconds."""
+    """Serves `server` on an address. At shutdown it takes no new requests, and cuts replies after `grace` seconds."""
 
     def __init__(self, server: Server, *, host: str, port: int, grace: float, **options: Any):
         # uvicorn would cancel replies without telling clients why, so its own limit comes after ours.
@@ -34,7 +34,7 @@ class Listener(uvicorn.Server):
 
 
 def is_own(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine can reach an address."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # another name
@@ -42,11 +42,12 @@ def is_own(host: str) -> bool:
 
 
 class Timely(H11Protocol):
-    """Closes a connection if the head of a request is not whole after `Server.SECONDS`, or if its client takes fewer
-    than `LEAST` bytes of an answer in `SECONDS`. uvicorn would wait for ever.
+    """An HTTP connection with time limits, where uvicorn would wait for ever.
 
-    The time of a request begins when the connection opens, or when the answer before has ended. Its body has what the
-    head leaves of that time: `state.deadline` of the request tells the server until when, by the clock of the loop.
+    The connection is closed if the head of a request is not complete after `Server.SECONDS`, or if the client reads
+    fewer than `LEAST` bytes of a response in `SECONDS`. The time of a request begins when the connection opens, or when
+    the previous response has ended. The body has the time that the head leaves. The request's `state.deadline` tells
+    the server when that time ends, by the event loop's clock.
     """
 
     SECONDS, LEAST = 30.0, 2**16
@@ -56,7 +57,7 @@ class Timely(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # writing is paused until the client has taken all
+        transport.set_write_buffer_limits(high=0)  # writing is paused until the client has read all
         self._watch()
 
     def pause_writing(self) -> None:
@@ -69,7 +70,7 @@ class Timely(H11Protocol):
             self._taking.cancel()
 
     def _expect(self, left: int) -> None:
-        """Waits for `LEAST` bytes of the `left` ones, or all of these, to be taken."""
+        """Waits until the client has read `LEAST` of the `left` bytes, or all of these."""
         self._taking = self.loop.call_later(self.SECONDS, self._measure, left)
 
     def _measure(self, before: int) -> None:

@@ -53,8 +53,8 @@ STRIDE = 4  # tokens of a step: with more the device waits less for the host, wi
 class Server:
     """Serves one model under one name. `app()` is the ASGI application.
 
-    Requests must carry `api_key`, if there is one. They must also call the machine localhost or one of `hosts`, since
-    any web page can point a host name of its own at this machine; "*", or an address that stands for all, turns this
+    Requests must carry `api_key`, if there is one. Their Host header must name localhost or one of `hosts`, because any
+    web page can point a host name of its own at this machine. "*", or an address that means all interfaces, turns this
     check off.
     """
 
@@ -86,7 +86,7 @@ class Server:
         )
         self.worker = Worker(model, make)
         self._seeing, self._count = asyncio.Lock(), itertools.count()
-        self._held: weakref.WeakValueDictionary[int, Images] = weakref.WeakValueDictionary()  # of requests under way
+        self._held: weakref.WeakValueDictionary[int, Images] = weakref.WeakValueDictionary()  # of requests in progress
 
     def app(self) -> ASGIApp:
         @contextlib.asynccontextmanager
@@ -170,9 +170,9 @@ class Server:
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
     async def _guarded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the host name and the API key of a request before anything else sees it.
+        """Checks the host name and the API key of a request before anything else reads the request.
 
-        An answer before the whole body has arrived closes the connection, which would wait for the rest without end.
+        A response before the whole body has arrived closes the connection, which would wait for the rest without end.
         """
         if scope["type"] != "http":
             return await app(scope, receive, send)
@@ -193,7 +193,7 @@ class Server:
         try:
             self._check(request)
         except Refusal as error:
-            arrived = False  # nor may it stay for another request
+            arrived = False  # so that the connection is closed
             app = await refused(request, error)
         await app(scope, received, sent)
 
@@ -226,7 +226,7 @@ class Server:
         return said
 
     async def _encode(self, texts: list[str], field: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        """Tokenises in a thread, since a megabyte takes a second. A text too long to fit is refused before."""
+        """Tokenises in a thread, because a megabyte takes a second. A text that is too long is refused first."""
         try:
             check_room(self.tokenizer, max(texts, key=len), self.positions, field)
         except TooLong as error:
@@ -326,9 +326,10 @@ class Server:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _logprobs(self, reply: Reply, top: int, echo: bool) -> dict[str, list[Any]]:
-        """Makes OpenAI's `logprobs`: of the reply with its end token, and with `echo` of the prompt too.
+        """Makes OpenAI's `logprobs` of the reply with its end token, and with `echo` of the prompt, too.
 
-        As in OpenAI's, the first token of a prompt has none; every other has its own, and those of the `top` likeliest.
+        As in OpenAI's API, the first token of a prompt has none. Every other token has its own log-probability, and
+        those of the `top` likeliest tokens.
         """
         tokens = reply.ask.prompt + reply.tokens
         found = await self.worker.score(tokens)
@@ -351,7 +352,7 @@ class Server:
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _name(self, tokens: list[int], at: int, id: int) -> str:
-        """Names a token by the text that it adds to the one before it, or by its id if that is no whole character."""
+        """Names a token by the text that it adds to the one before it, or by its id if that text is incomplete."""
         before = tokens[max(at - 1, 0) : at]
         name = self.tokenizer.decode([*before, id], special=True)[len(self.tokenizer.decode(before, special=True)) :]
         return f"token_id:{id}" if "\ufffd" in name or not name else name
@@ -378,7 +379,7 @@ def finite(logprob: Any) -> float:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Waits for `work`, but gives up when the client has left."""
+    """Waits for `work`, and cancels it if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

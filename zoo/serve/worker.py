@@ -28,7 +28,7 @@ from zoo.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ask:
-    """Asks for the continuation of a prompt."""
+    """A request to continue a prompt."""
 
     prompt: list[int]
     new: int
@@ -40,7 +40,7 @@ class Ask:
 
 
 class Reply:
-    """One continuation of a prompt, of which a request may ask for several. `finish` says why it ended, once it has."""
+    """One of the continuations that a request asks for. `finish` is the reason why it ended, None before it ends."""
 
     def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer):
         self.index, self.ask = index, ask
@@ -71,7 +71,7 @@ def score(
 ) -> tuple[Float[Array, " seq"], Int[Array, "seq top"], Float[Array, "seq top"]]:
     """Computes log-probabilities after each token: of the token that follows, and of the `top` likeliest, with ids.
 
-    Logits exist for 128 positions at a time, to save memory. The numbers of the last position mean nothing.
+    Logits exist for 128 positions at a time, to save memory. The numbers of the last position are meaningless.
     """
     x, _, _ = model.hidden(tokens)
     chunks = Chunks.of(1, tokens.shape[1], 128)
@@ -96,14 +96,14 @@ def no_numbers() -> Refusal:
 
 
 class Worker(threading.Thread):
-    """The thread. Coroutines send it work through an inbox, and it sends results back through their event loop."""
+    """The model's thread. Coroutines send work to its inbox, and it sends results back through their event loop."""
 
     def __init__(self, model: AbstractModel, make_engine: Callable[[], Engine]):
         super().__init__(name="zoo.serve", daemon=True)
         self._model, self._make_engine = model, make_engine
         self._engine: Any = make_engine()  # None after a failure, in which its arrays may have been lost
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._told = False  # that the first reply is compiled
+        self._told = False  # whether the log says that the first reply is compiled
         self._running: dict[Completion, tuple[Reply, Callable[[Any], Any]]] = {}
         self._open = True
         self._top = min(TOP, model.config.vocab_size)
@@ -126,14 +126,14 @@ class Worker(threading.Thread):
                     deliver((reply, piece, reply.finish))
                     if reply.finish:
                         self._cancel([reply])
-            except Exception as error:  # whatever fails, waiting clients must hear of it
+            except Exception as error:  # whatever fails, waiting clients must be told
                 logging.getLogger("uvicorn.error").exception("The engine failed.")
                 for _, deliver in self._running.values():
                     deliver(error)
                 self._running, self._engine = {}, None
 
     def cut(self) -> None:
-        """Cuts all replies, each with a refusal that says so."""
+        """Ends all replies early, each with a refusal that says so."""
         self._inbox.put(self._cut)
 
     def _cut(self) -> None:
@@ -148,7 +148,7 @@ class Worker(threading.Thread):
         self.join()
 
     async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, str, str | None], None]:
-        """Yields (reply, piece, finish) as text comes; `finish` is None but for the last. Closing it frees rows."""
+        """Yields (reply, piece, finish) as text comes; `finish` is None before the last piece. Closing frees rows."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
         left = [reply for reply in replies if not reply.finish]
@@ -165,10 +165,10 @@ class Worker(threading.Thread):
             self._inbox.put(functools.partial(self._cancel, left))
 
     async def score(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Computes for each token but the first its log-probability, and the `TOP` likeliest with theirs.
+        """Computes, for each token but the first, its log-probability, and the `TOP` likeliest tokens with theirs.
 
-        Takes one forward pass, padded to a power of two so that few lengths are compiled, in another thread: replies go
-        on meanwhile.
+        This takes one forward pass, padded to a power of two so that few lengths are compiled. Compiling is done in
+        another thread, while replies go on.
         """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         limit = self._model.config.max_position_embeddings
@@ -181,7 +181,7 @@ class Worker(threading.Thread):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(jax.device_get(program(self._model, jnp.asarray(padded), self._top)))
-                except Exception as error:  # goes to the one who asked
+                except Exception as error:  # raised in the caller
                     future.set_exception(error)
 
         self._inbox.put(work)
@@ -217,7 +217,7 @@ class Worker(threading.Thread):
                 )
                 for completion, reply in zip(completions, same, strict=True):
                     self._running[completion] = reply, deliver
-        except Exception as error:  # goes to the one who asked
+        except Exception as error:  # raised in the caller
             self._cancel(replies)
             deliver(error)
 

@@ -2,7 +2,7 @@
 
     <|channel|>analysis<|message|>A greeting.<|end|><|start|>assistant<|channel|>final<|message|>Hello!
 
-The channel `analysis` has the reasoning, `final` the answer, and `commentary` what is said before a tool is called.
+The channel `analysis` has the reasoning, `final` the answer, and `commentary` the text before a tool call.
 """
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END = (
@@ -13,7 +13,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE, END = (
 def split(text: str) -> tuple[str, str]:
     """Split a reply with its special tokens into reasoning and answer. The reply may be incomplete.
 
-    A tool call is part of the answer, with its header, as the model wrote it. So is text outside of channels.
+    A tool call is part of the answer, with its header, as the model wrote it. Text outside channels is, too.
     """
     if not text.startswith(CHANNEL):
         return "", text

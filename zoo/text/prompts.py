@@ -1,4 +1,4 @@
-"""Prompts with images: chats whose messages hold images, or videos, become ids, and what the model's tower reads."""
+"""Prompts with images: turns chats with images or videos into token ids and the inputs of the model's vision tower."""
 
 import dataclasses
 import pathlib
@@ -15,20 +15,20 @@ from zoo.vision.open import begin_image, open_image
 from zoo.vision.processors.base import AbstractImageProcessor, Processed
 
 
-# Keys by which a part of a message says where its image lies: transformers' and OpenAI's.
+# Keys in which a part of a message gives its image's location: transformers' and OpenAI's.
 SOURCES = ("image", "path", "url", "base64", "image_url")
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most that a chat with images may have. More is refused before an image is decoded."""
+    """The most that a chat with images may have. A chat with more is refused before an image is decoded."""
 
     tokens: int
     images: int
     pixels: int
-    """Of all images together, as their files have them."""
+    """The most pixels of all images together, at their files' sizes."""
     bytes: int
-    """Of all patches that the tower takes."""
+    """The most bytes of all patches that the tower reads."""
 
 
 class TooLong(ValueError):
@@ -36,7 +36,7 @@ class TooLong(ValueError):
 
 
 def check_room(tokenizer: Tokenizer, text: str, tokens: int, name: str) -> None:
-    """Raise TooLong for a text that has more characters than so many tokens could have, before it is tokenised."""
+    """Raise TooLong, before a text is tokenised, if it has more characters than `tokens` tokens could have."""
     if len(text) > (most := tokens * tokenizer.longest):
         raise TooLong(
             f"{name} has {len(text)} characters; the {tokens} tokens that there is room for have at most {most}. "
@@ -53,27 +53,27 @@ def encode_prompt(
     limits: Limits | None = None,
     **options: Any,
 ) -> tuple[list[int], Images]:
-    """Turn a chat with images into ids, by default with an assistant's turn opened at the end, and its images as those
-    of one row.
+    """Turn a chat with images into token ids, and images in the form of a batch of one row.
 
-    The content of a message is then a list, of `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`,
-    whose image is what `zoo.vision.open.open_image` takes. As in transformers it may be called "path", "url" or
-    "base64" instead, or stand as `{"type": "image_url", "image_url": {"url": ...}}`. A video is
-    `{"type": "video", "video": [...], "fps": 2}`: its frames, each as an image, and how many there are in a second; or
-    "seconds", the time of each.
+    By default the ids end with the opening of an assistant's turn. The content of a message with images is a list of
+    `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`, whose image is anything that
+    `zoo.vision.open.open_image` takes. As in transformers, the image's key may also be "path", "url" or "base64", or
+    the part may be `{"type": "image_url", "image_url": {"url": ...}}`. A video is
+    `{"type": "video", "video": [...], "fps": 2}`, with its frames, each as an image, and the number of frames in a
+    second; or, in place of "fps", "seconds" with the time of each frame.
 
     Args:
-        model: whose tower reads the images; loaded from a folder with a preprocessor_config.json.
-        tokenizer: with a chat template that has a place for images.
+        model: a model with a vision tower, loaded from a folder with a preprocessor_config.json.
+        tokenizer: a tokenizer whose chat template has a place for images.
         messages: the chat.
         remote: whether http(s) URLs are downloaded.
         limits: refuse more than these.
         options: those of `Tokenizer.render`.
 
     Raises:
-        ValueError: if the model takes no images, the template has no place for them, an image cannot be read, or there
-            are more or larger ones than `limits` allow.
-        TooLong: if there are more tokens than `limits` allow.
+        ValueError: the model takes no images, the template has no place for them, an image cannot be read, or there are
+            more or larger images than `limits` allow.
+        TooLong: there are more tokens than `limits` allow.
     """
     vision, source = _vision_of(model)
     parts = list(image_parts(messages))
@@ -112,7 +112,7 @@ def encode_prompt(
 def stacked(
     pictures: Sequence[Float[np.ndarray, "_ pixels"]], processor: AbstractImageProcessor | type[AbstractImageProcessor]
 ) -> Float[np.ndarray, "pictures patches pixels"]:
-    """Stack the patches of pictures. Those of any shape are filled up to a power of two, so that few are compiled."""
+    """Stack the patches of pictures, padded to a power of two if shapes vary, so that few shapes are compiled."""
     most = max(map(len, pictures))
     return filled(pictures, 1 << (most - 1).bit_length() if processor.keeps_shape else most)
 
@@ -120,12 +120,12 @@ def stacked(
 def _measured(
     processors: Sequence[Any], parts: Sequence[Mapping[str, Any]], remote: bool, limits: Limits | None
 ) -> list[tuple[str, Callable[[], Processed]]]:
-    """Return the text of each image in the prompt, by its size, and a function that decodes and processes it.
+    """Return each image's text in the prompt, which depends on its size, and a function that decodes and processes it.
 
-    A video is processed at once.
+    A video is processed immediately.
 
     Raises:
-        ValueError: if an image cannot be read, or there is more than `limits` allow.
+        ValueError: an image cannot be read, or the images exceed `limits`.
     """
     seen: list[tuple[str, Callable[[], Processed]]] = []
     pictures: list[tuple[int, int]] = []
@@ -148,8 +148,8 @@ def _measured(
             raise TooLong(f"The chat's images are more than the {limits.tokens} tokens that there is room for.")
         if pixels > limits.pixels:
             raise ValueError(f"The chat's images have more than {limits.pixels:,} pixels: make them smaller.")
-        # All are filled up to the patches of the largest, and these to a power of two: of float32, of three channels,
-        # and Qwen's of two frames.
+        # All are padded to the patches of the largest, and these to a power of two (at most twice as many). A pixel has
+        # three channels in float32, and with Qwen two frames.
         largest = max(height * width for height, width in pictures)
         if len(pictures) * largest * 2 * 4 * 3 * 2 > limits.bytes:
             raise ValueError(
@@ -162,8 +162,7 @@ def _video(processor: Any, part: Mapping[str, Any], remote: bool) -> Processed:
     """Process a video for the tower and the prompt.
 
     Raises:
-        ValueError: if a frame cannot be read; for a video that is no list of frames, or that does not say when they
-            were seen.
+        ValueError: a frame cannot be read, the video is no list of frames, or the frames' times are not given.
     """
     frames, fps, seconds = part.get("video"), part.get("fps"), part.get("seconds")
     if not isinstance(frames, list | tuple):
@@ -176,17 +175,17 @@ def _video(processor: Any, part: Mapping[str, Any], remote: bool) -> Processed:
 
 
 def processor_of(model: AbstractModel) -> AbstractImageProcessor:
-    """Read what prepares a model's images, from the folder that it was loaded from.
+    """Read a model's image processor from the folder that the model was loaded from.
 
     Raises:
-        ValueError: if the model takes no images, or there is no such folder or file.
+        ValueError: the model takes no images, or there is no such folder or file.
     """
     vision, source = _vision_of(model)
     return vision.processor.read(source)
 
 
 def _vision_of(model: AbstractModel) -> tuple[AbstractVision, pathlib.Path]:
-    """The part of a model that sees, and the folder that it was loaded from."""
+    """Return a model's vision part, and the folder that the model was loaded from."""
     vision, source = seeing(model).vision, model.config.source
     assert isinstance(vision, AbstractVision), "zoo.models say what prepares their images"
     if source is None:
@@ -195,14 +194,14 @@ def _vision_of(model: AbstractModel) -> tuple[AbstractVision, pathlib.Path]:
 
 
 def source_of(part: Mapping[str, Any], elsewhere: Callable[[], Any] = lambda: None) -> Any:
-    """Where the image of a part lies, as `open_image` takes it; `elsewhere` tells of one that does not say.
+    """Return the location of a part's image, as `open_image` takes it; if the part has none, that of `elsewhere()`.
 
     Raises:
-        ValueError: if nothing says it.
+        ValueError: neither gives a location.
     """
     source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
     source = elsewhere() if source is None else source
-    if isinstance(source, Mapping):  # OpenAI's, or that of a column of images of Hugging Face's datasets
+    if isinstance(source, Mapping):  # OpenAI's form, or that of an image column of Hugging Face's datasets
         source = next((source[key] for key in ("url", "bytes", "path") if source.get(key) is not None), None)
     if source is None:
         raise ValueError(f"An image of a message says nowhere where it lies: give it one of {', '.join(SOURCES)}.")
@@ -210,7 +209,7 @@ def source_of(part: Mapping[str, Any], elsewhere: Callable[[], Any] = lambda: No
 
 
 def without_images(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as templates want it, which ask only where images stand."""
+    """Return a message without its images, whose places are all that templates need."""
     if not isinstance(message.get("content"), list | tuple):
         return message
     plain = lambda part: {"type": "video" if part["type"] == "video" else "image"} if is_image(part) else part

@@ -31,8 +31,8 @@ from jinja2 import ext, nodes, sandbox
 
 
 SECONDS, MEMORY, LONGEST = 10, 2**30, 2**26  # limits: time for a text, memory of the process, bytes of the text
-USERS = "\ufdd2"  # a mark in texts; see `zoo.tokenizer`
-SIZE = struct.Struct("<cQ")  # the head of an answer: its kind, and how many bytes follow
+USERS = "\ufdd2"  # a mark in texts; see `zoo.text.tokenizer`
+SIZE = struct.Struct("<cQ")  # the head of an answer: its kind, and the number of bytes that follow
 TEXT, REFUSED, BROKEN = b"t", b"r", b"b"
 
 
@@ -48,8 +48,8 @@ def render(template: str, variables: Mapping[str, Any], now: datetime) -> str:
     """Render a template, with `now` as its date and time.
 
     Raises:
-        Broken: if the template has a syntax error.
-        Refused: if it raises, or exceeds its time or memory. Both messages say why.
+        Broken: the template has a syntax error; the message says which.
+        Refused: the template raises an error, or exceeds its time or memory; the message says why.
     """
     return _renderer(pickle.dumps((template, dict(variables), now.isoformat())))
 
@@ -115,7 +115,7 @@ class Renderer:
 
 
 def _read(stream: IO[bytes], size: int) -> bytes:
-    """Read so many bytes. Raises EOFError if there are fewer."""
+    """Read `size` bytes. Raises EOFError if there are fewer."""
     read = stream.read(size)
     if len(read) < size:
         raise EOFError

@@ -32,10 +32,10 @@ PATTERN = "|".join(
 
 
 def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer:
-    """Read a tiktoken.model; `special` has the names of reserved ids, as far as they have one.
+    """Read a tiktoken.model; `special` has the names of those reserved ids that have one.
 
     Raises:
-        ValueError: if the file is not a list of base64 and rank, with the ranks 0, 1, 2, ...
+        ValueError: the file is not a list of base64 and rank, with the ranks 0, 1, 2, ...
     """
     try:
         pairs = [line.split() for line in file.read_bytes().splitlines() if line]
@@ -69,7 +69,7 @@ def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer
 
 
 def _letters() -> list[str]:
-    """The character for each byte in `tokenizers`: itself if it is printable, else one from code point 256 on."""
+    """Return each byte's character in `tokenizers`: itself if it is printable, else one from code point 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return [chr(byte) if byte in seen else chr(256 + unseen.index(byte)) for byte in range(256)]

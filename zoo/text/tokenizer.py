@@ -32,8 +32,8 @@ Spans = Sequence[tuple[int, int]]
 Expand = Callable[[str, Spans], tuple[str, Spans]]
 
 # Marks in a rendered chat: noncharacters, which Unicode keeps out of all text. OPEN and CLOSE are the ends of a
-# {% generation %} block. USERS follows the first character of what may be a control token written by a user. TEMPLATES
-# precedes a control token written by the template.
+# {% generation %} block. USERS follows a character of a user's text that may begin a control token. TEMPLATES precedes
+# a control token written by the template.
 OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
 TEMPLATE = "chat_template.jinja"
@@ -50,7 +50,7 @@ class Tokenizer:
     - `longest`: length of the longest token, in characters.
     - `bos`, `pad`: ids, or None without such a token.
     - `eos`: the ids that end a generation. They are generation_config.json's, else config.json's, else the tokenizer's
-      own; and the one with which the chat template ends an assistant's turn, which base models' files leave out.
+      own, and also the one with which the chat template ends an assistant's turn, which base models' files leave out.
     - `repetition_penalty`: generation_config.json's, which transformers applies by default; 1 without one.
     - `channels`: whether replies have channels, as gpt-oss's do (`zoo.text.harmony`).
     - `chat_template`: a jinja template, or None.
@@ -72,7 +72,7 @@ class Tokenizer:
         """Read the folder's files.
 
         Args:
-            folder: in Hub layout.
+            folder: a folder in Hub layout.
             date: the date for chat templates that write one; None: today, at the time of rendering.
             special_in_content: encode spelled-out control tokens as control tokens in all messages, as transformers
                 does.
@@ -122,18 +122,18 @@ class Tokenizer:
         return () if own is None else (own,)
 
     def _turn_end(self) -> int | None:
-        """Id of the added token that the template writes after an answer, such as ChatML's <|im_end|>; None without."""
+        """Return the id of the added token that the template writes after an answer, such as <|im_end|>, or None."""
         tail = self._after_answer().lstrip()
         ends = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
         ends = [token for token in ends if token.strip() and tail.startswith(token)]
         return self._tokenizer.token_to_id(max(ends, key=len)) if ends else None
 
     def end_without_token(self) -> str:
-        """Return what the template writes after an answer if no added token stands there; empty if one does."""
+        """Return the text that the template writes after an answer, or "" if that begins with an added token."""
         return "" if self._turn_end() is not None else self._after_answer().strip()
 
     def _after_answer(self) -> str:
-        """Return what the template writes after an answer; nothing if it refuses a short chat."""
+        """Return the text that the template writes after an answer; "" if the template refuses a short chat."""
         ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Indeed."}
         try:
             text = self.render([ask, answer]) if self.chat_template else ""
@@ -143,10 +143,10 @@ class Tokenizer:
         return tail if found else ""
 
     def save_changes(self, folder: str | os.PathLike[str]) -> None:
-        """Write what differs from this folder's files into an exported folder that has copies of them.
+        """Write the changes from this folder's files into an exported folder that has copies of the files.
 
-        That is `eos` into generation_config.json, so that other libraries stop at the end of an answer, as the model
-        has learnt; and a given `chat_template` into chat_template.jinja.
+        `eos` goes into generation_config.json, so that other libraries stop at the end of an answer, as the model has
+        learnt. A given `chat_template` goes into chat_template.jinja.
         """
         if self.eos != self._stated_eos():
             path = pathlib.Path(folder) / "generation_config.json"
@@ -183,13 +183,13 @@ class Tokenizer:
     ) -> tuple[list[int], list[int]]:
         """Encode a text as ids and a mask, which is 1 for tokens within the spans, `(start, end)` in characters.
 
-        A token that is partly inside counts.
+        A token that is partly within a span counts.
         """
         encoding = _encoding(self._tokenizer, text, special)
         return encoding.ids, _mask(encoding, spans)
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[int]]:
-        """Like `encode_spans`, for a text from `render_marked`: text of users is never encoded as control tokens."""
+        """Encode a text from `render_marked` as `encode_spans` does; users' text never becomes control tokens."""
         tokenizer, shown = self._tokenizer, lambda text: text.replace(USERS, "")
         if USERS in text:
             control = re.compile("|".join(sorted(map(re.escape, self._control), key=len, reverse=True)))
@@ -204,8 +204,8 @@ class Tokenizer:
     def _control(self) -> list[str]:
         """Control tokens: special tokens, and added tokens that the chat template writes.
 
-        The latter are not always special: DeepSeek's tokens for roles are ordinary ones. Tokens of a single character
-        are left out, since a mark cannot go inside.
+        Tokens that the template writes are not always special: DeepSeek's tokens for roles are ordinary ones. Tokens of
+        a single character are left out, because a mark cannot be put inside.
         """
         template, added = self.chat_template or "", self._tokenizer.get_added_tokens_decoder().values()
         ours = [t.content for t in added if t.special or (t.content.strip() and t.content in template)]
@@ -222,7 +222,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _ids(self) -> dict[int, int]:
-        """Id of an added token in `_literal` -> its id here."""
+        """Map ids of added tokens in `_literal` to this tokenizer's ids."""
         names = {id: t.content.removeprefix(TEMPLATES) for id, t in self._literal.get_added_tokens_decoder().items()}
         return {id: own for id, name in names.items() if (own := self._tokenizer.token_to_id(name)) is not None}
 
@@ -261,7 +261,10 @@ class Tokenizer:
         return text.replace(USERS, "")
 
     def render_marked(self, messages: Messages, tools: Tools = None, **variables: Any) -> str:
-        """Like `render`, with marks for `encode_marked` where text of users or tools may begin a control token."""
+        """Render as `render` does, with marks for `encode_marked`.
+
+        They are put where text of users or tools may begin a control token.
+        """
         if self._control and not self.special_in_content:
             messages = [m if m.get("role") in TRUSTED else self._untrusted(m) for m in messages]
         # Drop keys without a value, as transformers does: many templates would write "None".
@@ -283,12 +286,13 @@ class Tokenizer:
             raise ValueError(f"The chat template of {self.folder} refuses the messages: {error}") from error
 
     def render_whole(self, messages: Messages, tools: Tools = None, **variables: Any) -> str:
-        """Like `render_marked`, but refuse a chat of which the template leaves out a content, a call, or the tools.
+        """Render as `render_marked` does, but refuse a chat if the template leaves out a content, a call, or the tools.
 
-        Templates leave out by design what the assistant thought before its answers, and said beside its calls.
+        The assistant's reasoning before its answers, and its text beside calls, may be missing: templates leave these
+        out by design.
 
         Raises:
-            ValueError: as `render`, and for what is left out, naming the message.
+            ValueError: as in `render`, or the template leaves something out; the error names the chat's message.
         """
         text = self.render_marked(messages, tools, **variables)
         self._check_whole(text, messages, tools, variables)
@@ -297,7 +301,7 @@ class Tokenizer:
     def _check_whole(
         self, text: str, messages: Messages, tools: Tools, variables: Mapping[str, Any], learnt: Container[int] = ()
     ) -> None:
-        """Refuse what a rendered text lacks. Thoughts are looked for in the messages `learnt` from it, by number."""
+        """Raise ValueError if a rendered text lacks a part of the chat. `learnt`: messages that need reasoning, too."""
         shown, render = MARKS.sub("", text), lambda changed: self.render_marked(changed, tools, **variables)
         self._check_doubts(_doubts(messages, shown, learnt, self.names_role), messages, text, render)
         if any(name not in shown for name in _names(tools)) and self.render_marked(messages, **variables) == text:
@@ -308,13 +312,13 @@ class Tokenizer:
     def _check_doubts(
         self, doubts: Iterator[tuple[int, str]], messages: Messages, text: Any, render: Callable[[Messages], Any]
     ) -> None:
-        """Refuse a doubtful field of a message if the text stays the same when it is changed: then it is lost."""
+        """Raise ValueError if changing a doubtful field of a message leaves the text the same: then it is lost."""
         for number, field in doubts:
             changed = [*messages]
             changed[number] = _changed_in(messages[number], field)
             try:
                 lost = render(changed) == text
-            except ValueError:  # the template has looked at it
+            except ValueError:  # the template has read the field
                 lost = False
             if lost:
                 raise ValueError(
@@ -324,12 +328,12 @@ class Tokenizer:
                 )
 
     def joined(self, messages: Messages) -> list[Mapping[str, Any]]:
-        """Join contents that are lists of texts, which many templates write as nothing, unless the chat has images."""
+        """Join contents that are lists of texts, which many templates leave out, unless the chat has images."""
         return list(messages if has_images(messages) or not self._takes_text else map(_joined, messages))
 
     @functools.cached_property
     def _takes_text(self) -> bool:
-        """Whether the template writes a content that is a text; those of some models with images take lists alone."""
+        """Whether the template writes a content that is a text; some models' templates for images write only lists."""
         try:
             return "Well?" in self.render([{"role": "user", "content": "Well?"}])
         except ValueError:  # it may need a system message
@@ -349,7 +353,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _firsts(self) -> re.Pattern[str]:
-        """Matches first characters of control tokens. The rest may follow only when the template joins pieces."""
+        """Pattern of control tokens' first characters. The rest may follow only when the template joins pieces."""
         return re.compile("|".join(sorted({re.escape(token[0]) for token in self._control})))
 
     def encode_prompt(
@@ -361,11 +365,12 @@ class Tokenizer:
         expand: Expand | None = None,
         **extra: Any,
     ) -> list[int]:
-        """Encode a chat as ids, by default with an assistant's turn opened at the end. Arguments are `render`'s, and
-        `expand` is that of `encode_chat`.
+        """Encode a chat as ids, by default with an assistant's turn opened at the end.
+
+        Arguments are those of `render`; `expand` is that of `encode_chat`.
 
         Raises:
-            ValueError: as `render_whole`, and for images, which `zoo.text.prompts.encode_prompt` takes.
+            ValueError: as in `render_whole`; or there are images without `expand` (see `zoo.text.prompts`).
         """
         if expand is None:
             _check_text(messages)
@@ -373,7 +378,7 @@ class Tokenizer:
         return self.encode_marked(expand(text, ())[0] if expand else text)[0]
 
     def encode_all(self, messages: Messages, *, tools: Tools = None, expand: Expand | None = None) -> list[int]:
-        """Encode a chat of which everything is to be learnt. Arguments and errors are `encode_chat`'s."""
+        """Encode a chat whose tokens are all to be learnt. Arguments and errors are those of `encode_chat`."""
         if expand is None:
             _check_text(messages)
         variables = {"add_generation_prompt": False}
@@ -385,7 +390,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Messages, *, tools: Tools = None, given: int = 0, expand: Expand | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """Turn a chat into training examples. Each is ids, and a mask that is 1 for what the assistant must write.
+        """Turn a chat into training examples: ids, and a mask that is 1 for tokens that the assistant must write.
 
         The mask covers the content of the assistant's turns, and the token that ends each turn, so that a model learns
         to stop. It leaves out the headers of turns, turns among the first `given` messages, and turns whose `weight`
@@ -397,8 +402,8 @@ class Tokenizer:
         messages follow, for example without its reasoning, gets an example that ends with it. If the template leaves
         out reasoning even at the end, as DeepSeek R1's does, the reasoning is written before the answer.
 
-        `expand` says what stands for images, of which the messages then have only `{"type": "image"}`: it takes a text
-        that the template wrote, and spans of it, and returns both with the images' texts.
+        `expand` inserts the texts that stand for images, of which the messages then have only `{"type": "image"}`. It
+        takes a text that the template wrote, and spans of the text, and returns both with the images' texts.
 
         An answer at the end gets the token that the template writes between an answer and the next message, if that
         token ends generations: GLM-4.5's has no other end.
@@ -435,12 +440,15 @@ class Tokenizer:
         return [self._learnt(*(expand(text, spans) if expand else (text, spans))) for text, spans in examples]
 
     def _ended(self, text: str, message: Mapping[str, Any]) -> str:
-        """Add to a chat that ends with an answer the token that ends it, where the next message's header does so."""
+        """Add to a chat that ends with an answer the token that ends it, if that is the next message's header."""
         return text + self._headers[bool(message.get("tool_calls"))] if message["role"] == "assistant" else text
 
     @functools.cached_property
     def _headers(self) -> tuple[str, str]:
-        """The token that follows an answer, and a call, if it ends generations and the template writes no other."""
+        """The token after an answer, and that after a call.
+
+        Each is "" unless it ends generations and the template writes no other end.
+        """
         ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Indeed."}
         function = {"name": "look", "arguments": {}}
         call = answer | {"tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]}
@@ -473,7 +481,7 @@ class Tokenizer:
         return before
 
     def _turn(self, messages: Messages, turn: int, tools: Tools) -> tuple[str, str]:
-        """Render the chat that asks the assistant for message `turn`, and the text that it has to write then."""
+        """Render the chat before the assistant's message `turn`, and the text that the assistant has to write there."""
         before = self.render_marked(messages[:turn], tools, add_generation_prompt=True)
         text = self.render_marked(messages[: turn + 1], tools, add_generation_prompt=False)
         header = before.removesuffix("\n").removesuffix("<think>")  # R1's prompt ends with <think>
@@ -484,7 +492,7 @@ class Tokenizer:
         if text.startswith(header):
             written = text[len(header) :]
         elif unthinking != before and text.startswith(unthinking):
-            # The prompt of small Qwen3.5 says not to reason, unlike this answer: it is given the header alone.
+            # The prompt of small Qwen3.5 says not to reason, unlike this answer: so the header alone is the prompt.
             before, written, opened = unthinking, text[len(unthinking) :], ""
         else:  # the turn before may be the assistant's too, and be written differently when it is not the last
             past = self.render_marked(messages[:turn], tools, add_generation_prompt=False)
@@ -543,7 +551,7 @@ def has_images(messages: Messages) -> bool:
 
 
 def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with one text as its content, if that was a list of texts."""
+    """Return a message whose content is one text, if the content was a list of texts."""
     parts = message.get("content")
     if not isinstance(parts, list | tuple):
         return message
@@ -566,7 +574,7 @@ def _reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning_of(message: Mapping[str, Any]) -> str:
-    """A message's reasoning: from a field of REASONING, else from before </think> in the content; "" for none."""
+    """Return a message's reasoning: from a field of REASONING, else from before </think> in the content, else ""."""
     found = next((message[name] for name in REASONING if message.get(name)), None)
     if not isinstance(found, str):
         content = message.get("content")
@@ -578,15 +586,17 @@ def _reasoning_of(message: Mapping[str, Any]) -> str:
 def _doubts(
     messages: Messages, text: str, learnt: Container[int], known: Callable[[str], bool]
 ) -> Iterator[tuple[int, str]]:
-    """Yield number and field of what a rendered text does not have in its place, which may yet be there in other words.
+    """Yield message number and field for fields that a rendered text lacks in their place.
+
+    The text may still have such a field in another form.
 
     Args:
         messages: the chat.
-        text: without marks.
+        text: the rendered text, without marks.
         learnt: messages whose reasoning, and content beside calls, must be there, too.
         known: whether a role is known to the template.
     """
-    end, places = 0, []  # of the messages: where what comes before ends, and where the content begins
+    end, places = 0, []  # of each message: the end of the text before it, and the start of its content
     for number, message in enumerate(messages):
         role, begin, after = message["role"], None, end
         beside = role == "assistant" and number not in learnt and any(message.get(field) for field in CALLS)
@@ -629,7 +639,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _names(calls: Any) -> list[str]:
-    """The names of functions that are called, or of tools."""
+    """Return the names of functions that are called, or of tools."""
     calls = calls if isinstance(calls, list | tuple) else [calls]
     functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
     names = [function.get("name") for function in functions if isinstance(function, Mapping)]
@@ -637,7 +647,7 @@ def _names(calls: Any) -> list[str]:
 
 
 def _changed_in(message: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """A message with another content, calls or reasoning, wherever it has the latter."""
+    """Return a message with another content, other calls, or other reasoning in every field that holds it."""
     if field != "reasoning":
         return {**message, field: _changed(message[field])}
     reasoning = _reasoning_of(message)
@@ -646,7 +656,7 @@ def _changed_in(message: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _changed(value: Any) -> Any:
-    """Another value of the same form."""
+    """Return another value of the same form."""
     if isinstance(value, str):
         return f"x{value}x"
     if isinstance(value, Mapping):
@@ -670,7 +680,7 @@ def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> toke
 
 
 def _mask(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """A mask that is 1 for tokens within the spans, `(start, end)` in characters; partly inside counts."""
+    """Return a mask that is 1 for tokens at least partly within the spans, `(start, end)` in characters."""
     mask = [0] * len(encoding.ids)
     # Leave out tokens that the post-processor added. Each access to these properties makes a new list.
     tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -686,7 +696,7 @@ def _mask(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> li
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
-    """Spans between the marks of a text, in characters of the text without marks."""
+    """Return the spans between the marks of a text, in characters of the text without marks."""
     before, *rest = text.split(OPEN)
     spans, at = [], len(before)
     for piece in rest:
@@ -733,7 +743,7 @@ def chat_template_of(folder: pathlib.Path) -> str | None:
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-    """Replace a file whole, so that no reader meets a part of it."""
+    """Replace a file atomically, so that no reader sees a part of it."""
     new = path.with_name(f"{path.name}.tmp")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)

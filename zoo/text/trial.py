@@ -1,8 +1,10 @@
-"""Read a tokenizer.json once in a process of its own: it comes with the model, and the library `tokenizers` panics,
-hangs, or asks for more memory than there is where a file is damaged or malicious, which would end this process.
+"""Read a tokenizer.json once in a process of its own, to find out whether this process can read it safely.
 
-The process runs this file as a script, so the file imports nothing of zoo. On Linux it has `MEMORY` bytes and, also on
-macOS, `SECONDS` of a processor's time, which a machine that is busy does not use up.
+The file comes with the model. If it is damaged or malicious, the library `tokenizers` panics, hangs, or asks for more
+memory than there is, which would end this process.
+
+The other process runs this file as a script, so the file imports nothing of zoo. On Linux that process has `MEMORY`
+bytes and, also on macOS, `SECONDS` of processor time, which does not pass while a busy machine lets the process wait.
 """
 
 import contextlib
@@ -23,7 +25,7 @@ SECONDS, MEMORY, LARGEST = 20, 2**32, 2**27  # limits: time and memory of the pr
 
 
 def check(file: pathlib.Path) -> None:
-    """Raise ValueError for a file that this process could not survive. Any other it may still refuse."""
+    """Raise ValueError if reading the file would end this process. A file that passes may still be unreadable."""
     if (size := file.stat().st_size) > LARGEST:
         raise ValueError(f"{file} has {size:,} bytes, more than any tokenizer ({LARGEST:,}): fetch it again.")
     with file.open("rb") as data:
@@ -34,11 +36,11 @@ def check(file: pathlib.Path) -> None:
         raise ValueError(f"{file} is no tokenizer that can be used: to read it {_ends[digest]}. Fetch it again.")
 
 
-_ends: dict[bytes, str] = {}  # `_end` of files that were read before, by their contents
+_ends: dict[bytes, str] = {}  # results of `_end`, by the SHA-256 of the file
 
 
 def _end(file: pathlib.Path) -> str:
-    """Say how the process came to its end that read the file; "" if it read it."""
+    """Return how the process that read the file ended, in words; "" if it could read the file."""
     names = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT")
     place = str(pathlib.Path(tokenizers.__path__[0]).parent)
     try:
@@ -61,7 +63,7 @@ def _read(file: str) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    with contextlib.suppress(Exception):  # the caller meets it again, and names it; a panic is none
+    with contextlib.suppress(Exception):  # the caller gets the error again, and reports it; a panic is no Exception
         tokenizer = tokenizers.Tokenizer.from_file(file)
         tokenizer.no_truncation()
         tokenizer.no_padding()

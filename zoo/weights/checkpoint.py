@@ -100,9 +100,9 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
 
 
 def as_stored(wanted: Sequence[Parameter], tensors: Mapping[str, Source]) -> list[Parameter]:
-    """Decide by shapes whether a checkpoint has swapped the axes of those tensors that may be: of all, or of none.
+    """Decide by shapes whether a checkpoint has swapped the axes of its `^T?` tensors: of all, or of none.
 
-    Of a mixture's experts no tensors fit both ways, since at most one of their two matrices is square.
+    A mixture's experts cannot fit both ways, because at most one of their two matrices is square.
     """
     plain = [dataclasses.replace(p, transposed=False) if p.either else p for p in wanted]
 
@@ -114,14 +114,17 @@ def as_stored(wanted: Sequence[Parameter], tensors: Mapping[str, Source]) -> lis
 
 
 def stars(pattern: str, text: str) -> tuple[str, ...]:
-    """The text that each `*` of the pattern matches; empty if the pattern does not match."""
+    """Return the text that each `*` of the pattern matches; empty if the pattern does not match."""
     match = re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)"), text)
     return match.groups() or ("",) if match else ()
 
 
 def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Rename tensors to the names that the family writes, by replacing prefixes in its `aliases`; and read those of
-    each expert as one, by its `fused`."""
+    """Rename tensors to the names that the family writes, and join the tensors of single experts.
+
+    Prefixes in the family's `aliases` are replaced. Tensors of single experts that its `fused` lists are read as one
+    `Fused` tensor.
+    """
 
     def rename(name: str) -> str:
         old = next((old for old in family.aliases if name.startswith(old)), "")
@@ -135,7 +138,7 @@ def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]
             count = next(n for n in itertools.count() if names(n)[0] not in out)
             experts: Any = [[out.get(name) for name in names(n)] for n in range(count)]
             shapes = {tuple(tensor and tensor.shape for tensor in expert) for expert in experts}
-            if len(shapes) == 1 and None not in experts[0]:  # others are named as they are
+            if len(shapes) == 1 and None not in experts[0]:  # others keep their names
                 out[start + end] = Fused(start + end, tuple(map(tuple, experts)))
                 apart = {name for n in range(count) for name in names(n)}
                 out = {name: tensor for name, tensor in out.items() if name not in apart}
@@ -168,8 +171,8 @@ def fill(
             memory-mapped file.
 
     Raises:
-        ValueError: naming tensors that are missing, unknown, of a wrong shape, not floating point, or that `Scan`
-            refuses.
+        ValueError: tensors are missing, unknown, of a wrong shape, or not floating point, or `Scan` refuses them; the
+            message names them.
     """
     wanted, tensors = list(parameters(skeleton, family, len(tensors))), standard_names(tensors, family)
     wanted = as_stored(wanted, tensors)
@@ -262,7 +265,7 @@ def check(
 
 
 def check_headers(tensors: Mapping[str, Source], family: Family, config: AbstractConfig) -> None:
-    """Like `check`, from headers alone: dtypes may be any, and tensors said to repeat others are not compared."""
+    """Check as `check` does, from headers alone: any dtype passes, and tensors that repeat others are not compared."""
     check_sizes(config, tensors)
     wanted = list(parameters(skeleton(family, config), family, len(tensors)))
     tensors = standard_names(tensors, family)
@@ -281,7 +284,7 @@ def redundant(name: str, config: AbstractConfig, family: Family) -> tuple[bool, 
 
 
 def adds_nothing(name: str, tensors: Mapping[str, Source]) -> bool:
-    """Whether a tensor is a bias of zeros beside a quantized weight, as GPTQ's tools write. An unread one passes."""
+    """Whether a tensor is a bias of zeros beside a quantized weight, as GPTQ's tools write. Unreadable values pass."""
     bias, weight = tensors[name], tensors.get(name.removesuffix("bias") + "weight")
     if not (name.endswith(".bias") and isinstance(weight, Packed) and isinstance(bias, Tensor)):
         return False
@@ -295,10 +298,10 @@ def equal(a: Source, b: Source) -> bool:
 
 
 def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
-    """The inverse of `fill`: tensor name -> (shape, dtype, function that returns the tensor as numpy), in layer order.
+    """Invert `fill`: return tensor name -> (shape, dtype, function that returns it as numpy), in layer order.
 
     `fp8` stores the matrices in the family's `fp8_blocks` in 8 bits, with a scale for each block of 128 x 128. Experts
-    that are one tensor otherwise are stored one by one then, as they are published.
+    that otherwise are one tensor are then stored one by one, as in published checkpoints.
 
     Raises:
         ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, if the model is not
@@ -331,9 +334,9 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
 
 
 def changed(model: Any, made: Any, path: str) -> str | None:
-    """Find the first class, static field or shape by which a model is not what its family makes, and say it.
+    """Describe the first class, static field or shape in which a model differs from its family's; None if none does.
 
-    `PLAIN` linear maps may stand for one another, and layers may be rematerialised.
+    `PLAIN` linear maps may replace one another, and layers may be rematerialised.
     """
     if type(model) in PLAIN and type(made) in PLAIN:
         model, made = ((linear.weight, linear.bias) for linear in (model, made))
@@ -362,7 +365,7 @@ def changed(model: Any, made: Any, path: str) -> str | None:
 
 
 def published_name(name: str, model: AbstractModel, family: Family) -> str:
-    """What a tensor is called in checkpoints of models with this one's parts, by the family's `beginnings`."""
+    """Return a tensor's name in checkpoints of models with this model's parts, by the family's `beginnings`."""
     begun = [pair for part, names in family.beginnings.items() if getattr(model, part) for pair in names.items()]
     old, new = next((pair for pair in begun if name.startswith(pair[0])), ("", ""))
     return new + name.removeprefix(old)
@@ -371,9 +374,9 @@ def published_name(name: str, model: AbstractModel, family: Family) -> str:
 def matrices(
     parameter: Parameter, at: tuple[int, ...], family: Family
 ) -> Iterator[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
-    """The tensor `parameter.names[at]`, or where the family's `fused` knows it, the matrices of its experts.
+    """Yield the tensor `parameter.names[at]`, or, if the family's `fused` lists it, the matrices of its experts.
 
-    Yields the name, shape and a function that returns the values of each.
+    Each is a name, a shape, and a function that returns the values.
     """
     name, shape = str(parameter.names[at]), parameter.stored_shape
     end = next((end for end in family.fused if name.endswith(end)), None)
@@ -387,6 +390,6 @@ def matrices(
 
 
 def stored(parameter: Parameter, at: tuple[int, ...]) -> np.ndarray:
-    """Values of the tensor `parameter.names[at]`."""
+    """Return the values of the tensor `parameter.names[at]`."""
     tensor = gathered(parameter.array[at])
     return tensor.swapaxes(-1, -2) if parameter.transposed else tensor

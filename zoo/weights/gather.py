@@ -13,18 +13,18 @@ from zoo.nn.model import AbstractModel
 
 
 def gathered(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Values of an array. If several processes hold parts of it they are gathered, and all processes must call this."""
+    """Return an array's values. If several processes hold parts, these are gathered, and all must call this."""
     return np.asarray(array) if _is_here(array) else multihost_utils.process_allgather(array, tiled=True)
 
 
 def write_once(model: AbstractModel, tensors: dict[str, Lazy], write: Callable[[dict[str, Lazy]], None]) -> None:
     """Call `write(tensors)` in one process. `tensors` are from `zoo.weights.checkpoint.export(model)`.
 
-    If several processes hold parts of the model, all must call this. Process 0 writes; for each tensor that it needs,
+    If several processes hold parts of the model, all must call this. Process 0 writes. For each tensor that it needs,
     it broadcasts the tensor's number, and all gather that tensor. So no host holds more than its part and one tensor.
 
     Raises:
-        OSError: in the other processes, if process 0 fails.
+        OSError: process 0 failed (raised in the other processes).
     """
     if all(map(_is_here, jax.tree.leaves(model))):
         return write(tensors)

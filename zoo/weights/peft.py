@@ -40,7 +40,7 @@ from zoo.weights.reading import Scan
 
 T = TypeVar("T", bound=AbstractModel)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MANIFEST = f"{WEIGHTS}.manifest.json"  # its SHA-256
+MANIFEST = f"{WEIGHTS}.manifest.json"  # the SHA-256 of WEIGHTS
 BASE, OVER = "base.json", ("revision", "weights", "quantize")  # describes the weights that adapters were trained over
 TENSOR = "base_model.model.{}.lora_{}.weight"
 
@@ -64,7 +64,7 @@ OF_GRANITE = {"input_linear": GATE_UP, "output_linear": DOWN}
 
 
 class Pair(NamedTuple):
-    """An adapter, which adds `scale * b @ a` to a weight; or those of all experts of a layer."""
+    """An adapter, which adds `scale * b @ a` to a weight; or the adapters of all experts of a layer."""
 
     a: Float[np.ndarray, "*experts rank in"]
     b: Float[np.ndarray, "*experts out rank"]
@@ -81,14 +81,15 @@ def save(
     """Write a model's adapters. If several processes hold the model, all must call this; process 0 writes.
 
     Args:
-        model: with adapters from `zoo.lora`.
-        folder: where to write.
-        base: the model that they belong to: a zoo name, a Hub repository or a folder. A zoo name is written as its
-            repository, so that PEFT finds it.
-        over: the weights that they were trained over, with the keys OVER. Written to base.json, for `warnings_of`.
+        model: a model with adapters from `zoo.lora`.
+        folder: the folder to write.
+        base: the model that the adapters belong to: a zoo name, a Hub repository or a folder. A zoo name is written as
+            its repository, so that PEFT finds the model.
+        over: describes the weights that the adapters were trained over, with the keys OVER. Written to base.json, for
+            `warnings_of`.
 
     Raises:
-        ValueError: if the model has no adapters, adapters of different ranks or scales, or one for a module that
+        ValueError: the model has no adapters, adapters of different ranks or scales, or one for a module that
             transformers does not have.
     """
     family, names = family_of(model), module_names(model)
@@ -136,7 +137,7 @@ def save(
     adapted = {name for path in adapters.keys() & linears.keys() for name in names[path].flat}
     others = {name for path in linears.keys() - adapters.keys() for name in names[path].flat}
     last = lambda names: {name.rpartition(".")[2] for name in names}
-    # In a model with experts PEFT takes modules of these names for experts' (as in transformers 4), but not parameters.
+    # In a model with experts PEFT mistakes modules of these names for experts' (as in transformers 4); not parameters.
     mistaken = {name for name in adapted if any(modules(model, AbstractExpertLinear)) and last({name}) & EXPERTS.keys()}
     adapted -= mistaken
     wrapped = {f"experts.{p}" for of_module in places.values() for p in of_module} | {f"{m}.weight" for m in mistaken}
@@ -174,13 +175,13 @@ def _write(
 
 
 def base_name(source: str) -> str:
-    """The name by which transformers finds a model: its Hub repository, or a folder's absolute path."""
+    """Return the name by which transformers finds a model: its Hub repository, or a folder's absolute path."""
     name = str(REPOSITORIES.get(source) or EMBEDDED.get(source) or source)
     return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).is_dir() else name
 
 
 def template_of(folder: str | os.PathLike[str] | None) -> pathlib.Path | None:
-    """Return the chat template in an adapter's folder, which is there if the model's own was not trained with."""
+    """Return the file of an adapter's own chat template, or None if it was trained with the model's template."""
     path = pathlib.Path(folder, "chat_template.jinja") if folder else None
     return path if path and path.exists() else None
 
@@ -229,7 +230,7 @@ def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check
     every = {name for of_map in names.values() for name in of_map.flat}
 
     def stored(name: str, key: str) -> Pair | None:
-        """The adapter stored under a name, if any; patterns in the config are matched with `key`."""
+        """Return the adapter stored under a name, or None; patterns in the config are matched with `key`."""
         both = [TENSOR.format(name, letter) for letter in "AB"]
         if not tensors.keys() >= set(both):
             return None
@@ -294,7 +295,7 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def scale_of(config: dict[str, Any], name: str) -> float:
-    """The factor by which PEFT multiplies an adapter of this name."""
+    """Return the factor by which PEFT multiplies an adapter of this name."""
 
     def of(patterns: str, default: str) -> float:
         matches = (value for key, value in (config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", name))
@@ -310,10 +311,10 @@ def scale_of(config: dict[str, Any], name: str) -> float:
 
 
 def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
-    """Path of a linear map -> its names in transformers, for each layer of a stack; names of experts have no number.
+    """Return path of a linear map -> its names in transformers, one for each layer of a stack.
 
-    They are those of checkpoints, but for the parts in the family's `names_in_transformers`. A map that is no module in
-    transformers has none.
+    The names are those of checkpoints, except for the parts in the family's `names_in_transformers`. Names of experts
+    have no number. A map that is no module in transformers is left out.
     """
     family = family_of(model)
     plain = skeleton(family, model.config, ("vision",) if sees(model) else ())
@@ -341,10 +342,10 @@ def fan_in_fan_out(model: AbstractModel) -> bool:
 
 
 def expert_place(name: str, names: Collection[str]) -> tuple[str, str, int | None]:
-    """An experts' map in transformers: its module, its parameter, and its part of that: 0 gate, 1 up, None all.
+    """Return an experts' map's module and parameter in transformers, and its part of that: 0 gate, 1 up, None all.
 
-    `names` are those of all maps: experts that have no gate keep up_proj as it is. transformers renames Mixtral's
-    block_sparse_moe to mlp, and not Granite's, whose experts' maps it puts into a module of their own.
+    `names` are the names of all maps: experts that have no gate keep up_proj as it is. transformers renames Mixtral's
+    block_sparse_moe to mlp, but not Granite's, whose experts' maps are put into a module of their own.
     """
     module, _, kind = name.rpartition(".")
     if kind in OF_GRANITE:
@@ -355,7 +356,7 @@ def expert_place(name: str, names: Collection[str]) -> tuple[str, str, int | Non
 
 
 def wrapper(module: str, parameter: str, wrapped: set[str]) -> str:
-    """The module under which PEFT stores a parameter's adapter: with both adapted, down_proj's wraps the other."""
+    """Return the module that has a parameter's adapter in PEFT: if both are adapted, down_proj's wraps the other's."""
     return f"{module}.base_layer" if parameter != DOWN and DOWN in wrapped else module
 
 
@@ -381,8 +382,8 @@ def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:
 def part_of(whole: Pair, part: int | None, experts: int, swap: bool) -> Pair | None:
     """Extract the adapter of a part from PEFT's two tensors: the inverse of `fused`.
 
-    Of ranks in two halves, one for gate and one for up, only the part's half is kept. None if PEFT's adapter acts only
-    on the other part.
+    If one half of the ranks is for gate and the other for up, only the part's half is kept. Returns None if PEFT's
+    adapter acts only on the other part.
     """
     a = whole.a.reshape(experts, -1, whole.a.shape[1])
     b = whole.b.reshape(len(whole.b), -1, experts).transpose(2, 0, 1)

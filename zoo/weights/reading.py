@@ -21,12 +21,12 @@ Index = tuple[slice, ...]
 Part = Callable[[Any], Any]  # reads the part of an array at an `Index`
 
 PIECE = 2**25  # bytes that a thread reads at a time
-QUANTIZED_PIECE = 2**18  # the same where it quantizes them: this fits into a core's cache
+QUANTIZED_PIECE = 2**18  # the same for a thread that quantizes: this fits into a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """The tensors of all experts read as one, [experts, rows, columns]. The rows of an expert's follow one another."""
+    """The tensors of all experts read as one, [experts, rows, columns]. An expert's tensors are joined along rows."""
 
     name: str
     experts: tuple[tuple[Tensor | Packed, ...], ...]
@@ -73,34 +73,34 @@ class Parameter:
 
     path: str
     array: Any  # or a jax.ShapeDtypeStruct
-    names: NDArray[Any]  # of tensors; has the array's leading axes over them: none, layers, experts, or both
+    names: NDArray[Any]  # of tensors, along the array's leading axes: none, layers, experts, or both
     transposed: bool  # whether the tensors' last two axes are swapped
-    either: bool = False  # whether there are checkpoints in which they are not
+    either: bool = False  # whether some checkpoints do not swap them
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of each tensor."""
+        """Return the shape of each tensor."""
         shape = self.array.shape[self.names.ndim :]
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 class Scan:
-    """Refuses, while they are read, values that no trained weight has: NaN, infinities, and matrices of zeros alone.
+    """Refuses values, as they are read, that no trained weight has: NaN, infinities, and matrices of zeros alone.
 
     A matrix is a `weight` with two axes or more: embeddings, linear maps, routers and experts. All else may be zeros,
     such as biases, and norms stored as their distance from one (Gemma's). A matrix is refused only if this process has
     read all of it, in however many parts: one of several processes may hold nothing but the padding of a vocabulary.
-    Values are checked in the dtype that was asked for, so that a value too large for it is found too.
+    Values are checked in the dtype that was asked for, so that values too large for that dtype are refused, too.
     """
 
     def __init__(self):
         self.zeros: list[tuple[str, int]] = []  # of each piece of zeros alone: its matrix's name, and its size
 
     def look(self, tensor: Source, values: np.ndarray, parameter: Parameter | None = None) -> None:
-        """Check a piece of a tensor, which becomes part of `parameter`. Threads may call it at once.
+        """Check a piece of a tensor, which becomes part of `parameter`. Several threads may call this at once.
 
         Raises:
-            ValueError: naming the tensor, if a value is NaN or infinite.
+            ValueError: a value is NaN or infinite; the message names the tensor.
         """
         if not values.size:
             return
@@ -118,7 +118,7 @@ class Scan:
             self.zeros.append((tensor.name, values.size))
 
     def end(self, tensors: Iterable[Source]) -> None:
-        """Raise ValueError, naming the matrix, if all of it was read and is zeros."""
+        """Raise a ValueError that names the matrix, if all of a matrix was read and is zeros."""
         zeros = collections.Counter()
         for name, count in self.zeros:
             zeros[name] += count
@@ -255,7 +255,7 @@ def for_each_piece(
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Like `np.empty`, aligned to 64 bytes, so that `jax.device_put` takes it over on a CPU without a copy."""
+    """Make an array like `np.empty`, aligned to 64 bytes: `jax.device_put` takes it over on a CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of models that take images, beside the text models of `tests.zoo.tiny`.
 
-A module here is a family, and its `CHECKPOINTS` say what differs. tests/zoo/test_vision.py holds all of them to one
-contract. golden/vision/FAMILY.npz has what transformers computes: `python -m tests.zoo.make_golden_vision` writes it.
+Each module here is a family, and its `CHECKPOINTS` contain the differences. tests/zoo/test_vision.py tests one contract
+for all of them. golden/vision/FAMILY.npz has transformers' results; `python -m tests.zoo.make_golden_vision` writes it.
 """
 
 import abc
@@ -29,60 +29,60 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "vision"
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A chat with images, and what it becomes."""
+    """A chat with images, and its expected encoding."""
 
     messages: list[dict[str, Any]]
     ids: list[int]
-    pictures: Sequence[np.ndarray]  # patches of each
+    pictures: Sequence[np.ndarray]  # patches of each picture
     grids: np.ndarray
-    room: int  # to which they are filled up
-    within: float = 0.0  # how far a number of a patch may be off
+    room: int  # number of patches that they are padded to
+    within: float = 0.0  # tolerance of a patch's numbers
 
 
 class Checkpoint(abc.ABC):
-    """A checkpoint, prompts and pictures for it, and what is to be true of it.
+    """A checkpoint, prompts and pictures for it, and its expected properties.
 
-    A picture is what the tower reads at once: an image, a tile of one, or two frames of a video. Four of its patches
+    A picture is the tower's unit of input: an image, a tile of one, or two frames of a video. Four of its patches
     become a feature.
     """
 
     name: str
-    """Of the text model in tests/zoo/tiny that its own is like."""
+    """Name of the checkpoint in tests/zoo/tiny whose text model this one resembles."""
 
     prompts: np.ndarray
     """[rows, seq]; the first row has no picture."""
     ids: tuple[int, ...]
-    """Those of the tokens that stand for pictures."""
+    """Ids of the tokens that stand for pictures."""
     pictures: Sequence[np.ndarray]
-    """The patches of each, in the order of their tokens."""
+    """Patches of each picture, in the order of their tokens."""
     grids: np.ndarray
-    """Rows and columns of each one's patches."""
+    """Rows and columns of each picture's patches."""
     room: int
-    """How many patches pictures are filled up to."""
+    """Number of patches that pictures are padded to."""
 
     packed: Sequence[Sequence[tuple[int, int, int, int]]]
     """Rows of documents, each (row of the prompts, start, stop, segment), or padding, whose segment is 0."""
     lengths: Sequence[int]
-    """How much of each prompt is read at once, with all of its pictures."""
+    """Length of each prompt's prefill, which includes all of its pictures."""
     steps: int
-    """How many tokens are then decoded one by one."""
+    """Number of tokens that are then decoded one by one."""
     lags: Sequence[int] | None = None
-    """How many positions fewer than tokens each prompt has; None: its rotary positions are those of its tokens."""
+    """Number of tokens minus rotary positions of each prompt; None: they are equal."""
 
     restated: Sequence[str] = ()
-    """Keys of config.json, with dots, that saving writes in other words or under another key."""
+    """Keys of config.json, with dots, that saving writes with other values or under another key."""
     renamed: ClassVar[Sequence[Mapping[str, str]]] = ()
-    """Beginnings of tensors' names -> those in other checkpoints."""
+    """Prefixes of tensors' names -> those in other checkpoints."""
     text_names: tuple[str, str]
-    """model_type and architecture of what is saved without the tower."""
+    """model_type and architecture when saved without the tower."""
     inward: tuple[str, ...]
-    """Ends of paths: the linear maps beside the text model that are split as the second one of an MLP."""
+    """Suffixes of paths: the linear maps beside the text model that are split like the second one of an MLP."""
     refused: ClassVar[Sequence[tuple[dict[str, Any], str]]] = ()
-    """Changes of the vision_config, and the error."""
+    """Changes of the vision_config that are refused, with the error."""
     parameters: Mapping[str, int]
-    """Released model -> how many parameters it has with the tower, as the Hub shows."""
+    """Released model -> its number of parameters with the tower, as the Hub shows it."""
     options: ClassVar[Mapping[str, Any]] = {}
-    """Those of transformers' `from_pretrained`."""
+    """Options for transformers' `from_pretrained`."""
 
     @property
     def family(self) -> Family:
@@ -90,34 +90,34 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
-        """The config.json."""
+        """Returns the config.json."""
 
     @abc.abstractmethod
     def tensors(self) -> dict[str, np.ndarray]:
-        """Those of the checkpoint, by their names on the Hub."""
+        """Returns the tensors of the checkpoint, by their names on the Hub."""
 
     @abc.abstractmethod
     def add_chat(self, folder: pathlib.Path) -> None:
-        """Write a tokenizer with a chat template beside a checkpoint, and what prepares its images."""
+        """Writes a tokenizer with a chat template beside a checkpoint, and the files for preprocessing its images."""
 
     @abc.abstractmethod
     def chats(self, folder: pathlib.Path, tokenizer: Tokenizer) -> list[Chat]:
-        """Chats for the files that `add_chat` has written."""
+        """Returns chats for the files that `add_chat` has written."""
 
     @abc.abstractmethod
     def features(self, model: Any, images: Images) -> dict[str, jax.Array]:
-        """Compute what the tower, the projector and whatever else there is make of pictures, by the golden names."""
+        """Computes the outputs of the tower, the projector and further parts for pictures, by the golden names."""
 
     @abc.abstractmethod
     def given(self) -> dict[str, np.ndarray]:
-        """The arguments of transformers' model beside the tokens: floating-point ones are pixels."""
+        """Returns the arguments of transformers' model beside the tokens; floating-point ones are pixels."""
 
     @abc.abstractmethod
     def their_features(self, model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute those features with transformers' model, of all pictures one after another."""
+        """Computes these features with transformers' model, for all pictures one after another."""
 
     def images(self) -> Images:
-        """The pictures, filled up with numbers that must not matter."""
+        """Returns the pictures, padded with numbers that must not matter."""
         counts = self.grids.prod(axis=1) // 4
         images = Images.of(self.pictures, counts.tolist(), self.prompts, self.ids, self.grids)
         patches = np.full((len(self.pictures), self.room, self.pictures[0].shape[1]), 7.0, np.float32)
@@ -126,25 +126,25 @@ class Checkpoint(abc.ABC):
         return Images(*map(jax.device_put, (patches, images.grids, images.image, images.feature)))
 
     def golden(self) -> dict[str, np.ndarray]:
-        """What transformers computes: logits, and features by their names."""
+        """Returns transformers' results: logits, and features by their names."""
         stored = np.load(GOLDEN / f"{self.family.name}.npz")
         return {key.removeprefix(f"{self.name} "): stored[key] for key in stored if key.startswith(f"{self.name} ")}
 
     def write(self, folder: pathlib.Path, **changes: Any) -> pathlib.Path:
-        """Write the checkpoint, in the layout of the Hub; `changes` overwrite keys of its config.json."""
+        """Writes the checkpoint, in the layout of the Hub; `changes` overwrite keys of its config.json."""
         self.write_config(folder, **changes)
         safetensors.numpy.save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
         self.add_chat(folder)
         return folder
 
     def write_config(self, folder: pathlib.Path, **changes: Any) -> pathlib.Path:
-        """Write its config.json alone."""
+        """Writes only its config.json."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config() | changes))
         return folder
 
     def theirs(self, folder: pathlib.Path, dtype: str = "float32") -> Any:
-        """transformers' model, with its eager attention."""
+        """Loads transformers' model, with its eager attention."""
         import transformers
         from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -157,13 +157,13 @@ class Checkpoint(abc.ABC):
         return model.eval()
 
     def logits(self, model: Any) -> Any:
-        """What transformers' model makes of the prompts and pictures: a torch tensor with its gradient."""
+        """Returns the logits of transformers' model for the prompts and pictures: a torch tensor with its gradient."""
         import torch
 
         return model(input_ids=torch.tensor(self.prompts), **self._given(model)).logits
 
     def computed(self, model: Any) -> dict[str, np.ndarray]:
-        """The same as numbers, with the features."""
+        """Returns the logits and the features of transformers' model as numbers."""
         import torch
 
         with torch.no_grad():
@@ -178,13 +178,13 @@ class Checkpoint(abc.ABC):
 
 
 def template(place: str) -> str:
-    """A chat template without turns, with these tokens in the place of an image."""
+    """Returns a chat template without turns, with these tokens in place of an image."""
     of_part = "{% if p.type == 'image' %}" + place + "{% else %}{{ p.text }}{% endif %}"
     return "{% for m in messages %}{% for p in m.content %}" + of_part + "{% endfor %}{% endfor %}"
 
 
 def add_chat(folder: pathlib.Path, characters: str, special: Mapping[str, int], template: str, **files: Any) -> None:
-    """Write a tokenizer of characters, whose ids are those between the special ones, its template, and JSON files."""
+    """Writes a tokenizer of characters, whose ids are those between the special ones, its template, and JSON files."""
     free = (id for id in range(64) if id not in special.values())
     vocabulary = dict(zip(characters, free, strict=False)) | dict(special)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -196,36 +196,36 @@ def add_chat(folder: pathlib.Path, characters: str, special: Mapping[str, int], 
 
 
 def filled(shapes: Mapping[str, tuple[int, ...]], random: np.random.RandomState, values: Any = tiny.values) -> dict:
-    """Random float32 tensors of these names and shapes."""
+    """Returns random float32 tensors of these names and shapes."""
     make = lambda name, shape: values(name, random.standard_normal(shape)).astype(np.float32)
     return {name: make(name, shape) for name, shape in sorted(shapes.items())}
 
 
 def first_layers(name: str, layers: int) -> dict[str, np.ndarray]:
-    """The tensors of a text model of tests/zoo/tiny without those of later layers."""
+    """Returns the tensors of a text model of tests/zoo/tiny without those of later layers."""
     later = tuple(f"model.layers.{n}." for n in range(layers, tiny.CONFIGS[name]["num_hidden_layers"]))
     return {f"language_model.{key}": x for key, x in tiny.tensors(name).items() if not key.startswith(later)}
 
 
 def patches(pixels: np.ndarray) -> np.ndarray:
-    """Cut pictures [n, channels, height, width] into patches of 2 x 2 pixels: [n, patches, channels * 2 * 2]."""
+    """Cuts pictures [n, channels, height, width] into patches of 2 x 2 pixels: [n, patches, channels * 2 * 2]."""
     n, channels, height, width = pixels.shape
     cut = pixels.reshape(n, channels, height // 2, 2, width // 2, 2).transpose(0, 2, 4, 1, 3, 5)
     return cut.reshape(n, -1, channels * 4)
 
 
 def image(shown: Any) -> dict[str, Any]:
-    """A part of a message: an image of Pillow's."""
+    """Returns an image part of a message, from a Pillow image."""
     return {"type": "image", "image": shown}
 
 
 def text(said: str) -> dict[str, Any]:
-    """A part of a message: text."""
+    """Returns a text part of a message."""
     return {"type": "text", "text": said}
 
 
 def ask(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """A chat of one message of the user's."""
+    """Returns a chat of one user message."""
     return [{"role": "user", "content": list(parts)}]
 
 

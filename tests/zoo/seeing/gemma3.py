@@ -1,4 +1,4 @@
-"""Gemma 3 with SigLIP's tower, which takes images of one shape, and whose image tokens see each other both ways."""
+"""Gemma 3 with SigLIP's tower: it takes images of one shape, and an image's tokens see each other both ways."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ from tests.zoo.seeing import Chat, Checkpoint, add_chat, ask, filled, first_laye
 
 
 START, END, IMAGE = 61, 62, 63
-LAYERS = 4  # of text: those that slide and those that do not, twice
+LAYERS = 4  # text layers: sliding ones and full ones, twice
 TOWER = dict(
     model_type="siglip_vision_model", hidden_size=24, intermediate_size=40, num_hidden_layers=3,
     num_attention_heads=2, image_size=12, patch_size=2, num_channels=3, layer_norm_eps=1e-3,
@@ -24,12 +24,12 @@ CONFIG = dict(
     vision_config=TOWER,
 )  # fmt: skip
 BESIDE = ("architectures", "torch_dtype", "eos_token_id", "tie_word_embeddings")
-# A row without an image, one with one, and one with two next to each other but for the tokens around them; an image is
-# longer than the window of 4, and one ends the row.
+# A row without an image, a row with one, and a row with two next to each other except for the tokens around them. An
+# image is longer than the window of 4, and one ends the row.
 PROMPTS = np.random.RandomState(3).randint(0, 60, (3, 40))
 PROMPTS[1, 30:40] = [START] + [IMAGE] * 9
 PROMPTS[2, 5:27] = ([START] + [IMAGE] * 9 + [END]) * 2
-PIXELS = np.random.RandomState(4).uniform(-1, 1, (3, 3, 12, 12)).astype(np.float32)  # of each image [3, 12, 12]
+PIXELS = np.random.RandomState(4).uniform(-1, 1, (3, 3, 12, 12)).astype(np.float32)  # each image is [3, 12, 12]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% elif m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -40,7 +40,7 @@ PARAMETERS = {"gemma3-4b": 4_300_079_472, "gemma3-12b": 12_187_325_040, "gemma3-
 
 
 def url(shown: PIL.Image.Image) -> dict:
-    """A part of a message: an image as OpenAI's clients send it."""
+    """Returns an image part of a message as OpenAI's clients send it."""
     shown.save(file := io.BytesIO(), "PNG")
     data = base64.b64encode(file.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
@@ -53,7 +53,7 @@ class Gemma3(Checkpoint):
     # Two documents with images, the second cut off; text with padding; text.
     packed = ((2, 0, 27, 1), (1, 27, 40, 2)), ((0, 0, 30, 1), (0, 30, 40, 0)), ((0, 0, 20, 1), (0, 20, 40, 2))
     lengths, steps = (17, 40, 30), 10
-    renamed = (  # since 4.52 all are within `model.`; 5.23 writes the tower without `vision_model.`, too
+    renamed = (  # since 4.52 all begin with `model.`; 5.23 writes the tower without `vision_model.`, too
         {"vision_tower.vision_model.": "vision_tower."},
         {
             "vision_tower.vision_model.": "model.vision_tower.",
@@ -101,7 +101,7 @@ class Gemma3(Checkpoint):
         add_chat(folder, characters, special, TEMPLATE, preprocessor_config=own)
 
     def chats(self, folder, tokenizer):
-        """Two images, one as Pillow's and one as a data URL; a user's letters of a control token are text."""
+        """Returns a chat with two images, by Pillow and as a data URL; a user's letters of a control token are text."""
         levels = ((PIXELS[:2] + 1) * 127.5).astype(np.uint8).transpose(0, 2, 3, 1)
         shown = [PIL.Image.fromarray(one) for one in levels]
         messages = ask(text("see<start_of_image>"), image(shown[0]), url(shown[1]), text("what is it"))

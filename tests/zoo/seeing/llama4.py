@@ -1,4 +1,4 @@
-"""Llama 4 with its tower, which takes tiles of one shape: an image is one, or several and one of the whole."""
+"""Llama 4 with its tower, which takes tiles of one shape: an image is one tile, or several and one of the whole."""
 
 import string
 
@@ -24,17 +24,17 @@ CONFIG = dict(
 START, NEXT, NEW_ROW, WHOLE, PATCH, END = range(57, 63)
 SPECIAL = ("image_start", "tile_x_separator", "tile_y_separator", "image", "patch", "image_end")
 TILE = [PATCH] * 9
-# A row without an image; one with a small image, whose tile ends the row; and one with an image of two tiles next to
-# each other, which is a third as a whole. A tile is longer than the attention's chunk of 8.
+# A row without an image; a row with a small image, whose tile ends the row; and a row with an image of two tiles next
+# to each other, and a third one of the whole. A tile is longer than the attention's chunk of 8.
 PROMPTS = np.random.RandomState(3).randint(0, 57, (3, 40))
 PROMPTS[1, 29:40] = [START, WHOLE, *TILE]
 PROMPTS[2, 4:36] = [START, *TILE, NEXT, *TILE, NEW_ROW, WHOLE, *TILE, END]
-PIXELS = np.random.RandomState(4).uniform(-1, 1, (4, 3, 12, 12)).astype(np.float32)  # of each tile [3, 12, 12]
+PIXELS = np.random.RandomState(4).uniform(-1, 1, (4, 3, 12, 12)).astype(np.float32)  # each tile is [3, 12, 12]
 PARAMETERS = {"llama4-scout": 108_641_793_536, "llama4-maverick": 401_583_781_376}
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Features about as large as embeddings, so that what layers add to them shows."""
+    """Returns values that make features about as large as embeddings, so that the layers' additions to them show."""
     return tiny.values(name, noise) * (0.4 if "adapter" in name or "projector" in name else 1)
 
 
@@ -65,7 +65,7 @@ class Llama4(Checkpoint):
     parameters = PARAMETERS
 
     def __init__(self, name: str, layers: int | None = None):
-        """With this text model of tests/zoo/tiny, or the first layers of it."""
+        """Uses this text model of tests/zoo/tiny, or its first layers."""
         self.name, self.layers = name, layers or tiny.CONFIGS[name]["num_hidden_layers"]
 
     def config(self):
@@ -82,7 +82,7 @@ class Llama4(Checkpoint):
         add_chat(folder, " " + string.ascii_letters, special, template("<|image|>"), preprocessor_config=own)
 
     def chats(self, folder, tokenizer):
-        """An image of two tiles, and one of one, as in the prompts."""
+        """Returns a chat with an image of two tiles, and one of a single tile, as in the prompts."""
         wide, small = (PIL.Image.effect_noise(size, 90).convert("RGB") for size in ((24, 12), (12, 12)))
         ids = [*tokenizer.encode("see"), *PROMPTS[2, 4:36].tolist(), *PROMPTS[1, 29:].tolist(), END]
         whole = wide.resize((12, 12), PIL.Image.Resampling.BILINEAR)

@@ -13,7 +13,7 @@ from zoo.vision.towers.pixtral import places
 
 
 TEXT = tiny.CONFIGS["mistral"] | dict(sliding_window=None, head_dim=12)
-BESIDE = ("architectures", "torch_dtype", "tie_word_embeddings")  # as released, nothing says that these are not tied
+BESIDE = ("architectures", "torch_dtype", "tie_word_embeddings")  # as released: no key states untied embeddings
 IMAGE, BREAK, END = 10, 12, 13
 TOWER = dict(
     attention_dropout=0.0, head_dim=8, hidden_act="silu", hidden_size=16, image_size=32, initializer_range=0.02,
@@ -27,7 +27,7 @@ CONFIG = dict(
     text_config={key: value for key, value in TEXT.items() if key not in BESIDE}, vision_config=TOWER,
 )  # fmt: skip
 GRIDS = np.array([[4, 6], [6, 2], [2, 8]])  # rows and columns of patches
-# A row without an image, one that ends with one, and one with two, right after one another, and text around them.
+# A row without an image, a row that ends with one, and a row with two, one right after the other, between text.
 PROMPTS = np.random.RandomState(3).randint(14, 64, (3, 24))
 WIDE, TALL, LOW = [([IMAGE] * (c // 2) + [BREAK]) * (r // 2 - 1) + [IMAGE] * (c // 2) + [END] for r, c in GRIDS]
 PROMPTS[1, 16:] = WIDE
@@ -36,7 +36,7 @@ LEVELS = [np.random.RandomState(n).randint(0, 256, (*2 * grid, 3)).astype(np.uin
 MEAN, STD = 0.5, 0.25
 PIXELS = [((levels / 255 - MEAN) / STD).astype(np.float32) for levels in LEVELS]  # [height, width, 3]
 ROOM = 32
-# By rows, where the patches of a feature lie next to each other.
+# In row order, where the patches of a feature are neighbours.
 BY_ROWS = np.tile(np.arange(ROOM), (3, 1))
 for index, (rows, columns) in zip(BY_ROWS, GRIDS, strict=True):
     blocks = np.arange(rows * columns).reshape(rows // 2, 2, columns // 2, 2).swapaxes(1, 2)
@@ -56,7 +56,7 @@ class Mistral(Checkpoint):
     # Two documents with images; text with padding; padding.
     packed = ((2, 0, 14, 1), (1, 14, 24, 2)), ((0, 0, 20, 1), (0, 20, 24, 0)), ((0, 0, 24, 0),)
     lengths, steps = (10, 24, 13), 11
-    renamed = (  # since 4.52 a model's own are all within `model.`, and before that the head alone is not
+    renamed = (  # since 4.52 all names begin with `model.`; before, only the head's does not
         {
             "language_model.model.": "model.language_model.",
             "language_model.lm_head.": "lm_head.",
@@ -103,7 +103,7 @@ class Mistral(Checkpoint):
         add_chat(folder, string.ascii_letters + string.digits[:9], special, template("[IMG]"), **files)
 
     def chats(self, folder, tokenizer):
-        """The third prompt with its pictures."""
+        """Returns the third prompt with its pictures."""
         prompt = PROMPTS[2].tolist()
         shown = [image(PIL.Image.fromarray(levels)) for levels in LEVELS[1:]]
         messages = ask(text(tokenizer.decode(prompt[:2])), *shown, text(tokenizer.decode(prompt[13:])))

@@ -21,11 +21,11 @@ OUTER = dict(
     image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
     transformers_version="4.57.0.dev0",
 )  # fmt: skip
-# Rows and columns of patches. A row without an image, one with one, one with two of other shapes, and one with a video
-# of two pictures, which have one shape, and an image.
+# Rows and columns of patches. A row without an image, a row with one, a row with two of other shapes, and a row with a
+# video of two pictures, which have one shape, and an image.
 GRIDS = np.array([[4, 6], [2, 8], [6, 4], [4, 4], [4, 4], [2, 2]])
 IN_VIDEO = np.array([False, False, False, True, True, False])
-PLACES = ((1, 5), (2, 0), (2, 17), (3, 8), (3, 17), (3, 30))  # of each picture: its row, and START before it
+PLACES = ((1, 5), (2, 0), (2, 17), (3, 8), (3, 17), (3, 30))  # row of each picture, and position of its START
 PICTURES = [
     np.random.RandomState(20 + n).uniform(-1, 1, (rows * columns, 24)).astype(np.float32)
     for n, (rows, columns) in enumerate(GRIDS)
@@ -73,7 +73,7 @@ class Qwen3VL(Checkpoint):
     )
 
     def __init__(self, name, *, architecture, text_names, deep, restated, parameters, **changes):
-        """With DeepStack of these layers of the tower, and changes of the text model of tests/zoo/tiny."""
+        """Uses DeepStack from these layers of the tower, and changes of the text model of tests/zoo/tiny."""
         self.name, self.architecture, self.text_names, self.deep = name, architecture, text_names, deep
         self.restated = [f"text_config.{key}" for key in ("tie_word_embeddings", *restated)]
         self.parameters, self.text = parameters, tiny.CONFIGS[name] | changes
@@ -99,7 +99,7 @@ class Qwen3VL(Checkpoint):
         add_chat(folder, characters, SPECIAL, TEMPLATE, **files)
 
     def chats(self, folder, tokenizer):
-        """Two images of other shapes, of which the second is made smaller; and an image with a video."""
+        """Returns a chat with two images of other shapes, the second downscaled, and one with an image and a video."""
         encode, shown = tokenizer.encode, [SHADES[:, :width] for width in (8, 30)]
         first, second = (image(PIL.Image.fromarray(one)) for one in shown)
         processed = [Processor.read(folder)(one) for one in shown]
@@ -149,7 +149,7 @@ class Qwen3VL(Checkpoint):
 
 
 CHECKPOINTS = [
-    Qwen3VL(  # whose text has two layers beyond those that DeepStack adds something to
+    Qwen3VL(  # the text model has two layers beyond those with DeepStack
         "qwen3_vl", architecture="Qwen3VLForConditionalGeneration", text_names=("qwen3_vl_text", "Qwen3VLTextModel"),
         deep=[0, 3], num_hidden_layers=4, restated=(),
         parameters={

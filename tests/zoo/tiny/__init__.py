@@ -2,10 +2,10 @@
 
 Each module here is a family, and has
 - `CONFIGS`, its checkpoints by name. The first is also split over meshes, so its layers repeat twice or three times;
-- `STACK`, the one that stands for the family where one is enough: its layers have every kind of cache that the family
-  knows, and lie in a head, a period and a tail, if they can. What the others add shows in their logits;
-- `PARAMETERS`, how many numbers the released models have, as the Hub shows them (duplicate and stale tensors left out);
-  those of a name count for its instruct and chat twins too;
+- `STACK`, the checkpoint that represents the family in tests that need only one. Its layers have every kind of cache of
+  the family and, if possible, form a head, a period and a tail. Other checkpoints' features show in their logits;
+- `PARAMETERS`, the released models' numbers of parameters, as the Hub shows them (without duplicate and stale tensors);
+  the number of a name is also that of its instruct and chat twins;
 - `shapes(config)`, the tensors of a checkpoint, written out and not taken from the code under test.
 
 Norms are not ones and logits are of size 10, because defaults hide errors; sequences are longer than every window,
@@ -25,7 +25,7 @@ import safetensors.numpy
 import tokenizers
 
 
-# What every family's config.json says, as a start for its own.
+# Common keys of the families' config.json files.
 COMMON = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, hidden_act="silu", rope_theta=10000.0,
@@ -36,7 +36,7 @@ TOKENS = np.random.RandomState(0).randint(0, 64, (2, 40))
 
 
 def attention(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer's attention as Llama has it, with biases where the config says so: name -> shape."""
+    """Returns the tensors of a layer's attention like Llama's, with biases if the config says so: name -> shape."""
     d, head = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     heads = config["num_attention_heads"]
     q, kv = heads * head, (config.get("num_key_value_heads") or heads) * head
@@ -50,7 +50,7 @@ def attention(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
 
 
 def mlp(path: str, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Tensors of a gated MLP as Llama has it: name -> shape."""
+    """Returns the tensors of a gated MLP like Llama's: name -> shape."""
     return {
         f"{path}.gate_proj.weight": (width, hidden),
         f"{path}.up_proj.weight": (width, hidden),
@@ -59,12 +59,12 @@ def mlp(path: str, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def biases(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The biases of linear maps with these weights."""
+    """Returns the biases of linear maps with these weights: name -> shape."""
     return {name.removesuffix("weight") + "bias": shape[:1] for name, shape in shapes.items()}
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """The values of a tensor, made of normal noise. A family's module may have its own."""
+    """Returns the values of a tensor, made of normal noise. A family's module may replace this function."""
     return 1 + 0.3 * noise if "norm" in name else 0.4 * noise
 
 
@@ -76,7 +76,7 @@ FAMILIES = {name: family for family, module in MODULES.items() for name in modul
 
 
 def tensors(name: str) -> dict[str, np.ndarray]:
-    """Random float32 tensors from numpy's legacy generator, whose stream never changes."""
+    """Returns random float32 tensors from numpy's legacy generator, whose stream never changes."""
     random, module = np.random.RandomState(1), MODULES[FAMILIES[name]]
     make = getattr(module, "values", values)
     shapes = sorted(module.shapes(CONFIGS[name]).items())
@@ -84,7 +84,7 @@ def tensors(name: str) -> dict[str, np.ndarray]:
 
 
 def write(folder: pathlib.Path, name: str, **changes: Any) -> pathlib.Path:
-    """The checkpoint called `name`, as files; `changes` overwrite keys of its config.json."""
+    """Writes the files of the checkpoint `name`; `changes` overwrite keys of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
     safetensors.numpy.save_file(tensors(name), folder / "model.safetensors", metadata={"format": "pt"})
@@ -92,13 +92,13 @@ def write(folder: pathlib.Path, name: str, **changes: Any) -> pathlib.Path:
 
 
 def golden() -> dict[str, np.ndarray]:
-    """transformers' logits of TOKENS, by checkpoint, as make_golden.py wrote them."""
+    """Returns transformers' logits of TOKENS, by checkpoint, as make_golden.py wrote them."""
     folder = pathlib.Path(__file__).parents[1] / "golden"
     return {name: array for path in sorted(folder.glob("*.npz")) for name, array in np.load(path).items()}
 
 
 def write_tokenizer(folder: pathlib.Path) -> None:
-    """A tokenizer of 64 tokens: the space, letters, digits, and the end."""
+    """Writes a tokenizer of 64 tokens: the space, letters, digits, and the end."""
     characters = " " + string.ascii_letters + string.digits
     vocabulary = {character: i for i, character in enumerate(characters)} | {"<end>": 63}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))

@@ -31,7 +31,7 @@ PARAMETERS = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v, width = config["hidden_size"], config["vocab_size"], config["moe_intermediate_size"]
     out: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (v, d),
@@ -53,7 +53,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def latent_attention(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer's attention."""
+    """Returns the tensors of a layer's attention: name -> shape."""
     d, heads, latent, rank = (config[k] for k in ("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank"))
     nope, rope, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     out: dict[str, tuple[int, ...]] = {
@@ -70,5 +70,5 @@ def latent_attention(config: dict[str, Any], layer: str) -> dict[str, tuple[int,
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Experts' outputs are scaled up, so their weights are smaller."""
+    """Returns values that are smaller for experts, because experts' outputs are scaled up."""
     return tiny.values(name, noise) * (0.4 if "expert" in name else 1.0)

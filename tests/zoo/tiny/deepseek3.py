@@ -39,7 +39,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub, without the module that predicts one more token."""
+    """Returns tensor name -> shape, as stored on the Hub, without the MTP module."""
     experts, first = config["n_routed_experts"], config["first_k_dense_replace"]
     moe = range(first, config["num_hidden_layers"])
     biases = {f"model.layers.{n}.mlp.gate.e_score_correction_bias": (experts,) for n in moe}
@@ -47,7 +47,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Those of the module that predicts one more token: a layer, with copies of the embedding and the head."""
+    """Returns the tensors of the MTP module: a layer, with copies of the embedding and the head."""
     d, v, n = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
     layer, more = f"model.layers.{n}.", shapes(config | dict(num_hidden_layers=n + 1))
     out = {name: shape for name, shape in more.items() if name.startswith(layer)}
@@ -57,5 +57,5 @@ def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """As V2's, and a bias that changes some of the choices."""
+    """Returns V2's values, and a bias that changes some of the choices."""
     return 0.1 * noise if "bias" in name else deepseek2.values(name, noise)

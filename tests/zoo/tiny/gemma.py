@@ -7,7 +7,7 @@ import numpy as np
 from tests.zoo.tiny import COMMON, attention, mlp
 
 
-# A released file: the activation "gelu" is tanh's approximation, and tied embeddings go without saying.
+# A released file: the activation "gelu" is tanh's approximation, and tied embeddings are not stated.
 GEMMA = {k: v for k, v in COMMON.items() if k != "tie_word_embeddings"} | dict(
     model_type="gemma", architectures=["GemmaForCausalLM"], rms_norm_eps=1e-6, hidden_act="gelu",
     hidden_activation=None, attention_bias=False, num_key_value_heads=1, rope_scaling=None,
@@ -27,7 +27,7 @@ PARAMETERS = {"gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d = config["hidden_size"]
     out: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], d),
@@ -43,5 +43,5 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """The values of a tensor, made of normal noise. Norms are stored less 1."""
+    """Returns the values of a tensor, made of normal noise. Norms are stored minus 1."""
     return 0.3 * noise

@@ -30,7 +30,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layerno
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d = config["hidden_size"]
     out: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], d),
@@ -46,5 +46,5 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """The values of a tensor, made of normal noise. Norms are stored less 1."""
+    """Returns the values of a tensor, made of normal noise. Norms are stored minus 1."""
     return 0.3 * noise

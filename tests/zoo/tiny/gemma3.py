@@ -38,7 +38,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layerno
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub by the text-only models."""
+    """Returns tensor name -> shape, as stored on the Hub by the text-only models."""
     d = config["hidden_size"]
     out: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], d),
@@ -55,12 +55,12 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """The values of a tensor, made of normal noise. Norms are stored less 1."""
+    """Returns the values of a tensor, made of normal noise. Norms are stored minus 1."""
     return 0.3 * noise
 
 
 def vision_parameters(config: dict[str, Any]) -> int:
-    """How many parameters a checkpoint has beside its text model: SigLIP's tower, and the projection of its output."""
+    """Returns the number of parameters beside the text model: SigLIP's tower, and the projection of its output."""
     if "vision_config" not in config:
         return 0
     c = config["vision_config"]

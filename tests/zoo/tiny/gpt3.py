@@ -25,7 +25,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as transformers saves them; Conv1D's matrices are (in, out)."""
+    """Returns tensor name -> shape, as transformers saves them; Conv1D's matrices are (in, out)."""
     d, inner = config["n_embd"], config.get("n_inner") or 4 * config["n_embd"]
     norm = lambda name: {f"transformer.{name}.{part}": (d,) for part in ("weight", "bias")}
     out: dict[str, tuple[int, ...]] = norm("ln_f") | {

@@ -19,7 +19,7 @@ YARN = dict(
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS | dict(rope_scaling=YARN, experts_per_token=2, initial_context_length=16),
-    # As transformers 5 writes it, with layers in another order, and limits that nearly every token reaches.
+    # In the form of transformers 5, with layers in another order, and limits that nearly every token reaches.
     "gpt_oss-new": {k: v for k, v in GPT_OSS.items() if k != "rope_theta"}
     | dict(
         rope_parameters=YARN | dict(rope_theta=10000.0), num_local_experts=5, num_experts_per_tok=3,
@@ -32,7 +32,7 @@ PARAMETERS = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub in 16 bits."""
+    """Returns tensor name -> shape, as stored on the Hub in 16 bits."""
     d, v, width, experts = (config[k] for k in ("hidden_size", "vocab_size", "intermediate_size", "num_local_experts"))
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:
@@ -51,5 +51,5 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """The values of a tensor, made of normal noise. The product of gate and up grows fast, so experts are smaller."""
+    """Returns values that are smaller for experts, because the product of gate and up grows fast."""
     return 1 + 0.3 * noise if "norm" in name else (0.25 if "experts" in name else 0.4) * noise

@@ -23,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_local_experts=8, num_experts_per_tok=3, intermediate_size=24, normalization_function="rmsnorm",
         init_method="mup",
     ),
-    # As transformers 5 writes it: a head, a period of two twice, and a tail; all biases, groups and a limited step.
+    # In the form of transformers 5: a head, a period of two twice, and a tail; all biases, groups and a limited step.
     "granite4-dense-new": {k: v for k, v in GRANITE4.items() if k not in ("rope_theta", "rope_scaling")}
     | dict(
         num_hidden_layers=6, num_local_experts=0, num_experts_per_tok=0, num_key_value_heads=4,
@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_bias=True, mamba_proj_bias=True, mamba_n_groups=2, mamba_n_heads=8, mamba_d_head="auto",
         mamba_expand=3, mamba_d_conv=3, time_step_limit=[0.05, 0.4], tie_word_embeddings=False,
     ),
-    # No kinds of layers are stated, and so all are Mamba-2, of which transformers 5.23 cannot make a cache.
+    # No kinds of layers are stated, so all are Mamba-2, for which transformers 5.23 cannot make a cache.
     "granite4-mamba": GRANITE4
     | dict(num_hidden_layers=2, num_local_experts=0, num_experts_per_tok=0, mamba_conv_bias=False, use_cache=False),
 }  # fmt: skip
@@ -44,7 +44,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     c, d, v = config, config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not c["tie_word_embeddings"]:
@@ -65,7 +65,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def mamba2(c: dict[str, Any], path: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a Mamba-2 layer: name -> shape."""
+    """Returns the tensors of a Mamba-2 layer: name -> shape."""
     d, heads, inner = c["hidden_size"], c["mamba_n_heads"], c["mamba_expand"] * c["hidden_size"]
     channels = inner + 2 * c["mamba_n_groups"] * c["mamba_d_state"]
     matrices: dict[str, tuple[int, ...]] = {
@@ -79,5 +79,5 @@ def mamba2(c: dict[str, Any], path: str) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Steps small enough for a state to reach over many tokens."""
+    """Returns values with steps so small that a state reaches over many tokens."""
     return noise - 2 if name.endswith("dt_bias") else usual(name, noise)

@@ -25,7 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, linear_attn_config=LINEAR | dict(kda_layers=[1, 2, 4], full_attn_layers=[3, 5, 6]),
         head_dim=8, rope_theta=10000.0,
     ),
-    "kimi_linear-groups-new": KIMI_LINEAR  # as transformers writes it
+    "kimi_linear-groups-new": KIMI_LINEAR  # in transformers' form
     | dict(
         num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"],
         mlp_layer_types=["dense", "dense", "sparse"], linear_head_dim=10, linear_num_heads=2, linear_conv_kernel_dim=3,
@@ -38,7 +38,7 @@ PARAMETERS = {"kimi-linear-48b-a3b": 49_122_681_728}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v, width, experts = (config[k] for k in ("hidden_size", "vocab_size", "moe_intermediate_size", "num_experts"))
     linear = config.get("linear_attn_config") or dict(
         head_dim=config["linear_head_dim"], num_heads=config["linear_num_heads"],
@@ -67,12 +67,12 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def latent_attention(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer with latent attention: DeepSeek's without ranks of queries."""
+    """Returns the tensors of a layer with latent attention: DeepSeek's without ranks of queries."""
     return deepseek2.latent_attention(config | dict(q_lora_rank=None), layer)
 
 
 def delta_attention(linear: dict[str, Any], hidden: int, layer: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer with Kimi Delta Attention."""
+    """Returns the tensors of a layer with Kimi Delta Attention."""
     heads, dim, width = linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
     channels = heads * dim
     out: dict[str, tuple[int, ...]] = {"A_log": (1, 1, heads, 1), "dt_bias": (channels,)}
@@ -85,8 +85,9 @@ def delta_attention(linear: dict[str, Any], hidden: int, layer: str) -> dict[str
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """A router's bias that changes some of the choices; decays of which some last for many tokens; and, as SmolLM3's,
-    queries that see more than one key."""
+    """Returns values for which a router's bias changes some of the choices, some decays last for many tokens and, as in
+    SmolLM3's, queries see more than one key.
+    """
     if name.endswith(("e_score_correction_bias", "q_proj.weight")):
         return 0.1 * noise
     return noise - 2 if name.endswith("dt_bias") else tiny.values(name, noise)

@@ -11,11 +11,11 @@ LONG = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0, 1.5,
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_theta")} | dict(num_key_value_heads=4),
-    "llama-rope3": LLAMA | dict(rope_scaling=ROPE, max_position_embeddings=16),  # which is the original context, too
+    "llama-rope3": LLAMA | dict(rope_scaling=ROPE, max_position_embeddings=16),  # this is also the original context
     "llama-rope3-new": {k: v for k, v in LLAMA.items() if k != "rope_theta"}
     | dict(rope_parameters=ROPE | dict(rope_theta=10000.0, original_max_position_embeddings=16)),
     "llama-linear": LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)),
-    # With what SmolLM2, Unsloth, a training run and generation leave behind.
+    # With keys that SmolLM2, Unsloth, a training run and generation leave behind.
     "llama-dynamic": LLAMA
     | dict(
         rope_scaling=dict(type="dynamic", factor=2.0), max_position_embeddings=16, num_key_value_heads=None,
@@ -36,7 +36,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v = config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:

@@ -15,7 +15,7 @@ LLAMA4 = COMMON | dict(
     attention_chunk_size=8, attention_bias=False, attn_temperature_tuning=True, attn_scale=0.5, floor_scale=4,
     use_qk_norm=True, router_aux_loss_coef=0.001, router_jitter_noise=0.0, output_router_logits=False, pad_token_id=0,
 )  # fmt: skip
-# A step without a ramp, as Scout has it.
+# A step without a ramp, as in Scout.
 ROPE = dict(
     rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=16
 )
@@ -38,7 +38,7 @@ PARAMETERS = {"llama4-scout": 107_769_861_120, "llama4-maverick": 400_711_848_96
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v, width = (config[key] for key in ("hidden_size", "vocab_size", "intermediate_size"))
     layers, step = config["num_hidden_layers"], config["interleave_moe_layer_step"]
     moe_layers = config.get("moe_layers") or range(step - 1, layers, step)
@@ -61,18 +61,20 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Queries small enough not to see one key alone; and experts, so that bfloat16's changes of choice weigh little."""
+    """Returns values with queries small enough to see several keys, and small experts, so that bfloat16's changes of
+    choice weigh little.
+    """
     scale = {"q_proj.weight": 0.1, "experts.down_proj": 0.05}
     return next((scale[end] * noise for end in scale if name.endswith(end)), usual(name, noise))
 
 
 def vision_parameters(config: dict[str, Any]) -> int:
-    """How many numbers a checkpoint with this config.json has beside the text model's."""
+    """Returns the number of parameters that a checkpoint with this config.json has beside the text model."""
     return sum(math.prod(shape) for shape in vision_shapes(config).values())
 
 
 def vision_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of what a checkpoint with this config.json has beside the text model."""
+    """Returns tensor name -> shape, for the tensors beside the text model."""
     c = config["vision_config"]
     d, width, patch = c["hidden_size"], c["intermediate_size"], c["patch_size"]
     linear = lambda name, o, i: {f"vision_model.{name}.weight": (o, i), f"vision_model.{name}.bias": (o,)}

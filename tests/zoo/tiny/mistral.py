@@ -37,7 +37,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v = config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:
@@ -50,7 +50,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def vision_parameters(config: dict[str, Any]) -> int:
-    """How many parameters a checkpoint has beside its text model: Pixtral's tower, and the projection of its output."""
+    """Returns the number of parameters beside the text model: Pixtral's tower, and the projection of its output."""
     if "vision_config" not in config:
         return 0
     c, embed = config["vision_config"], config["text_config"]["hidden_size"]
@@ -62,5 +62,5 @@ def vision_parameters(config: dict[str, Any]) -> int:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """The values of a tensor, made of normal noise; so that attention is not so sharp that it magnifies rounding."""
+    """Returns the values of a tensor, so small that attention is not sharp enough to magnify rounding."""
     return 1 + 0.3 * noise if "norm" in name else 0.3 * noise

@@ -8,7 +8,7 @@ from tests.zoo.tiny import COMMON, biases
 from tests.zoo.tiny import values as usual
 
 
-# transformers takes time_step_min for the least step of the model, and not only of random weights.
+# transformers uses time_step_min as the model's least step, and not only for random weights.
 NEMOTRON_H = {k: v for k, v in COMMON.items() if k not in ("hidden_act", "rope_theta")} | dict(
     model_type="nemotron_h", architectures=["NemotronHForCausalLM"], attention_bias=False, chunk_size=16,
     conv_kernel=4, expand=2, layer_norm_epsilon=1e-5, mamba_head_dim=16, mamba_hidden_act="silu", mamba_num_heads=4,
@@ -23,7 +23,7 @@ EXPERTS = dict(
 )  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    # As Nemotron 3 Super's file has it.
+    # In the form of Nemotron 3 Super's file.
     "nemotron_h": NEMOTRON_H
     | EXPERTS
     | dict(
@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         mamba_ssm_cache_dtype="float32", partial_rotary_factor=1.0, rope_theta=10000, num_nextn_predict_layers=1,
         mtp_hybrid_override_pattern="*E", time_step_limit=[0.0, float("inf")],
     ),
-    # As transformers 5 writes it: a period of two, a layer, and layers of one kind, so three scans; all biases.
+    # In the form of transformers 5: a period of two, a layer, and layers of one kind, so three scans; all biases.
     "nemotron_h-mlp-new": {k: v for k, v in NEMOTRON_H.items() if k != "num_hidden_layers"}
     | dict(
         layers_block_type=["linear_attention", "mlp"] * 3 + ["full_attention"] + ["linear_attention"] * 5,
@@ -53,7 +53,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub, without the modules that predict one more token."""
+    """Returns tensor name -> shape, as stored on the Hub, without the MTP modules."""
     c, d, v = config, config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (v, d), "backbone.norm_f.weight": (d,)}
     out["lm_head.weight"] = (v, d)
@@ -66,7 +66,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Those of the module that predicts one more token."""
+    """Returns the tensors of the MTP module."""
     d, first, second = config["hidden_size"], "mtp.layers.0", "mtp.layers.1"
     norms = f"{first}.enorm", f"{first}.hnorm", f"{first}.norm", f"{second}.norm", f"{second}.final_layernorm"
     out: dict[str, tuple[int, ...]] = {f"{norm}.weight": (d,) for norm in norms}
@@ -116,7 +116,7 @@ def experts(c: dict[str, Any], path: str) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Steps small enough for a state to reach over many tokens, and a router's bias that changes some choices."""
+    """Returns values with small steps, so that a state reaches far, and a router's bias that changes some choices."""
     if name.endswith("dt_bias"):
         return noise - 2
     if name.endswith(("q_proj.weight", "correction_bias")):

@@ -31,7 +31,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v = config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:
@@ -46,5 +46,5 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """The values of a tensor, made of normal noise; so that attention is not so sharp that it magnifies rounding."""
+    """Returns the values of a tensor, so small that attention is not sharp enough to magnify rounding."""
     return 1 + 0.3 * noise if "norm" in name else 0.25 * noise

@@ -20,7 +20,7 @@ def sliding(types: str) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "qwen3-tied": QWEN3 | dict(tie_word_embeddings=True),
-    "qwen3-yarn": QWEN3 | dict(rope_scaling=YARN, max_position_embeddings=16),  # which is the original context, too
+    "qwen3-yarn": QWEN3 | dict(rope_scaling=YARN, max_position_embeddings=16),  # this is also the original context
     "qwen3-window-tail": QWEN3 | sliding("ssfssfss"),
     "qwen3-window-head": QWEN3 | sliding("ffsfsfs"),
     "qwen3-window-max": QWEN3
@@ -34,7 +34,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:

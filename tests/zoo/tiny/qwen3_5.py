@@ -12,7 +12,7 @@ QWEN3_5 = {k: v for k, v in COMMON.items() if k not in ("rope_theta", "torch_dty
     dtype="float32", rms_norm_eps=1e-6, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_num_key_heads=2,
     attn_output_gate=True, mamba_ssm_dtype="float32", mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
 )  # fmt: skip
-AXES = dict(mrope_interleaved=True, mrope_section=[1, 1, 0])  # of text, without effect
+AXES = dict(mrope_interleaved=True, mrope_section=[1, 1, 0])  # for text, without effect
 LINEAR, FULL = "linear_attention", "full_attention"
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -23,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=16, mlp_only_layers=[],
         rope_parameters=AXES | dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
     ),
-    # There is a head, a period and a tail.
+    # This one has a head, a period and a tail.
     "qwen3_5": QWEN3_5
     | dict(
         model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], num_hidden_layers=6,
@@ -41,7 +41,7 @@ PARAMETERS = {
     "qwen3.5-122b-a10b": 122_111_526_912, "qwen3.5-397b-a17b": 396_346_350_336, "qwen3.6-27b": 26_895_998_464,
     "qwen3.6-35b-a3b": 34_660_610_688, "qwen3.8-27b": 26_895_998_464,
 }  # fmt: skip
-# Of the module that predicts one more token.
+# Numbers of parameters of the MTP module.
 MTP_PARAMETERS = {
     "qwen3.5-0.8b": 20_452_864, "qwen3.5-2b": 60_828_160, "qwen3.5-4b": 120_599_552, "qwen3.5-9b": 243_290_624,
     "qwen3.5-27b": 424_699_392, "qwen3.5-35b-a3b": 844_640_768, "qwen3.5-122b-a10b": 2_523_679_232,
@@ -51,7 +51,7 @@ MTP_PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub (there with `language_model.` after `model.`), without MTP."""
+    """Returns tensor name -> shape, as stored on the Hub (there with `language_model.` after `model.`), without MTP."""
     d, v, layers = (config[key] for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:
@@ -64,7 +64,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def layer(config: dict[str, Any], path: str, kind: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer: name -> shape."""
+    """Returns the tensors of a layer: name -> shape."""
     c, d = config, config["hidden_size"]
     out = {f"{path}.{norm}.weight": (d,) for norm in ("input_layernorm", "post_attention_layernorm")}
     if kind == FULL:
@@ -98,19 +98,19 @@ def layer(config: dict[str, Any], path: str, kind: str) -> dict[str, tuple[int, 
 
 
 def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Those of the module that predicts one more token."""
+    """Returns the tensors of the MTP module."""
     d = config["hidden_size"]
     norms = {f"mtp.{norm}.weight": (d,) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     return layer(config, "mtp.layers.0", FULL) | norms | {"mtp.fc.weight": (d, 2 * d)}
 
 
 def vision_parameters(config: dict[str, Any]) -> int:
-    """How many numbers a checkpoint with this config.json has beside the text model's and MTP's."""
+    """Returns the number of parameters that a checkpoint with this config.json has beside the text model and MTP."""
     return sum(math.prod(shape) for shape in vision_shapes(config).values())
 
 
 def vision_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of what a checkpoint with this config.json has beside the text model and MTP."""
+    """Returns tensor name -> shape, for the tensors beside the text model and MTP."""
     c = config["vision_config"]
     d, width, patch, merge = c["hidden_size"], c["intermediate_size"], c["patch_size"], c["spatial_merge_size"] ** 2
     linear = lambda name, o, *i: {f"model.visual.{name}.weight": (o, *i), f"model.visual.{name}.bias": (o,)}
@@ -126,9 +126,9 @@ def vision_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Norms store their distance from one, except the one within a linear layer.
+    """Returns values with norms stored as their distance from one, except the norm within a linear layer.
 
-    With 0.4 everywhere, half a unit in the last place of the weights would move the gradients by 1.2e-5.
+    With 0.4 everywhere, half a unit in the last place of the weights would change the gradients by 1.2e-5.
     """
     if "norm" in name:
         return 0.3 * noise + ("linear_attn.norm" in name)

@@ -11,13 +11,13 @@ QWEN3_MOE = COMMON | dict(
 )  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    # As the Coder's file has it.
+    # In the form of the Coder's file.
     "qwen3_moe": QWEN3_MOE
     | dict(
         num_experts=8, norm_topk_prob=True, mlp_only_layers=[], max_window_layers=3, use_sliding_window=False,
         sliding_window=None, rope_scaling=None, qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0,
     ),
-    # As transformers 5 writes it. Layers 3 and 5 have experts: there is a head, a period and a tail.
+    # In the form of transformers 5. Layers 3 and 5 have experts: there is a head, a period and a tail.
     "qwen3_moe-dense-new": {k: v for k, v in QWEN3_MOE.items() if k not in ("rope_theta", "head_dim")}
     | dict(
         num_local_experts=6, num_hidden_layers=7, decoder_sparse_step=2, mlp_only_layers=[1], tie_word_embeddings=True,
@@ -33,7 +33,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     d, v = config["hidden_size"], config["vocab_size"]
     head = config.get("head_dim") or d // config["num_attention_heads"]
     experts = config.get("num_experts") or config["num_local_experts"]

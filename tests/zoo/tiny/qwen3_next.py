@@ -16,13 +16,13 @@ QWEN3_NEXT = COMMON | dict(
 LAYERS = ["full_attention" if kind == "f" else "linear_attention" for kind in "llflfl"]
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    # As the Hub's file has it, but for every second layer with attention and not every fourth.
+    # In the form of the Hub's file, except that every second layer has attention and not every fourth.
     "qwen3_next": QWEN3_NEXT
     | dict(
         num_experts=8, num_hidden_layers=4, full_attention_interval=2, norm_topk_prob=True, decoder_sparse_step=1,
         mlp_only_layers=[], partial_rotary_factor=0.25, rope_scaling=None, use_sliding_window=False,
     ),
-    # As transformers 5 writes it. Layers 1 and 3 have experts: there is a head, a period of two layers and a tail.
+    # In the form of transformers 5. Layers 1 and 3 have experts: there is a head, a period of two layers and a tail.
     "qwen3_next-dense-new": {k: v for k, v in QWEN3_NEXT.items() if k != "rope_theta"}
     | dict(
         num_experts=6, num_hidden_layers=6, layer_types=LAYERS, norm_topk_prob=False, decoder_sparse_step=2,
@@ -35,7 +35,7 @@ PARAMETERS = dict.fromkeys(("qwen3-next-80b-a3b", "qwen3-coder-next"), 79_674_39
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub, without the module that predicts one more token."""
+    """Returns tensor name -> shape, as stored on the Hub, without the MTP module."""
     d, v = config["hidden_size"], config["vocab_size"]
     every = config.get("full_attention_interval", 4)
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
@@ -78,14 +78,14 @@ def layer(config: dict[str, Any], path: str, full: bool, sparse: bool) -> dict[s
 
 
 def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Those of the module that predicts one more token."""
+    """Returns the tensors of the MTP module."""
     d = config["hidden_size"]
     norms = {f"mtp.{norm}.weight": (d,) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     return {"mtp.fc.weight": (d, 2 * d)} | norms | layer(config, "mtp.layers.0", full=True, sparse=True)
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Norms scale by 1 + weight, but for that of a linear layer; states remember a few tokens, or many."""
+    """Returns values for norms that scale by 1 + weight, except a linear layer's. States last few tokens, or many."""
     if "A_log" in name:
         return noise - 1
     if "linear_attn.norm" in name:

@@ -8,10 +8,10 @@ from tests.zoo.tiny import COMMON, attention, mlp, qwen3_5
 QWEN3_VL = {k: v for k, v in COMMON.items() if k not in ("torch_dtype", "head_dim")} | dict(
     dtype="float32", rms_norm_eps=1e-6
 )
-AXES = dict(mrope_interleaved=True, mrope_section=[4, 2, 2])  # of text, without effect
+AXES = dict(mrope_interleaved=True, mrope_section=[4, 2, 2])  # for text, without effect
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    # As transformers 5 writes it. Layers 3 and 5 have experts: there is a head, a period and a tail.
+    # In the form of transformers 5. Layers 3 and 5 have experts: there is a head, a period and a tail.
     "qwen3_vl-moe": {k: v for k, v in QWEN3_VL.items() if k != "rope_theta"}
     | dict(
         model_type="qwen3_vl_moe_text", architectures=["Qwen3VLMoeTextModel"], head_dim=8, attention_bias=True,
@@ -32,7 +32,7 @@ PARAMETERS = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub (there with `language_model.` after `model.`)."""
+    """Returns tensor name -> shape, as stored on the Hub (there with `language_model.` after `model.`)."""
     c, d, v = config, config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
     if not c["tie_word_embeddings"]:
@@ -52,7 +52,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def vision_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of the tower of a checkpoint with this config.json: Qwen3.5's, and what DeepStack adds."""
+    """Returns tensor name -> shape for the checkpoint's tower: Qwen3.5's, and DeepStack's tensors."""
     c = config["vision_config"]
     wide = c["spatial_merge_size"] ** 2 * c["hidden_size"]
     linear = lambda name, o, *i: {f"model.visual.{name}.weight": (o, *i), f"model.visual.{name}.bias": (o,)}
@@ -65,7 +65,7 @@ def vision_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def vision_parameters(config: dict[str, Any]) -> int:
-    """How many numbers a checkpoint with this config.json has beside the text model's."""
+    """Returns the number of parameters that a checkpoint with this config.json has beside the text model."""
     import math
 
     return sum(math.prod(shape) for shape in vision_shapes(config).values())

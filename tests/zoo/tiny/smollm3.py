@@ -34,7 +34,7 @@ PARAMETERS = {"smollm3-3b": 3_075_098_624}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as stored on the Hub."""
+    """Returns tensor name -> shape, as stored on the Hub."""
     config = dict(num_key_value_heads=4, mlp_bias=False, tie_word_embeddings=True) | config
     d, v = config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
@@ -49,5 +49,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Queries small enough not to see one key alone, which would leave float32 four digits of the logits."""
+    """Returns values with queries so small that they see several keys. With one, logits would keep four digits of
+    float32.
+    """
     return 0.1 * noise if name.endswith("q_proj.weight") else usual(name, noise)

@@ -1,6 +1,7 @@
 """Readers of each kind of file: from a path on this machine, and the file's name for messages, to its records.
 
-Each raises a ValueError that names the file if it is damaged, or an ImportError that says which package is missing.
+A reader raises a ValueError that names the file if it is damaged, or an ImportError that names the missing package. The
+third argument of a reader is whether to read every column, and not only those of `train.data.record.KEYS`.
 """
 
 from collections.abc import Callable

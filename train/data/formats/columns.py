@@ -1,4 +1,4 @@
-"""Reads tables, whose rows are records: parquet, and Arrow as Hugging Face `datasets` writes it."""
+"""Readers of tables, whose rows are records: parquet, and Arrow as Hugging Face `datasets` writes it."""
 
 import collections
 import pathlib
@@ -11,16 +11,16 @@ from train.data.record import KEYS, Records
 
 
 EOS = b"\xff\xff\xff\xff\0\0\0\0"  # ends a stream of Arrow, https://arrow.apache.org/docs/format/Columnar.html
-MEMORY = 2**30  # bytes of row groups of all parquet files that are kept, as they are in memory
+MEMORY = 2**30  # largest size in memory, in bytes, of the cached row groups of all parquet files
 
 
 def _chosen(names: list[str], every: bool) -> list[str]:
-    """Returns the columns to read. Where none is known all are, so that a message can name them."""
+    """Returns the columns to read. If no column is known, these are all of them, so that a message can name them."""
     return names if every else [name for name in names if name in KEYS] or names
 
 
 class _Groups:
-    """The row groups that were read last."""
+    """A cache of the row groups that were read last."""
 
     def __init__(self) -> None:
         self.tables: collections.OrderedDict[tuple[str, int], Any] = collections.OrderedDict()
@@ -46,10 +46,10 @@ GROUPS = _Groups()
 
 
 def read_parquet(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens rows. A row is read with its row group, and the groups read last are kept, up to `MEMORY` of all files.
+    """Opens the rows of a parquet file. A row is read with its row group; the last groups are cached, up to `MEMORY`.
 
-    So data that fits there, and data read in its order, is read once. Other data in random order is slow, since a group
-    is read for each of its rows; `python -m train.prepare` reads in order.
+    So data that fits into the cache, and data that is read in order, is read once. Other data in random order is slow,
+    since a group is read for each of its rows; `python -m train.prepare` reads in order.
     """
     try:
         from pyarrow import parquet
@@ -72,7 +72,7 @@ def read_parquet(file: pathlib.Path, name: str, every: bool) -> Records:
 
 
 def read_arrow(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens the rows of an Arrow stream or file, memory-mapped: nothing is read before it is asked for."""
+    """Opens the rows of an Arrow stream or file, memory-mapped: rows are read on demand."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -93,7 +93,7 @@ def read_arrow(file: pathlib.Path, name: str, every: bool) -> Records:
 
     def read(index: int) -> Any:
         row = table.slice(index, 1)
-        row.validate(full=True)  # otherwise places that point out of the file are read
+        row.validate(full=True)  # otherwise offsets that point out of the file would be followed
         return row.to_pylist()[0]
 
     return Records(name, len(table), read)

@@ -1,4 +1,4 @@
-"""Reads ArrayRecord and TFRecord files, whose records are each a tf.train.Example, or a text in UTF-8."""
+"""Readers of ArrayRecord and TFRecord files. Each of their records is a tf.train.Example, or a text in UTF-8."""
 
 import pathlib
 import signal
@@ -21,7 +21,7 @@ from train.data.record import KEYS, Records
 # ======================================================================================================================
 
 
-# Reads all records. Prints each file's name first, so that the last name is that of the file that ended the process.
+# Reads all records. Prints each file's name first, so that the last name printed is the file that ended the process.
 READ_ARRAY_RECORDS = """
 import sys
 from array_record.python.array_record_module import ArrayRecordReader
@@ -39,12 +39,12 @@ for file in sys.argv[1:]:
 
 
 def check_array_records(files: Sequence[pathlib.Path], names: Sequence[str] = ()) -> None:
-    """Reads all records of ArrayRecord files in another process: damaged files can crash the native code.
+    """Reads all records of ArrayRecord files in another process, as damaged files can crash the native code.
 
-    Each file is read once: the cache folder keeps a note of those that are whole, until they change.
+    Each file is read once: the cache folder records which files are whole, until they change.
 
     Raises:
-        ValueError: a file is damaged; names it, as in `names` if they are given.
+        ValueError: a file is damaged. It is named as in `names`, if these are given.
     """
     noted = [cache.folder("whole") / cache.name_of(cache.key_of(file)) for file in files]
     unread = {str(file): note for file, note in zip(files, noted, strict=True) if not note.exists()}
@@ -67,7 +67,7 @@ def check_array_records(files: Sequence[pathlib.Path], names: Sequence[str] = ()
 
 
 def read_array_record(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens a file of ArrayRecord. See `check_array_records`, which must have read it."""
+    """Opens an ArrayRecord file. `check_array_records` must have read it before."""
     try:
         source = grain.sources.ArrayRecordDataSource([str(file)])
         length = len(source)  # pyright: ignore[reportArgumentType] (its type differs on Windows)
@@ -77,10 +77,10 @@ def read_array_record(file: pathlib.Path, name: str, every: bool) -> Records:
 
 
 def read_tfrecord(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens a file of TFRecord: finds where its records begin by their lengths, and reads them on demand.
+    """Opens a TFRecord file: finds the beginnings of its records by their lengths, and reads records on demand.
 
-    A record is its length in 8 bytes, the masked CRC-32C of these, its bytes, and their masked CRC-32C. Both are
-    checked. https://www.tensorflow.org/tutorials/load_data/tfrecord
+    A record is its length in 8 bytes, the masked CRC-32C of these, its bytes, and their masked CRC-32C. Both checksums
+    are verified. https://www.tensorflow.org/tutorials/load_data/tfrecord
     """
     try:
         import google_crc32c
@@ -106,7 +106,7 @@ def _masked(crc: int) -> bytes:
 
 
 def _framed(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
-    """Yields where the bytes of each record begin, and how many they are."""
+    """Yields the offset of each record's bytes, and their number. Verifies the lengths' checksums."""
     import google_crc32c
 
     size, at, number = file.stat().st_size, 0, 0
@@ -144,9 +144,8 @@ def _example_fields(data: bytes, every: bool) -> dict[str, Any]:
     """Parses a serialized tf.train.Example; returns an empty dict for anything else.
 
     Example { Features features = 1 }, Features { map<string, Feature> feature = 1 }, Feature { one of BytesList = 1,
-    FloatList = 2, Int64List = 3 }, each { repeated value = 1 }. Of keys that are not known only the names are returned,
-    unless `every` one is asked for. The lists messages/role and messages/content become one list of objects: so TFDS
-    writes these.
+    FloatList = 2, Int64List = 3 }, each { repeated value = 1 }. Unknown keys get an empty list, unless `every` key is
+    requested. The lists messages/role and messages/content become one list of objects, which TFDS splits in this way.
     """
     fields: dict[str, Any] = {}
     try:
@@ -164,12 +163,12 @@ def _example_fields(data: bytes, every: bool) -> dict[str, Any]:
                     row[tail] = value
     except (ValueError, IndexError, KeyError):
         return {}
-    # A list of one string may have been a string; ids and objects are lists always.
+    # A list of one string may have been a string; ids and objects are always in lists.
     return {key: v[0] if len(v) == 1 and isinstance(v[0], str | bytes) else v for key, v in fields.items()}
 
 
 def _values(kind: int, parts: list[bytes], every: bool) -> list[Any]:
-    """Returns the values of a feature. Of `every` key, bytes that are no text are returned as they are."""
+    """Returns the values of a feature. If `every` key is requested, bytes that are no text are returned as bytes."""
     if kind == 1:
         return [_text(part) if every else part.decode() for part in parts]
     data = b"".join(parts)
@@ -184,7 +183,7 @@ def _text(data: bytes) -> str | bytes:
 
 
 def _varints(data: bytes) -> list[int]:
-    """Returns signed numbers of 7 bits a byte, the lowest first, whose last byte is below 128."""
+    """Decodes varints: 64-bit signed numbers, 7 bits a byte, lowest bits first. The last byte of each is below 128."""
     if not data:
         return []
     found = np.frombuffer(data, np.uint8)
@@ -197,9 +196,9 @@ def _varints(data: bytes) -> list[int]:
 
 
 def _protobuf(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and the bytes of each field of a protobuf message whose fields all have a length.
+    """Yields the number and the bytes of each field of a protobuf message whose fields are all length-delimited.
 
-    So have all messages of an Example. https://protobuf.dev/programming-guides/encoding
+    All messages within an Example are such. https://protobuf.dev/programming-guides/encoding
     """
     at = 0
 

@@ -1,4 +1,4 @@
-"""Reads ids that a tokenizer has made before: Megatron's .bin with .idx, and .npy."""
+"""Readers of ids that a tokenizer has made before: Megatron's .bin with .idx, and .npy."""
 
 import pathlib
 
@@ -7,16 +7,17 @@ import numpy as np
 from train.data.record import Records
 
 
-PIECE = 16 * 1024  # ids of a one-dimensional .npy file that are a record
-# By the code in an .idx file: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+PIECE = 16 * 1024  # ids of one record of a one-dimensional .npy file
+# Code in an .idx file -> dtype: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 def read_megatron(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens the documents of an indexed data set of Megatron-LM: ids in NAME.bin, where they begin in NAME.idx.
+    """Opens the documents of an indexed data set of Megatron-LM: ids in NAME.bin, and their index in NAME.idx.
 
-    An .idx file has "MMIDIDX\\0\\0", the version 1 and a code of the dtype; the numbers of sequences and of document
-    ends; the lengths of sequences in ids, where they begin in bytes, and before which sequence each document begins.
+    An .idx file has "MMIDIDX\\0\\0", the version 1 and a code of the dtype; the number of sequences and the number of
+    document bounds; the lengths of the sequences in ids, their offsets in bytes, and the first sequence of each
+    document, followed by the number of sequences.
     """
     beside, said = file.with_suffix(".idx"), f"{name.removesuffix('.bin')}.idx"
     if not beside.exists():
@@ -33,7 +34,7 @@ def read_megatron(file: pathlib.Path, name: str, every: bool) -> Records:
     if len(data) < 34 + 12 * sequences + 8 * ends:
         raise ValueError(f"{said} is broken: it has {len(data):,} bytes, too few for {sequences:,} sequences.")
     parts = np.split(data[34 : 34 + 12 * sequences + 8 * ends], [4 * sequences, 12 * sequences])
-    # Copied, since the arrays are not aligned in the file; the documents' alone is the size of their number.
+    # Copied, since the arrays are not aligned in the file.
     lengths, starts, documents = (
         np.frombuffer(p.tobytes(), t) for p, t in zip(parts, ("<i4", "<i8", "<i8"), strict=True)
     )
@@ -52,7 +53,7 @@ def read_megatron(file: pathlib.Path, name: str, every: bool) -> Records:
 
 
 def read_npy(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens an array of ids, memory-mapped. Each row is a record; of one dimension, each `PIECE` of ids is."""
+    """Opens an array of ids, memory-mapped. A record is a row or, in one dimension, `PIECE` consecutive ids."""
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Where the records of a file begin, found by reading it through; for a large file kept in the cache folder."""
+"""Places of the records of a file, found by reading it through. The cache folder keeps those of a large file."""
 
 import array
 import pathlib
@@ -16,10 +16,10 @@ LARGE = 2**26  # bytes; a smaller file is read through in a tenth of a second
 def index(
     file: pathlib.Path, name: str, scan: Callable[[pathlib.Path, str], Iterable[tuple[int, int]]]
 ) -> UInt64[np.ndarray, "records 2"]:
-    """Returns the pairs of numbers that `scan` yields for the records of a file, memory-mapped where they were kept.
+    """Returns the pairs of numbers that `scan` yields for the records of a file. For a large file they are cached.
 
     Raises:
-        ValueError: as `scan`.
+        ValueError: as in `scan`.
     """
 
     def scanned() -> UInt64[np.ndarray, "records 2"]:

@@ -1,4 +1,4 @@
-"""Reads JSON lines, JSON lists, CSV, and plain texts."""
+"""Readers of JSON lines, JSON lists, CSV, and plain texts."""
 
 import csv
 import json
@@ -10,12 +10,12 @@ from train.data.formats.index import index
 from train.data.record import Records
 
 
-PIECE = 16 * 1024  # bytes of a .txt file that are a record; the last one can be half as long again
-LINE = 2**23  # most bytes of a .jsonl line: tokenizing it takes 150 times as much memory
+PIECE = 16 * 1024  # bytes of one record of a .txt file; the last record can be half as long again
+LINE = 2**23  # most bytes of a .jsonl line: tokenizing a line takes 150 times as much memory
 
 
 def read_json_lines(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens a file of one JSON object a line; skips empty lines. Keeps where lines begin, and reads them on demand."""
+    """Opens a file of one JSON object a line; skips empty lines. Keeps the lines' offsets, and reads them on demand."""
     starts = index(file, name, _lines)
 
     def read(index: int) -> Any:
@@ -27,7 +27,7 @@ def read_json_lines(file: pathlib.Path, name: str, every: bool) -> Records:
 
 
 def _lines(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
-    """Yields where each line begins, and its number from 1."""
+    """Yields the offset of each line, and its number from 1."""
     with open(file, "rb") as lines:
         at = 0
         for number, line in enumerate(lines, 1):
@@ -36,7 +36,7 @@ def _lines(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
                     f"{name}, line {number} has {len(line):,} bytes, and may have {LINE:,}: split its text."
                 )
             if not line.isspace():
-                # A line is parsed when it is read, but one that was cut off is better found before a long run.
+                # Lines are parsed on demand, but a line that was cut off is better reported before a long run.
                 if not line.rstrip().endswith(b"}"):
                     raise ValueError(f"{name}, line {number} is broken: each line must be a whole JSON object.")
                 yield at, number
@@ -44,7 +44,7 @@ def _lines(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
 
 
 def read_json(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens a JSON list of objects, all in memory; or JSON lines, whose files often have this suffix, too."""
+    """Opens a JSON list of objects, all in memory; or JSON lines, which often have the suffix .json, too."""
     with open(file, "rb") as stream:
         if stream.read(1024).lstrip()[:1] != b"[":
             return read_json_lines(file, name, every)
@@ -57,9 +57,9 @@ def read_json(file: pathlib.Path, name: str, every: bool) -> Records:
 
 
 def read_csv(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens a table with commas, all in memory. Its first row names the columns, and values are strings.
+    """Opens a table with commas, all in memory. The first row names the columns, and values are strings.
 
-    A field in quotes may have line breaks. So a record's place is the line where it ends.
+    A field in quotes may have line breaks, so a record's place is the line where the record ends.
     """
     csv.field_size_limit(LINE)
     with open(file, encoding="utf-8-sig", newline="") as lines:  # spreadsheets write a byte order mark
@@ -82,7 +82,7 @@ def read_csv(file: pathlib.Path, name: str, every: bool) -> Records:
 
 
 def read_text(file: pathlib.Path, name: str, every: bool) -> Records:
-    """Opens a text in pieces, of whole lines where possible; all pieces but the last are marked by `continues`."""
+    """Opens a text as pieces, of whole lines where possible. All pieces but the last have `continues` set."""
     cuts, size = index(file, name, _pieces), file.stat().st_size
 
     def read(index: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def read_text(file: pathlib.Path, name: str, every: bool) -> Records:
 
 
 def _pieces(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
-    """Yields where each piece begins and ends."""
+    """Yields the offsets of the beginning and the end of each piece."""
     size, at = file.stat().st_size, 0
     with open(file, "rb") as stream:
         while size - at > PIECE + PIECE // 2:
@@ -108,7 +108,7 @@ def _pieces(file: pathlib.Path, name: str) -> Iterator[tuple[int, int]]:
 
 
 def _cut(block: bytes) -> int:
-    """Returns where to end a piece: after the last whole line, else before the last space, or the last character."""
+    """Returns where to end a piece: after the last whole line, or else before the last space or the last character."""
     cut = block.rfind(b"\n") + 1 or block.rfind(b" ")
     if cut > 0:
         return cut
