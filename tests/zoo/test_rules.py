@@ -5,6 +5,7 @@ import ast
 import importlib
 import pathlib
 import pkgutil
+import re
 
 import pytest
 
@@ -65,6 +66,21 @@ def test_no_subclass_overrides_a_concrete_method():
     classes = {c for c in found if isinstance(c, type) and c.__module__.startswith(ours)}
     assert len(classes) > 150
     assert not list(overrides(classes))
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """Docstrings do not begin with a clause as a noun ("What ..."), or with a noun left out ("Of ...")."""
+    opening, found = re.compile(r"(?:What|Of|As|So many|How many|How much)\b"), []
+    root = pathlib.Path(__file__).parents[2]
+    for file in (file for package in ("zoo", "kernels", "convert", "train", "benchmarks", "tests") for file in
+                 (root / package).rglob("*.py")):  # fmt: skip
+        for node in ast.walk(ast.parse(file.read_text())):
+            body = getattr(node, "body", None)
+            for each in body if isinstance(body, list) else ():
+                text = each.value.value if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) else None
+                if isinstance(text, str) and opening.match(text.strip()):
+                    found.append(f"{file.relative_to(root)}:{each.lineno}: {text.strip().splitlines()[0]}")
+    assert not found, "\n".join(found)
 
 
 def test_axes_of_meshes_are_named_once():

@@ -32,7 +32,7 @@ from zoo.vision.towers import siglip
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """What a multimodal config.json says beside its `text_config`; `tower` is its `vision_config`."""
+    """The keys of a multimodal config.json beside its `text_config`; `tower` is its `vision_config`."""
 
     tower: siglip.Config
     mm_tokens_per_image: int = 256
@@ -77,7 +77,7 @@ class Config(AbstractVisionConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
+        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:

@@ -69,7 +69,7 @@ class Config(AbstractMixtureConfig):
             raise ValueError(f"layer_types needs one of {' and '.join(KINDS)} for each layer, not {list(types)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
+        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:

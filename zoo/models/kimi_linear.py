@@ -48,7 +48,7 @@ from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttention:
-    """What config.json calls linear_attn_config. Layers are counted from 1."""
+    """The linear_attn_config of config.json. Layers are counted from 1."""
 
     full_attn_layers: tuple[int, ...]
     kda_layers: tuple[int, ...]

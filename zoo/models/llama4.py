@@ -46,7 +46,7 @@ from zoo.vision.towers import llama4 as tiles
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """What a multimodal config.json says beside its `text_config`; `tower` is its `vision_config`."""
+    """The keys of a multimodal config.json beside its `text_config`; `tower` is its `vision_config`."""
 
     tower: tiles.Config
     boi_token_index: int = 200_080
@@ -98,7 +98,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
             raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; llama4 has {' and '.join(kinds)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to at most; None: all up to its own."""
+        """The most positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.attention_chunk_size if self.layer_types[layer] == "chunked_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:

@@ -32,7 +32,7 @@ from zoo.vision.towers import pixtral
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """What a multimodal config.json says beside its `text_config`; `tower` is its `vision_config`."""
+    """The keys of a multimodal config.json beside its `text_config`; `tower` is its `vision_config`."""
 
     tower: pixtral.Config
     image_token_index: int = 10
@@ -64,7 +64,7 @@ class Config(AbstractVisionConfig):
             raise ValueError("llama_4_scaling_beta needs the original_max_position_embeddings of a rope of type yarn.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
+        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.sliding_window
 
     def attention_products(self, layer: int, seq: int) -> float:

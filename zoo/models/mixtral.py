@@ -47,7 +47,7 @@ class Config(AbstractMixtureConfig):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
+        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.sliding_window
 
     def attention_products(self, layer: int, seq: int) -> float:

@@ -54,7 +54,7 @@ class Config(AbstractConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
+        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:

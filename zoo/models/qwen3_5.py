@@ -55,7 +55,7 @@ ARCHITECTURES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """What a config.json says of images; `tower` is its `vision_config`."""
+    """The keys of a config.json about images; `tower` is its `vision_config`."""
 
     tower: qwen3_vl.Config
     mrope_section: tuple[int, ...] = (11, 11, 10)  # how many of the frequencies turn by each coordinate
@@ -265,7 +265,7 @@ class GatedDeltaNet(eqx.Module):
 
     @staticmethod
     def widths(config: Config) -> tuple[int, int]:
-        """How many features all keys have, and all values."""
+        """Returns the number of features of all keys, and of all values."""
         c = config
         return c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
 

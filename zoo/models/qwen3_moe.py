@@ -57,7 +57,7 @@ class Config(AbstractMixtureConfig):
         object.__setattr__(self, "sliding_window", self.sliding_window if self.use_sliding_window else None)
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
+        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.sliding_window
 
     def attention_products(self, layer: int, seq: int) -> float:

@@ -48,7 +48,7 @@ ARCHITECTURES = {
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """What a config.json says of images; `tower` is its `vision_config`."""
+    """The keys of a config.json about images; `tower` is its `vision_config`."""
 
     tower: qwen3_vl.Config
     mrope_section: tuple[int, ...] = (24, 20, 20)  # how many of the frequencies turn by each coordinate

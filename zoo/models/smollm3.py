@@ -67,7 +67,7 @@ class Config(AbstractConfig):
         return self.no_rope_layers[layer] != 0
 
     def window(self, layer: int) -> int | None:
-        """How many positions, its own included, a token of this layer attends to; None: all up to its own."""
+        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:

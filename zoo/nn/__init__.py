@@ -1,1 +1,1 @@
-"""What families are written in: the contract of a model (`model`), layers, caches, and the stack that runs them."""
+"""The parts that families are written in: the contract of a model (`model`), layers, caches, and the stack."""

@@ -66,7 +66,7 @@ class Int8Vectors(eqx.Module):
     values: Int8[Array, "layers batch length *heads dim"]
     scale: Float[Array, "layers batch length numbers"]
     parts: tuple[int, ...] = eqx.field(static=True)
-    """How many neighbouring features share each scale."""
+    """The number of neighbouring features that share a scale."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class WindowKV(AbstractCache):
     positions: Int[Array, "layers batch length"]
     layer: Int[Array, ""]
     spare: int = eqx.field(static=True, default=0)
-    """How many of the positions are more than the layers see, by `widened`."""
+    """The number of positions beyond those that the layers see, by `widened`."""
     rewinds: ClassVar[bool] = True  # by `spare` tokens
 
     @classmethod

@@ -17,7 +17,7 @@ from zoo.nn.rope import InterleavedRotary
 
 
 class AbstractLatentConfig(AbstractMixtureConfig):
-    """Of a model with experts and latent attention."""
+    """The config of a model with experts and latent attention."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int

@@ -27,7 +27,7 @@ from zoo.nn.stack import Caches, Reports, Stack
 
 
 class _Sizes(abc.ABC):
-    """What others read of a config. No dataclass, so these are no fields: a family has them as fields or properties."""
+    """The values that other code reads from a config. Not a dataclass, so that a family may have them as properties."""
 
     vocab_size: int
     hidden_size: int
@@ -58,13 +58,16 @@ class AbstractConfig(_Sizes):
 
 
 class AbstractMixtureConfig(AbstractConfig):
-    """Of a model with experts."""
+    """The config of a model with experts."""
 
     num_experts_per_tok: int
 
 
 def causal_keys(seq: int, window: int | None = None) -> float:
-    """How many keys a token sees on average in a sequence of `seq`, at most `window` of them; itself counts as half."""
+    """Returns the mean number of keys that a token sees in a causal sequence of `seq`; itself counts as half.
+
+    With a window it sees at most `window` keys.
+    """
     window = min(window or seq, seq)
     return window * (1 - window / (2 * seq))
 
@@ -77,9 +80,9 @@ class Images(eqx.Module):
     """
 
     patches: Float[Array | np.ndarray, "images patches pixels"]
-    """Of each image, filled up to as many as the largest has."""
+    """The patches of each image, padded to as many as the largest image has."""
     grids: Int[Array | np.ndarray, "images 2"]
-    """How many rows and columns of patches each image has. Patches beyond rows * columns are padding."""
+    """Rows and columns of patches of each image. Patches beyond rows * columns are padding."""
     image: Int[Array | np.ndarray, "batch seq"]
     """Which image each token belongs to; -1: it is text."""
     feature: Int[Array | np.ndarray, "batch seq"]
@@ -211,10 +214,10 @@ class AbstractModel(eqx.Module):
         return self.unembed(x), new
 
     def __hash__(self) -> int:
-        """As of every module, which has no hash while it holds arrays: so `jax.jit(model)` ends here.
+        """Raises, since `jax.jit(model)` hashes its function, and a module that holds arrays has no hash.
 
         Raises:
-            TypeError: saying how a model is compiled.
+            TypeError: with the two ways in which a model is compiled.
         """
         try:
             return super().__hash__()
@@ -300,7 +303,7 @@ class Released(NamedTuple):
     config: AbstractConfig
 
     repository: str | None = None
-    """Of the weights and the tokenizer; None: the weights were never published."""
+    """The repository of the weights and the tokenizer; None: the weights were never published."""
 
     tokenizer: str | None = None
     """Where there are no weights: a repository of a tokenizer whose ids fit the vocabulary."""
@@ -311,7 +314,7 @@ class Family:
     """All that loading, saving, placing and training need to know of a family's file; its `FAMILY`."""
 
     title: str
-    """What its models are called, for tables."""
+    """The name of its models, for tables."""
 
     Config: type[AbstractConfig]
     Model: Callable[..., AbstractModel]
@@ -332,7 +335,7 @@ class Family:
     """Key of config.json -> the one value of it that the family implements, or `OneOf` several."""
 
     model_types: tuple[str, ...]
-    """What config.json calls the family."""
+    """The `model_type`s of the family in config.json."""
 
     redundant: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """Pattern of the name of a tensor that checkpoints may hold and the model does not need -> the tensor that it
@@ -395,5 +398,5 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of the family's file."""
         return self.Config.__module__.rpartition(".")[2]

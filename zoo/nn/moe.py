@@ -196,7 +196,7 @@ def _ragged() -> bool:
 
 
 class Routing(eqx.Module):
-    """What one router, or those of a stack of layers, chose: sums over the tokens that are not padding."""
+    """The choices of one router, or of a stack of layers: sums over the tokens that are not padding."""
 
     tokens: Float[Array, "*layers"]
     load: Float[Array, "*layers experts"]  # how many tokens chose each expert

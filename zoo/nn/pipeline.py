@@ -71,7 +71,7 @@ def pipeline(
 
 
 def rounds_of(layers: int) -> int:
-    """How many rounds a microbatch makes where a stage has so many layers."""
+    """Returns the number of rounds that a microbatch makes where a stage has so many layers."""
     return max(n for n in range(1, ROUNDS + 1) if layers % n == 0)
 
 

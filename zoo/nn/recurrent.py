@@ -1,4 +1,4 @@
-"""What recurrent layers remember: for each head a matrix, and the last inputs of a short convolution.
+"""The cache of recurrent layers: for each head a matrix, and the last inputs of a short convolution.
 
 Its size does not grow with the text. A layer runs its recurrence by `recur`, with or without a cache.
 """
@@ -21,7 +21,7 @@ from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
 X = TypeVar("X")
 Y = TypeVar("Y")
 State = Array | Slots | None
-"""What `kernels.delta_rule` begins with, and returns: with a cache, where it lies there. None means zeros."""
+"""The state that `kernels.delta_rule` begins with and returns: with a cache, its place there. None means zeros."""
 Step = Callable[[X, State, Array | None, Tokens], tuple[Y, State, Array]]
 """`y, state, tail = step(x, state, tail, at)`, as by `kernels.causal_conv` and then `kernels.delta_rule`."""
 

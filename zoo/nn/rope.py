@@ -95,7 +95,7 @@ class YarnScaling:
         return self.grown(1.0)
 
     def grown(self, m: float) -> float:
-        """What YaRN multiplies by for a longer context, with `m` in front of the logarithm of `factor`."""
+        """Returns YaRN's factor for a longer context, with `m` in front of the logarithm of `factor`."""
         return 0.1 * m * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 

@@ -48,8 +48,8 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
 
 
 Report = eqx.Module | Array | None
-"""What a layer says of the tokens that it has read, such as a router's `zoo.nn.moe.Routing`: sums over tokens, of which
-losses and metrics are made. Most layers say nothing."""
+"""A layer's report on its tokens, such as a router's `zoo.nn.moe.Routing`: sums over tokens, for losses and metrics.
+Most layers report None."""
 Caches = tuple[tuple[AbstractCache, ...], ...]
 """A cache for each block of a stack's `head`, `period` and `tail`."""
 Reports = tuple[tuple[Report, ...], ...]

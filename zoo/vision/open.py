@@ -155,7 +155,7 @@ def _damaged(name: str, error: Exception) -> ValueError:
 
 
 def _file(source: str | os.PathLike[str] | bytes, remote: bool) -> tuple[str, bytes]:
-    """What errors call it, and its bytes."""
+    """Returns the name of the image for error messages, and its bytes."""
     if isinstance(source, bytes):
         name, data = f"the image of {len(source)} bytes", source
     elif isinstance(source, str) and source[:5].lower() == "data:":

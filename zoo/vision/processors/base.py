@@ -83,11 +83,11 @@ class Processed:
     """An image, or a video, as a tower and a prompt take it."""
 
     patches: Float32[np.ndarray, "patches features"]
-    """Of all its pictures, one after another; a patch's features are in the order of a convolution's weight."""
+    """Patches of all its pictures, one after another. Their features are in the order of a convolution's weight."""
     grids: Int[np.ndarray, "pictures 3"]
-    """How many patches each picture has along time, height and width."""
+    """The number of patches of each picture along time, height and width."""
     text: str
-    """What stands for it in the prompt."""
+    """The text that stands for it in the prompt."""
 
     @property
     def shapes(self) -> Int[np.ndarray, "shown 2"]:
@@ -134,14 +134,14 @@ class AbstractProcessor(abc.ABC):
     """How a checkpoint wants images prepared. Fields are named as keys of preprocessor_config.json."""
 
     marker: ClassVar[str]
-    """What a chat template writes for an image, and `expand` replaces."""
+    """The text that a chat template writes for an image, which `expand` replaces."""
     placeholder: ClassVar[str]
-    """What stands for each feature of an image in its `text`."""
+    """The token that stands for each feature of an image in its `text`."""
     implied: ClassVar[Mapping[str, Any]] = {}
     """Key of the files -> the one value of it that is implemented, beside `IMPLIED`."""
     files: ClassVar[Sequence[str]] = ("preprocessor_config.json",)
     section: ClassVar[str] = "image_processor"
-    """Of processor_config.json, where transformers 5 writes what older versions write into one of `files`."""
+    """The key of processor_config.json for what older versions of transformers write into one of `files`."""
     skipped: ClassVar[Collection[str]] = NOT_THE_PIXELS
     standard_form: ClassVar[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = dict
     """Brings a parsed file, of which there may be several forms, into the one that the fields speak of."""
@@ -243,19 +243,19 @@ class AbstractImageProcessor(AbstractProcessor):
 
     @abc.abstractmethod
     def pictures(self, image: Image) -> list[Image]:
-        """What the tower sees of an image, one picture or several, resized to whole patches."""
+        """Returns the pictures that the tower gets of an image, one or several, resized to whole patches."""
 
     @abc.abstractmethod
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """Heights and widths of `pictures` of an image of this size."""
 
     def count(self, height: int, width: int) -> int:
-        """How many pictures the tower sees of an image of this size."""
+        """Returns the number of pictures that the tower gets of an image of this size."""
         return len(self.sizes(height, width))
 
     @abc.abstractmethod
     def text(self, height: int, width: int) -> str:
-        """What stands in the prompt for an image of this size, in pixels before it is resized.
+        """Returns the text in the prompt for an image of this size, in pixels before it is resized.
 
         It has as many `placeholder`s as the model has features of the image.
         """

@@ -34,7 +34,7 @@ class Gemma3(AbstractImageProcessor):
         check_size(self.size.height * (1 + self.pan_and_scan_max_num_crops), self.size.width)
 
     def crops(self, height: int, width: int) -> int:
-        """How many crops an image of this size is cut into along its longer side; 0: it is seen only as a whole."""
+        """Returns the number of crops along the longer side of an image of this size; 0: it is read only as a whole."""
         longer, shorter, smallest = max(height, width), min(height, width), self.pan_and_scan_min_crop_size
         if not self.do_pan_and_scan or longer / shorter < self.pan_and_scan_min_ratio_to_activate:
             return 0

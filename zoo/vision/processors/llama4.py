@@ -49,7 +49,7 @@ class Llama4(AbstractImageProcessor):
             raise ValueError(f"pixel_shuffle_ratio={self.pixel_shuffle_ratio} is not from 0.01 to 1.")
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
-        """How many rows and columns of tiles an image of this size is laid on: at most `max_patches` tiles.
+        """Returns the rows and columns of tiles for an image of this size: at most `max_patches` tiles.
 
         The canvas on which it is enlarged least, or shrunk least if it fits none, and of those the smallest.
         """

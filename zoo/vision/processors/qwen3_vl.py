@@ -130,7 +130,7 @@ class Qwen3VLVideo(AbstractProcessor):
         return smart_resize(height, width, factor, self.size, frames=frames, temporal=self.temporal_patch_size)
 
     def text(self, seconds: Sequence[float], height: int, width: int) -> str:
-        """What stands in the prompt for frames of this size at these times."""
+        """Returns the text in the prompt for frames of this size at these times."""
         height, width = self.resized(len(seconds), height, width)
         count = height * width // (self.patch_size * self.merge_size) ** 2
         check_features(count)

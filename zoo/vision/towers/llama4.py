@@ -64,17 +64,17 @@ class Config:
 
     @property
     def side(self) -> int:
-        """How many patches a tile has along a side."""
+        """The number of patches along a side of a tile."""
         return self.image_size // self.patch_size
 
     @property
     def merged(self) -> int:
-        """How many patches along a side become one feature."""
+        """The number of patches along a side that become one feature."""
         return round(1 / self.pixel_shuffle_ratio)
 
     @property
     def pixels(self) -> int:
-        """How many numbers a patch has."""
+        """The number of values of a patch."""
         return self.num_channels * self.patch_size**2
 
 

@@ -46,7 +46,7 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """How many numbers a patch has."""
+        """The number of values of a patch."""
         return self.num_channels * self.patch_size**2
 
 

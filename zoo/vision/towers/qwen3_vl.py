@@ -66,7 +66,7 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """How many numbers a patch has."""
+        """The number of values of a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
@@ -250,7 +250,7 @@ class Tower(AbstractVision):
     def levels(
         self, patches: Float[Array, "pictures patches pixels"], grids: Int[Array, "pictures 2"]
     ) -> tuple[Float[Array, "pictures tokens embed"], ...]:
-        """What stands in the place of a picture's tokens, and what the text's first layers are each followed by.
+        """Returns the features in the place of a picture's tokens, and those added after the text's first layers.
 
         Patches lie as `zoo.vision.processors.qwen3_vl.Qwen3VL` cuts them: those of a feature follow one another.
         """

@@ -44,12 +44,12 @@ class Config:
 
     @property
     def side(self) -> int:
-        """How many patches an image has along a side."""
+        """The number of patches along a side of an image."""
         return self.image_size // self.patch_size
 
     @property
     def pixels(self) -> int:
-        """How many numbers a patch has."""
+        """The number of values of a patch."""
         return self.num_channels * self.patch_size**2
 
 
