@@ -193,10 +193,7 @@ def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Token
 
 
 def save(run: Run, *, only_local: bool = False) -> None:
-    """Starts to save a checkpoint. The JSON beside it holds the position in data and schedule.
-
-    Never rename the keys of this JSON: the checkpoints of older runs have them.
-    """
+    """Starts to save a checkpoint. Never rename the keys of its JSON, the place in the data: older runs have them."""
     updates, best = run.task.updates, run.validation.best()
     position = dict(data=run.data.get_state(), looks=run.validation.looks, spikes=run.guard.numbers())
     position |= dict(options=folder.telling(run.o), rewarm=run.rewarm)

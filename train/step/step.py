@@ -41,9 +41,7 @@ class Objective(Protocol):
     def __call__(
         self, model: AbstractModel, batch: Batch, reference: Any = None, means: Scalars | None = None
     ) -> Losses:
-        """Returns the total, the count, the sums to report, and the reports of the model's layers.
-
-        The sums to report include "loss", and are divided by the count, too, before they are reported.
+        """Returns the total, the count, sums to report ("loss" among them), and the reports of the model's layers.
 
         Args:
             reference: another model, which is not trained.
@@ -71,10 +69,9 @@ def cross_entropy(
 ) -> Losses:
     """Computes the objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
 
-    A `chunk` of 0 means 2,048 tokens, or three times the model's width if that is more. (Each chunk reads and writes
-    the head's gradients, which then take 2/3 of the bytes of the chunk's logits.) The sums are "loss", in nats, and
-    "accuracy", the number of targets whose logit is largest. `mtp_weight` times `mtp_loss` is added to the total; its
-    sum is "mtp_loss".
+    A `chunk` of 0 means 2,048 tokens, or three times the model's width if that is more. Each chunk reads and writes the
+    head's gradients, which then take 2/3 of the bytes of its logits. The sums are "loss", in nats, and "accuracy", the
+    number of targets whose logit is largest. `mtp_weight` times the sum "mtp_loss" is added to the total.
     """
     x, reports = features(model, batch)
     losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or max(2048, 3 * x.shape[-1]))
@@ -114,8 +111,7 @@ def train_step(
         schedule: the optimizer's learning rate, to report it.
         compute_dtype: the dtype of the forward and backward pass. Sums of gradients and the update are float32.
         remat: one of `train.state.remat.REMAT`.
-        microbatches: the number of parts in which the batch is computed, one after another, to save memory. The update
-            is the same.
+        microbatches: the number of parts in which the batch is computed, to save memory. The update is the same.
         router_balance, router_z: weights, for a mixture of experts, of the load-balancing loss and of the router z-loss
             (see `zoo.nn.moe.Routing`), each a mean over the layers.
         rebalance: makes a new model from the updated model and its routers' reports, such as `zoo.deepseek3.rebalance`.
@@ -142,10 +138,7 @@ def train_step(
     def loss(
         low: Any, part: Batch, keys: Any, count: Any = None, means: Any = None, loads: Sequence[Array] = ()
     ) -> tuple[Array, tuple[Scalars, Any]]:
-        """Computes a part's share of the loss, given the whole batch's `count`, `means` and experts' `loads`.
-
-        Without these, `part` is the whole batch.
-        """
+        """Computes a part's share of the loss, given `count`, `means` and experts' `loads` of the whole batch."""
         total, own, sums, reports = losses(low, part, keys, means)
         count = own if count is None else count
         if (router_balance or router_z) and routings_of(reports):
