@@ -41,6 +41,11 @@ class Bigram(AbstractModel):
         return x
 
 
+def unspaced(text):
+    """Returns a text without white space: where lines are wrapped depends on the length of the paths in them."""
+    return "".join(text.split())
+
+
 def write_words(path, seed, count=60, sign=str.upper):
     """Writes records of a random word as the prompt, and `sign(word)` as the completion."""
     random = np.random.RandomState(seed)

@@ -16,7 +16,7 @@ import pytest
 
 import train.run.options
 import zoo
-from tests.train.conftest import command, write_words
+from tests.train.conftest import command, unspaced, write_words
 from train.base import goodput, profiling
 from train.run import loop, offending, twice, watchdog
 from train.state.state import TrainState
@@ -267,8 +267,8 @@ def test_goodput_on_a_full_disk(moved, tmp_path, capsys):
             found.saving(1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        said = capsys.readouterr().out.replace("\n", "")
-        assert f"{tmp_path}/goodput.json can't be written" in said and "File too large" in said
+        said = unspaced(capsys.readouterr().out)
+        assert unspaced(f"{tmp_path}/goodput.json can't be written") in said and "Filetoolarge" in said
         assert not list(tmp_path.iterdir())
     assert json.loads((tmp_path / "goodput.json").read_text())["starts"][0]["to"] == 1
 

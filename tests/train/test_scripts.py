@@ -23,7 +23,7 @@ import convert.tensors
 import zoo
 from tests import hurry
 from tests.reliability import nightly, trials
-from tests.train.conftest import command, write_words
+from tests.train.conftest import command, unspaced, write_words
 from tests.zoo import make_golden, tiny
 from train import distill, dpo, grpo, sft
 from train.base import cluster, runfile
@@ -110,9 +110,9 @@ def test_a_run(words, whole, capsys):
     ends = [63, zoo.tokenizer(words / "model").encode("9")[0]]  # the end of a text, and of a chat's turn
     assert json.loads((whole / "model" / "generation_config.json").read_text())["eos_token_id"] == ends
     command("train.sft", *options(words, whole))
-    said = capsys.readouterr().out.replace("\n", "")
-    assert f"at best, {held_out[-1]:.3f} of the model that is exported." in said
-    assert f"Going on from step {STEPS}" in said and f'zoo.load("{whole / "model"}")' in said
+    said = unspaced(capsys.readouterr().out)
+    assert unspaced(f"at best, {held_out[-1]:.3f} of the model that is exported.") in said
+    assert unspaced(f"Going on from step {STEPS}") in said and f'zoo.load("{whole / "model"}")' in said
 
 
 @pytest.fixture
