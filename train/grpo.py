@@ -166,7 +166,7 @@ def main(o: GRPOOptions) -> None:
     if o.dry_run:
         everything = itertools.chain(records, held_out or ())
         prompts = ((record.where, encode(record, tokenizer)) for record in everything)
-        for name, worth in try_rewards(prompts, o, judges).items():
+        for name, worth in try_rewards(prompts, o.reward, judges).items():
             rich.print(f"The reward {name} gives {worth:g} for the first record's answer, and all have what it needs.")
 
     def batched(records: grain.MapDataset[Record]) -> grain.IterDataset:

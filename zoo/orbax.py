@@ -19,6 +19,7 @@ from tyro.conf import Positional
 import zoo
 from convert import machine, manifest
 from zoo.config import read, write
+from zoo.load import folder_of
 from zoo.registry import FAMILIES, family_of
 from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
@@ -38,9 +39,9 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     identity = json.loads((folder / "meta.json").read_text())["identity"]
     family = FAMILIES[identity["config"]["model_type"]]
     # zoo.save copies the tokenizer's files from the folder that the run began with.
-    folder_of_model = zoo.tokenizer(identity["model"], revision=identity.get("revision")).folder
-    tokenizer = Tokenizer(folder_of_model, chat_template=identity.get("template"))
-    config = read(family, identity["config"], tokenizer.folder)
+    source = folder_of(identity["model"], identity.get("revision"), weights=False)
+    tokenizer = Tokenizer(source, chat_template=identity.get("template"))
+    config = read(family, identity["config"], source)
     abstract = skeleton(family, config, [part for part in family.parts if identity.get(part)])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract)

@@ -317,8 +317,8 @@ def test_what_is_tried_of_rewards():
     calls = []
     prompts = [(f"line {n}", prompts_.Prompt([0], {"answer": str(n)})) for n in range(3)]
     own = lambda completion, record: calls.append((completion, record)) or 0.5
-    o = grpo.GRPOOptions(reward=("exact", "own.py:own"))
-    assert rollouts.try_rewards(prompts, o, [rewards.exact, own]) == {"exact": 1.0, "own.py:own": 0.5}
+    names = ("exact", "own.py:own")
+    assert rollouts.try_rewards(prompts, names, [rewards.exact, own]) == {"exact": 1.0, "own.py:own": 0.5}
     assert calls == [("0", {"answer": "0"})]
     with pytest.raises(ValueError, match=r"line 0: --reward own\.py:own gives nan, and has to give a finite number"):
-        rollouts.try_rewards(prompts, o, [rewards.exact, lambda *_: float("nan")])
+        rollouts.try_rewards(prompts, names, [rewards.exact, lambda *_: float("nan")])

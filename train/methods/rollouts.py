@@ -91,7 +91,9 @@ def rollout(
     return batches, numbers
 
 
-def try_rewards(prompts: Iterable[tuple[str, Prompt]], o: Any, judges: Sequence[Reward]) -> dict[str, float]:
+def try_rewards(
+    prompts: Iterable[tuple[str, Prompt]], names: Sequence[str], judges: Sequence[Reward]
+) -> dict[str, float]:
     """Checks before a run that all records have the fields that its rewards need.
 
     Returns each reward's value for the first record, with the record's answer, if it has one, as the completion. A
@@ -99,13 +101,15 @@ def try_rewards(prompts: Iterable[tuple[str, Prompt]], o: Any, judges: Sequence[
 
     Args:
         prompts: places of records, such as a file and a line, with their prompts.
+        names: the rewards, as --reward names them.
+        judges: the same rewards' functions.
 
     Raises:
         ValueError: a record lacks a field, or a reward fails or returns no finite number; names the record.
     """
     found: dict[str, float] = {}
     for where, prompt in prompts:
-        for name, judge in zip(o.reward, judges, strict=True):
+        for name, judge in zip(names, judges, strict=True):
             if name in found and (name not in NEEDS or NEEDS[name] in prompt.record):
                 continue
             try:

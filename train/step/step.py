@@ -114,7 +114,7 @@ def train_step(
         microbatches: the number of parts in which the batch is computed, to save memory. The update is the same.
         router_balance, router_z: weights, for a mixture of experts, of the load-balancing loss and of the router z-loss
             (see `zoo.nn.moe.Routing`), each a mean over the layers.
-        rebalance: makes a new model from the updated model and its routers' reports, such as `zoo.deepseek3.rebalance`.
+        rebalance: makes a new model from the updated one and its routers' reports, such as `zoo.nn.routing.rebalance`.
         neftune: the alpha of `train.step.neftune`, whose noise depends on the number of the step and on the row alone.
 
     Returns the new state, and the metrics: the objective's sums over its count, "grad_norm" (before clipping),
