@@ -32,7 +32,7 @@ from train.tiny import INSTRUCTIONS
 
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # as in `train.data.rows.reading`
+READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # as in `train.data.rows.read_ahead`
 
 
 # ======================================================================================================================
@@ -120,7 +120,7 @@ def reads(folder: str, seq_len: int, batch: int) -> Callable[[], int]:
     """Reads a store in the way that a run does. Returns tokens."""
     found = store.rows(pathlib.Path(folder), store.read(pathlib.Path(folder)), "train")
     assert found is not None
-    batches = rows.reading(rows.batches(rows.order([rows.Set(found, seed=0)], epochs=1), batch))
+    batches = rows.read_ahead(rows.batches(rows.order([rows.Set(found, seed=0)], epochs=1), batch))
     return lambda: sum(each["tokens"].size for each in batches)
 
 

@@ -21,24 +21,24 @@ import train.tiny
 import zoo
 from kernels.mesh import CONTEXT
 from train.base.command import command
-from train.base.help import Group, option
-from train.data.packing import TEXT, file_hashes, tokenizer_hash
-from train.data.pictures import refuse_vision
-from train.data.rows import Set, batches, order, reading
-from train.data.sets import TextOptions, open_data, text_settings
+from train.base.options import Flat, Group, option
+from train.data.packing import TEXT, PackingOptions, file_hashes, tokenizer_hash
+from train.data.rows import Set, batches, order, read_ahead
+from train.data.sets import DataOptions, open_data
 from train.methods import teacher
-from train.run import finetune, folder, loop, report
+from train.run import finetune, folder, report
 from train.run.defaults import resolve_steps, width_lr
 from train.state.mesh import put_batch
 from train.step import loss
 from train.step.step import Batch, Losses, Scalars, features
+from train.step.task import Task
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.weights.gather import gathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillOptions(TextOptions, finetune.FineTuningOptions):
+class DistillOptions(finetune.FineTuningOptions):
     """Distil a model. Run again with the same options, it goes on from the last checkpoint."""
 
     help_group: ClassVar[Group] = Group.METHOD
@@ -52,7 +52,7 @@ class DistillOptions(TextOptions, finetune.FineTuningOptions):
     """Folder that --store has written. The model learns from it instead of --data."""
     top_k: int = option(64, rare=True)
     """Number of logits of each token that --store keeps. A logit takes six bytes."""
-    data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
+    data: tuple[str, ...] = option((str(train.tiny.INSTRUCTIONS),), group=Group.DATA, identity=False)
     """Files, folders of them, or prepared stores, as for train.sft."""
     completions_only: bool = True
     """Learn completions and the assistant's messages, but not prompts."""
@@ -66,6 +66,8 @@ class DistillOptions(TextOptions, finetune.FineTuningOptions):
     al., 2015)."""
     weight: float = 1.0
     """Weight of the divergence, from 0 to 1. The rest is the weight of the cross-entropy of the data's own tokens."""
+    mixture: Flat[DataOptions] = DataOptions()
+    rows: Flat[PackingOptions] = PackingOptions()
 
 
 def objective(
@@ -108,8 +110,8 @@ def main(o: DistillOptions) -> None:
         raise ValueError("Give --teacher, to learn from it or to --store its logits; or --logits, to learn from those.")
     if o.logits and o.beta:
         raise ValueError(f"--beta {o.beta} needs all of the teacher's logits; of stored ones there is the forward KL.")
-    mesh = make_mesh(o.mesh)
-    refuse_vision(o, "stored logits have no images")
+    mesh = make_mesh(o.step.mesh)
+    o.refuse_vision("stored logits have no images")
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
     config = zoo.config(tokenizer.folder)
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora))
@@ -120,22 +122,24 @@ def main(o: DistillOptions) -> None:
     if o.logits:
         rows, about = teacher.read(o.logits)
         of_tokens = about.get("tokenizer", about["data"].get("tokenizer"))  # older folders have it in "data"
-        if of_tokens != tokenizer_hash(tokenizer) or about["seq_len"] != o.seq_len:
+        if of_tokens != tokenizer_hash(tokenizer) or about["seq_len"] != o.step.seq_len:
             raise ValueError(f"{o.logits} is of another tokenizer, or of rows of {about['seq_len']} tokens.")
-        held = min(math.ceil(o.hold_out * len(rows)), len(rows) - 1)
+        batch, hold_out, steps = o.step.batch, o.mixture.hold_out, o.optim.steps
+        held = min(math.ceil(hold_out * len(rows)), len(rows) - 1)
         kept = Set(rows[: len(rows) - held], o.seed)
-        data = reading(batches(order([kept], epochs=None if o.steps else o.epochs), o.batch, mesh=mesh))
-        validation = reading(batches(rows[-held:], o.batch, mesh=mesh)) if held else None
-        source, prompts, steps = about, [], o.steps or -(-len(kept.rows) * o.epochs // o.batch)
-        source |= {"batch": o.batch, "seed": o.seed, "hold_out": o.hold_out}  # this run's, not those of the stored data
+        data = read_ahead(batches(order([kept], epochs=None if steps else o.epochs), batch, mesh=mesh))
+        validation = read_ahead(batches(rows[-held:], batch, mesh=mesh)) if held else None
+        source, prompts, steps = about, [], steps or -(-len(kept.rows) * o.epochs // batch)
+        source |= {"batch": batch, "seed": o.seed, "hold_out": hold_out}  # this run's, not those of the stored data
         source["logits"] = {"files": file_hashes(o.logits, [o.logits / teacher.ROWS])}
     else:
-        settings = text_settings(o, config.vocab_size, completions_only=o.completions_only)
-        once = dataclasses.replace(o, steps=0) if o.store else o
-        learnt = open_data(once, mesh, tokenizer, TEXT, settings)
-        report.opened(learnt.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
-        data, validation, prompts, steps = learnt.data, learnt.validation, learnt.prompts, learnt.steps
-        source = {"data": learnt.source, "tokenizer": tokenizer_hash(tokenizer)}
+        settings = o.rows.settings(config.vocab_size, completions_only=o.completions_only)
+        whole = o.phase(o.data, o.mixture.weights)
+        whole = dataclasses.replace(whole, steps=0) if o.store else whole
+        opened = open_data(o.mixture, whole, o.reading(o.epochs), mesh, tokenizer, TEXT, settings)
+        report.opened(opened.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
+        data, validation, prompts, steps = opened.data, opened.validation, opened.prompts, opened.steps
+        source = {"data": opened.source, "tokenizer": tokenizer_hash(tokenizer)}
     if o.teacher:
         source |= {"teacher": o.teacher, "teacher_weights": folder.weights_hash(o.teacher)}
     if o.store:
@@ -143,10 +147,10 @@ def main(o: DistillOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, steps)
-    task = loop.Task(
+    task = Task(
         data,
         functools.partial(objective, o=o),
-        reference=zoo.load(o.teacher, dtype=o.compute_dtype, mesh=mesh) if o.teacher else None,
+        reference=zoo.load(o.teacher, dtype=o.step.compute_dtype, mesh=mesh) if o.teacher else None,
         validation=validation,
         prompts=prompts,
     )
@@ -158,7 +162,7 @@ def store(o: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dic
     if jax.process_count() > 1 or mesh.shape[CONTEXT] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
     with jax.set_mesh(mesh):
-        larger = zoo.load(source["teacher"], dtype=o.compute_dtype, mesh=mesh)
+        larger = zoo.load(source["teacher"], dtype=o.step.compute_dtype, mesh=mesh)
         top = jax.jit(functools.partial(teacher.top_k, k=o.top_k))
 
         def with_logits(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -166,8 +170,8 @@ def store(o: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dic
             return batch | {"top_values": values, "top_indices": indices}
 
         bar = rich.progress.track(data, "Storing logits", console=rich.get_console())
-        rows = teacher.write(to, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.seq_len})
-    rich.print(f"{rows:,} rows of {o.seq_len:,} tokens are in {to}, with {o.top_k} logits of each token.")
+        rows = teacher.write(to, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.step.seq_len})
+    rich.print(f"{rows:,} rows of {o.step.seq_len:,} tokens are in {to}, with {o.top_k} logits of each token.")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ from jaxtyping import Array, Bool, Float
 import train.tiny
 import zoo
 from train.base.command import command
-from train.base.help import Group, option
+from train.base.options import Flat, Group, option
 from train.data.preferences import PAIRS, PREFERENCES
 from train.data.sets import DataOptions, open_data
-from train.run import finetune, loop, report
+from train.run import finetune, report
 from train.run.defaults import resolve_steps, width_lr
 from train.step import loss
 from train.step.step import Batch, Losses, Scalars, features
+from train.step.task import Task
 from zoo import lora
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
@@ -69,13 +70,13 @@ LOSSES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DPOOptions(DataOptions, finetune.FineTuningOptions):
+class DPOOptions(finetune.FineTuningOptions):
     """Teach a model preferences. Run again with the same options, it goes on from the last checkpoint."""
 
     help_group: ClassVar[Group] = Group.METHOD
     name: ClassVar[str] = "dpo"
 
-    data: tuple[str, ...] = (str(train.tiny.PREFERENCES),)
+    data: tuple[str, ...] = option((str(train.tiny.PREFERENCES),), group=Group.DATA, identity=False)
     """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a
     record decide its kind: chosen and rejected, and prompt unless they share their beginning; or, for kto alone,
     prompt, completion and label."""
@@ -94,6 +95,7 @@ class DPOOptions(DataOptions, finetune.FineTuningOptions):
     desirable and undesirable completions."""
     epochs: int = option(0, group=Group.STEP)
     """Number of times through the data, if --steps is 0. 0: 1 epoch, but 4 for the embedded preferences."""
+    mixture: Flat[DataOptions] = DataOptions()
 
 
 def objective(
@@ -160,30 +162,31 @@ def objective(
 
 def main(o: DPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
-    mesh = make_mesh(o.mesh)
+    mesh = make_mesh(o.step.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
     config = zoo.config(tokenizer.folder)
     embedded = o.data == (str(train.tiny.PREFERENCES),)  # few records and a small model: other defaults do well
-    epochs, lr = o.epochs or (4 if embedded else 1), o.lr or (2e-4 if embedded else 0.0)
+    epochs, lr = o.epochs or (4 if embedded else 1), o.optim.lr or (2e-4 if embedded else 0.0)
     # A twentieth of fine-tuning's learning rate: preferences are learnt at 1e-6 or so (TRL's default).
     rate, row = width_lr(o.lora) / 20, LOSSES[o.loss]
-    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)
+    o = finetune.resolve(o.changed(epochs=epochs, lr=lr), config, width_lr=rate)
 
     # ----------------------------------------------------------------------------------------------------------- data
     settings = {"vocab_size": config.vocab_size, "unpaired": row.unpaired}
-    learnt = open_data(o, mesh, tokenizer, PREFERENCES, settings)
-    report.opened(learnt.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
+    whole = o.phase(o.data, o.mixture.weights)
+    opened = open_data(o.mixture, whole, o.reading(o.epochs), mesh, tokenizer, PREFERENCES, settings)
+    report.opened(opened.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = resolve_steps(o, learnt.steps)
-    task = loop.Task(
-        learnt.data,
+    o = resolve_steps(o, opened.steps)
+    task = Task(
+        opened.data,
         functools.partial(objective, o=o),
-        reference=finetune.frozen(o, mesh) if row.reference and not o.lora.rank else None,
-        validation=learnt.validation,
-        prompts=learnt.prompts,
+        reference=finetune.load_frozen(o, mesh) if row.reference and not o.lora.rank else None,
+        validation=opened.validation,
+        prompts=opened.prompts,
     )
-    finetune.run(o, config, mesh, tokenizer, task, source={**learnt.source, "loss": o.loss})
+    finetune.run(o, config, mesh, tokenizer, task, source={**opened.source, "loss": o.loss})
 
 
 if __name__ == "__main__":

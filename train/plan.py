@@ -7,7 +7,6 @@ the traffic between devices is read from the compiled program. Times are lower b
 figures, and estimates by kind of kernel, from rates that are reached in practice.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -45,38 +44,43 @@ METHODS = {
 }
 
 
-def script(o: Any, config: AbstractConfig) -> Any:
+def script(o: Options, config: AbstractConfig) -> finetune.FineTuningOptions:
     """Converts the plan's options to those of the method's script. Other options keep the script's defaults.
 
     Raises:
         ValueError: the script refuses the options.
     """
     method = METHODS[o.method]
-    own = {field.name for field in dataclasses.fields(method.options)}
-    shared = {field.name: getattr(o, field.name) for field in dataclasses.fields(o) if field.name in own}
+    own: dict[str, Any] = {}
     if o.method == "grpo":
-        shared["max_new_tokens"] = o.max_new_tokens or o.seq // 2
-    run = method.options(**shared, seq_len=o.seq, compute_dtype="bfloat16")
-    return resolve_steps(finetune.resolve(run, config, width_lr=method.rate * width_lr(o.lora)), o.steps or 1000)
+        own = dict(kl=o.kl, group=o.group, rollout_batch=o.rollout_batch, cache_dtype=o.cache_dtype)
+        own["max_new_tokens"] = o.max_new_tokens or o.seq // 2
+    run = method.options.of(
+        model=o.model, lora=o.lora, quantize=o.quantize, optim=o.optim, state=o.state, mesh=o.mesh, batch=o.batch,
+        seq_len=o.seq, remat=o.remat, microbatches=o.microbatches, compute_dtype="bfloat16", **own,
+    )  # fmt: skip
+    return resolve_steps(finetune.resolve(run, config, width_lr=method.rate * width_lr(o.lora)), o.optim.steps or 1000)
 
 
-def step(o: Any, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
+def step(o: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
     """Makes the training step of the plan's options."""
     run, more, reference = script(o, config), (), None
     whole = functools.partial(frozen, config, family, mesh, quantize="none", parts=parts_of(o.images))
-    match o.method:
-        case "dpo":
+    match run:
+        case dpo.DPOOptions():
             objective = functools.partial(dpo.objective, o=run)
             reference = None if o.lora.rank else whole()
-        case "grpo":
+        case grpo.GRPOOptions():
             objective, more = functools.partial(grpo.objective, o=run), ("advantages", "old")
             reference = whole() if o.kl and not o.lora.rank else None
+        case sft.SFTOptions():
+            objective = run.language.objective()
         case _:
-            objective = run.objective()
+            raise AssertionError(f"METHODS has {o.method}, and here it is missing.")
     return training(
         config, family, mesh, batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images, patches=o.patches,
-        remat=o.remat, microbatches=o.microbatches, optimization=run, weights_dtype=run.weights_dtype,
-        offload=run.offload, adapters=run.lora, objective=objective, reference=reference, more=more,
+        remat=o.remat, microbatches=o.microbatches, optimization=run.optim, kept=run.state, adapters=run.lora,
+        objective=objective, reference=reference, more=more,
     )  # fmt: skip
 
 
@@ -185,7 +189,10 @@ def main(o: Options) -> None:
     report(best, config)
     if o.save and best.compiled:
         run = script(best.o, config)
-        program.write(o.save, best.compiled.lowered, best.compiled.executable, run, folder.telling(run))
+        told = program.explaining(
+            folder.defining_options(run), model=run.model, remat=run.step.remat, microbatches=run.step.microbatches
+        )
+        program.write(o.save, best.compiled.lowered, best.compiled.executable, told)
         rich.print(f"The compiled step is {o.save}, which a run loads by --program.")
 
 

@@ -33,7 +33,7 @@ def main(o: PrepareOptions) -> dict[str, Any]:
     """
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    opened = [open_records(path, o.hold_out, o.columns) for path in o.data]
+    opened = [open_records(path, o.hold_out, o.naming.columns) for path in o.data]
     for path, (records, _) in zip(o.data, opened, strict=True):
         found = kind.survey(records, tokenizer, **shape)
         report.data(path, found, tokenizer, vocab_size=shape["vocab_size"], seq_len=o.seq_len, dry_run=False)
@@ -41,7 +41,7 @@ def main(o: PrepareOptions) -> dict[str, Any]:
         sources = [packing.fingerprint(path, tokenizer)["files"] for path in o.data]
     about = {"version": 1, "model": o.model, **store.identity(kind.name, tokenizer, shape)}
     about |= {"hold_out": o.hold_out, "seed": o.seed, "sources": [dict(files=files) for files in sources]}
-    about |= {"columns": " ".join(o.columns)} if o.columns else {}
+    about |= {"columns": " ".join(o.naming.columns)} if o.naming.columns else {}
     o.out.parent.mkdir(parents=True, exist_ok=True)
     if other := lock(o.out.with_name(f"{o.out.name}.lock"), o):
         raise OSError(f"{o.out} is being prepared by another command ({other}): wait until it has ended.")

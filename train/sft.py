@@ -11,23 +11,24 @@ from typing import ClassVar
 import train.tiny
 import zoo
 from train.base.command import command
-from train.base.help import Group, option
-from train.data.packing import TEXT
-from train.data.sets import TextOptions, open_data, text_settings
-from train.run import finetune, loop, report
+from train.base.options import Flat, Group, option
+from train.data.packing import TEXT, PackingOptions
+from train.data.sets import DataOptions, open_data
+from train.run import finetune, report
 from train.run.defaults import resolve_steps, width_lr
 from train.run.options import LanguageModelingOptions
+from train.step.task import Task
 from zoo.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOptions):
+class SFTOptions(finetune.FineTuningOptions):
     """Fine-tune a model. Run again with the same options, it goes on from the last checkpoint."""
 
     help_group: ClassVar[Group] = Group.METHOD
     name: ClassVar[str] = "sft"
 
-    data: tuple[str, ...] = (str(train.tiny.INSTRUCTIONS),)
+    data: tuple[str, ...] = option((str(train.tiny.INSTRUCTIONS),), group=Group.DATA, identity=False)
     """Files, folders of them, globs, URLs, hf:NAME, or prepared stores; docs/data.md lists the formats. The keys of a
     record decide its kind: messages, conversations, prompt and completion, text, or tokens. With DATA@file.py:function
     your function makes the record."""
@@ -37,29 +38,37 @@ class SFTOptions(TextOptions, LanguageModelingOptions, finetune.FineTuningOption
     """Number of times through the data, if --steps is 0. 0: 3 epochs, but 8 for the embedded instructions."""
     neftune: float = 0.0
     """Size of the noise on the embeddings of tokens (NEFTune's alpha), such as 5 to 15. 0: no noise."""
+    mixture: Flat[DataOptions] = DataOptions()
+    rows: Flat[PackingOptions] = PackingOptions()
+    language: Flat[LanguageModelingOptions] = LanguageModelingOptions()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*super().parts, *self.language.parts)
 
 
 def main(o: SFTOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
-    mesh = make_mesh(o.mesh)
+    mesh = make_mesh(o.step.mesh)
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
     config = zoo.config(tokenizer.folder)
     embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # few, short records and a small model: other defaults do well
     rate = width_lr(o.lora)
-    epochs, lr = o.epochs or (8 if embedded else 3), o.lr or (100 * rate if embedded else 0.0)
-    o = finetune.resolve(dataclasses.replace(o, epochs=epochs, lr=lr), config, width_lr=rate)
+    epochs, lr = o.epochs or (8 if embedded else 3), o.optim.lr or (100 * rate if embedded else 0.0)
+    o = finetune.resolve(o.changed(epochs=epochs, lr=lr), config, width_lr=rate)
 
     # ----------------------------------------------------------------------------------------------------------- data
-    settings = text_settings(o, config.vocab_size, completions_only=o.completions_only)
-    learnt = open_data(o, mesh, tokenizer, TEXT, settings)
-    report.opened(learnt.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
+    settings = o.rows.settings(config.vocab_size, completions_only=o.completions_only)
+    whole = o.phase(o.data, o.mixture.weights)
+    opened = open_data(o.mixture, whole, o.reading(o.epochs), mesh, tokenizer, TEXT, settings)
+    report.opened(opened.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
 
     # ----------------------------------------------------------------------------------------------------------- train
-    o = resolve_steps(o, learnt.steps)
-    task = loop.Task(
-        learnt.data, o.objective(), validation=learnt.validation, prompts=learnt.prompts, neftune=o.neftune
+    o = resolve_steps(o, opened.steps)
+    task = Task(
+        opened.data, o.language.objective(), validation=opened.validation, prompts=opened.prompts, neftune=o.neftune
     )
-    finetune.run(o, config, mesh, tokenizer, task, source=learnt.source)
+    finetune.run(o, config, mesh, tokenizer, task, source=opened.source)
 
 
 if __name__ == "__main__":

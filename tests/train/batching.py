@@ -26,4 +26,4 @@ def batches(
     order = packed if seed is None else rows.order([rows.Set(packed, seed, as_packed=True)], epochs=epochs)
     opening = dict(records=records, processor=tokenizer.processor, chat_of=kind.chat_of)
     finish = functools.partial(pictures.with_patches, **opening) if tokenizer.processor else None
-    return rows.reading(rows.batches(order, batch, finish=finish))
+    return rows.read_ahead(rows.batches(order, batch, finish=finish))

@@ -150,7 +150,7 @@ def test_a_share_is_put_like_the_whole():
 
 
 def test_the_number_of_a_step_is_all_that_a_run_needs():
-    data = rows.reading(rows.batches(order([Set(numbered(10), 1)], epochs=3), 4))
+    data = rows.read_ahead(rows.batches(order([Set(numbered(10), 1)], epochs=3), 4))
     iterator, expected = iter(data), list(data)
     assert [len(batch["tokens"]) for batch in expected] == [4] * 8 and not expected[-1]["segments"][2:].any()
     for n in range(8):

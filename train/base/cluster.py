@@ -96,7 +96,7 @@ def launched() -> bool:
 
 def agree(value: int) -> int:
     """Returns the largest value among the processes. All processes have to call it at the same point of the run."""
-    passing()
+    reached_sync_point()
     words = np.array([value], np.int64).view(np.int32)  # JAX would cut 64 bits to 32
     return int(np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2).view(np.int64).max())
 
@@ -106,13 +106,13 @@ def gather(values: Sequence[bool]) -> np.ndarray:
 
     All processes have to call it at the same point of the run, with equally many values.
     """
-    passing()
+    reached_sync_point()
     return np.asarray(multihost_utils.process_allgather(np.array(values, np.uint8))).reshape(-1, len(values)) > 0
 
 
 def of_each(number: float) -> list[float]:
     """Returns the number of each process. All processes have to call it at the same point of the run."""
-    passing()
+    reached_sync_point()
     return np.asarray(multihost_utils.process_allgather(np.float32(number))).reshape(-1).tolist()
 
 
@@ -129,7 +129,7 @@ def share(data: bytes, source: int) -> bytes:
     return b"".join(part.tobytes() for part in shared)
 
 
-def passing() -> None:
+def reached_sync_point() -> None:
     """Records that this process reached the next sync point; `watching` reports processes that fall behind."""
     global _passed
     _passed += 1

@@ -1,20 +1,17 @@
 """The command line of a training script."""
 
 import dataclasses
-import os
 import pathlib
 import sys
 import traceback
-import typing
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 
-from convert import machine
 from convert.private import public, warn_of_secrets
 from train.base import cache, cluster, runfile, stop
-from train.base.help import Group, option
+from train.base.options import Group, OptionGroup, option
 
 
 LOST = (
@@ -24,35 +21,22 @@ LOST = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommandOptions:
+class CommandOptions(OptionGroup):
     """Options for `command`: a file of options, and how the processes of a run find each other."""
 
     help_group: ClassVar[Group] = Group.DEVICES
     name: ClassVar[str]  # of the script
 
-    config: pathlib.Path | None = option(None, group=Group.RUN)
+    config: pathlib.Path | None = option(None, group=Group.RUN, identity=False)
     """YAML file of any of these options, such as the run.yaml in the folder of another run. Options of the command line
     win over those of the file."""
-    coordinator: str | None = option(None, rare=True)
+    coordinator: str | None = option(None, rare=True, identity=False)
     """host:port of process 0. Needed only if several processes were started by no launcher that JAX knows: see
     docs/clusters.md."""
-    processes: int | None = option(None, rare=True)
+    processes: int | None = option(None, rare=True, identity=False)
     """Number of processes."""
-    process: int | None = option(None, rare=True)
+    process: int | None = option(None, rare=True, identity=False)
     """Number of this process, counted from 0."""
-
-    def __post_init__(self) -> None:
-        """Converts values given in Python: strings to paths, and one value or a list of values to a tuple."""
-        for field in dataclasses.fields(self):
-            value, kinds = getattr(self, field.name), typing.get_args(field.type)
-            if typing.get_origin(field.type) is tuple:
-                values = (value,) if isinstance(value, str | os.PathLike | float | int) else value
-                value = tuple(kinds[0](each) for each in values)
-            elif value is not None and pathlib.Path in (field.type, *kinds):
-                value = machine.path(f"--{field.name.replace('_', '-')}", value)
-            elif field.type is str and isinstance(value, os.PathLike):
-                value = os.fspath(value)
-            object.__setattr__(self, field.name, value)
 
 
 def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:

@@ -1,35 +1,34 @@
-"""A profile of steps: --profile 10:13 records some and sums up their kernels; --dump-hlo writes a step's program."""
+"""A profile of steps: --profile 10:13 records some, and sums up their kernels."""
 
 import collections
 import dataclasses
-import functools
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import rich
 
-from train.base.help import Group, option
+from train.base.options import Group, OptionGroup, option
 
 
 TOP = 30  # kernels in the summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    """Options for profiling: the steps to record, and whether to write the step's program."""
+class ProfileOptions(OptionGroup):
+    """Options for profiling."""
 
     help_group: ClassVar[Group] = Group.WATCHING
 
-    profile: str | None = option(None, rare=True)
+    profile: str | None = option(None, rare=True, identity=False)
     """Steps to record, the first and the last, such as 10:13. The folder of the run gets profile/, which xprof and
     Perfetto read, and profile/summary.txt: the time of each kernel or XLA operation."""
-    dump_hlo: bool = option(False, rare=True)
-    """Write the step's program into hlo/ in the folder of the run: as it was traced (StableHLO) and as XLA compiled it.
-    """
+    retired: ClassVar[Mapping[str, str]] = {
+        "dump-hlo": "XLA_FLAGS=--xla_dump_to=FOLDER writes the programs of all that is compiled."
+    }
 
 
 class Profile:
@@ -110,23 +109,3 @@ def _is_of_kernels(plane: str, line: str) -> bool:
     if "GPU" in plane:
         return line.startswith("Stream")
     return line == "XLA Ops" if "TPU" in plane else line.startswith("tf_XLA")
-
-
-def dumped(o: ProfileOptions, out: pathlib.Path, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `step`; with --dump-hlo, a step that writes its program into `out`/hlo before the first call."""
-    if not o.dump_hlo:
-        return step
-    left = ["hlo"]
-
-    @functools.wraps(step)
-    def call(*arguments: Any) -> Any:
-        if left and jax.process_index() == 0:
-            folder = out / left.pop()
-            folder.mkdir(exist_ok=True)
-            lowered = step.lower(*arguments)  # pyright: ignore[reportFunctionMemberAccess]
-            (folder / "step.stablehlo.txt").write_text(lowered.as_text())
-            (folder / "step.hlo.txt").write_text(lowered.compile().as_text())
-            rich.print(f"The program of a step is in {folder}.")
-        return step(*arguments)
-
-    return call

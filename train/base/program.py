@@ -5,14 +5,13 @@ executable. The executable follows, as XLA serialises it. A run traces its own s
 traced steps are the same. Nothing is unpickled; yet an executable is machine code, and XLA does not check what it does.
 """
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import jax
@@ -20,7 +19,6 @@ import rich
 from jax._src import compiler
 
 import zoo
-from train.base.help import Group, option
 
 
 # Packages whose executables differ from one version to the next, by platform. XLA for GPUs is in the plugin.
@@ -30,24 +28,13 @@ LONGEST = 400  # characters; a longer string in a traced step is a kernel, which
 OTHERS = ("--eval-batches", "--eval-every", "--patience", "--hold-out", "--epochs", "--seed", "--chat.", "--packing")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramOptions:
-    """Options for loading a compiled step."""
-
-    help_group: ClassVar[Group] = Group.STEP
-
-    program: pathlib.Path | None = option(None, rare=True)
-    """File of the compiled step, which train.plan --save wrote for these devices and options. The run does not compile
-    its step then. The file is machine code: take it only from people whose programs you would run. None: compile."""
-
-
-def write(path: pathlib.Path, lowered: Any, executable: Any, o: Any, options: Mapping[str, Any]) -> None:
+def write(path: pathlib.Path, lowered: Any, executable: Any, options: Mapping[str, Any]) -> None:
     """Writes a compiled step.
 
     Args:
         lowered: the traced step, `jax.stages.Lowered`.
         executable: the step compiled, `jax.stages.Compiled`.
-        o, options: as in `loaded`.
+        options: as in `loaded`.
 
     Raises:
         ValueError: this platform cannot serialise executables.
@@ -57,19 +44,19 @@ def write(path: pathlib.Path, lowered: Any, executable: Any, o: Any, options: Ma
     except (AttributeError, jax.errors.JaxRuntimeError) as error:
         raise ValueError(f"The compiled step can't be saved on this platform: {_first(error)}") from error
     place = jax.tree.leaves(executable.input_shardings)[0]
-    about = _about(lowered, place) | {"options": _told(o, options), "executable": _hash(code)}
+    about = _about(lowered, place) | {"options": dict(options), "executable": _hash(code)}
     new = path.with_name(f"{path.name}.tmp")
     new.write_bytes(json.dumps(about).encode() + b"\n" + code)
     new.replace(path)
 
 
-def loaded(o: Any, step: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns `step`; with --program, a step that loads its executable from that file at its first call.
+def loaded(path: pathlib.Path, step: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a step that loads its executable from a file at its first call.
 
     Args:
-        o: `train.run.options.Options`.
+        path: the file of --program.
         step: a function that `jax.jit` returned.
-        options: option -> value, for the options on which the run's numbers depend (`train.run.folder.telling`).
+        options: option -> value, for the options that may explain why two steps differ (`explaining`).
 
     Raises:
         OSError: the file cannot be read.
@@ -77,7 +64,7 @@ def loaded(o: Any, step: Callable[..., Any], options: Mapping[str, Any]) -> Call
 
     The first call of the step raises a ValueError if the program is of another step; the message names the difference.
     """
-    return step if o.program is None else Loaded(o.program, step, _told(o, options))
+    return Loaded(path, step, options)
 
 
 class Loaded:
@@ -166,10 +153,14 @@ def _about(lowered: Any, place: Any) -> dict[str, Any]:
     }
 
 
-def _told(o: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that may explain why two steps differ."""
+def explaining(options: Mapping[str, Any], *, model: str, remat: str, microbatches: int) -> dict[str, Any]:
+    """Returns option -> value, for the options that may explain why two steps differ.
+
+    Args:
+        options: all options on which the run's numbers depend (`train.run.folder.defining_options`).
+    """
     found = {name: value for name, value in options.items() if not name.startswith(OTHERS)}
-    return found | {"--model": str(o.model), "--remat": o.remat, "--microbatches": o.microbatches}
+    return found | {"--model": model, "--remat": remat, "--microbatches": microbatches}
 
 
 # A kernel in a custom call. It names files and lines of the machine that traced it, so it is removed before hashing.

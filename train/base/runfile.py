@@ -15,20 +15,22 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import rich
 import tyro
 import yaml
 
 from convert.private import public
 from train.base import help, writing
+from train.base.options import OptionGroup, kinds, options_of, plain, retired
 
 
 RUN = "run.yaml"  # in the folder of every run
 # Options of a single start. They are not written to the run's file, as the run may be started again without them.
 ONCE = {"accept_data", "config", "coordinator", "dry_run", "process", "processes"}
-O = TypeVar("O")
+O = TypeVar("O", bound=OptionGroup)
 
 
-class Counted(int):
+class DerivedSteps(int):
     """A number of steps that was derived from the data, as --steps was 0. run.yaml has 0 for it, so that the data of a
     run from that file ends in the same place."""
 
@@ -53,7 +55,7 @@ def parse(options: type[O], arguments: Sequence[str] | None = None) -> O:
     return tyro.cli(options, prog=help.program(), args=[*(read(path, options) if path else []), *arguments])
 
 
-def read(path: str | os.PathLike, options: type[Any]) -> list[str]:
+def read(path: str | os.PathLike, options: type[OptionGroup]) -> list[str]:
     """Returns the options of a file as words of a command line."""
     try:
         text = pathlib.Path(path).read_text()
@@ -64,7 +66,7 @@ def read(path: str | os.PathLike, options: type[Any]) -> list[str]:
     return _words(found or {}, options, path, "")
 
 
-def write(folder: pathlib.Path, o: Any) -> None:
+def write(folder: pathlib.Path, o: OptionGroup) -> None:
     """Writes run.yaml: the resolved options, below the command that gave them, as a comment.
 
     The commands of the run's earlier starts stay above this command.
@@ -72,24 +74,28 @@ def write(folder: pathlib.Path, o: Any) -> None:
     path, command = folder / RUN, f"# {public(shlex.join(sys.orig_argv))}"
     before = [line for line in path.read_text().splitlines() if line.startswith("# ")] if path.exists() else []
     commands = [line for line in before if line != command] + [command]
-    text = yaml.safe_dump(_plain(o), sort_keys=False, allow_unicode=True)
+    lasting = {name: value for name, value in plain(o).items() if name not in ONCE}
+    text = yaml.safe_dump(_yaml(lasting), sort_keys=False, allow_unicode=True)
     writing.write_private(path, "\n".join(commands) + "\n" + text)
 
 
-def _words(found: Any, options: type[Any], path: str | os.PathLike, group: str) -> list[str]:
+def _words(found: Any, options: type[OptionGroup], path: str | os.PathLike, group: str) -> list[str]:
     """Returns the options of one group in the file as words of a command line, for `read`."""
     if not isinstance(found, dict):
         raise ValueError(f"{path} has {found!r} where options with their names have to be, such as lr: 1e-4.")
-    kinds, words = help.kinds(options), []
+    known, former, words = kinds(options), retired(options), []
     for key, value in found.items():
         name, _, below = key.replace("-", "_").partition(".")
-        if name not in kinds or name == "config" or bool(below) > dataclasses.is_dataclass(kinds[name]):
-            others = [each for each in help.options_of(options) if each.name not in ("config", key)]
+        if sentence := former.get(name.replace("_", "-")):
+            rich.print(f"WARNING: {path} has {key}, which has no effect any more: {sentence}")
+            continue
+        if name not in known or name == "config" or bool(below) > dataclasses.is_dataclass(known[name]):
+            others = [each for each in options_of(options) if each.name not in ("config", key)]
             near = help.nearest(f"--{name}".replace("_", "-"), others)
             mean = f"; do you mean {group}{near.removeprefix('--')}?" if near else "."
             raise ValueError(f"{path} has {group}{key}, which is no option of this script{mean}")
-        kind, option = kinds[name], f"--{group}{name}".replace("_", "-")
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        kind, option = known[name], f"--{group}{name}".replace("_", "-")
+        if isinstance(kind, type) and issubclass(kind, OptionGroup):
             words += _words({below: value} if below else value, kind, path, f"{group}{name}.")
         elif isinstance(value, dict):
             raise ValueError(f"{path}: {group}{key} has no options of its own, but {', '.join(value)} below it.")
@@ -112,21 +118,15 @@ def _word(value: str) -> str:
     return {"": "None", "~": "None", "null": "None", ".inf": "inf", "-.inf": "-inf"}.get(value, value)
 
 
-def _plain(o: Any) -> dict[str, Any]:
-    """Returns the options by name, with values that YAML can hold."""
-    found: dict[str, Any] = {}
-    for name in help.kinds(type(o)):
-        value = getattr(o, name)
-        if name in ONCE:
-            continue
-        if dataclasses.is_dataclass(value):
-            value = _plain(value)
-        elif isinstance(value, tuple):
-            value = [str(each) if isinstance(each, os.PathLike) else each for each in value]
-        elif isinstance(value, Counted):
-            value = 0
-        found[name.replace("_", "-")] = str(value) if isinstance(value, os.PathLike) else value
-    return found
+def _yaml(value: Any) -> Any:
+    """Converts the value of an option, or of a group of options, to one that YAML can hold."""
+    if isinstance(value, dict):
+        return {name.replace("_", "-"): _yaml(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [str(each) if isinstance(each, os.PathLike) else each for each in value]
+    if isinstance(value, DerivedSteps):
+        return 0
+    return str(value) if isinstance(value, os.PathLike) else value
 
 
 def _refuse_twice(node: Any, path: str | os.PathLike) -> None:

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from train.base.options import OptionGroup
 from train.data.record import KEYS, BadRecord, Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ColumnOptions:
+class ColumnOptions(OptionGroup):
     """Options for the names of records' columns, for every script that reads records."""
 
     columns: tuple[str, ...] = ()

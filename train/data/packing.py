@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Int32, Shaped
 
 from convert import manifest
+from train.base.options import OptionGroup, option
 from train.data import files, pictures
 from train.data.record import BadRecord, Problems, Record
 from train.data.rows import Row
@@ -49,7 +50,23 @@ LongTexts = Literal["split", "cut"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat:
+class PackingOptions(OptionGroup):
+    """Options for packing texts and chats into rows."""
+
+    packing: Packing = "fit"
+    """How examples are put into rows. fit: several in a row, as tightly as possible. concat: one after another, and
+    continued in the next row. off: one in a row. Examples in one row do not see each other."""
+    long_texts: LongTexts = "split"
+    """Treatment of a text that is longer than a row. split: it is continued in other rows. cut: its end is left out.
+    Chats and completions that are longer than a row lose their ends, unless --packing is concat."""
+
+    def settings(self, vocab_size: int, *, completions_only: bool = True) -> dict[str, Any]:
+        """Returns the arguments of `pack`, but for `seq_len`."""
+        return dict(vocab_size=vocab_size, completions_only=completions_only) | dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat(OptionGroup):
     """Options for the chat template, which turns chats into text: options of `zoo.tokenizer`."""
 
     date: datetime.date = datetime.date(2026, 1, 1)
@@ -57,7 +74,7 @@ class Chat:
     special_in_content: bool = False
     """Encode control tokens that stand in the messages of users and tools, such as <|im_end|>, as control tokens, as
     transformers does. By default they stay text."""
-    template: str | None = None
+    template: str | None = option(None, identity=False)
     """Jinja file, or another model (a zoo name, a Hub repository or a folder) whose chat template is used, such as the
     instruction-tuned model for a base model. The exported model has this template. None: the model's own."""
 

@@ -27,30 +27,6 @@ from zoo.vision.open import image_size, open_image
 from zoo.vision.processors.base import AbstractImageProcessor
 
 
-# Part of a model -> the option that loads it, if a script has that option.
-PARTS = {"vision": "vision", "mtp": "mtp_weight"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionOptions:
-    """Options for training on images."""
-
-    vision: bool = False
-    """Train on chats with images: the model's vision tower is loaded, too. The tower is trained like the rest, unless
-    --freeze 'vision.*' freezes it."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names the optional parts of the model that the script's options request, see `zoo.load`."""
-        return tuple(part for part, option in PARTS.items() if getattr(self, option, False))
-
-
-def refuse_vision(o: VisionOptions, why: str) -> None:
-    """Raises a ValueError if `o` has --vision. `why` is the reason why the script does not support it."""
-    if o.vision:
-        raise ValueError(f"--vision: {why}; leave it out, or train on images by train.sft.")
-
-
 class Picture(NamedTuple):
     patches: Float32[np.ndarray, "patches pixels"]
     grid: Int[np.ndarray, "2"]  # rows and columns

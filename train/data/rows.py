@@ -297,7 +297,7 @@ def batches(
     return made.map(finish) if finish else made
 
 
-def reading(batches: grain.MapDataset[Any]) -> grain.IterDataset[Any]:
+def read_ahead(batches: grain.MapDataset[Any]) -> grain.IterDataset[Any]:
     """Reads up to four batches ahead, in one thread, as two would wait for each other.
 
     The state of its iterator is the number of the next batch.

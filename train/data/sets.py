@@ -1,7 +1,7 @@
 """The data of a run: data sets, each of records or a prepared store; mixtures of them; and phases of a run.
 
-learnt = open_data(o, mesh, tokenizer, packing, settings)
-learnt.data, learnt.validation, learnt.prompts, learnt.source
+opened = open_data(o.mixture, whole, reading, mesh, tokenizer, TEXT, settings)
+opened.data, opened.validation, opened.prompts, opened.source
 """
 
 import dataclasses
@@ -20,22 +20,22 @@ import yaml
 from jax.sharding import Mesh
 
 from kernels.mesh import BATCH, CONTEXT
+from train.base.options import Flat, OptionGroup
 from train.data import pictures, store
 from train.data.naming import ColumnOptions
-from train.data.packing import TEXT, Chat, Example, Kind, LongTexts, Packing, Survey, fingerprint, prompt_of
+from train.data.packing import TEXT, Chat, Example, Kind, PackingOptions, Survey, fingerprint, prompt_of
 from train.data.preferences import PREFERENCES
 from train.data.records import Record, open_records
-from train.data.rows import Row, Set, batches, in_memory, joined, order, reading
+from train.data.rows import Row, Set, batches, in_memory, joined, order, read_ahead
 from train.data.rows import held_out as held_out_of
 from zoo.generation.generate import Encoded
 from zoo.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataOptions(ColumnOptions):
-    """Options for the data that a script learns from, and the shares of each data set."""
+class DataOptions(OptionGroup):
+    """Options for the shares of each data set, in a run and in its phases, and for the data to validate on."""
 
-    data: tuple[str, ...]
     weights: tuple[float, ...] = ()
     """Share of each --data among the rows of every step, such as 0.7 0.3. An epoch has every row, and repeats rows of
     data sets that are too small for their shares. Without weights, an epoch has each row once."""
@@ -45,27 +45,11 @@ class DataOptions(ColumnOptions):
     phases: pathlib.Path | None = None
     """YAML file with a list of phases of the run, one after another. Each phase has steps, and may have data, weights,
     seq_len and batch, which default to the options. See docs/data.md."""
+    naming: Flat[ColumnOptions] = ColumnOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextOptions(DataOptions):
-    """Options for packing texts and chats into rows."""
-
-    packing: Packing = "fit"
-    """How examples are put into rows. fit: several in a row, as tightly as possible. concat: one after another, and
-    continued in the next row. off: one in a row. Examples in one row do not see each other."""
-    long_texts: LongTexts = "split"
-    """Treatment of a text that is longer than a row. split: it is continued in other rows. cut: its end is left out.
-    Chats and completions that are longer than a row lose their ends, unless --packing is concat."""
-
-
-def text_settings(o: Any, vocab_size: int, *, completions_only: bool = True) -> dict[str, Any]:
-    """Returns arguments of `train.data.packing.pack` but `seq_len`, from the options `packing` and `long_texts`."""
-    return dict(vocab_size=vocab_size, packing=o.packing, long_texts=o.long_texts, completions_only=completions_only)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowOptions(ColumnOptions):
+class RowOptions(OptionGroup):
     """Options for data, and for how rows are made of it."""
 
     data: tyro.conf.Positional[tuple[str, ...]]
@@ -79,19 +63,16 @@ class RowOptions(ColumnOptions):
     kind: Literal["text", "preferences", "kto"] = "text"
     """Kind of records. text: texts, chats, and prompts with completions, for pretrain, sft and distill. preferences:
     chosen and rejected, for dpo. kto: completions with a label, or pairs, for dpo with --loss kto."""
-    packing: Packing = "fit"
-    """How examples are put into rows, which must be as in the run. The run's default is fit for train.sft, and concat
-    for train.pretrain."""
-    long_texts: LongTexts = "split"
-    """Treatment of a text that is longer than a row. split: it is continued in other rows. cut: its end is left out."""
+    rows: Flat[PackingOptions] = PackingOptions()
     completions_only: bool = True
     """Learn completions and the assistant's messages, but not prompts."""
-    chat: Chat = dataclasses.field(default_factory=Chat)
+    naming: Flat[ColumnOptions] = ColumnOptions()
+    chat: Chat = Chat()
 
     def how(self, vocab_size: int) -> tuple[Kind, dict[str, Any]]:
         """Returns the kind of these records, and the arguments of its `pack`."""
         if self.kind == "text":
-            settings = text_settings(self, vocab_size, completions_only=self.completions_only)
+            settings = self.rows.settings(vocab_size, completions_only=self.completions_only)
             return TEXT, settings | {"seq_len": self.seq_len}
         return PREFERENCES, {"vocab_size": vocab_size, "unpaired": self.kind == "kto", "seq_len": self.seq_len}
 
@@ -112,8 +93,18 @@ class DataSet:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a run reads its data."""
+
+    epochs: int  # used where a phase has no number of steps
+    seed: int  # of the order of the rows
+    validation_rows: int  # the largest number of rows that are held out from records
+    dry_run: bool  # whether only one batch will be read
+
+
+@dataclasses.dataclass(frozen=True)
 class Phase:
-    """Consecutive steps of a run that have the same data."""
+    """Consecutive steps of a run that have the same data. The whole run is one, unless --phases has others."""
 
     steps: int  # 0: the number of steps in --epochs
     data: tuple[str, ...]
@@ -123,8 +114,8 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learnt:
-    """The opened data of a run, for `train.run.loop.Task`."""
+class TrainingData:
+    """The opened data of a run, for `train.step.task.Task`."""
 
     data: grain.IterDataset
     validation: grain.IterDataset | None
@@ -134,18 +125,22 @@ class Learnt:
     sets: Sequence[DataSet]
 
 
-def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Mapping[str, Any]) -> Learnt:
-    """Opens all data of a script's options `o`, and puts its rows in order.
+def open_data(
+    o: DataOptions, whole: Phase, reading: Reading, mesh: Mesh, tokenizer: Tokenizer, kind: Kind,
+    settings: Mapping[str, Any],
+) -> TrainingData:  # fmt: skip
+    """Opens all data of a run, and puts its rows in order.
 
     A run validates on the held-out rows of the last phase's sets.
 
     Args:
+        whole: the run, if it had no --phases.
         settings: arguments of the kind's `pack`, without `seq_len`.
 
     Raises:
         ValueError, OSError: the data, or a phase, cannot be learnt from.
     """
-    phases = read_phases(o)
+    phases = read_phases(o.phases, whole) if o.phases else [whole]
     for phase in phases if o.phases else ():
         _check(phase, mesh)
     # Rows that the run cannot reach are not made; but without weights all are, as sizes of sets decide their shares.
@@ -154,7 +149,12 @@ def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Ma
     sets: dict[tuple[str, int], DataSet] = {}
     for path, seq_len in dict.fromkeys((path, phase.seq_len) for phase in phases for path in phase.data):
         shape = {**settings, "seq_len": seq_len}
-        sets[path, seq_len] = open_set(o, path, tokenizer, kind, shape, seed=o.seed + len(sets), limit=limit)
+        seed = reading.seed + len(sets)
+        if reading.dry_run and limit:  # without a limit the number of rows decides the number of steps, which it prints
+            limit = whole.batch
+        sets[path, seq_len] = open_set(
+            o, path, tokenizer, kind, shape, seed=seed, limit=limit, validation_rows=reading.validation_rows
+        )
     if tokenizer.processor:
         sets = dict(zip(sets, with_records_of_all(list(sets.values())), strict=True))
 
@@ -162,7 +162,7 @@ def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Ma
     for phase in phases:
         keys = [(path, phase.seq_len) for path in phase.data]
         rows = order(
-            [sets[key].rows for key in keys], weights=phase.weights, epochs=None if phase.steps else o.epochs,
+            [sets[key].rows for key in keys], weights=phase.weights, epochs=None if phase.steps else reading.epochs,
             begun=[used[key] for key in keys],
         )  # fmt: skip
         made = batches(rows, phase.batch, mesh=mesh, finish=_opening(sets.values(), 0, tokenizer, kind))
@@ -172,17 +172,18 @@ def open_data(o: Any, mesh: Mesh, tokenizer: Tokenizer, kind: Kind, settings: Ma
     held_out, validation = [each.held_out for each in last if each.held_out], None
     if held_out:
         opening = _opening(sets.values(), 1, tokenizer, kind)
-        validation = reading(batches(joined(held_out), phases[-1].batch, mesh=mesh, finish=opening))
-    source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": o.hold_out, "seed": o.seed}
-    source |= {"columns": " ".join(o.columns)} if o.columns else {}
-    source |= {**settings, **_telling(phases, list(sets), o)}
+        validation = read_ahead(batches(joined(held_out), phases[-1].batch, mesh=mesh, finish=opening))
+    source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": o.hold_out}
+    source["seed"] = reading.seed
+    source |= {"columns": " ".join(o.naming.columns)} if o.naming.columns else {}
+    source |= {**settings, **_mixture(phases, list(sets), is_whole=not o.phases)}
     data = grain.MapDataset.concatenate(parts) if len(parts) > 1 else parts[0]
     prompts = next((each.prompts for each in last if each.prompts), [])
-    return Learnt(reading(data), validation, prompts, source, sum(map(len, parts)), list(sets.values()))
+    return TrainingData(read_ahead(data), validation, prompts, source, sum(map(len, parts)), list(sets.values()))
 
 
 def open_set(
-    o: Any,
+    o: DataOptions,
     path: str,
     tokenizer: Tokenizer,
     kind: Kind,
@@ -190,25 +191,25 @@ def open_set(
     *,
     seed: int,
     limit: int | None,
+    validation_rows: int,
 ) -> DataSet:
     """Opens one --data. If it has records, at most `limit` rows are made of them, and kept in memory.
 
     Args:
         shape: arguments of the kind's `pack`.
+        validation_rows: the largest number of rows that are made of the records to validate on.
 
     Raises:
         ValueError, OSError: the data cannot be read or learnt from; or it is a store of other rows.
     """
     if store.is_store(path):
         return _open_store(o, path, tokenizer, kind, shape, seed)
-    records, held = open_records(path, o.hold_out, o.columns)
+    records, held = open_records(path, o.hold_out, o.naming.columns)
     found = kind.survey(records, tokenizer, **shape)
     make = functools.partial(kind.pack, tokenizer=tokenizer, **shape)
-    if o.dry_run and limit:  # without a limit the number of rows decides the number of steps, which a dry run reports
-        limit = o.batch
     rows = in_memory(make(records, seed=seed), shape["seq_len"], limit=limit)
     assert rows is not None, "the survey has found some"
-    held_out = None if held is None else in_memory(make(held), shape["seq_len"], limit=o.eval_batches * o.batch)
+    held_out = None if held is None else in_memory(make(held), shape["seq_len"], limit=validation_rows)
     prompts = kind.prompts_of(held or records, tokenizer, vocab_size=shape["vocab_size"])
     return DataSet(
         path, shape["seq_len"], Set(rows, seed, as_packed=True), held_out, fingerprint(path, tokenizer), prompts,
@@ -216,9 +217,11 @@ def open_set(
     )  # fmt: skip
 
 
-def _open_store(o: Any, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int) -> DataSet:
+def _open_store(
+    o: DataOptions, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int
+) -> DataSet:
     folder = pathlib.Path(path)
-    refuse_columns(o, path)
+    refuse_columns(o.naming, path)
     content = store.read(folder)
     store.refuse_other(folder, content, store.identity(kind.name, tokenizer, shape))
     if jax.process_index() == 0:
@@ -291,25 +294,23 @@ def _opening(sets: Any, split: int, tokenizer: Tokenizer, kind: Kind) -> Callabl
 # ======================================================================================================================
 
 
-def read_phases(o: Any) -> list[Phase]:
-    """Returns the phases of a run: those of --phases, or one phase with the options' values.
+def read_phases(path: pathlib.Path, whole: Phase) -> list[Phase]:
+    """Reads the phases of a run from the file of --phases. Keys that a phase lacks have the values of `whole`.
 
     Raises:
         ValueError: the file is no list of phases, or a phase has a wrong key or value; names the phase and the key.
     """
-    if not o.phases:
-        return [Phase(o.steps, tuple(o.data), tuple(o.weights), o.seq_len, o.batch)]
     try:
-        found = yaml.safe_load(o.phases.read_text())
+        found = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{o.phases} is no YAML: {' '.join(str(error).split())}.") from error
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(found, list) or not found:
-        raise ValueError(f"{o.phases} must have a list of phases, each with steps.")
-    return [_phase(o, number, entry) for number, entry in enumerate(found, 1)]
+        raise ValueError(f"{path} must have a list of phases, each with steps.")
+    return [_phase(f"{path}, phase {number}", entry, whole) for number, entry in enumerate(found, 1)]
 
 
-def _phase(o: Any, number: int, entry: Any) -> Phase:
-    where, kinds = f"{o.phases}, phase {number}", dict(steps=int, data=list, weights=list, seq_len=int, batch=int)
+def _phase(where: str, entry: Any, whole: Phase) -> Phase:
+    kinds = dict(steps=int, data=list, weights=list, seq_len=int, batch=int)
     if not isinstance(entry, dict) or "steps" not in entry:
         raise ValueError(f"{where} must have steps.")
     for key, value in entry.items():
@@ -323,24 +324,23 @@ def _phase(o: Any, number: int, entry: Any) -> Phase:
             what = {"data": "a list of names", "weights": "a list of numbers"}.get(key, "a number above 0")
             raise ValueError(f"{where} has {key}: {value}, which must be {what}.")
         entry = entry | {key: tuple(value) if isinstance(value, list) else value}
-    data = entry.get("data", tuple(o.data))
-    weights = tuple(map(float, entry.get("weights", () if "data" in entry else o.weights)))
-    phase = Phase(entry["steps"], data, weights, entry.get("seq_len", o.seq_len), entry.get("batch", o.batch))
-    if phase.seq_len > o.seq_len or phase.batch * phase.seq_len > o.batch * o.seq_len:
+    weights = tuple(map(float, entry.get("weights", () if "data" in entry else whole.weights)))
+    phase = dataclasses.replace(whole, **entry | {"weights": weights})
+    if phase.seq_len > whole.seq_len or phase.batch * phase.seq_len > whole.batch * whole.seq_len:
         raise ValueError(
-            f"{where} has {phase.batch} rows of {phase.seq_len} tokens, and --batch {o.batch} --seq-len {o.seq_len} "
-            "must be at least the largest of all phases."
+            f"{where} has {phase.batch} rows of {phase.seq_len} tokens, and --batch {whole.batch} --seq-len "
+            f"{whole.seq_len} must be at least the largest of all phases."
         )
     return phase
 
 
-def _telling(phases: Sequence[Phase], sets: Sequence[Any], o: Any) -> dict[str, Any]:
+def _mixture(phases: Sequence[Phase], sets: Sequence[Any], *, is_whole: bool) -> dict[str, Any]:
     """Returns the data mixture as JSON, which a checkpoint is compared with. Phases have the numbers of their sets.
 
-    Without --phases the number of steps is left out, as the run may be made longer.
+    Without --phases (`is_whole`) the number of steps is left out, as the run may be made longer.
     """
-    if not o.phases:
-        return {"weights": o.weights, "seq_len": o.seq_len, "batch": o.batch}
+    if is_whole:
+        return {"weights": phases[0].weights, "seq_len": phases[0].seq_len, "batch": phases[0].batch}
     numbers = lambda phase: [sets.index((path, phase.seq_len)) for path in phase.data]
     return {"phases": [dataclasses.asdict(phase) | {"data": numbers(phase)} for phase in phases]}
 

@@ -1,10 +1,10 @@
 """The protocol of a task that a model is evaluated on during a run, and the options that all tasks share."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from train.base.help import Group, option
+from train.base.options import Group, OptionGroup, option
 from zoo.nn.model import AbstractModel
 
 
@@ -12,7 +12,7 @@ WRONG = 5  # number of wrong answers that are recorded of each task at each eval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskOptions:
+class TaskOptions(OptionGroup):
     """Options for the tasks of each evaluation."""
 
     help_group: ClassVar[Group] = Group.VALIDATION
@@ -24,8 +24,9 @@ class TaskOptions:
     """Number of questions of each of --eval-tasks, from its beginning. 0: all."""
     eval_tokens: int = option(256, rare=True)
     """Largest number of tokens of an answer, unless a task of lm-eval sets another."""
-    eval_rows: int = option(32, rare=True)
-    """Number of answers that are written at a time. The number is halved if the device's memory does not suffice."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "eval-rows": "32 answers are written at a time, or fewer where the memory does not suffice."
+    }
 
 
 class Wrong(NamedTuple):

@@ -28,6 +28,7 @@ from zoo.text.tokenizer import Tokenizer
 
 
 T = TypeVar("T")
+ROWS = 32  # answers that are written at a time, if the memory suffices
 MATCHES: dict[str, rewards.Reward] = {"exact": rewards.exact, "number": rewards.number}
 
 
@@ -40,7 +41,7 @@ class Tasks:
     """
 
     def __init__(self, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig, mesh: Mesh, dtype: Any):
-        self.mesh, self.dtype, self.rows = mesh, dtype, o.eval_rows
+        self.mesh, self.dtype, self.rows = mesh, dtype, ROWS
         self.tasks = [find(name, o, tokenizer, config) for name in o.eval_tasks]
         names = [task.name for task in self.tasks]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -60,7 +61,7 @@ class Tasks:
                     bar.update(shown, completed=done, total=of)
                     clock().change("evaluation")  # shows progress to `train.run.watchdog`
 
-                found, self.rows = halved(functools.partial(task.evaluate, model, told=told), self.rows)
+                found, self.rows = retry_smaller(functools.partial(task.evaluate, model, told=told), self.rows)
                 numbers |= found
                 for wrong in task.wrong():
                     record(step, task=task.name, **wrong._asdict())
@@ -68,7 +69,7 @@ class Tasks:
         return numbers
 
 
-def halved(call: Callable[[int], T], rows: int) -> tuple[T, int]:
+def retry_smaller(call: Callable[[int], T], rows: int) -> tuple[T, int]:
     """Returns `call(rows)`, and the number of rows. Out of memory, it tries again with half as many rows.
 
     With several processes the error is raised instead, since another process may have had enough memory, and would wait
@@ -81,7 +82,7 @@ def halved(call: Callable[[int], T], rows: int) -> tuple[T, int]:
             if "RESOURCE_EXHAUSTED" not in str(error) or rows == 1 or jax.process_count() > 1:
                 raise
         rows //= 2  # outside the `except`, where the error no longer holds the arrays
-        rich.print(f"The device's memory does not suffice for --eval-rows {2 * rows}: trying {rows}.")
+        rich.print(f"The device's memory does not suffice for {2 * rows} answers at a time: trying {rows}.")
 
 
 def find(name: str, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig) -> Task:

@@ -11,12 +11,13 @@ import rich
 from jax.sharding import Mesh
 
 from train.base.goodput import timed
-from train.base.help import Every, Group, option
+from train.base.options import Every, Flat, Group, OptionGroup, option
 from train.evaluate.task import TaskOptions
 from train.evaluate.tasks import Tasks
 from train.state.checkpoint import Checkpoints
 from train.state.mesh import put_batch
 from train.state.state import TrainState
+from train.step.task import Task
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ LOWER = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidationOptions(TaskOptions):
+class ValidationOptions(OptionGroup):
     """Options for validation: how often, and what follows from its metrics."""
 
     help_group: ClassVar[Group] = Group.VALIDATION
@@ -49,6 +50,7 @@ class ValidationOptions(TaskOptions):
     patience: int = 0
     """Number of evaluations in a row without a new best by --best, after which the run ends. 0: it takes all
     --steps."""
+    tasks: Flat[TaskOptions] = TaskOptions()
 
     @property
     def keeps_best(self) -> bool:
@@ -57,21 +59,22 @@ class ValidationOptions(TaskOptions):
 
 
 class Validation:
-    """The values of `metric` so far, in `looks` as [step, value]. A checkpoint keeps `looks`.
+    """The values of `metric` so far, in `evaluations` as [step, value]. A checkpoint keeps them.
 
     `metric` is --best. Without --best it is the validation loss or, if the task has a rollout, the reward on held-out
     prompts.
 
     Args:
-        o: `train.run.options.Options`.
-        task: a `train.run.loop.Task`.
+        dtype: the dtype of the forward pass.
 
     Raises:
         ValueError: --patience or --best needs evaluations, validation data or --eval-tasks, and there are none.
         ValueError, OSError, ImportError: a task of --eval-tasks is missing or bad (`train.evaluate.tasks.Tasks`).
     """
 
-    def __init__(self, o: Any, task: Any, config: AbstractConfig, tokenizer: Tokenizer, mesh: Mesh):
+    def __init__(
+        self, o: ValidationOptions, task: Task, config: AbstractConfig, tokenizer: Tokenizer, mesh: Mesh, dtype: str
+    ):
         self.metric = o.best or ("validation_reward" if task.rollout else "validation_loss")
         if o.keeps_best and o.eval_every == "never":
             raise ValueError("--best and --patience go by evaluations: leave out --eval-every never.")
@@ -81,12 +84,11 @@ class Validation:
                 f"--patience {o.patience} waits for a {what}, and there is none. Give --hold-out, or another metric by "
                 "--best."
             )
-        if o.best and task.validation is None and not o.eval_tasks:
+        if o.best and task.validation is None and not o.tasks.eval_tasks:
             raise ValueError(f"--best {o.best} needs evaluations: give --hold-out or --eval-tasks.")
-        dtype = o.compute_dtype
         self.o, self.task, self.mesh = o, task, mesh
-        self.tasks = Tasks(o, tokenizer, config, mesh, dtype)
-        self.looks: list[list] = []
+        self.tasks = Tasks(o.tasks, tokenizer, config, mesh, dtype)
+        self.evaluations: list[list] = []
         objective = task.objective
         self._sums = jax.jit(lambda model, batch, reference: objective(cast(model, dtype), batch, reference)[1:3])
 
@@ -105,7 +107,7 @@ class Validation:
         if self.o.keeps_best and self.metric not in numbers:
             raise ValueError(f"--best {self.metric} is no metric of the evaluations, which have {', '.join(numbers)}.")
         if self.metric in numbers:
-            self.looks.append([n, numbers[self.metric]])
+            self.evaluations.append([n, numbers[self.metric]])
         return numbers
 
     def _means(self, model: AbstractModel) -> dict[str, float]:
@@ -131,12 +133,12 @@ class Validation:
 
     def best(self) -> int | None:
         """Returns the step that is best by the metric, whose checkpoint is kept; None without --best and --patience."""
-        return best(self.metric, self.looks)[0] if self.o.keeps_best else None
+        return best(self.metric, self.evaluations)[0] if self.o.keeps_best else None
 
-    def waited(self, n: int) -> bool:
+    def out_of_patience(self, n: int) -> bool:
         """Whether no new best has come in the --patience evaluations before step `n`."""
-        step = self.best() if self.o.patience else None
-        return step is not None and n - step >= self.o.patience * self.o.eval_every
+        step, every = self.best() if self.o.patience else None, self.o.eval_every
+        return step is not None and every != "never" and n - step >= self.o.patience * every
 
     def restore_best(self, checkpoints: Checkpoints, state: TrainState, n: int, updates: int) -> tuple[TrainState, int]:
         """Returns the state to export, and its step. With --best or --patience it is the best, or else the given one.
@@ -147,7 +149,7 @@ class Validation:
         best = self.best()
         if best is None or best == n:
             return state, n
-        if self.waited(n):
+        if self.out_of_patience(n):
             rich.print(f"{self.metric} has not improved since step {best:,}, so the run ends at step {n:,}.")
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
         if found := checkpoints.restore(abstract, step=best * updates):
@@ -163,7 +165,7 @@ def lower(metric: str) -> bool:
     return any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in LOWER)
 
 
-def best(metric: str, looks: Sequence[Sequence[Any]]) -> Sequence[Any]:
+def best(metric: str, evaluations: Sequence[Sequence[Any]]) -> Sequence[Any]:
     """Returns the best of the pairs (step, value of the metric), and of equal ones the first. NaN is worse than all."""
     sign = 1 if lower(metric) else -1
-    return min(looks, key=lambda look: (math.isnan(look[1]), sign * look[1]))
+    return min(evaluations, key=lambda pair: (math.isnan(pair[1]), sign * pair[1]))

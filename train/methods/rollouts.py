@@ -1,12 +1,13 @@
 """Rollouts: the model's own completions of prompts, with their rewards and advantages, as training batches."""
 
 import concurrent.futures
+import dataclasses
 import itertools
 import math
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Shaped
 
 from train.base import cluster
+from train.base.options import Group, OptionGroup, option
 from train.data import pictures
 from train.data.prompts import Prompt
 from train.data.rewards import BadRecord, Reward
@@ -30,38 +32,96 @@ from zoo.text.tokenizer import Tokenizer
 NEEDS = {"exact": "answer", "number": "answer", "python": "tests"}  # fields of the records, by reward
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardOptions(OptionGroup):
+    """Options for the rewards of completions."""
+
+    help_group: ClassVar[Group] = Group.METHOD
+
+    reward: tuple[str, ...] = (r"regex:[^\n]+\.",)
+    r"""Functions of completions: exact or number (against the record's answer), python (runs code with the record's
+    tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""
+    reward_weights: tuple[float, ...] = option((), rare=True)
+    """Weight of each of several rewards. Without weights each reward has the weight 1."""
+    correct: float | None = option(None, rare=True)
+    """Least reward of a completion that counts as correct in pass@1 and pass@k. None: the sum of the weights of the
+    rewards, which is the full reward if each reward is at most 1."""
+    scale_rewards: bool = option(True, rare=True)
+    """Divide advantages by the standard deviation of their group; Dr. GRPO does not."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Returns the weight of each reward."""
+        return self.reward_weights or (1.0,) * len(self.reward)
+
+    @property
+    def least_correct(self) -> float:
+        """Returns the least reward of a correct completion: --correct, or the sum of the positive weights."""
+        return sum(weight for weight in self.weights if weight > 0) if self.correct is None else self.correct
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutOptions(OptionGroup):
+    """Options for sampling completions, and for making batches of them."""
+
+    help_group: ClassVar[Group] = Group.METHOD
+
+    group: int = option(8, group=Group.STEP)
+    """Number of completions of each prompt."""
+    max_new_tokens: int = option(32, group=Group.STEP)
+    """Largest number of tokens of a completion."""
+    temperature: float = 1.0
+    """Temperature of sampling. The probabilities that are trained are those at this temperature, too."""
+    iterations: int = option(1, rare=True)
+    """Number of times that a step learns from its completions. All times but the first are off-policy."""
+    minibatches: int = option(1, rare=True)
+    """Number of updates in each of the --iterations."""
+    rollout_batch: int = option(64, rare=True, was="slots")
+    """Number of completions that are sampled at a time."""
+    cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
+    """Data type of cached keys and values while sampling. auto: --compute-dtype."""
+
+
 def rollout(
     model: AbstractModel,
     prompts: Sequence[Prompt],
     n: int,
     *,
-    o: Any,
+    o: RolloutOptions,
+    rewards: RewardOptions,
+    judges: Sequence[Reward],
     tokenizer: Tokenizer,
     mesh: Mesh,
-    judges: Sequence[Reward],
+    seq_len: int,
+    dtype: str,
+    seed: int,
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
     """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, pass@k, length.
 
     A row has a prompt with one completion, in the arrays of `train.data.packing`, and two more arrays: "advantages"
-    (constant along a row) and "old", the log-probability with which each target was drawn. `o` are
-    `train.grpo.GRPOOptions`, and `judges` the rewards that `o` names.
+    (constant along a row) and "old", the log-probability with which each target was drawn.
+
+    Args:
+        judges: the functions that `rewards` names.
+        seq_len: number of tokens of a row.
+        dtype: the dtype in which the model samples.
     """
     started = time.monotonic()
-    with generating(model, mesh, o.compute_dtype) as sampling:
+    with generating(model, mesh, dtype) as sampling:
         groups = complete(
             sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
-            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=o.seed + n, batch=o.rollout_batch,
+            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=seed + n, batch=o.rollout_batch,
             cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
             images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
         )  # fmt: skip
     seconds = time.monotonic() - started
-    each, errors = rewarded([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, o, judges)
-    total = each @ np.array(o.reward_weights or (1.0,) * len(o.reward), np.float32)
-    advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=o.scale_rewards)).reshape(-1)
+    each, errors = score([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, rewards, judges)
+    total = each @ np.array(rewards.weights, np.float32)
+    advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=rewards.scale_rewards)).reshape(-1)
 
-    rows = empty(advantages.size, o.seq_len)
+    rows = padding_rows(advantages.size, seq_len)
     if tokenizer.processor is not None:
-        rows |= pictures.of_rows([prompt.images for prompt in prompts for _ in range(o.group)], o.seq_len, tokenizer)
+        rows |= pictures.of_rows([prompt.images for prompt in prompts for _ in range(o.group)], seq_len, tokenizer)
     pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
     for row, (ids, completion) in enumerate(pairs):
         tokens, start = ids + completion.tokens, len(ids) - 1
@@ -70,7 +130,7 @@ def rollout(
         rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
         rows["positions"][row, :end] = np.arange(end)
         rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
-    random = np.random.RandomState((o.seed + n) % 2**32)
+    random = np.random.RandomState((seed + n) % 2**32)
     orders = [random.permutation(advantages.size) for _ in range(o.iterations)]
     batches = [
         {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, o.minibatches)
@@ -81,13 +141,13 @@ def rollout(
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
         "reward_errors": errors,
-        **pass_at(total >= correct_from(o) - 1e-6),
+        **pass_at(total >= rewards.least_correct - 1e-6),
         "length": float(np.mean(lengths)),
         "ended": float(np.mean([c.ended for c in completions])),
         "generation_tokens_per_second": sum(lengths) / seconds,
     }
-    if len(o.reward) > 1:
-        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(o.reward, each.mean((0, 1)), strict=True)}
+    if len(rewards.reward) > 1:
+        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.reward, each.mean((0, 1)), strict=True)}
     return batches, numbers
 
 
@@ -124,11 +184,6 @@ def try_rewards(
     return found
 
 
-def correct_from(o: Any) -> float:
-    """Returns the least reward of a correct completion: --correct, or the sum of the rewards' positive weights."""
-    return sum(w for w in o.reward_weights or (1.0,) * len(o.reward) if w > 0) if o.correct is None else o.correct
-
-
 def pass_at(correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
     """Estimates pass@k, the probability that one of k completions is correct, for k of 1, 2, 4, ... and the group size.
 
@@ -141,15 +196,15 @@ def pass_at(correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
     return {f"pass@{k}": 1 - float(np.mean([failed(int(c), k) for c in correct.sum(axis=1)])) for k in sizes}
 
 
-def empty(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
+def padding_rows(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
     """Makes a batch of padding."""
     integers = dict.fromkeys(("tokens", "targets", "loss_mask", "segments", "positions"), np.int32)
     kinds = integers | dict.fromkeys(("advantages", "old"), np.float32)
     return {name: np.zeros((rows, seq), kind) for name, kind in kinds.items()}
 
 
-def rewarded(
-    texts: list[list[str]], prompts: Sequence[Prompt], o: Any, judges: Sequence[Reward]
+def score(
+    texts: list[list[str]], prompts: Sequence[Prompt], o: RewardOptions, judges: Sequence[Reward]
 ) -> tuple[Float[np.ndarray, "prompts group names"], float]:
     """Computes every reward of every completion. Also returns the number of rewards that failed, which count as 0.
 
@@ -159,7 +214,7 @@ def rewarded(
     Raises:
         BadRecord: a record lacks a field that a reward needs.
     """
-    found = np.zeros((len(prompts), o.group, len(judges)), np.float32)
+    found = np.zeros((len(prompts), len(texts[0]), len(judges)), np.float32)
     errors = 0.0
 
     def judge() -> None:

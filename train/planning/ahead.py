@@ -23,8 +23,8 @@ from train.state.mesh import abstract_model, keeps_order, token_sharding
 from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions, make_optimizer
 from train.state.remat import REMAT
-from train.state.state import Lora, abstract_state, beside
-from train.step.step import Objective, cross_entropy, jit_train_step
+from train.state.state import Lora, StateOptions, abstract_state, moment_sharding
+from train.step.step import Objective, Recipe, cross_entropy, jit_train_step
 from zoo import lora, quantized
 from zoo.nn.cache import partition_specs
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
@@ -85,8 +85,7 @@ def training(
     remat: str,
     microbatches: int,
     optimization: OptimizerOptions = USUAL,
-    weights_dtype: Literal["float32", "bfloat16"] = "float32",
-    offload: Literal["none", "optimizer"] = "none",
+    kept: StateOptions = StateOptions(),  # noqa: B008 (is frozen)
     adapters: Lora = NONE,
     quantize: Literal["none"] | Format = "none",
     images: int = 0,
@@ -108,8 +107,8 @@ def training(
         model = frozen(config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images))
     else:
         model = abstract_model(config, family, mesh, parts_of(images))
-    trained, kept = lora.split(model)
-    state = abstract_state(trained, transform, weights_dtype=weights_dtype, offload=offload)
+    trained, frozen_weights = lora.split(model)
+    state = abstract_state(trained, transform, kept)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
     in_order = keeps_order(mesh, model, reference)
     names = ("tokens", "targets", "loss_mask", "segments", *(() if in_order else ("positions",)))
@@ -120,16 +119,17 @@ def training(
         tower, of_batch = _tower_of(model), NamedSharding(mesh, P(BATCH))
         size = (tower.side**2 if hasattr(tower, "side") else patches), tower.pixels
         data |= dict(patches=of_rows(jnp.float32, *size), grids=of_rows(jnp.int32, 2), image=rows, feature=rows)
-    state, data, kept, reference = explicit((state, data, kept, reference))
+    state, data, rest, reference = explicit((state, data, frozen_weights, reference))
     with jax.set_mesh(mesh):
-        step = jit_train_step(
-            state, optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, objective=objective,
+        recipe = Recipe(
+            optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, objective=objective,
             remat=REMAT[remat], microbatches=microbatches,
         )  # fmt: skip
-    kinds = {"parameters": lora.joined(state.model, kept), "optimizer": state.opt_state, "batch": data}
+        step = jit_train_step(state, recipe)
+    kinds = {"parameters": lora.joined(state.model, rest), "optimizer": state.opt_state, "batch": data}
     kinds |= {"reference": reference} if reference is not None else {}
-    one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=beside(a, a.shape))
-    return Program(step, (state, data, kept, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
+    one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=moment_sharding(a, a.shape))
+    return Program(step, (state, data, rest, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
 
 
 def parts_of(images: int) -> tuple[str, ...]:

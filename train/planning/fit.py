@@ -3,16 +3,17 @@
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from kernels.delta_rule.shared import CHUNK
 from kernels.mesh import BATCH, CONTEXT, STAGE, TENSOR
 from train.base.flops import products_per_token
+from train.state.remat import StepOptions
+from train.state.state import StateOptions, Trained
 from zoo.nn.cache import init_cache
 from zoo.nn.model import AbstractConfig
 from zoo.nn.recurrent import RecurrentCache
@@ -28,19 +29,19 @@ HOST = 14_000.0  # FLOPs of an H200 in the time in which a byte crosses PCIe
 SUM = 1670.0
 
 
-class Fit(NamedTuple):
-    """A way to compute a step, with its estimated cost."""
+class Candidate(NamedTuple):
+    """A remat and a number of microbatches for a step, with their estimated cost."""
 
     remat: str
     microbatches: int
     needed: float  # bytes of a device, estimated
-    work: float  # FLOPs of a device, to compare ways
+    work: float  # FLOPs of a device, to compare candidates
 
     def __str__(self) -> str:
         return f"--remat {self.remat} --microbatches {self.microbatches}"
 
 
-def kept(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: int, remat: str) -> float:
+def saved_bytes(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: int, remat: str) -> float:
     """Estimates the bytes that a device saves of `rows` rows, in all layers, for the backward pass."""
     tokens = rows * seq / math.prod(mesh.shape[axis] for axis in (*BATCH, CONTEXT))
     inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
@@ -75,38 +76,27 @@ def recomputed(config: AbstractConfig, seq: int, remat: str) -> float:
     return {"none": 0.0, "dots": 0.0, "attention": p.layers}.get(remat, p.layers + p.attention)
 
 
-def ways(
-    config: AbstractConfig,
-    mesh: Mesh,
-    trained: Any,
-    held: float | int,
-    *,
-    rows: int,
-    seq: int,
-    compute_dtype: DTypeLike,
-    frozen: bool,
-    least: int,
-    copied: bool,
-) -> list[Fit]:
+def candidates(
+    step: StepOptions, kept: StateOptions, trained: Trained, mesh: Mesh, held: float | int
+) -> list[Candidate]:
     """Lists every remat with every number of microbatches that the mesh allows, the least work first.
 
     Remat "none" is left out: in compiled steps "dots" is as fast, and takes less memory.
 
     Args:
-        trained: arrays that are trained, or their shapes, with shardings.
+        step: gives the rows and the least number of microbatches.
+        trained: its abstract arrays have shardings.
         held: bytes of a device before a step: the state, and all arrays that are not trained.
-        rows: sequences of a step, of `seq` tokens.
-        frozen: whether `trained` are adapters of a model that is not trained.
-        least: smallest number of microbatches.
-        copied: whether a step has a copy of the trained arrays, in `compute_dtype`.
     """
+    config, frozen, rows, seq = trained.config, trained.adapters, step.batch, step.seq_len
+    copied = kept.needs_copy(step.compute_dtype)
     shape, p, found = mesh.shape, products_per_token(config, seq), []
-    itemsize = jax.numpy.dtype(compute_dtype).itemsize
+    itemsize = jax.numpy.dtype(step.compute_dtype).itemsize
     shares = math.prod(shape[axis] for axis in BATCH)
-    leaves = jax.tree.leaves(trained)
+    leaves = jax.tree.leaves(trained.abstract)
     parameters = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in leaves)
     head = config.vocab_size * config.hidden_size / shape[TENSOR]
-    for remat, parts in itertools.product(REMATS[1:], range(least, rows // shares + 1)):
+    for remat, parts in itertools.product(REMATS[1:], range(step.microbatches, rows // shares + 1)):
         if rows % parts or rows // parts % shares:
             continue
         tokens = rows // parts * seq / shares / shape[CONTEXT]
@@ -118,13 +108,13 @@ def ways(
         # One layer: its gathered weights, its recomputed activations, and the gradients of these.
         layer = itemsize * p.layers / config.num_hidden_layers * (2 + 3 * tokens / config.hidden_size) / shape[TENSOR]
         doubled = "none" if frozen and remat == "dots" else remat  # an adapter's result is kept beside its product's
-        keeps = itemsize / 2 * kept(config, mesh, rows=rows / parts, seq=seq, remat=doubled)
+        keeps = itemsize / 2 * saved_bytes(config, mesh, rows=rows / parts, seq=seq, remat=doubled)
         copies = float(parameters * itemsize * copied)
         needed = held + copies + keeps + max(first + logits + weights, sums + layer)
         weights_work = (2 if frozen else 3) * (p.layers + p.head)
         products = weights_work + 3 * p.attention + recomputed(config, seq, remat)
         work = 2 * parts * tokens * products / shape[TENSOR] + SUM * parameters * (parts - 1)
         if remat == "offload":
-            work += 2 * HOST * kept(config, mesh, rows=rows, seq=seq, remat="full")
-        found.append(Fit(remat, parts, needed, work))
-    return sorted(found, key=lambda way: way.work)
+            work += 2 * HOST * saved_bytes(config, mesh, rows=rows, seq=seq, remat="full")
+        found.append(Candidate(remat, parts, needed, work))
+    return sorted(found, key=lambda each: each.work)

@@ -14,16 +14,15 @@ from jax.sharding import Mesh
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.base.chips import Chip, slowest_link
 from train.base.flops import flops_per_token, products_per_token
-from train.base.help import Group, option
+from train.base.options import Flat, Group, OptionGroup, option
 from train.planning.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
 from train.planning.breakdown import ASIDE, Part, parts
-from train.planning.fit import REMATS, kept, recomputed
+from train.planning.fit import REMATS, recomputed, saved_bytes
 from train.planning.sampling import sampling
 from train.state.mesh import check_mesh
-from train.state.offload import OffloadOptions, is_on_host
+from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions
-from train.state.rounding import WeightsOptions
-from train.state.state import Lora
+from train.state.state import Lora, StateOptions
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, AbstractModel, Family
@@ -34,7 +33,7 @@ from zoo.weights.checkpoint import skeleton
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
+class Options(OptionGroup):
     """Plan a run: compile its step for devices that are not at hand, and print what it needs of each."""
 
     help_group: ClassVar[Group] = Group.STEP
@@ -70,6 +69,8 @@ class Options(OptimizerOptions, WeightsOptions, OffloadOptions):
     cache_dtype: Literal["auto", "int8"] = option("auto", group=Group.METHOD, rare=True)
     """Data type of cached keys and values while sampling, as in train.grpo. auto: bfloat16."""
     lora: Lora = NONE
+    optim: Flat[OptimizerOptions] = OptimizerOptions()
+    state: Flat[StateOptions] = StateOptions()
     quantize: Literal["none", "int8", "fp8", "nf4"] = option("none", group=Group.MODEL)
     """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
     bits. nf4: four bits."""
@@ -176,7 +177,10 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], ste
         except TooLarge as error:
             needed, available = error.needed, error.available
     if o.method == "grpo" and needed <= available:
-        s = sampling(o, config, mesh, program)
+        s = sampling(
+            config, mesh, program, seq=o.seq, max_new_tokens=o.max_new_tokens or o.seq // 2, rows=o.rollout_batch,
+            group=o.group, cache_dtype=o.cache_dtype,
+        )  # fmt: skip
         try:
             sampled = float(s.needed(compile_ahead(s.prefill, mesh), compile_ahead(s.advance, mesh)))
         except TooLarge as error:
@@ -265,7 +269,7 @@ def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
 def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, o: Options) -> float:
     """Estimates the bytes of a device during a step: arguments, gradients and activations."""
     rows = o.batch / o.microbatches
-    activations = 0.0 if o.decode else kept(config, mesh, rows=rows, seq=o.seq, remat=o.remat)
+    activations = 0.0 if o.decode else saved_bytes(config, mesh, rows=rows, seq=o.seq, remat=o.remat)
     return sum(kinds.values()) + gradients + activations
 
 

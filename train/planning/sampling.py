@@ -42,8 +42,24 @@ class Sampling(NamedTuple):
         return self.beside + max(prefill.needed + rows, advance.needed + prefill.results)
 
 
-def sampling(o: Any, config: AbstractConfig, mesh: Mesh, update: Program) -> Sampling:
-    """Makes the two programs of `zoo.generation.engine` that `train.methods.rollouts` runs, for this update's state."""
+def sampling(
+    config: AbstractConfig,
+    mesh: Mesh,
+    update: Program,
+    *,
+    seq: int,
+    max_new_tokens: int,
+    rows: int,
+    group: int,
+    cache_dtype: str,
+) -> Sampling:
+    """Makes the two programs of `zoo.generation.engine` that `train.methods.rollouts` runs, for this update's state.
+
+    Args:
+        seq: number of tokens of a row, a prompt with its completion.
+        rows: number of completions that are sampled at a time.
+        group: number of completions of each prompt.
+    """
     state, _, kept, reference = update.arguments
     held = lora.joined(here(state.model), kept)  # arrays in the host's memory are copied to its devices for sampling
     model = eqx.filter_eval_shape(functools.partial(cast, dtype=jnp.bfloat16), held)
@@ -53,10 +69,9 @@ def sampling(o: Any, config: AbstractConfig, mesh: Mesh, update: Program) -> Sam
     same = [b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(held), strict=True) if a.dtype == b.dtype]
     beside = device_bytes((held, state.opt_state, state.step, reference)) - device_bytes(same)
 
-    new, rows = o.max_new_tokens or o.seq // 2, o.rollout_batch
-    prompt, cache = o.seq + 1 - new, None if o.cache_dtype == "auto" else o.cache_dtype
-    most = bucket(prompt) + new
-    groups = bucket(min(AT_ONCE, math.ceil(rows / o.group)), 1)
+    prompt, cache = seq + 1 - max_new_tokens, None if cache_dtype == "auto" else cache_dtype
+    most = bucket(prompt) + max_new_tokens
+    groups = bucket(min(AT_ONCE, math.ceil(rows / group)), 1)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
     empty = eqx.filter_eval_shape(lambda m: decoding.init_caches(m, None, rows, most, cache), model)

@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 import convert.hub
 import zoo
-from train.base.help import Group, option
+from train.base.options import Group, option
 from train.run import defaults, folder, loop
 from train.run.options import Options
 from train.state import state
 from train.state.state import Lora
+from train.step.task import Task
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.text.tokenizer import Tokenizer
 
@@ -24,15 +25,15 @@ from zoo.text.tokenizer import Tokenizer
 class FineTuningOptions(Options):
     help_group: ClassVar[Group] = Group.MODEL
 
-    model: str = "tiny"
+    model: str = option("tiny", identity=False)
     """Model to begin with: a zoo name, a Hub repository org/name, or a folder in the Hub's layout."""
     revision: str | None = None
     """Branch, tag or commit of the Hub repository."""
-    lora: Lora = dataclasses.field(default_factory=Lora)
+    lora: Lora = Lora()
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Format of the weights under adapters, which are not trained. none: --compute-dtype. int8 and fp8: eight bits.
     nf4: four bits (QLoRA)."""
-    push_to_hub: str | None = option(None, group=Group.RUN, rare=True)
+    push_to_hub: str | None = option(None, group=Group.RUN, rare=True, identity=False)
     """Repository org/name on the Hub that the result is uploaded to. A missing repository is created as a private one.
     Needs HF_TOKEN."""
 
@@ -53,21 +54,21 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float) -> O:
         raise ValueError(f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank.")
     if o.push_to_hub and not o.dry_run and jax.process_index() == 0:
         convert.hub.create(o.push_to_hub)
-    o = dataclasses.replace(o, lora=dataclasses.replace(o.lora, alpha=o.lora.alpha or 2.0 * o.lora.rank))
+    o = o.changed(lora=o.lora.changed(alpha=o.lora.alpha or 2.0 * o.lora.rank))
     return defaults.resolve(o, config, width_lr=width_lr, weight_decay=0.0 if o.lora.rank else 0.1)
 
 
 def load(o: FineTuningOptions, mesh: Mesh) -> AbstractModel:
     """Loads the model that the options name, placed on the mesh; with new adapters if --lora.rank is given."""
     if o.lora.rank:
-        return state.add_adapters(frozen(o, mesh), o.lora, mesh, seed=o.seed)
+        return state.add_adapters(load_frozen(o, mesh), o.lora, mesh, seed=o.seed)
     return zoo.load(o.model, revision=o.revision, mesh=mesh, parts=o.parts)
 
 
-def frozen(o: FineTuningOptions, mesh: Mesh) -> AbstractModel:
+def load_frozen(o: FineTuningOptions, mesh: Mesh) -> AbstractModel:
     """Loads the model that the options name, for use without training it: in --compute-dtype, or quantized."""
-    quantize = None if o.quantize == "none" else o.quantize
-    return zoo.load(o.model, revision=o.revision, dtype=o.compute_dtype, quantize=quantize, mesh=mesh, parts=o.parts)
+    quantize, dtype = None if o.quantize == "none" else o.quantize, o.step.compute_dtype
+    return zoo.load(o.model, revision=o.revision, dtype=dtype, quantize=quantize, mesh=mesh, parts=o.parts)
 
 
 def run(
@@ -75,7 +76,7 @@ def run(
     config: AbstractConfig,
     mesh: Mesh,
     tokenizer: Tokenizer,
-    task: loop.Task,
+    task: Task,
     *,
     source: Mapping[str, Any],
 ) -> None:
@@ -89,7 +90,9 @@ def run(
         identity["weights"] = folder.weights_hash(o.model, o.revision)
     with jax.set_mesh(mesh):
         model = functools.partial(load, o, mesh)
-        trained = state.to_train(model, o, o.model, config, mesh, adapters=o.lora.rank > 0, parts=o.parts)
+        trained = state.prepare(
+            model, o.model, config, mesh, o.step, o.state, freeze=o.freeze, adapters=o.lora.rank > 0, parts=o.parts
+        )
         exported = loop.run(o, trained, task, mesh, tokenizer, identity)
     if exported and o.push_to_hub and jax.process_index() == 0:
         rich.print(f"Uploaded: {convert.hub.push(exported, o.push_to_hub)}")

@@ -1,6 +1,5 @@
 """The folder of a run: choosing it without --out, describing its run in run.json, and exporting the result into it."""
 
-import dataclasses
 import fnmatch
 import json
 import pathlib
@@ -18,6 +17,7 @@ from convert.private import public_json
 from train.base import runfile, writing
 from train.base.cluster import agree
 from train.base.differences import differences
+from train.base.options import options_of
 from train.run import defaults
 from train.run.options import Options
 from train.state.checkpoint import DATA
@@ -33,42 +33,34 @@ from zoo.weights import peft
 
 ROOT = pathlib.Path("runs")
 
-# Options that may change when a run goes on: they do not change what is learnt, or name files that are compared by
-# their contents.
-INCIDENTAL = {
-    "--accept-data", "--bin", "--chat.template", "--check-nans", "--check-replay-every", "--config", "--coordinator",
-    "--data", "--dry-run", "--dump-hlo", "--eval-rows", "--full-processes", "--keep", "--local-checkpoints", "--mesh",
-    "--microbatches", "--model", "--norms-every", "--offload", "--on-nonfinite", "--out", "--process", "--processes",
-    "--profile", "--program", "--push-to-hub", "--remat", "--replay", "--rewarm", "--sample-every", "--sample-tokens",
-    "--save-every", "--save-local-every", "--step-timeout", "--tracker",
-}  # fmt: skip
-RENAMED = {"--slots": "--rollout-batch"}  # old name, in train.grpo's runs before 2026-11-22 -> today's
-NEW = {"--columns": [], "--correct": None, "--eval-prompts": 64, "--hold-out": 0.0}  # options that older runs lack
 
-
-def about(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
+def run_manifest(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the description by which a run is recognised: its identity, and the options its numbers depend on."""
     # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with these options.
-    fixed = dict(identity) | {"patience": o.keeps_best} | ({"best": o.best} if o.best else {})
+    fixed = dict(identity) | {"patience": o.validation.keeps_best}
+    fixed |= {"best": o.validation.best} if o.validation.best else {}
     fixed |= {"freeze": list(o.freeze)} if o.freeze else {}
-    return {"identity": public_json(fixed), "options": telling(o)}
+    return {"identity": public_json(fixed), "options": defining_options(o)}
 
 
-def choose(name: str, about: Mapping[str, Any], *, accept_data: bool) -> pathlib.Path:
-    """Returns the folder of the run that `about` describes: runs/NAME, or runs/NAME-2 and so on; or else a new folder.
+def run_folder(o: Options, manifest: Mapping[str, Any]) -> pathlib.Path:
+    """Returns the folder of a run: --out, or else runs/NAME, or runs/NAME-2 and so on, if it has this run, or is new.
 
     So the same command goes on where it was interrupted, and another command overwrites nothing.
     """
-    folder = lambda number: ROOT / (name if number == 1 else f"{name}-{number}")
-    number, why = _choose(name, about, accept_data) if jax.process_index() == 0 else (0, "")
+    if o.out:
+        return o.out
+    folder = lambda number: ROOT / (o.name if number == 1 else f"{o.name}-{number}")
+    number, why = _choose(o, manifest) if jax.process_index() == 0 else (0, "")
     if why:
         rich.print(f"{why} So this run goes to {folder(number)}; --out names a folder.")
     return folder(agree(number))
 
 
-def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int, str]:
+def _choose(o: Options, manifest: Mapping[str, Any]) -> tuple[int, str]:
     """Returns the folder's number. For a new folder also returns why the newest existing folder was not taken."""
-    taken, why = [], ""
+    taken, why, name, accept_data = [], "", o.name, o.checkpoints.accept_data
+    here = _completed(manifest, o)
     for path in ROOT.glob(f"{name}*"):
         if (match := re.fullmatch(rf"{name}(?:-(\d+))?", path.name)) and (path.is_file() or any(path.iterdir())):
             taken.append(int(match[1] or 1))
@@ -76,7 +68,8 @@ def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int
         path = ROOT / (name if number == 1 else f"{name}-{number}")
         try:
             there = public_json(json.loads((path / RUN).read_text()))
-            changed = differences(_completed(there), _completed(about))
+            there = _completed(there, o)
+            changed = differences(there, here)
         except (OSError, ValueError, KeyError):
             why = why or f"{path} has other files."
             continue
@@ -86,18 +79,18 @@ def _choose(name: str, about: Mapping[str, Any], accept_data: bool) -> tuple[int
         if not others:
             why = f"The data of {path} has changed since, with which --accept-data would go on."
             continue
-        following = _following(*(_completed(each)["options"] for each in (there, about)))
+        following = _following(there["options"], here["options"])
         key = min(others, key=lambda key: (key.removeprefix("options.") in following, not key.startswith("options.")))
         old, new = changed[key]
         why = why or f"{path} has another run: {key.removeprefix('options.')} was {old} and is {new}."
     return next(number for number in range(1, len(taken) + 2) if number not in taken), why
 
 
-def _completed(about: Mapping[str, Any]) -> dict[str, Any]:
-    return {"identity": about["identity"], "options": with_new(about["options"])}
+def _completed(manifest: Mapping[str, Any], o: Options) -> dict[str, Any]:
+    return {"identity": manifest["identity"], "options": todays_options(manifest["options"], o)}
 
 
-def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None:
+def write_manifest(folder: pathlib.Path, manifest: Mapping[str, Any], o: Options) -> None:
     """Writes run.json, which describes the run, and run.yaml, from which it can be run again.
 
     Other entries of run.json, such as the run's starts, stay.
@@ -108,22 +101,22 @@ def describe(folder: pathlib.Path, about: Mapping[str, Any], o: Options) -> None
         before = json.loads((folder / RUN).read_text())
     except (OSError, ValueError):
         before = {}
-    writing.write_private(folder / RUN, json.dumps({**before, **about}, indent=1) + "\n")
+    writing.write_private(folder / RUN, json.dumps({**before, **manifest}, indent=1) + "\n")
     runfile.write(folder, o)
 
 
-def telling(o: Any, prefix: str = "--") -> dict[str, Any]:
+def defining_options(o: Options) -> dict[str, Any]:
     """Returns option -> value as JSON, for the options on which a run's numbers depend."""
-    found = {}
-    for field in dataclasses.fields(o):
-        name, value = prefix + field.name.replace("_", "-"), getattr(o, field.name)
-        found |= telling(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return {name: public_json(found[name]) for name in found.keys() - INCIDENTAL}
+    return {f"--{each.name}": public_json(each.value(o)) for each in options_of(type(o)) if each.identity}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Lists the options that differ, in one line. Empty if none differs."""
-    before, now = with_new(public_json(before)), with_new(now)  # earlier versions recorded passwords in URLs
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], o: Options) -> str:
+    """Lists the options that differ, in one line. Empty if none differs.
+
+    Args:
+        o: options of the same script.
+    """
+    before = todays_options(public_json(before), o)  # earlier versions recorded passwords in URLs
     differs = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
     names = sorted(differs - _following(before, now))
     return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
@@ -139,9 +132,17 @@ def _following(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return {name for name in old if before.get(name) == old[name] and now.get(name) == new[name]}
 
 
-def with_new(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the options that an older version recorded to today's: renames some, and adds new ones' defaults."""
-    return NEW | telling(Options()) | {RENAMED.get(name, name): value for name, value in before.items()}
+def todays_options(before: Mapping[str, Any], o: Options) -> dict[str, Any]:
+    """Converts the options that an older version recorded to those of the same script today.
+
+    Some are renamed; options that the script no longer has are left out, and new ones have their defaults.
+    """
+    found = {}
+    for each in options_of(type(o)):
+        if each.identity:
+            names = [f"--{name}" for name in (each.name, each.was) if f"--{name}" in before]
+            found[f"--{each.name}"] = before[names[0]] if names else public_json(each.default)
+    return found
 
 
 def identity(

@@ -147,7 +147,7 @@ def of_records(o: InspectOptions, path: str) -> Found:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
     tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **o.chat.arguments)
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    records, valid = open_records(path, 0.0, o.columns)
+    records, valid = open_records(path, 0.0, o.naming.columns)
     numbers, is_text = spread(len(records), o.records).tolist(), kind is TEXT
 
     def entries(chosen: Iterable[int], problems: Problems) -> Iterator[tuple[int, Entry]]:
@@ -180,7 +180,7 @@ def of_records(o: InspectOptions, path: str) -> Found:
 
 def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
     """Inspects the rows of each split of a prepared store."""
-    refuse_columns(o, str(folder))
+    refuse_columns(o.naming, str(folder))
     content, found = store.read(folder), []
     if o.verify:
         store.verify(folder, anew=True)

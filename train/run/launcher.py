@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from train.base.help import Group
+from train.base.options import Group, OptionGroup
 from train.base.preemption import FILE
 from train.base.stop import AGAIN, CODES, handled
 from train.watch.metrics import read_metrics
@@ -25,7 +25,7 @@ GRACE = 3.0  # seconds that processes have to end by themselves after one was lo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
+class LaunchOptions(OptionGroup):
     """Start a training command in several processes, and again after one is lost. The command follows after --."""
 
     help_group: ClassVar[Group] = Group.DEVICES

@@ -2,26 +2,24 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import rich
 from jax.sharding import Mesh
 
-from train.base import cluster, profiling, program
+from train.base import cluster, program
 from train.base.flops import flops_per_token
 from train.base.goodput import timed
-from train.base.help import Every
+from train.base.options import Every
+from train.base.profiling import Profile
 from train.base.stop import StopRequest, stopped
 from train.evaluate.validation import Validation
 from train.run import folder, replay, report, resume
 from train.run.defaults import resolve_remat
-from train.run.offending import Guard
+from train.run.offending import SpikeGuard
 from train.run.options import Options
 from train.run.twice import twice
 from train.run.watchdog import Watchdog
@@ -31,30 +29,16 @@ from train.state.mesh import put_batch
 from train.state.offload import to_device
 from train.state.remat import REMAT
 from train.state.state import Trained, TrainState, abstract_state, init_state
+from train.step.norms import jit_norms
 from train.step.router import rebalancing
-from train.step.step import Objective, jit_train_step
+from train.step.step import Recipe, jit_train_step
+from train.step.task import Task
+from train.watch.memory import breakdown
 from train.watch.metrics import Progress, mean_of_updates
 from train.watch.watch import Samples, Watch
 from zoo import lora
-from zoo.generation.generate import Encoded
 from zoo.registry import family_of
 from zoo.text.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """The data and the objective of a run."""
-
-    data: grain.IterDataset  # batches; with a rollout its inputs, such as prompts
-    objective: Objective  # for the validation data, too
-    reference: Any = None  # another model that the objective gets
-    validation: grain.IterDataset | None = None  # elements like those of the data
-    prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
-    rollout: Callable[[Any, Any, int], tuple[Sequence[Mapping[str, np.ndarray]], dict[str, float]]] | None = None
-    """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
-    updates: int = 1
-    example: Mapping[str, np.ndarray] | None = None  # a batch of the shapes that a rollout returns, for a dry run
-    neftune: float = 0.0  # see `train.step.neftune`
 
 
 @dataclasses.dataclass
@@ -67,9 +51,9 @@ class Run:
     task: Task
     checkpoints: Checkpoints
     validation: Validation
-    guard: Guard
+    guard: SpikeGuard
     step: Callable[..., tuple[TrainState, dict[str, Any]]]  # compiled
-    schedule: optax.Schedule
+    recipe: Recipe
     rewarm: Mapping[str, Any] | None  # see train.state.optim.rewarmed
     data: Any  # iterator
     state: TrainState
@@ -79,20 +63,20 @@ class Run:
     def model(self) -> Any:
         return lora.joined(to_device(self.state.model), self.trained.frozen)
 
-    def ended(self) -> bool:
-        return self.n >= self.o.steps or self.validation.waited(self.n)
+    def done(self) -> bool:
+        return self.n >= self.o.optim.steps or self.validation.out_of_patience(self.n)
 
-    def due(self, every: Every) -> bool:
-        """Whether the run has ended, or `n` is a multiple of `every`; with 0, whether no checkpoint is being saved."""
+    def is_due(self, every: Every) -> bool:
+        """Whether the run is done, or `n` is a multiple of `every`; with 0, whether no checkpoint is being saved."""
         if every == "never":
             return False
-        return self.ended() or (self.n % every == 0 if every else self.checkpoints.idle())
+        return self.done() or (self.n % every == 0 if every else self.checkpoints.idle())
 
 
 def run(
     o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping[str, Any]
 ) -> pathlib.Path | None:
-    """Trains until `o.steps`, from the last checkpoint in `o.out` if there is one, then exports the model.
+    """Trains until --steps, from the last checkpoint in the run's folder if there is one, then exports the model.
 
     Returns the folder of the export; None after a dry run.
 
@@ -105,20 +89,24 @@ def run(
     """
     if (run := start(o, trained, task, mesh, tokenizer, identity)) is None:
         return None
-    reason, dog, validation, metrics = "", Watchdog(o, run.out, run.n), run.validation, Watch(run)
-    samples = Samples(tokenizer, task.prompts, o.sample_tokens, mesh, o.compute_dtype, metrics.sample)
+    o, validation = run.o, run.validation
+    dog = Watchdog(o.watchdog, Profile(o.profiling, run.out), run.out, run.n)
+    metrics, norms = Watch(o.watch, run.out, run.n, new=run.new), jit_norms(run.recipe)
+    samples = Samples(tokenizer, task.prompts, o.watch.sample_tokens, mesh, o.step.compute_dtype, metrics.sample)
+    eval_every, sample_every, keeps_best = o.validation.eval_every, o.watch.sample_every, o.validation.keeps_best
     if run.new:
-        if o.eval_every != "never":
+        if eval_every != "never":
             metrics.write(run.n, **validation.evaluate(run.model(), run.n, metrics.wrong))
-        if o.sample_every != "never":
+        if sample_every != "never":
             samples.write(run.n, run.model())
-        if o.keeps_best:
+        if keeps_best:
             save(run)
     left = trained.abstract if o.freeze else None
-    flops = flops_per_token(trained.config, o.seq_len, frozen=trained.adapters, trained=left)
-    bar = Progress(o.steps, start=run.n, flops_per_token=flops, console=rich.get_console())
+    flops = flops_per_token(trained.config, o.step.seq_len, frozen=trained.adapters, trained=left)
+    bar = Progress(o.optim.steps, start=run.n, flops_per_token=flops, console=rich.get_console())
+    reason, is_first = "", True
     with dog, metrics, run.checkpoints, cluster.watching(), StopRequest(run.out) as stop, bar as progress:
-        while not run.ended() and not reason:
+        while not run.done() and not reason:
             # ---------------------------------------------------------------------------------- a batch, or several
             batches, numbers = [timed("input")(next)(run.data)], {}
             if task.rollout:
@@ -126,23 +114,30 @@ def run(
             dog.begin(run.n + 1, batches)
             # -------------------------------------------------------------------------------------- as many updates
             updates: list[Any] = []
-            compute = twice(run.step, run.n + 1) if o.replays(run.n + 1) else run.step
+            compute = twice(run.step, run.n + 1) if o.offending.replays(run.n + 1) else run.step
             for batch in batches:
                 placed = put_batch(batch, mesh, run.state.model, task.reference)
                 run.state, update = compute(run.state, placed, trained.frozen, task.reference, run.guard.limits())
                 updates.append(update)
             updates, run.n = jax.device_get(updates), run.n + 1
             numbers |= mean_of_updates(updates)
-            why, reason = run.guard.look(run, numbers, updates, batches, mesh), stop.agreed()
+            why, reason = run.guard.check(run.n, run.state, numbers, updates, batches), stop.agreed()
             numbers |= dog.done(run.n, **numbers)
             # ---------------------------------------------------------------------------- evaluation, logging, saving
-            if run.due(o.eval_every):
+            if run.is_due(eval_every):
                 numbers |= validation.evaluate(run.model(), run.n, metrics.wrong)
-            metrics.write(run.n, **numbers, **progress.update(run.n, **numbers), **metrics.look(run, placed))
-            if run.due(o.sample_every):
+            numbers |= progress.update(run.n, **numbers)
+            if is_first:
+                metrics.memory(breakdown(run.state, trained, task.reference, placed, o.step, o.state))
+                is_first = False
+            if o.watch.norms_due(run.n):
+                found = norms(to_device(run.state.model), trained.frozen, placed, task.reference)
+                numbers |= {name: float(value) for name, value in jax.device_get(found).items()}
+            metrics.write(run.n, **numbers)
+            if run.is_due(sample_every):
                 samples.write(run.n, run.model())
-            shared = run.due(o.eval_every if o.keeps_best else o.save_every) or reason or why
-            if shared or o.local_due(run.n):
+            shared = run.is_due(eval_every if keeps_best else o.checkpoints.save_every) or reason or why
+            if shared or o.local.is_due(run.n):
                 save(run, only_local=not shared)
             run.checkpoints.check()
             if why:
@@ -156,46 +151,54 @@ def run(
     return exported
 
 
-def start(o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping) -> Run | None:
+def start(
+    o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping[str, Any]
+) -> Run | None:
     """Makes the run, at its first step or at its last checkpoint. Returns None after a dry run, which prints memory."""
-    about = folder.about(o, identity)  # from the options as given, since another device may need other microbatches
-    optimizer, schedule = optim.make_optimizer(o, task.updates)
-    kept: Any = dict(weights_dtype=o.weights_dtype, offload=o.offload)
-    abstract = abstract_state(trained.abstract, optimizer, **kept)
-    o = resolve_remat(o, trained, mesh, (abstract, trained.frozen, task.reference))
-    dtype, rewarm = jnp.dtype(o.compute_dtype), None
-    validation = Validation(o, task, trained.config, tokenizer, mesh)
-    rebalance = rebalancing(o, family_of(trained.config), adapters=trained.adapters)
-    step = lambda state: jit_train_step(
-        state, optimizer=optimizer, schedule=schedule, compute_dtype=dtype, objective=task.objective,
-        remat=REMAT[o.remat], microbatches=o.microbatches, router_balance=o.router_balance, router_z=o.router_z,
-        rebalance=rebalance, neftune=task.neftune,
+    manifest = folder.run_manifest(o, identity)  # of the options as given: another device may need other microbatches
+    optimizer, schedule = optim.make_optimizer(o.optim, task.updates)
+    abstract = abstract_state(trained.abstract, optimizer, o.state)
+    o = o.changed(step=resolve_remat(o.step, o.state, trained, mesh, (abstract, trained.frozen, task.reference)))
+    validation = Validation(o.validation, task, trained.config, tokenizer, mesh, o.step.compute_dtype)
+    recipe = Recipe(
+        optimizer=optimizer, schedule=schedule, compute_dtype=jnp.dtype(o.step.compute_dtype),
+        objective=task.objective, remat=REMAT[o.step.remat], microbatches=o.step.microbatches,
+        router_balance=o.router.router_balance, router_z=o.router.router_z,
+        rebalance=rebalancing(o.router, family_of(trained.config), adapters=trained.adapters), neftune=task.neftune,
     )  # fmt: skip
-    out = o.out or folder.choose(o.name, about, accept_data=o.accept_data)
+    out = folder.run_folder(o, manifest)
     if o.dry_run:
         batch = put_batch(task.example or next(iter(task.data)), mesh, trained.abstract, task.reference)
-        report.run(o, out, mesh, abstract, step(abstract), batch, trained.frozen, task.reference)
+        report.run(o, out, mesh, abstract, jit_train_step(abstract, recipe), batch, trained.frozen, task.reference)
         return None
-    if o.replay:
-        return replay.replay(o, step(abstract), abstract, trained, task, mesh)
-    checkpoints = resume.checkpoints(o, out, about["identity"])
-    weights = lambda: init_state(trained.make(), optimizer, **kept)
-    state, saved, new = resume.begin(o, out, checkpoints, abstract, about, task.updates, weights)
-    data, n = iter(task.data), int(state.step) // task.updates
+    if o.offending.replay:
+        return replay.replay(o.offending, jit_train_step(abstract, recipe), abstract, trained, task.reference, mesh)
+    checkpoints = resume.checkpoints(o, out, manifest["identity"])
+    weights = lambda: init_state(trained.make(), optimizer, o.state)
+    state, saved, new = resume.begin(o, out, checkpoints, abstract, manifest, task.updates, weights)
+    data, n, rewarm = iter(task.data), int(state.step) // task.updates, None
     if saved:
-        validation.looks = saved["looks"]
+        validation.evaluations = saved["looks"]
         data.set_state(saved["data"] or data.get_state())  # "data" is None if --load-state is of a run with other data
-        optimizer, schedule, rewarm = optim.resumed(o, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"])
-    folder.describe(out, about, o)
-    compiled = profiling.dumped(o, out, program.loaded(o, step(state), about["options"]))
-    guard = Guard(o, out, about["identity"], (saved or {}).get("spikes"))
-    return Run(o, out, trained, task, checkpoints, validation, guard, compiled, schedule, rewarm, data, state, n, new)
+        optimizer, schedule, rewarm = optim.resumed(
+            o.optim, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"]
+        )
+        recipe = dataclasses.replace(recipe, optimizer=optimizer, schedule=schedule)
+    folder.write_manifest(out, manifest, o)
+    step = jit_train_step(state, recipe)
+    if o.step.program:
+        told = program.explaining(
+            manifest["options"], model=trained.name, remat=o.step.remat, microbatches=o.step.microbatches
+        )
+        step = program.loaded(o.step.program, step, told)
+    guard = SpikeGuard(o.offending, f"train.{o.name}", out, manifest["identity"], (saved or {}).get("spikes"))
+    return Run(o, out, trained, task, checkpoints, validation, guard, step, recipe, rewarm, data, state, n, new)
 
 
 def save(run: Run, *, only_local: bool = False) -> None:
     """Starts to save a checkpoint. Never rename the keys of its JSON, the place in the data: older runs have them."""
     updates, best = run.task.updates, run.validation.best()
-    position = dict(data=run.data.get_state(), looks=run.validation.looks, spikes=run.guard.numbers())
-    position |= dict(options=folder.telling(run.o), rewarm=run.rewarm)
-    position["rate"] = optim.rate_of(run.schedule, run.n * updates)
+    position = dict(data=run.data.get_state(), looks=run.validation.evaluations, spikes=run.guard.numbers())
+    position |= dict(options=folder.defining_options(run.o), rewarm=run.rewarm)
+    position["rate"] = optim.rate_of(run.recipe.schedule, run.n * updates)
     run.checkpoints.save(run.state, position, best=best and best * updates, only_local=only_local)

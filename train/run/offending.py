@@ -14,7 +14,7 @@ import json
 import math
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import equinox as eqx
@@ -25,29 +25,28 @@ import rich
 
 from train.base import runfile
 from train.base.cluster import agree
-from train.base.help import Group, option
+from train.base.options import Group, OptionGroup, option
 from train.data.rows import whole
-from train.state.checkpoint import CheckpointOptions, Checkpoints
-from train.state.mesh import put_batch
+from train.state.checkpoint import Checkpoints
 from train.state.offload import to_device
-from train.state.state import TrainState
+from train.state.state import Trained, TrainState
 from train.step import nans
-from train.step.update import EveryGradient, Limits
+from train.step.update import Limits, PerGradient
 from zoo.surgery import path_name
 
 
-ROW = 10  # steps that are not finite, one after another, after which a run ends
-STATES = 3  # folders with the state; later folders have the batch alone, to save disk space
-BATCHES = 20  # folders in all; later steps are only counted
+MAX_CONSECUTIVE = 10  # steps that are not finite, one after another, after which a run ends
+MAX_SAVED_STATES = 3  # folders with the state; later folders have the batch alone, to save disk space
+MAX_SAVED_BATCHES = 20  # folders in all; later steps are only counted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OffendingOptions(CheckpointOptions):
+class OffendingOptions(OptionGroup):
     """Options for skipped steps: what to do after NaNs and loss spikes."""
 
     help_group: ClassVar[Group] = Group.FAULTS
 
-    on_nonfinite: Literal["stop", "skip"] = option("stop", rare=True)
+    on_nonfinite: Literal["stop", "skip"] = option("stop", rare=True, identity=False)
     """Action after a step whose loss or gradients are not finite, which has changed nothing. stop: save and end; the
     same command goes on with the next batch. skip: go on, but end after 10 such steps in a row. The batch is kept in
     the run's folder, see docs/faults.md."""
@@ -55,15 +54,16 @@ class OffendingOptions(CheckpointOptions):
     """Number of standard deviations by which the loss, or the gradients' norm, may exceed its running mean, such as 6.
     A step above that is a spike, and changes nothing. Mean and deviation are of about the last 128 steps. 0: spikes are
     like all other steps."""
-    check_nans: bool = option(False, rare=True)
-    """After a step that is not finite, compute it once more to name the first gradient that is not, and the operation
-    and its line of code. Costs nothing until then."""
-    check_replay_every: int = option(0, rare=True)
+    check_replay_every: int = option(0, rare=True, identity=False)
     """Number of steps between steps that are computed twice. If the two results have different bits, a device computes
     wrongly, and the run ends without saving them. Such a step takes twice the time, and memory for one more state.
     0: never."""
-    replay: pathlib.Path | None = option(None, rare=True)
+    replay: pathlib.Path | None = option(None, rare=True, identity=False)
     """Folder offending-... of a run, whose step is computed once more. Nothing is trained. See train.replay."""
+
+    retired: ClassVar[Mapping[str, str]] = {
+        "check-nans": "python -m train.replay FOLDER names the operation that made the first NaN."
+    }
 
     def replays(self, n: int) -> bool:
         return bool(self.check_replay_every) and n % self.check_replay_every == 0
@@ -92,17 +92,25 @@ class Running:
         self.variance = (1 - weight) * (self.variance + weight * off**2)
 
 
-class Guard:
+class SpikeGuard:
     """The check of each step's loss and gradient norm: it keeps the batch of a bad step, and stops or skips.
 
     A checkpoint keeps `numbers`, so that a resumed run has the same limits.
 
     Args:
+        script: the module of the run's script, such as train.sft.
         identity: the identity of the run's checkpoints.
     """
 
-    def __init__(self, o: Any, out: pathlib.Path, identity: Mapping[str, Any], numbers: Sequence[Any] | None = None):
-        self.o, self.out, self.identity = o, out, identity
+    def __init__(
+        self,
+        o: OffendingOptions,
+        script: str,
+        out: pathlib.Path,
+        identity: Mapping[str, Any],
+        numbers: Sequence[Any] | None = None,
+    ):
+        self.o, self.script, self.out, self.identity = o, script, out, identity
         self.seen = [Running(*each) for each in numbers or ((), ())]
         self.row = 0
 
@@ -116,10 +124,15 @@ class Guard:
         loss, norm = (np.float32(each.limit(self.o.skip_spikes)) for each in self.seen)
         return Limits(loss, norm)
 
-    def look(
-        self, run: Any, numbers: dict[str, Any], updates: Sequence[Mapping[str, Any]], batches: Sequence[Any], mesh: Any
+    def check(
+        self,
+        n: int,
+        state: TrainState,
+        numbers: dict[str, Any],
+        updates: Sequence[Mapping[str, Any]],
+        batches: Sequence[Any],
     ) -> str:
-        """Checks the updates of a step. Returns the reason why the run has to end; empty if it goes on.
+        """Checks the updates of step `n`. Returns the reason why the run has to end; empty if it goes on.
 
         It removes "finite" and "spike" from `numbers`, the step's metrics. After a bad step it adds "skipped", the
         number of updates that changed nothing; it also keeps the batches, and prints a warning if the run goes on.
@@ -139,55 +152,56 @@ class Guard:
         numbers["skipped"] = len(wrong)
         told = f"its loss is {numbers['loss']:.4g}, and its gradients' norm {numbers['grad_norm']:.4g}"
         kind = "is a spike" if finite else "is not finite"
-        why = f"Step {run.n} {kind}: {told}. It has changed nothing, and its batch is left out."
+        why = f"Step {n} {kind}: {told}. It has changed nothing, and its batch is left out."
         self.row = 0 if finite else self.row + 1
-        if folder := self._keep(run, updates, batches):
+        if folder := self._keep(n, state, updates, batches):
             why += f" {'It' if wrong == [0] else 'All of it'} is in {folder}: python -m train.replay {folder}"
-        if self.o.check_nans and not finite:
-            n = next(n for n in wrong if not updates[n]["finite"])
-            placed = put_batch(batches[n], mesh, run.state.model, run.task.reference)
-            state = at_step(run.state, int(run.state.step) - len(updates) + n)
-            why += "".join(f"\n{line}" for line in explained(run.step, state, placed, run.trained, run.task))
-        if finite or (self.o.on_nonfinite == "skip" and self.row < ROW):
+        if finite or (self.o.on_nonfinite == "skip" and self.row < MAX_CONSECUTIVE):
             rich.get_console().print(f"WARNING: {why}", markup=False, soft_wrap=True)
             return ""
-        many = f" It is the {ROW}th in a row: the model has most likely diverged." if self.row == ROW else ""
+        many = (
+            f" It is the {MAX_CONSECUTIVE}th in a row: the model has most likely diverged."
+            if self.row == MAX_CONSECUTIVE
+            else ""
+        )
         return f"{why}{many} The same command goes on after it. Lower --lr, or look at the data."
 
-    def _keep(self, run: Any, updates: Sequence[Mapping[str, Any]], batches: Sequence[Any]) -> pathlib.Path | None:
-        """Writes the folder of a step, unless there are `BATCHES` folders already. Returns the folder or None."""
-        folder, first = self.out / f"offending-{run.n}", jax.process_index() == 0
+    def _keep(
+        self, n: int, state: TrainState, updates: Sequence[Mapping[str, Any]], batches: Sequence[Any]
+    ) -> pathlib.Path | None:
+        """Writes the folder of step `n`, unless there are `MAX_SAVED_BATCHES` already. Returns the folder or None."""
+        folder, first = self.out / f"offending-{n}", jax.process_index() == 0
         others = agree(len([path for path in self.out.glob("offending-*") if path != folder]))
-        if others >= BATCHES:
+        if others >= MAX_SAVED_BATCHES:
             return None
-        begun, batches = int(run.state.step) - len(updates), [whole(batch) for batch in batches]
+        begun, batches = int(state.step) - len(updates), [whole(batch) for batch in batches]
         if first:
             folder.mkdir(exist_ok=True)
             shutil.copy(self.out / runfile.RUN, folder / runfile.RUN)
             steps = []
-            for n, (update, batch) in enumerate(zip(updates, batches, strict=True)):
-                name = f"batch-{run.n}.npz" if len(batches) == 1 else f"batch-{run.n}.{n + 1}.npz"
+            for number, (update, batch) in enumerate(zip(updates, batches, strict=True)):
+                name = f"batch-{n}.npz" if len(batches) == 1 else f"batch-{n}.{number + 1}.npz"
                 write_batch(folder / name, batch)
                 bits = {key: bits_of(update[key]) for key in ("loss", "grad_norm")}
-                steps.append({"batch": name, "update": begun + n, "dtypes": dtypes(batch)} | bits)
-            about = {"script": f"train.{self.o.name}", "step": run.n, "steps": steps, "identity": self.identity}
+                steps.append({"batch": name, "update": begun + number, "dtypes": dtypes(batch)} | bits)
+            about = {"script": self.script, "step": n, "steps": steps, "identity": self.identity}
             (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-        if others < STATES:
+        if others < MAX_SAVED_STATES:
             with Checkpoints(folder / "state", identity=self.identity, keep=1) as kept:
-                kept.save(run.state, {})
+                kept.save(state, {})
         return folder
 
 
-def explained(step: Any, state: TrainState, batch: Any, trained: Any, task: Any) -> list[str]:
+def explained(step: Callable[..., Any], state: TrainState, batch: Any, trained: Trained, reference: Any) -> list[str]:
     """Computes a step once more. Returns sentences on its first operation, and its first gradient, that is not finite.
 
     Args:
         step: a step made by `train.step.step.jit_train_step`.
     """
-    arguments = {"state": to_device(state), "batch": batch, "frozen": trained.frozen, "reference": task.reference}
+    arguments = {"state": to_device(state), "batch": batch, "frozen": trained.frozen, "reference": reference}
     given = {name: value for name, value in arguments.items() if value is not None}
     plain = inspect.unwrap(step)  # not compiled
-    function = lambda given: plain(*(given.get(name) for name in arguments), EveryGradient())[1]
+    function = lambda given: plain(*(given.get(name) for name in arguments), PerGradient())[1]
     found, said = nans.first(function, given)
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(state.model, eqx.is_inexact_array))
     fine = np.asarray(found["finite_gradients"])

@@ -1,51 +1,97 @@
-"""The options that training scripts share. Most are declared in the files that implement them."""
+"""The options that all training scripts share: groups, each declared beside the code that obeys it."""
 
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import ClassVar
 
 from train.base.command import CommandOptions
-from train.base.help import Group, option
+from train.base.options import Flat, Group, OptionGroup, option
+from train.base.profiling import ProfileOptions
 from train.data.packing import Chat
-from train.data.pictures import VisionOptions
+from train.data.sets import Phase, Reading
 from train.evaluate.validation import ValidationOptions
+from train.run.offending import OffendingOptions
 from train.run.watchdog import WatchdogOptions
+from train.state.checkpoint import CheckpointOptions
+from train.state.local import LocalOptions
 from train.state.optim import OptimizerOptions
 from train.state.remat import StepOptions
-from train.step.mtp import MTPOptions
+from train.state.state import StateOptions
 from train.step.router import RouterOptions
 from train.step.step import Objective, cross_entropy
 from train.watch.watch import WatchOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(
-    CommandOptions, WatchdogOptions, WatchOptions, ValidationOptions, RouterOptions, OptimizerOptions, StepOptions,
-    VisionOptions,
-):  # fmt: skip
+class Options(CommandOptions):
     """The options of every training script. `train.run.defaults` fills in values that are left to us (0, -1, auto)."""
 
     help_group: ClassVar[Group] = Group.RUN
 
-    out: pathlib.Path | None = None
+    vision: bool = option(False, group=Group.DATA)
+    """Train on chats with images: the model's vision tower is loaded, too. The tower is trained like the rest, unless
+    --freeze 'vision.*' freezes it."""
+    freeze: tuple[str, ...] = option((), group=Group.MODEL, rare=True)
+    """Patterns of the paths of weights that are not trained, such as vision.* for a vision tower, or embed_tokens.* and
+    *norm*. These weights need no gradients, and no memory of the optimizer. Layers of one kind have one path, and so
+    are frozen together."""
+    optim: Flat[OptimizerOptions] = OptimizerOptions()
+    step: Flat[StepOptions] = StepOptions()
+    state: Flat[StateOptions] = StateOptions()
+    router: Flat[RouterOptions] = RouterOptions()
+    validation: Flat[ValidationOptions] = ValidationOptions()
+    watch: Flat[WatchOptions] = WatchOptions()
+    profiling: Flat[ProfileOptions] = ProfileOptions()
+    checkpoints: Flat[CheckpointOptions] = CheckpointOptions()
+    local: Flat[LocalOptions] = LocalOptions()
+    offending: Flat[OffendingOptions] = OffendingOptions()
+    watchdog: Flat[WatchdogOptions] = WatchdogOptions()
+    out: pathlib.Path | None = option(None, identity=False)
     """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, report.html, loss.png, exported model or adapter.
     None: runs/NAME, or runs/NAME-2 and so on if another run has that; the same command finds its own folder again."""
     seed: int = 0
     """Seed of the order of the data, and of random weights."""
-    dry_run: bool = False
+    dry_run: bool = option(False, identity=False)
     """Print the data, three examples (text that is not learnt is dimmed), memory, mesh and disk, and train nothing."""
-    chat: Chat = dataclasses.field(default_factory=Chat, metadata={"rare": True})
+    chat: Chat = option(Chat(), rare=True)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names the optional parts of the model that the options request, see `zoo.load`."""
+        return ("vision",) * self.vision
+
+    def refuse_vision(self, why: str) -> None:
+        """Raises a ValueError if --vision is given. `why` is the reason why the script does not support it."""
+        if self.vision:
+            raise ValueError(f"--vision: {why}; leave it out, or train on images by train.sft.")
+
+    def reading(self, epochs: int = 0) -> Reading:
+        """Returns how the run reads its data."""
+        return Reading(epochs, self.seed, self.validation.eval_batches * self.step.batch, self.dry_run)
+
+    def phase(self, data: Sequence[str], weights: Sequence[float]) -> Phase:
+        """Returns the whole run as one phase."""
+        return Phase(self.optim.steps, tuple(data), tuple(weights), self.step.seq_len, self.step.batch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelingOptions(MTPOptions, Options):
-    """Options of the scripts that learn to predict the next token."""
+class LanguageModelingOptions(OptionGroup):
+    """Options for learning to predict the next token."""
 
     help_group: ClassVar[Group] = Group.METHOD
 
     z_loss: float = option(0.0, rare=True)
     """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM. 0: without this term."""
+    mtp_weight: float = option(0.0, rare=True)
+    """Weight of the loss of the token after the next, for which models such as Qwen3.5 and DeepSeek V3 have a module;
+    0.3, then 0.1 in DeepSeek V3's paper. 0: without that module."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names the optional parts of the model that the loss needs, see `zoo.load`."""
+        return ("mtp",) * bool(self.mtp_weight)
 
     def objective(self) -> Objective:
         return functools.partial(cross_entropy, z_loss=self.z_loss, mtp_weight=self.mtp_weight)

@@ -96,4 +96,4 @@ def _opened(o: PrepareOptions) -> Any:
     """Opens tokenizer and data, once in each process."""
     tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
     kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    return tokenizer, kind, shape, {path: open_records(path, o.hold_out, o.columns) for path in o.data}
+    return tokenizer, kind, shape, {path: open_records(path, o.hold_out, o.naming.columns) for path in o.data}

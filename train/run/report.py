@@ -91,9 +91,10 @@ def decoded(ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer) -> I
 
 def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
     """Prints the memory of a device that a step with this state and arguments needs, and the disk space of the run."""
-    rows("Run", {"steps": f"{o.steps:,}", "tokens a step": f"{o.batch * o.seq_len:,}", "peak learning rate": o.lr})
+    size = o.step.batch * o.step.seq_len
+    rows("Run", {"steps": f"{o.optim.steps:,}", "tokens a step": f"{size:,}", "peak learning rate": o.optim.lr})
     rows("Memory of a device", memory(step, state, *arguments))
-    rows("Disk", disk(out, state, o.keep + o.keeps_best))
+    rows("Disk", disk(out, state, o.checkpoints.keep + o.validation.keeps_best))
     rows("Mesh", devices(mesh))
 
 
@@ -105,11 +106,11 @@ def result(exported: pathlib.Path, step: int, validation: Validation, metrics: p
     if jax.process_index():
         return
     kind, curve = exported.name, metrics.with_name("loss.png")
-    if len(looks := validation.looks) > 1:
-        at = {step: value for step, value in looks}
+    if len(found := validation.evaluations) > 1:
+        at = {step: value for step, value in found}
         own = f", {at[step]:.3f} of the {kind} that is exported" if step in at else ""
         name = {"validation_loss": "Validation loss"}.get(validation.metric, validation.metric)
-        rich.print(f"{name}: {looks[0][1]:.3f} at first, {best(validation.metric, looks)[1]:.3f} at best{own}.")
+        rich.print(f"{name}: {found[0][1]:.3f} at first, {best(validation.metric, found)[1]:.3f} at best{own}.")
     plot_losses(metrics, curve)
     how = f'zoo.peft.load(model, "{exported}")' if kind == "adapter" else f'zoo.load("{exported}")'
     rich.print(f"The loss curve is {curve}, the report {curve.with_name(page.REPORT)}. The {kind} loads with {how}.")

@@ -1,6 +1,5 @@
 """The beginning of a run: at its own last checkpoint, at the full state of another run, or at its model's weights."""
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -13,6 +12,7 @@ from convert import manifest
 from convert.private import public_json
 from train.base.cluster import agree, together
 from train.base.differences import differences
+from train.base.options import kinds
 from train.run import folder
 from train.run.options import Options
 from train.state.checkpoint import Checkpoints, describe, read_arrays, unreadable
@@ -21,11 +21,11 @@ from train.state.state import TrainState
 
 def checkpoints(o: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> Checkpoints:
     """Opens the checkpoints of the run in the folder `out`."""
-    if o.save_local_every < 1:
-        raise ValueError(f"--save-local-every {o.save_local_every} is not a number of steps: give 1 or more.")
+    if o.local.save_local_every < 1:
+        raise ValueError(f"--save-local-every {o.local.save_local_every} is not a number of steps: give 1 or more.")
     return Checkpoints(
-        out / "checkpoints", identity=identity, keep=o.keep, bin=o.bin, accept_data=o.accept_data,
-        options={field.name for field in dataclasses.fields(o)}, local=o.local_checkpoints,
+        out / "checkpoints", identity=identity, keep=o.checkpoints.keep, accept_data=o.checkpoints.accept_data,
+        options=kinds(type(o)), local=o.local.local_checkpoints,
     )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def begin(
     out: pathlib.Path,
     checkpoints: Checkpoints,
     abstract: TrainState,
-    about: Mapping[str, Any],
+    manifest: Mapping[str, Any],
     updates: int,
     weights: Callable[[], TrainState],
 ) -> tuple[TrainState, Mapping[str, Any] | None, bool]:
@@ -50,24 +50,25 @@ def begin(
         ValueError: the checkpoint is of another run, or the state of another model or optimizer; or no step is left.
         OSError: there is no whole and undamaged checkpoint.
     """
+    steps, source = o.optim.steps, o.checkpoints.load_state
     if found := checkpoints.restore(abstract):
         state, saved = found
-        if (n := int(state.step) // updates) > o.steps:
-            raise ValueError(f"{out} has done {n:,} steps, and --steps is {o.steps:,}: give {n:,} or more.")
+        if (n := int(state.step) // updates) > steps:
+            raise ValueError(f"{out} has done {n:,} steps, and --steps is {steps:,}: give {n:,} or more.")
         rich.print(f"Going on from step {n:,} of {out}.")
-        if changed := folder.changes(saved["options"], about["options"]):
+        if changed := folder.changes(saved["options"], manifest["options"], o):
             rich.print(f"Not as before: {changed}.")
         return state, saved, False
-    if o.load_state is None:
+    if source is None:
         return weights(), None, True
-    state, saved = load_state(o.load_state, abstract, about["identity"], updates)
-    if (n := int(state.step) // updates) >= o.steps:
+    state, saved = load_state(source, abstract, manifest["identity"], updates)
+    if (n := int(state.step) // updates) >= steps:
         raise ValueError(
-            f"The state of --load-state {o.load_state} is of step {n:,}, and --steps {o.steps:,} counts from the same "
+            f"The state of --load-state {source} is of step {n:,}, and --steps {steps:,} counts from the same "
             "beginning: give more."
         )
     place = "at its place in the data" if saved["data"] is not None else "at the beginning of the data, which is other"
-    rich.print(f"Beginning with the full state of {o.load_state}, at step {n:,} and {place}.")
+    rich.print(f"Beginning with the full state of {source}, at step {n:,} and {place}.")
     return state, saved, True
 
 

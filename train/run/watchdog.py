@@ -21,34 +21,34 @@ import jax
 
 from train.base import cluster
 from train.base.goodput import Goodput
-from train.base.help import Group, option
-from train.base.profiling import Profile, ProfileOptions
+from train.base.options import Group, OptionGroup, option
+from train.base.profiling import Profile
 from train.base.stop import AGAIN
 from train.run import offending
 
 
-EVERY = 1.0  # seconds between checks
+POLL_SECONDS = 1.0  # seconds between checks
 HANGS = 10  # times the median of the steps
 LEAST = 60.0  # seconds that a step may always take
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchdogOptions(ProfileOptions, offending.OffendingOptions):
+class WatchdogOptions(OptionGroup):
     """Options for ending a run that makes no progress."""
 
     help_group: ClassVar[Group] = Group.FAULTS
 
-    step_timeout: float | Literal["never"] = option(1800.0, rare=True)
+    step_timeout: float | Literal["never"] = option(1800.0, rare=True, identity=False)
     """Seconds without any progress after which the process writes its stacks and ends with exit code 75. A batch, a
     step, a validation, a checkpoint or a sample is progress; compiling is not. 0: never."""
 
 
 class Watchdog:
-    """The watchdog: `with Watchdog(o, out, step) as dog:` around the loop, with `begin` and `done` around each step."""
+    """The watchdog: `with Watchdog(...) as dog:` around the loop, with `begin` and `done` around each step."""
 
-    def __init__(self, o: Any, out: pathlib.Path, step: int):
-        self.o, self.out, self.last = o, out, step
-        self.goodput, self.profile = Goodput(out, step), Profile(o, out)
+    def __init__(self, o: WatchdogOptions, profile: Profile, out: pathlib.Path, step: int):
+        self.o, self.profile, self.out, self.last = o, profile, out, step
+        self.goodput = Goodput(out, step)
         self.batches: Sequence[Any] = ()
         self._done, self._saved = threading.Event(), 0.0
 
@@ -76,7 +76,7 @@ class Watchdog:
 
     def begin(self, n: int, batches: Sequence[Any]) -> None:
         """Records that step `n` begins, with its batches."""
-        cluster.passing()
+        cluster.reached_sync_point()
         self.batches = batches
         saved = self.goodput.clock.seconds["checkpoint"]
         if saved != self._saved:
@@ -104,7 +104,7 @@ class Watchdog:
         return text
 
     def _watch(self) -> None:
-        while not self._done.wait(EVERY):
+        while not self._done.wait(POLL_SECONDS):
             self.look()
 
     def look(self) -> None:

@@ -40,8 +40,8 @@ from convert.private import public_json
 from train.base.cluster import agree, together
 from train.base.differences import MISSING, differences
 from train.base.goodput import timed
-from train.base.help import Group, option
-from train.state.local import LocalCheckpoints, LocalOptions
+from train.base.options import Group, OptionGroup, option
+from train.state.local import LocalCheckpoints
 from train.state.offload import in_turn
 from train.state.state import TrainState
 from zoo.surgery import path_name
@@ -58,26 +58,26 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs pages of trac
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(LocalOptions):
+class CheckpointOptions(OptionGroup):
     """Options for saving, keeping and loading checkpoints."""
 
     help_group: ClassVar[Group] = Group.RUN
 
-    save_every: int = 200
+    save_every: int = option(200, identity=False)
     """Number of steps between checkpoints. 0: continuously, each as soon as the last one is written."""
-    keep: int = 2
+    keep: int = option(2, identity=False)
     """Number of the newest checkpoints that are kept."""
-    bin: bool = option(False, rare=True)
-    """Move old checkpoints to checkpoints/bin, where you may delete them, instead of deleting them. On a large shared
-    file system deleting is slow."""
     load_state: str | None = option(None, rare=True)
     """Begin with the full state of another run: RUN, its folder, for its newest checkpoint, or RUN@STEP. The state is
     the weights, the optimizer, the number of the step, and the place in the data if the data is the same. Options may
     differ, except for the model, adapters and the optimizer. --steps counts from the beginning of the other run."""
-    accept_data: bool = option(False, rare=True)
+    accept_data: bool = option(False, rare=True, identity=False)
     """Resume although files of --data have changed since the checkpoint was saved, such as after mending a record. The
     run keeps its place in the order of the records. If the records' number or lengths have changed, some records may
     come twice in this epoch, and some not at all."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "bin": "old checkpoints are deleted, beside the training.",
+    }
 
 
 class Checkpoints:
@@ -90,7 +90,6 @@ class Checkpoints:
         identity: JSON of everything that must stay the same for the run to go on, such as the model's configuration and
             fingerprints of the data and the tokenizer.
         keep: the number of the newest checkpoints to keep.
-        bin: moves the other checkpoints to the folder's "bin", instead of deleting them.
         say: is called with a line of text when something went wrong and the run can go on.
         accept_data: lets the run go on although files of the data have changed, that is, hashes in `identity` whose
             dotted paths match DATA.
@@ -104,14 +103,13 @@ class Checkpoints:
         *,
         identity: Mapping[str, Any],
         keep: int = 3,
-        bin: bool = False,
         say: Callable[[str], None] = rich.print,
         accept_data: bool = False,
         options: Collection[str] = (),
         local: pathlib.Path | None = None,
     ):
         self.folder, self.identity = pathlib.Path(folder).resolve(), identity
-        self.keep, self.bin, self.say, self.accept_data = keep, bin, say, accept_data
+        self.keep, self.say, self.accept_data = keep, say, accept_data
         self.options = options
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: concurrent.futures.Future | None = None
@@ -362,13 +360,7 @@ class Checkpoints:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        path, binned = self.folder / str(step), self.folder / "bin" / str(step)
-        if self.bin:
-            shutil.rmtree(binned, ignore_errors=True)  # of the same step, before the run went on from an earlier one
-            binned.parent.mkdir(exist_ok=True)
-            path.rename(binned)
-        else:
-            shutil.rmtree(path.rename(self.folder / f"{step}.unfinished"))
+        shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}.unfinished"))
 
     def _failed(self, error: BaseException) -> None:
         if self._first:

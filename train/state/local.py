@@ -41,8 +41,8 @@ from convert import manifest
 from kernels.mesh import REPLICA
 from train.base import writing
 from train.base.cluster import agree, gather, share, together
-from train.base.help import Group, option
 from train.base.lock import lock
+from train.base.options import Group, OptionGroup, option
 from train.state.state import TrainState
 
 
@@ -50,18 +50,18 @@ META = "meta.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalOptions:
+class LocalOptions(OptionGroup):
     """Options for checkpoints on the hosts' own disks."""
 
     help_group: ClassVar[Group] = Group.RUN
 
-    local_checkpoints: pathlib.Path | None = option(None, rare=True)
+    local_checkpoints: pathlib.Path | None = option(None, rare=True, identity=False)
     """Folder on each host's own disk, or in its memory (/dev/shm/zoo), for fast checkpoints of its part of the state
     between those of --save-every. A resumed run uses the newest complete checkpoint of both kinds. None: none."""
-    save_local_every: int = option(20, rare=True)
+    save_local_every: int = option(20, rare=True, identity=False)
     """Number of steps between checkpoints in --local-checkpoints."""
 
-    def local_due(self, n: int) -> bool:
+    def is_due(self, n: int) -> bool:
         return self.local_checkpoints is not None and n % self.save_local_every == 0
 
 

@@ -4,34 +4,19 @@ A step moves these arrays to its devices and back one after another (`train.step
 them at a time.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend import core
 from jax.sharding import Sharding
 
-from train.base.help import Group, option
 from train.base.places import HostPlace
 
 
 T = TypeVar("T")
 HOST = "pinned_host"  # memory of the host that devices read and write
 Space = jax.memory.Space
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadOptions:
-    """Options for offloading to the host's memory."""
-
-    help_group: ClassVar[Group] = Group.STEP
-
-    offload: Literal["none", "optimizer"] = option("none", rare=True)
-    """Arrays that are kept in the memory of the devices' host between steps. none: nothing. optimizer: the optimizer's
-    arrays, and the weights if they are float32; while a step runs, a device has a copy of the weights in
-    --compute-dtype. Losses are the same, except for XLA's rounding of last places. A step is longer by the time in
-    which these bytes cross the bus, both ways. See docs/optimizers.md."""
 
 
 def host(place: Sharding) -> Sharding:
@@ -47,14 +32,6 @@ def host(place: Sharding) -> Sharding:
     if HOST not in kinds:
         raise ValueError(f"--offload optimizer: {device.device_kind} can't use its host's memory. Leave it out.")
     return place.with_memory_kind(HOST)
-
-
-def is_copied(o: Any) -> bool:
-    """Whether a step with these options needs a copy of the weights on its devices.
-
-    It does if the weights are in the host's memory, or in another data type than --compute-dtype.
-    """
-    return o.weights_dtype != o.compute_dtype or (o.offload == "optimizer" and o.weights_dtype == "float32")
 
 
 def is_on_host(array: Any) -> bool:

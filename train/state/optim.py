@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from kernels import mesh
-from train.base.help import Group, option
+from train.base.options import Group, OptionGroup, option
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.mtp import AbstractMTP
 from zoo.nn.stack import AbstractBlock
@@ -22,7 +22,7 @@ from zoo.surgery import is_stacked, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
+class OptimizerOptions(OptionGroup):
     """Options for the optimizer and its learning rate."""
 
     help_group: ClassVar[Group] = Group.OPTIMIZER
@@ -38,7 +38,7 @@ class OptimizerOptions:
     """Number of steps over which the learning rate rises to --lr. -1: 3 % of --steps."""
     decay: int = option(-1, rare=True)
     """Number of steps over which wsd lowers the learning rate. -1: 20 % of --steps."""
-    rewarm: int = option(0, rare=True)
+    rewarm: int = option(0, rare=True, identity=False)
     """Number of steps over which a resumed run raises its learning rate, if its new schedule, such as with more
     --steps, is above the old one. 0: the learning rate jumps."""
     optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
@@ -11,15 +12,12 @@ from jax.ad_checkpoint import checkpoint_policies
 from kernels.attention import shared as flash
 from kernels.delta_rule import shared as delta_rule
 from kernels.quantized_matmul import shared as matmul
-from train.base.help import Group, option
-from train.base.program import ProgramOptions
-from train.state.offload import OffloadOptions
-from train.state.rounding import WeightsOptions
+from train.base.options import Group, OptionGroup, option
 from zoo.nn.stack import LAYER_INPUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
+class StepOptions(OptionGroup):
     """Options for the size of a step, its data types, its memory, and its mesh."""
 
     help_group: ClassVar[Group] = Group.STEP
@@ -28,10 +26,10 @@ class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
     """Number of tokens of a row. 0: as many as the model has positions, at most 2,048."""
     batch: int = 4
     """Number of rows of a step."""
-    microbatches: int = 1
+    microbatches: int = option(1, identity=False)
     """Number of parts in which a step computes its rows, one after another, to save memory. The update is the same.
     With --router-balance, and for the kto loss, each part needs one more forward pass."""
-    full_processes: int = option(0, group=Group.DEVICES, rare=True)
+    full_processes: int = option(0, group=Group.DEVICES, rare=True, identity=False)
     """Number of processes when none is lost, which train.launch --elastic sets. While there are fewer, a step has more
     microbatches, so that a device has no more rows at a time."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -41,19 +39,18 @@ class StepOptions(OffloadOptions, WeightsOptions, ProgramOptions):
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
     activations are rounded row by row; fp8 rounds the backward pass, too, with one scale a tensor. The weights are kept
     in --weights-dtype. Embedding, head and routers are not rounded, nor are the gradients of experts."""
-    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "dots"
+    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = option("dots", identity=False)
     """Values that the backward pass recomputes to save memory. none: nothing. dots: all but matrix products, attention
     and recurrences. attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are
     kept in the memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at
     least --microbatches parts; a line prints the choice."""
-    freeze: tuple[str, ...] = option((), group=Group.MODEL, rare=True)
-    """Patterns of the paths of weights that are not trained, such as vision.* for a vision tower, or embed_tokens.* and
-    *norm*. These weights need no gradients, and no memory of the optimizer. Layers of one kind have one path, and so
-    are frozen together."""
-    mesh: str = option("fsdp=-1", group=Group.DEVICES)
+    mesh: str = option("fsdp=-1", group=Group.DEVICES, identity=False)
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's
     experts; stage the layers."""
+    program: pathlib.Path | None = option(None, rare=True, identity=False)
+    """File of the compiled step, which train.plan --save wrote for these devices and options. The run does not compile
+    its step then. The file is machine code: take it only from people whose programs you would run. None: compile."""
 
 
 # Name -> a function that wraps a layer, and saves less the further down it stands.

@@ -5,28 +5,14 @@ to the nearest number would leave the weight where it is. Rounding up or down at
 exact, moves it on average as far as it should (arXiv:1502.02551, arXiv:2010.06192).
 """
 
-import dataclasses
 import zlib
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int, Key
 
-from train.base.help import Group, option
 from zoo.surgery import path_name
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightsOptions:
-    """Options for the data type in which weights are kept."""
-
-    help_group: ClassVar[Group] = Group.STEP
-
-    weights_dtype: Literal["float32", "bfloat16"] = option("float32", rare=True)
-    """Data type in which trained weights are kept between steps, at 4 or 2 bytes each. bfloat16: an update is computed
-    in float32 and rounded to one of the two nearest numbers at random, so that the mean is exact. The random bits
-    depend on the number of the step alone. Not for adapters. See docs/optimizers.md."""
 
 
 def stochastic(values: Float[Array, "*shape"], key: Key[Array, ""]) -> BFloat16[Array, "*shape"]:

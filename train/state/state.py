@@ -7,7 +7,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from kernels.mesh import REPLICA
-from train.base.help import Group, option
+from train.base.options import Group, OptionGroup, option
 from train.state.mesh import abstract_model, check_mesh
 from train.state.offload import host
 from train.state.remat import StepOptions
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lora:
+class Lora(OptionGroup):
     """Options for adapters: small matrices beside the model's own, which are then not trained."""
 
     help_group: ClassVar[Group] = Group.MODEL
@@ -52,6 +52,30 @@ class Lora:
         return {"rank": self.rank, "scale (alpha / rank)": self.alpha / max(self.rank, 1), "where": self.where}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateOptions(OptionGroup):
+    """Options for how the state is kept between steps."""
+
+    help_group: ClassVar[Group] = Group.STEP
+
+    weights_dtype: Literal["float32", "bfloat16"] = option("float32", rare=True)
+    """Data type in which trained weights are kept between steps, at 4 or 2 bytes each. bfloat16: an update is computed
+    in float32 and rounded to one of the two nearest numbers at random, so that the mean is exact. The random bits
+    depend on the number of the step alone. Not for adapters. See docs/optimizers.md."""
+    offload: Literal["none", "optimizer"] = option("none", rare=True, identity=False)
+    """Arrays that are kept in the memory of the devices' host between steps. none: nothing. optimizer: the optimizer's
+    arrays, and the weights if they are float32; while a step runs, a device has a copy of the weights in
+    --compute-dtype. Losses are the same, except for XLA's rounding of last places. A step is longer by the time in
+    which these bytes cross the bus, both ways. See docs/optimizers.md."""
+
+    def needs_copy(self, compute_dtype: str) -> bool:
+        """Whether a step needs a copy of the weights on its devices.
+
+        It does if the weights are in the host's memory, or in another data type than `compute_dtype`.
+        """
+        return self.weights_dtype != compute_dtype or (self.offload == "optimizer" and self.weights_dtype == "float32")
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """The trained part of a model: all of it, all but frozen weights, or adapters."""
@@ -64,42 +88,44 @@ class Trained:
     adapters: bool = False  # whether only adapters are trained
 
 
-def to_train(
+def prepare(
     load: Callable[[], Any],
-    o: StepOptions,
     name: str,
     config: AbstractConfig,
     mesh: Mesh,
+    step: StepOptions,
+    kept: StateOptions,
     *,
+    freeze: Sequence[str] = (),
     adapters: bool = False,
     parts: Sequence[str] = (),
 ) -> Trained:
     """Prepares the model that `load()` returns for training: splits off its frozen weights, and quantizes for --matmul.
 
-    With `adapters`, its adapters are trained; otherwise all of its weights but those of --freeze.
+    With `adapters`, its adapters are trained; otherwise all of its weights but those that match `freeze`.
 
     Raises:
         ValueError: the mesh does not divide the model, or --freeze or --weights-dtype does not fit it.
     """
-    family, shape = family_of(config), dict(batch=o.batch // o.microbatches, seq_len=o.seq_len)
+    family, shape = family_of(config), dict(batch=step.batch // step.microbatches, seq_len=step.seq_len)
     check_mesh(mesh, skeleton(family, config, parts), family, **shape)
-    prepared = lambda model: model if o.matmul == "float" else quantize_training(model, o.matmul)
+    prepared = lambda model: model if step.matmul == "float" else quantize_training(model, step.matmul)
     if adapters:
-        if o.freeze:
+        if freeze:
             raise ValueError("--freeze is of no use to adapters, which are all that is trained: see --lora.where.")
-        if o.weights_dtype != "float32":
+        if kept.weights_dtype != "float32":
             raise ValueError(
-                f"--weights-dtype {o.weights_dtype} is of no use to adapters, which are small: leave it out. The "
+                f"--weights-dtype {kept.weights_dtype} is of no use to adapters, which are small: leave it out. The "
                 "weights under them are in --compute-dtype, or as --quantize says."
             )
         model, frozen = lora.split(prepared(load()))
         return Trained(name, config, model, lambda: model, frozen, adapters=True)
     abstract = prepared(abstract_model(config, family, mesh, parts))
-    if not o.freeze:
+    if not freeze:
         return Trained(name, config, abstract, lambda: prepared(load()))
     # Trained weights are loaded again when they are needed; otherwise the run would hold its first weights all along.
-    part = lambda which: split_frozen(prepared(load()), o.freeze)[which]
-    return Trained(name, config, split_frozen(abstract, o.freeze)[0], lambda: part(0), part(1))
+    part = lambda which: split_frozen(prepared(load()), freeze)[which]
+    return Trained(name, config, split_frozen(abstract, freeze)[0], lambda: part(0), part(1))
 
 
 class TrainState(eqx.Module):
@@ -111,16 +137,20 @@ class TrainState(eqx.Module):
 
 
 def init_state(
-    model: Any, optimizer: optax.GradientTransformation, *, weights_dtype: str = "float32", offload: str = "none"
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    kept: StateOptions = StateOptions(),
 ) -> TrainState:
     """Makes the state before the first step. Copies `model`, whose buffers may belong to a memory-mapped file."""
-    abstract = abstract_state(model, optimizer, weights_dtype=weights_dtype, offload=offload)
+    abstract = abstract_state(model, optimizer, kept)
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(lambda model: _new(model, optimizer, weights_dtype), out_shardings=places)(model)
+    return jax.jit(lambda model: _new(model, optimizer, kept.weights_dtype), out_shardings=places)(model)
 
 
 def abstract_state(
-    model: Any, optimizer: optax.GradientTransformation, *, weights_dtype: str = "float32", offload: str = "none"
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    kept: StateOptions = StateOptions(),
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of `init_state(model, optimizer)`, into which a checkpoint is restored.
 
@@ -130,21 +160,22 @@ def abstract_state(
 
     Args:
         model: arrays, or `jax.ShapeDtypeStruct` with shardings.
-        weights_dtype, offload: see `WeightsOptions` and `OffloadOptions`. Arrays that are float32 in any model, such
-            as biases of routers, stay on the devices.
+        kept: with --offload, arrays that are float32 in any model, such as biases of routers, stay on the devices.
 
     Raises:
         ValueError: the devices can't use the memory of their host.
     """
-    shapes = jax.eval_shape(lambda model: _new(model, optimizer, weights_dtype), model)
-    away = host if offload == "optimizer" else lambda place: place
+    shapes = jax.eval_shape(lambda model: _new(model, optimizer, kept.weights_dtype), model)
+    away = host if kept.offload == "optimizer" else lambda place: place
     first = jax.tree.leaves(model)[0].sharding
     everywhere = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
     at = lambda array, place: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # stands for a parameter of another optimizer
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda array, parameter: array if is_masked(array) else at(array, away(beside(parameter, array.shape))),
+        lambda array, parameter: (
+            array if is_masked(array) else at(array, away(moment_sharding(parameter, array.shape)))
+        ),
         shapes.opt_state,
         eqx.filter(model, _is_trained),
         transform_non_params=lambda array: at(array, everywhere),
@@ -161,7 +192,7 @@ def abstract_state(
     return eqx.tree_at(parts, shapes, (at(shapes.step, everywhere), parameters, opt_state))
 
 
-def beside(parameter: Any, shape: tuple[int, ...]) -> Sharding:
+def moment_sharding(parameter: Any, shape: tuple[int, ...]) -> Sharding:
     """Returns the sharding of an optimizer's array of this shape for a parameter: a moment, or Adafactor's sums.
 
     Adafactor's sums lack one axis, over which they are summed. The array is split as the parameter is. The remaining

@@ -1,28 +1,15 @@
 """Multi-token prediction while training: the loss of the token after the next (see `zoo.nn.mtp`)."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 import kernels
-from train.base.help import Group, option
 from train.state.mesh import next_token, positions_of
 from zoo.nn.model import AbstractModel
 from zoo.nn.mtp import module_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPOptions:
-    """Options for multi-token prediction."""
-
-    help_group: ClassVar[Group] = Group.METHOD
-
-    mtp_weight: float = option(0.0, rare=True)
-    """Weight of the loss of the token after the next, for which models such as Qwen3.5 and DeepSeek V3 have a module;
-    0.3, then 0.1 in DeepSeek V3's paper. 0: without that module."""
 
 
 def mtp_loss(

@@ -6,12 +6,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels import Tokens
 from train.step.microbatches import per, split
-from train.step.step import Batch, Objective, Remat
+from train.step.step import Batch, Recipe
 from zoo.lora import joined
 from zoo.nn.cache import AbstractCache
 from zoo.nn.stack import AbstractBlock, Report, Stack
@@ -72,7 +71,7 @@ def gradient_norms(gradients: Any) -> dict[str, Float[Array, ""]]:
     return {name: jnp.sqrt(square) for name, square in found.items()}
 
 
-def jit_norms(objective: Objective, *, compute_dtype: DTypeLike, remat: Remat, microbatches: int) -> Callable[..., Any]:
+def jit_norms(recipe: Recipe) -> Callable[..., Any]:
     """Compiles `norms(model, frozen, batch, reference)`.
 
     The norms are measured on the first microbatch only, so that they need no more memory than a step. For layer 3 they
@@ -82,15 +81,15 @@ def jit_norms(objective: Objective, *, compute_dtype: DTypeLike, remat: Remat, m
 
     def norms(model: Any, frozen: Any, batch: Batch, reference: Any) -> dict[str, Array]:
         parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
-        part = jax.tree.map(lambda a: a[0], split(batch, microbatches))
+        part = jax.tree.map(lambda a: a[0], split(batch, recipe.microbatches))
 
         def loss(low: Any) -> tuple[Array, list[Size]]:
-            model = sized(joined(eqx.combine(low, fixed), cast(frozen, compute_dtype)))
-            total, count, _, reports = objective(with_remat(model, remat), part, reference)
+            model = sized(joined(eqx.combine(low, fixed), cast(frozen, recipe.compute_dtype)))
+            total, count, _, reports = recipe.objective(with_remat(model, recipe.remat), part, reference)
             is_size = lambda m: isinstance(m, Size)
             return per(count, total), [size for size in jax.tree.leaves(reports, is_leaf=is_size) if is_size(size)]
 
-        gradients, sizes = jax.grad(loss, has_aux=True)(cast(parameters, compute_dtype))
+        gradients, sizes = jax.grad(loss, has_aux=True)(cast(parameters, recipe.compute_dtype))
         each = ((name, value) for size in sizes for name, value in zip(size.names, size.value.reshape(-1), strict=True))
         return {f"activation_rms/{name}": value for name, value in each} | {
             f"gradient_norm/{name}": value for name, value in gradient_norms(gradients).items()

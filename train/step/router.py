@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from train.base.help import Group, option
+from train.base.options import Group, OptionGroup, option
 from zoo.nn.model import Family
 from zoo.nn.moe import Routing
 from zoo.nn.stack import Reports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterOptions:
+class RouterOptions(OptionGroup):
     """Options for keeping the routers of a mixture of experts balanced."""
 
     help_group: ClassVar[Group] = Group.METHOD

@@ -29,31 +29,31 @@ class Limits(NamedTuple):
     norm: Float[Array | np.ndarray, ""] | np.float32
 
 
-class EveryGradient(eqx.Module):
+class PerGradient(eqx.Module):
     """A marker in place of `Limits`: the step also reports, for each gradient array, whether it is finite."""
 
 
-Asked = Limits | EveryGradient | None
+Check = Limits | PerGradient | None
 
 
-def judged(
-    loss: Float[Array, ""], norm: Float[Array, ""], gradients: Any, limits: Asked
+def check_step(
+    loss: Float[Array, ""], norm: Float[Array, ""], gradients: Any, limits: Check
 ) -> tuple[Bool[Array, ""], dict[str, Array]]:
     """Decides whether to apply the update, and returns the flags to log.
 
-    The flags are "finite", with `Limits` also "spike", and for `EveryGradient` also "finite_gradients".
+    The flags are "finite", with `Limits` also "spike", and for `PerGradient` also "finite_gradients".
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if isinstance(limits, Limits):
         spike = finite & ((loss > limits.loss) | (norm > limits.norm))
         return finite & ~spike, {"finite": finite, "spike": spike}
-    if isinstance(limits, EveryGradient):
+    if isinstance(limits, PerGradient):
         each = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)])
         return finite, {"finite": finite, "finite_gradients": each}
     return finite, {"finite": finite}
 
 
-def passed_over(state: TrainState, gradients: Any = None) -> TrainState:
+def skipped(state: TrainState, gradients: Any = None) -> TrainState:
     """Skips an update: advances the step and the schedule, and leaves the model and the moments as they are."""
     counts = lambda node: isinstance(node, optax.ScaleByScheduleState)
     later = lambda node: node._replace(count=node.count + 1) if counts(node) else node
@@ -70,7 +70,7 @@ def updated(
     optimizer: optax.GradientTransformation,
     rebalance: Callable[[Any], Any],
 ) -> TrainState:
-    """Returns the state after a step: updated by the gradients if the step is `fine`, or else `passed_over`.
+    """Returns the state after a step: updated by the gradients if the step is `fine`, or else `skipped`.
 
     Args:
         norm: the global norm of the gradients.
@@ -91,8 +91,8 @@ def updated(
 
     if not any(map(offload.is_moved, jax.tree.leaves(state))):
         # A branch, since for a choice between two results XLA would keep copies of the donated state.
-        return jax.lax.cond(fine, balanced, passed_over, state, gradients)
+        return jax.lax.cond(fine, balanced, skipped, state, gradients)
     choose = lambda new, old: new if new is old else jnp.where(fine, new, old)
     step = functools.partial(update, gradients=gradients)
-    new = offload.updated_in_turn(step, state, choose, passed_over(state), norm)
+    new = offload.updated_in_turn(step, state, choose, skipped(state), norm)
     return TrainState(new.step, jax.tree.map(choose, rebalance(new.model), new.model), new.opt_state)

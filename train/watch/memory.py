@@ -7,10 +7,11 @@ from typing import Any
 import jax
 
 from train.planning import ahead, fit
-from train.state import offload
+from train.state.remat import StepOptions
+from train.state.state import StateOptions, Trained, TrainState
 
 
-def used() -> dict[str, int]:
+def usage() -> dict[str, int]:
     """Measures memory in use, in bytes: of the first device, now and at its peak, and of this process on the host.
 
     The device's numbers are missing on a CPU, where JAX does not measure them, and the host's on systems but Linux.
@@ -25,38 +26,36 @@ def used() -> dict[str, int]:
     return found
 
 
-def kinds(run: Any, batch: Any) -> dict[str, int]:
-    """Splits a device's memory, in bytes, by kind: the arrays of a `train.run.loop.Run`, a batch, and activations.
+def breakdown(
+    state: TrainState, trained: Trained, reference: Any, batch: Any, step: StepOptions, kept: StateOptions
+) -> dict[str, int]:
+    """Splits a device's memory, in bytes, by kind: the arrays of a run, a batch, and activations.
 
     "offloaded" are the bytes in the host's memory; the other kinds leave these out. "activations" is the peak without
     all those arrays: it includes gradients and everything else that is there only while a step runs. So call it after a
     step. "estimated" is the estimate of "activations" by --remat auto.
     """
     arrays = {
-        "parameters": run.state.model, "frozen": run.trained.frozen, "reference": run.task.reference,
-        "optimizer": run.state.opt_state, "batch": batch,
+        "parameters": state.model, "frozen": trained.frozen, "reference": reference,
+        "optimizer": state.opt_state, "batch": batch,
     }  # fmt: skip
     placed = lambda tree: [a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)]
     found = {kind: size for kind, tree in arrays.items() if (size := ahead.device_bytes(placed(tree)))}
     held = sum(found.values())
     if size := ahead.host_bytes(placed(arrays)):
         found["offloaded"] = size
-    if peak := used().get("memory/device_peak_bytes"):
+    if peak := usage().get("memory/device_peak_bytes"):
         found["activations"] = peak - held
     mesh = jax.tree.leaves(batch)[0].sharding.mesh
-    ways = fit.ways(
-        run.trained.config, mesh, run.trained.abstract, held, rows=run.o.batch, seq=run.o.seq_len,
-        compute_dtype=run.o.compute_dtype, frozen=run.trained.adapters, least=run.o.microbatches,
-        copied=offload.is_copied(run.o),
-    )  # fmt: skip
-    as_here = (way.needed for way in ways if (way.remat, way.microbatches) == (run.o.remat, run.o.microbatches))
+    candidates = fit.candidates(step, kept, trained, mesh, held)
+    as_here = (each.needed for each in candidates if (each.remat, each.microbatches) == (step.remat, step.microbatches))
     if estimate := next(as_here, 0):
         found["estimated"] = round(estimate) - held
     return found
 
 
 def sentence(kinds: dict[str, int]) -> str:
-    """Describes the result of `kinds` in a sentence."""
+    """Describes the result of `breakdown` in a sentence."""
     size = lambda n: f"{n / 2**20:,.1f} MiB" if n < 2**30 else f"{n / 2**30:,.1f} GiB"
     held = [f"{kind} {size(n)}" for kind, n in kinds.items() if kind not in ("activations", "estimated", "offloaded")]
     away = f" In its host's: {size(kinds['offloaded'])}." if "offloaded" in kinds else ""

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, SupportsFloat
 
 import jax
@@ -28,11 +28,8 @@ import zoo
 from convert.private import public
 from train.base import writing
 from train.base.goodput import timed
-from train.base.help import Every, Group, option
+from train.base.options import Every, Group, OptionGroup, option
 from train.state.mesh import generating
-from train.state.offload import to_device
-from train.state.remat import REMAT
-from train.step import norms
 from train.watch import memory, page
 from train.watch.metrics import MetricsFile, read_metrics
 from train.watch.trackers import Tracker, named, tracker
@@ -46,46 +43,48 @@ EVERY = 10.0  # least seconds between two writings of the page, which take at mo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchOptions:
+class WatchOptions(OptionGroup):
     """Options for logging: samples, trackers, and norms of layers."""
 
     help_group: ClassVar[Group] = Group.WATCHING
 
-    sample_every: Every = 0
+    sample_every: Every = option(0, identity=False)
     """Number of steps between samples: texts that the model writes. 0: a quarter of --steps. never: no
     samples."""
-    sample_tokens: int = option(64, rare=True)
+    sample_tokens: int = option(64, rare=True, identity=False)
     """Number of tokens of a sample."""
-    tracker: tuple[str, ...] = ()
+    tracker: tuple[str, ...] = option((), identity=False)
     """Trackers that get metrics and samples, too: tensorboard, wandb, trackio, mlflow, or several of these."""
-    norms_every: Every = option(0, rare=True)
+    norms_every: Every = option(0, rare=True, identity=False)
     """Number of steps between norms of each layer's activations and gradients, which cost a forward and a backward pass
     of one microbatch. 0: never. The word never is accepted, too."""
+
+    def norms_due(self, n: int) -> bool:
+        return self.norms_every not in (0, "never") and n % self.norms_every == 0
 
 
 class Watch:
     """The writer of a run's logs: metrics.jsonl, samples.jsonl, report.html, run.json, and trackers.
 
-    Use it as `with Watch(run) as watch:`, with a `train.run.loop.Run`, around the steps. It may write before the `with`
-    begins. Only process 0 writes.
+    Use it in a `with`, around the steps. It may write before the `with` begins. Only process 0 writes.
+
+    Args:
+        out: the run's folder.
+        n: number of steps that are done.
+        new: whether the run begins here. If not, entries of later steps in the files are removed.
     """
 
-    def __init__(self, run: Any):
-        self._out, self.path = run.out, run.out / "metrics.jsonl"
+    def __init__(self, o: WatchOptions, out: pathlib.Path, n: int, *, new: bool):
+        self._out, self.path = out, out / "metrics.jsonl"
         before = read_metrics(self.path) if self.path.exists() else []
-        after, logged = -1 if run.new else run.n, before[-1]["step"] if before else -1
+        after, logged = -1 if new else n, before[-1]["step"] if before else -1
         self._metrics = MetricsFile(self.path, step=after)
-        self._samples, self._after = MetricsFile(run.out / "samples.jsonl", step=after), after
-        self._writes, self._step, self._drawn, self._took = jax.process_index() == 0, run.n, -math.inf, 0.0
+        self._samples, self._after = MetricsFile(out / "samples.jsonl", step=after), after
+        self._writes, self._step, self._drawn, self._took = jax.process_index() == 0, n, -math.inf, 0.0
         self.trackers: list[Tracker] = []
-        self._looked = False
         if self._writes:
-            about = _noted(run.out, lambda about: _started(about, run.n))
-            self.trackers = [tracker(name, run.out, about, run.n, logged) for name in run.o.tracker]
-        o = run.o
-        self._norms = norms.jit_norms(
-            run.task.objective, compute_dtype=o.compute_dtype, remat=REMAT[o.remat], microbatches=o.microbatches
-        )
+            about = _noted(out, lambda about: _started(about, n))
+            self.trackers = [tracker(name, out, about, n, logged) for name in o.tracker]
 
     def __enter__(self) -> "Watch":
         return self
@@ -103,7 +102,7 @@ class Watch:
 
     def write(self, step: int, **values: Any) -> None:
         """Writes the metrics of a step, and the page if it is due."""
-        values |= memory.used()
+        values |= memory.usage()
         self._metrics.write(step, **values)
         self._step = step
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, SupportsFloat)}
@@ -124,20 +123,12 @@ class Watch:
     def _wrong(self) -> MetricsFile:
         return MetricsFile(self._out / "wrong.jsonl", step=self._after)
 
-    def look(self, run: Any, batch: Mapping[str, Any]) -> dict[str, float]:
-        """Prints the memory by kind after the first step. Returns norms of layers on this batch, if they are due."""
-        if not self._looked:
-            self._looked = True
-            kinds = memory.kinds(run, batch)
-            rich.print(memory.sentence(kinds))
-            if self._writes:
-                with contextlib.suppress(OSError, ValueError):  # as when the disk is full
-                    _noted(self._out, lambda about: about["starts"][-1].update(memory=kinds))
-        every = run.o.norms_every
-        if every in (0, "never") or run.n % every:
-            return {}
-        found = self._norms(to_device(run.state.model), run.trained.frozen, batch, run.task.reference)
-        return {name: float(value) for name, value in jax.device_get(found).items()}
+    def memory(self, breakdown: dict[str, int]) -> None:
+        """Prints a device's memory by kind (`train.watch.memory.breakdown`), and writes it into run.json."""
+        rich.print(memory.sentence(breakdown))
+        if self._writes:
+            with contextlib.suppress(OSError, ValueError):  # as when the disk is full
+                _noted(self._out, lambda about: about["starts"][-1].update(memory=breakdown))
 
     def _draw(self) -> None:
         """Writes the page. If that fails, the page is not written again; the run goes on."""

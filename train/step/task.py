@@ -1,0 +1,30 @@
+"""The task of a run: its data, and its objective."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.step.step import Objective
+from zoo.generation.generate import Encoded
+
+
+Rollout = Callable[[Any, Any, int], tuple[Sequence[Mapping[str, np.ndarray]], dict[str, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The data and the objective of a run."""
+
+    data: grain.IterDataset  # batches; with a rollout its inputs, such as prompts
+    objective: Objective  # for the validation data, too
+    reference: Any = None  # another model that the objective gets
+    validation: grain.IterDataset | None = None  # elements like those of the data
+    prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
+    rollout: Rollout | None = None
+    """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
+    updates: int = 1
+    example: Mapping[str, np.ndarray] | None = None  # a batch of the shapes that a rollout returns, for a dry run
+    neftune: float = 0.0  # see `train.step.neftune`
