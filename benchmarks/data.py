@@ -55,7 +55,9 @@ def write_text(path: pathlib.Path, characters: int) -> None:
 def prepares(path: str, seq_len: int, packing: Any) -> Callable[[], int]:
     """Builds all files of a store, one after another, as a single process of train.prepare does. Returns tokens."""
     out = tempfile.mkdtemp()
-    o = preparation.PrepareOptions(data=(path,), model="tiny", out=pathlib.Path(out), seq_len=seq_len, packing=packing)
+    o = preparation.PrepareOptions.of(
+        data=(path,), model="tiny", out=pathlib.Path(out), seq_len=seq_len, packing=packing
+    )
     shards = preparation.shards_of(o, [open_records(path, o.hold_out)])
     return lambda: sum(preparation.make(o, shard)["tokens"] for shard in shards)
 

@@ -24,7 +24,8 @@ from train.plan import plan, step
 from train.planning import fit
 from train.planning.ahead import device_bytes
 from train.planning.planner import Options
-from train.state.state import Lora
+from train.state.remat import StepOptions
+from train.state.state import Lora, Trained
 from zoo.mesh import make_mesh
 from zoo.registry import CONFIGS, family_of
 
@@ -58,7 +59,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def options(card: str, method: str, model: str) -> Options:
-    return Options(model=model, topology=card, batch=1, seq=ROW, remat="full", **METHODS[method][1])
+    return Options.of(model=model, topology=card, batch=1, seq=ROW, remat="full", **METHODS[method][1])
 
 
 def available(chip: Chip) -> float:
@@ -73,11 +74,9 @@ def estimate(o: Options, devices: Sequence[Any]) -> float:
     program = step(o, config, family_of(config), mesh)
     trained, _, kept, reference = program.arguments
     held = device_bytes((trained, kept, reference))
-    ways = fit.ways(
-        config, mesh, trained.model, held, rows=o.batch, seq=o.seq, compute_dtype="bfloat16",
-        frozen=bool(o.lora.rank), least=1, copied=o.weights_dtype != "bfloat16",
-    )  # fmt: skip
-    return next(way.needed for way in ways if way.remat == o.remat)
+    part = Trained(o.model, config, trained.model, lambda: None, adapters=bool(o.lora.rank))
+    usual = StepOptions(batch=o.batch, seq_len=o.seq, compute_dtype="bfloat16")
+    return next(each.needed for each in fit.candidates(usual, o.state, part, mesh, held) if each.remat == o.remat)
 
 
 def measure(o: Options, chip: Chip, devices: list[Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def main(*, large: bool = False) -> None:
     table.title, table.box, rows = "GB of a chip", rich.box.SIMPLE, []
     for model, topology, count, remat, peer in CASES + LARGE * large:
         chip, devices = fleet(topology)
-        o = Options(model=model, topology=topology, batch=count * len(devices), seq=8192, remat=remat)
+        o = Options.of(model=model, topology=topology, batch=count * len(devices), seq=8192, remat=remat)
         made = plan(o, zoo.config(model), chip, devices)
         row: dict[str, Any] = {"model": model, "topology": topology, "rows of a chip": count, "remat": remat}
         row |= {"needed, GB": made.needed / 1e9, "MaxText": peer and peer._asdict()}

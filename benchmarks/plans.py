@@ -83,7 +83,7 @@ def others() -> list[tuple[str, str, str, int, int, Any]]:
 def measure(model: str, topology: str, mesh: str, rows: int, seq: int, remat: Any) -> dict[str, Any]:
     """Returns the plan's figures, or the message with which `train.plan` refuses."""
     chip, devices = fleet(topology)
-    o = Options(model=model, topology=topology, mesh=mesh, batch=rows * len(devices), seq=seq, remat=remat)
+    o = Options.of(model=model, topology=topology, mesh=mesh, batch=rows * len(devices), seq=seq, remat=remat)
     try:
         made = plan(o, zoo.config(model), chip, devices)
     except ValueError as error:

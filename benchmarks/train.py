@@ -105,7 +105,8 @@ def zoo_steps(
     from train.state.optim import adamw
     from train.state.remat import REMAT
     from train.state.state import init_state
-    from train.step.step import cross_entropy, jit_train_step
+    from train.step.language import cross_entropy
+    from train.step.step import Recipe, jit_train_step
     from zoo import lora, quantized, surgery
     from zoo.registry import family_of
 
@@ -131,8 +132,16 @@ def zoo_steps(
     how = ", ".join(sorted({f"{choice.operation}: {choice.implementation}" for choice in choices}))
     known = {"parameters": size(net), "trained": size(trained), "losses": losses, "how": how}
     state = init_state(trained, optimizer)
-    options: dict[str, Any] = dict(optimizer=optimizer, schedule=schedule)
-    step = jit_train_step(state, compute_dtype=jnp.bfloat16, remat=REMAT[remat], **options)
+    step = jit_train_step(
+        state,
+        Recipe(
+            objective=cross_entropy,
+            optimizer=optimizer,
+            schedule=schedule,
+            compute_dtype=jnp.bfloat16,
+            remat=REMAT[remat],
+        ),
+    )
     del net, trained
 
     def queue(steps: int) -> float:

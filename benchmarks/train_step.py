@@ -45,7 +45,8 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
     from train.state.optim import adamw
     from train.state.remat import REMAT
     from train.state.state import init_state
-    from train.step.step import jit_train_step
+    from train.step.language import cross_entropy
+    from train.step.step import Recipe, jit_train_step
     from zoo import lora
     from zoo.weights import peft
 
@@ -57,7 +58,14 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
     optimizer = adamw(schedule, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM, b1=BETAS[0], b2=BETAS[1], eps=EPS)
     state = init_state(trained, optimizer)
     train_step = jit_train_step(
-        state, optimizer=optimizer, schedule=schedule, compute_dtype=jnp.float32, remat=REMAT["dots"]
+        state,
+        Recipe(
+            objective=cross_entropy,
+            optimizer=optimizer,
+            schedule=schedule,
+            compute_dtype=jnp.float32,
+            remat=REMAT["dots"],
+        ),
     )
     inputs = tokens[:, :-1]
     ones = np.ones_like(inputs)

@@ -30,7 +30,8 @@ from train.run import finetune, folder, report
 from train.run.defaults import resolve_steps, width_lr
 from train.state.mesh import put_batch
 from train.step import loss
-from train.step.step import Batch, Losses, Scalars, features
+from train.step.language import features
+from train.step.step import Batch, Losses, Scalars
 from train.step.task import Task
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel

@@ -23,7 +23,8 @@ from train.data.sets import DataOptions, open_data
 from train.run import finetune, report
 from train.run.defaults import resolve_steps, width_lr
 from train.step import loss
-from train.step.step import Batch, Losses, Scalars, features
+from train.step.language import features
+from train.step.step import Batch, Losses, Scalars
 from train.step.task import Task
 from zoo import lora
 from zoo.mesh import make_mesh

@@ -34,7 +34,8 @@ from train.run.defaults import resolve_steps, width_lr
 from train.state.optim import OptimizerOptions
 from train.state.remat import StepOptions
 from train.step import loss
-from train.step.step import Batch, Losses, Scalars, features
+from train.step.language import features
+from train.step.step import Batch, Losses, Scalars
 from train.step.task import Task
 from zoo import lora
 from zoo.generation.generate import Encoded

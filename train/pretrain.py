@@ -16,10 +16,11 @@ from train.data.packing import TEXT, PackingOptions
 from train.data.sets import DataOptions, open_data
 from train.run import folder, loop, report
 from train.run.defaults import resolve, resolve_steps
-from train.run.options import LanguageModelingOptions, Options
+from train.run.options import Options
 from train.state import state
 from train.state.mesh import abstract_model
 from train.state.optim import OptimizerOptions
+from train.step.language import LanguageModelingOptions
 from train.step.router import RouterOptions
 from train.step.task import Task
 from zoo.mesh import make_mesh

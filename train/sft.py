@@ -16,7 +16,7 @@ from train.data.packing import TEXT, PackingOptions
 from train.data.sets import DataOptions, open_data
 from train.run import finetune, report
 from train.run.defaults import resolve_steps, width_lr
-from train.run.options import LanguageModelingOptions
+from train.step.language import LanguageModelingOptions
 from train.step.task import Task
 from zoo.mesh import make_mesh
 

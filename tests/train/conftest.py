@@ -20,7 +20,7 @@ import zoo.mesh
 from tests.zoo import tiny
 from train import sft
 from train.base.stop import AGAIN, StopRequest
-from train.run import loop
+from train.run import loop, start
 from train.state import optim
 from train.watch.metrics import read_metrics
 from zoo.nn.model import AbstractModel
@@ -122,15 +122,16 @@ def quick():
     def parts(value):
         return (value.func, *sorted(value.keywords.items())) if isinstance(value, functools.partial) else value
 
-    def step(state, **options):
+    def step(state, recipe):
         arrays = tuple((a.shape, a.dtype, a.sharding) for a in jax.tree.leaves(state))
-        return jax.tree.structure(state), arrays, *((name, parts(options[name])) for name in sorted(options))
+        fields = (parts(getattr(recipe, field.name)) for field in dataclasses.fields(recipe))
+        return jax.tree.structure(state), arrays, *fields
 
     with pytest.MonkeyPatch.context() as patch:
         devices(patch, 1)
         patch.setattr(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts))
         patch.setattr(optim, "make_optimizer", remembered(optim.make_optimizer, rates))
-        patch.setattr(loop, "jit_train_step", remembered(loop.jit_train_step, step))
+        patch.setattr(start, "jit_train_step", remembered(start.jit_train_step, step))
         yield
 
 
@@ -141,7 +142,7 @@ def model(base):
 
 def run(base, out, **changes):
     """Runs `train.sft`, and returns its metrics so far."""
-    o = sft.SFTOptions(
+    o = sft.SFTOptions.of(
         model=str(base / "model"),
         data=(str(base / "words.jsonl"),),
         out=out,
@@ -151,7 +152,7 @@ def run(base, out, **changes):
         hold_out=0.0,
     )
     with until_stopped():
-        sft.main(dataclasses.replace(o, **changes))
+        sft.main(o.changed(**changes))
     return read_metrics(out / "metrics.jsonl") if out.exists() else []
 
 

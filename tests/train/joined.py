@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import train.run.options
+import train.step.language
 import zoo
 from train import replay
 from train.base import cluster
@@ -31,7 +31,7 @@ from train.base.stop import AGAIN, StopRequest
 from train.run import loop, offending
 from train.state.checkpoint import Checkpoints
 from train.state.state import TrainState
-from train.step.step import cross_entropy
+from train.step.language import cross_entropy
 from zoo.mesh import make_mesh
 
 
@@ -107,16 +107,16 @@ def poisoned(data):
 def bad_steps(data, out, *arguments):
     """Fine-tunes on marked records, and replays the NaN. Prints for each step whether it was finite, or a spike."""
     seen: list[tuple[int, bool, bool]] = []
-    look = offending.Guard.look
+    check = offending.SpikeGuard.check
 
-    def recorded(self, run, numbers, *more):
-        seen.append((run.n, bool(numbers["finite"]), bool(numbers["spike"])))
-        return look(self, run, numbers, *more)
+    def recorded(self, n, state, numbers, *more):
+        seen.append((n, bool(numbers["finite"]), bool(numbers["spike"])))
+        return check(self, n, state, numbers, *more)
 
     with (
         mock.patch.object(offending.Running, "WINDOW", 4),
-        mock.patch.object(offending.Guard, "look", recorded),
-        mock.patch.object(train.run.options, "cross_entropy", poisoned(data)),
+        mock.patch.object(offending.SpikeGuard, "check", recorded),
+        mock.patch.object(train.step.language, "cross_entropy", poisoned(data)),
     ):
         quiet("train.sft", "--data", data, "--out", out, *arguments)
         nan = next(n for n, finite, _ in seen if not finite)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import kernels
-from train.step.step import cross_entropy
+from train.step.language import cross_entropy
 from zoo import registry, surgery
 from zoo.weights.checkpoint import skeleton
 

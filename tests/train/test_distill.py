@@ -1,6 +1,5 @@
 """Distillation: the objective against the formulas written out, stored logits, and a student that learns."""
 
-import dataclasses
 import functools
 import json
 
@@ -37,7 +36,7 @@ def options(folder, **changes):
         model=str(folder / "qwen3"), teacher=str(folder / "llama"), data=(str(folder / "words.jsonl"),), seq_len=16,
         batch=8, sample_tokens=4, warmup=0, lr=3e-3,
     )  # fmt: skip
-    return distill.DistillOptions(**usual | changes)
+    return distill.DistillOptions.of(**usual | changes)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +115,10 @@ def test_the_student_learns(folder, tmp_path):
         "--store", tmp_path / "logits", "--top-k", 64, "--packing", "off", "--epochs", 1,
     )  # fmt: skip
     rows, about = teacher.read(tmp_path / "logits")
-    records, _ = open_records(o.data[0], o.hold_out)
+    records, _ = open_records(o.data[0], o.mixture.hold_out)
     assert len(rows) == len(records) and about["top_k"] == 64
     assert rows[0]["top_values"].shape == (16, 64) and rows[0]["top_values"].dtype == np.float16
-    distill.main(dataclasses.replace(o, teacher=None, logits=tmp_path / "logits", out=tmp_path / "offline"))
+    distill.main(o.changed(teacher=None, logits=tmp_path / "logits", out=tmp_path / "offline"))
     offline = losses_of(tmp_path / "offline")
     assert offline[-1] < 0.5 * offline[0]
     np.testing.assert_allclose(offline[0], online[0], rtol=0.2)  # other rows, since the data are in another order

@@ -2,7 +2,6 @@
 runs that fail and resume as if undisturbed.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -24,7 +23,7 @@ from train.data import rewards
 from train.data.records import Record
 from train.methods import rollouts
 from train.state.state import init_state
-from train.step.step import jit_train_step
+from train.step.step import Recipe, jit_train_step
 from zoo import lora
 from zoo.mesh import make_mesh
 
@@ -48,7 +47,7 @@ def folder(tmp_path_factory):
 
 
 def options(folder, out, **changes):
-    return grpo.GRPOOptions(
+    return grpo.GRPOOptions.of(
         model=str(folder / "model"), data=str(folder / "prompts.jsonl"), reward=(f"{folder / 'reward.py'}:vowels",),
         out=out, prompts=4, group=4, max_new_tokens=6, seq_len=16, sample_tokens=4, **changes,
     )  # fmt: skip
@@ -57,7 +56,7 @@ def options(folder, out, **changes):
 @pytest.fixture
 def batch():
     random = np.random.RandomState(0)
-    rows = rollouts.empty(4, 10)
+    rows = rollouts.padding_rows(4, 10)
     for row, (start, end) in enumerate([(2, 9), (1, 4), (3, 10), (4, 5)]):
         rows["tokens"][row, :end], rows["targets"][row, :end] = random.randint(0, 63, (2, end))
         rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
@@ -82,7 +81,7 @@ def plain(model, batch, o, reference):
     where = dict(positions=batch["positions"], segments=batch["segments"])
 
     def logps(model):
-        logits = model.unembed(model.hidden(batch["tokens"], **where)[0]) / o.temperature
+        logits = model.unembed(model.hidden(batch["tokens"], **where)[0]) / o.rollouts.temperature
         return jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
 
     now, there, mask = logps(model), logps(reference), batch["loss_mask"].astype(jnp.float32)
@@ -98,7 +97,7 @@ def plain(model, batch, o, reference):
     averages = {
         "grpo": lambda losses: jnp.mean(losses.sum(1) / mask.sum(1)),
         "dapo": lambda losses: losses.sum() / mask.sum(),
-        "dr_grpo": lambda losses: losses.sum() / (len(losses) * o.max_new_tokens),
+        "dr_grpo": lambda losses: losses.sum() / (len(losses) * o.rollouts.max_new_tokens),
     }
     return jnp.stack([averages[loss](losses_of(level)) for loss, (level, _) in CASES.items()])
 
@@ -127,8 +126,11 @@ def test_objective(folder, batch, expected):
         o, (want, gradients) = objective_options(folder, loss), of_losses[loss]
         sgd, state = optax.sgd(1.0), init_state(moved, optax.sgd(1.0))
         step = jit_train_step(
-            state, optimizer=sgd, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
-            objective=functools.partial(grpo.objective, o=o), microbatches=parts,
+            state,
+            Recipe(
+                optimizer=sgd, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
+                objective=functools.partial(grpo.objective, o=o), microbatches=parts,
+            ),
         )  # fmt: skip
         state, metrics = step(state, batch, None, model)
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5, err_msg=loss)
@@ -149,15 +151,18 @@ def test_the_reference_is_the_model_without_adapters(folder, model, batch):
 def test_rollout(folder, model):
     """Rows hold prompts and completions, `old` has the model's own log-probabilities, and advantages are by group."""
     o = options(folder, pathlib.Path(), temperature=0.7, iterations=2, minibatches=2, compute_dtype="float32")
-    o = dataclasses.replace(o, batch=8)
     tokenizer = zoo.tokenizer(folder / "model")
     words = ("abc ", "hello ", "x ", "fox ")
     prompts = [prompts_.encode(Record("here", {"prompt": word}), tokenizer) for word in words]
-    mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.reward]
+    mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.rewards.reward]
+    sample = functools.partial(
+        rollouts.rollout, model, prompts, o=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer,
+        mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=o.seed,
+    )  # fmt: skip
     with jax.set_mesh(mesh):
-        batches, numbers = rollouts.rollout(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
-        again, _ = rollouts.rollout(model, prompts, 3, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
-        other, _ = rollouts.rollout(model, prompts, 4, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
+        batches, numbers = sample(3)
+        again, _ = sample(3)
+        other, _ = sample(4)
         sums = jax.jit(lambda batch: grpo.objective(model, batch, o=o)[2])(batches[0])
     assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
@@ -225,7 +230,7 @@ def test_the_script(folder, tmp_path, capsys):
 def test_the_reward_rises(folder, tmp_path, changes):
     """The reward rises from chance, 5 of 26 letters, to nearly 1: on- and off-policy, with all weights or adapters."""
     o = options(folder, tmp_path / "run", steps=40, lr=0.01, warmup=0, **changes)
-    grpo.main(dataclasses.replace(o, group=8))
+    grpo.main(o.changed(group=8))
     earned = rewards_of(tmp_path / "run")
     assert np.mean(earned[:2]) < 0.4 and np.mean(earned[-3:]) > 0.9
     assert (tmp_path / "run" / ("adapter" if changes else "model")).is_dir()
@@ -272,8 +277,8 @@ def test_pass_at():
 def test_what_is_correct(folder):
     """A reward of --correct counts as correct, or by default the sum of the positive weights."""
     o = options(folder, pathlib.Path(), reward_weights=(0.7, 0.3, -1.0))
-    assert rollouts.correct_from(o) == 1.0 and rollouts.correct_from(options(folder, pathlib.Path())) == 1.0
-    assert rollouts.correct_from(dataclasses.replace(o, correct=0.0)) == 0.0
+    assert o.rewards.least_correct == 1.0 and options(folder, pathlib.Path()).rewards.least_correct == 1.0
+    assert o.changed(correct=0.0).rewards.least_correct == 0.0
 
 
 def test_refusals(folder, tmp_path):
@@ -286,7 +291,7 @@ def test_refusals(folder, tmp_path):
         ({"patience": 1, "steps": 1}, "--patience 1 waits for a higher reward on held-out prompts, and there is none"),
     ):
         with pytest.raises(ValueError, match=message):
-            grpo.main(dataclasses.replace(options(folder, tmp_path), **changes))
+            grpo.main(options(folder, tmp_path).changed(**changes))
     with pytest.raises(ValueError, match="line 3: the record has neither a prompt nor messages"):
         prompts_.encode(Record("line 3", {"text": "x"}), zoo.tokenizer(folder / "model"))
 
@@ -297,9 +302,7 @@ def test_a_dry_run_tries_the_rewards(folder, tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "own.py").write_text("def fails(completion, record):\n    return record['no']\n")
     start = lambda **changes: grpo.main(
-        dataclasses.replace(
-            options(folder, tmp_path / "out", dry_run=True), data=str(tmp_path / "data.jsonl"), **changes
-        )
+        options(folder, tmp_path / "out", dry_run=True).changed(data=str(tmp_path / "data.jsonl"), **changes)
     )
     monkeypatch.setattr(grpo.finetune, "run", lambda *_, **__: None)
     with pytest.raises(ValueError, match=r"data\.jsonl, line 3: The reward needs a field `answer` in the record"):

@@ -36,7 +36,7 @@ def other(model):
 
 def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
     """A pair's log-probabilities do not depend on the text before it in its row, for the model and the reference."""
-    objective = jax.jit(functools.partial(dpo.objective, o=dpo.DPOOptions()))
+    objective = jax.jit(functools.partial(dpo.objective, o=dpo.DPOOptions.of()))
     packed, spread = (rows_of(base, pairs, 4, "dpo", seq_len=seq_len) for seq_len in (64, 20))
     assert packed["segments"].max() > 4 > spread["segments"].max()
     _, counts, sums, _ = zip(*(objective(model, rows, other) for rows in (packed, spread)), strict=True)
@@ -47,7 +47,7 @@ def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
 
 def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
     """The objective on packed rows equals the formula."""
-    o = distill.DistillOptions(model="", teacher="", data=("unused",), beta=0.0, temperature=2.0, weight=1.0)
+    o = distill.DistillOptions.of(model="", teacher="", data=("unused",), beta=0.0, temperature=2.0, weight=1.0)
 
     @jax.jit
     def both(student, teacher, batch):

@@ -47,7 +47,7 @@ def data(tmp_path_factory):
 
 
 def test_numbers(data, tmp_path):
-    (found,) = inspect.main(InspectOptions(data=(data,), seq_len=64, samples=8, html=tmp_path / "page.html"))
+    (found,) = inspect.main(InspectOptions.of(data=(data,), seq_len=64, samples=8, html=tmp_path / "page.html"))
     table = found.table
     assert table["records"] == "8, of which 8 are looked at" and table["documents"] == "8"
     assert table["cut at the row's end"] == f"2 (25.0 %) records, such as {data}, line 4; {data}, line 6"
@@ -76,7 +76,7 @@ def test_numbers(data, tmp_path):
 
 
 def test_some_of_the_records(data):
-    (found,) = inspect.main(InspectOptions(data=(data,), seq_len=64, samples=2, records=3))
+    (found,) = inspect.main(InspectOptions.of(data=(data,), seq_len=64, samples=2, records=3))
     assert found.table["records"] == "8, of which 3 are looked at"
     assert [where.rpartition(" ")[2] for where, _ in found.samples] == ["1", "8"]
 
@@ -90,7 +90,7 @@ def texts(tmp_path):
 @pytest.mark.parametrize("long_texts", ["split", "cut"])
 def test_how_full_rows_are(texts, long_texts):
     """The report's fill of each packing equals that of the survey, which makes the rows."""
-    (found,) = inspect.main(InspectOptions(data=(texts,), seq_len=32, long_texts=long_texts, samples=0, records=0))
+    (found,) = inspect.main(InspectOptions.of(data=(texts,), seq_len=32, long_texts=long_texts, samples=0, records=0))
     (records, _), tokenizer = open_records(texts, 0.0), zoo.tokenizer("tiny")
     for part in found.table["filled"].removesuffix(" of the rows' tokens").split(", "):
         packing, full, _ = part.split(" ")
@@ -102,13 +102,13 @@ def test_how_full_rows_are(texts, long_texts):
 
 
 def test_a_store(texts, tmp_path):
-    (found,) = inspect.main(InspectOptions(data=(texts,), seq_len=32, samples=0))
+    (found,) = inspect.main(InspectOptions.of(data=(texts,), seq_len=32, samples=0))
     options = dict(data=(texts,), model="tiny", seq_len=32, packing="off", workers=1)
-    counts = prepare.main(preparation.PrepareOptions(**options, out=tmp_path / "store"))["splits"]["train"]
+    counts = prepare.main(preparation.PrepareOptions.of(**options, out=tmp_path / "store"))["splits"]["train"]
     assert found.table["tokens"] == f"{counts['tokens']:,} in rows, of which {counts['learnt']:,} are learnt"
     assert "off 75.5 %" in found.table["filled"] and counts["tokens"] == 314 and counts["rows"] == 13
 
-    (stored,) = inspect.main(InspectOptions(data=(str(tmp_path / "store"),), samples=1, verify=True))
+    (stored,) = inspect.main(InspectOptions.of(data=(str(tmp_path / "store"),), samples=1, verify=True))
     assert stored.title.endswith("store, train") and stored.table["SHA-256"] == "as written"
     assert stored.table["looked at"] == "13 rows" and sum(number for *_, number in stored.bars) == 13
     assert stored.table["the same again"].startswith("7 (53.8 %) documents have the tokens of one before")
@@ -120,20 +120,20 @@ def test_a_store(texts, tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
     with pytest.raises(ValueError, match="is not what was written: copy the store again"):
-        inspect.main(InspectOptions(data=(str(tmp_path / "store"),), verify=True))
+        inspect.main(InspectOptions.of(data=(str(tmp_path / "store"),), verify=True))
 
 
 def test_pairs(tmp_path):
     pair = {"prompt": "Say it. ", "chosen": "Yes.", "rejected": "No, no."}
     lost = {"prompt": LONG, "chosen": "Yes.", "rejected": "No."}
     path = write(tmp_path / "pairs.jsonl", pair, lost, pair, pair | {"chosen": LONG})
-    (found,) = inspect.main(InspectOptions(data=(path,), kind="preferences", seq_len=64, samples=4))
+    (found,) = inspect.main(InspectOptions.of(data=(path,), kind="preferences", seq_len=64, samples=4))
     assert found.table["documents"] == "8" and found.unit == "pair"
     assert found.table["nothing to learn in"] == f"1 (25.0 %) records, such as {path}, line 2"
     assert found.table["cut at the row's end"] == f"1 (25.0 %) records, such as {path}, line 4"
     assert found.table["the same again"].startswith("1 (25.0 %) records")
     assert [title.partition(",")[0] for title, _ in found.samples[0].documents] == ["chosen", "rejected"]
-    (kto,) = inspect.main(InspectOptions(data=(path,), kind="kto", seq_len=64, samples=1))
+    (kto,) = inspect.main(InspectOptions.of(data=(path,), kind="kto", seq_len=64, samples=1))
     assert [title.partition(",")[0] for title, _ in kto.samples[0].documents] == [
         "desirable", "another's", "undesirable", "another's",
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def test_bad_records(tmp_path, capsys):
     records = [chat("a", "b"), wrong, turn, wrong, chat("c", ""), wrong, chat("a", "b"), wrong, wrong]
     path = write(tmp_path / "bad.jsonl", *records)
     with pytest.raises(ValueError, match=r"bad\.jsonl: a run would refuse the records"):
-        inspect.main(InspectOptions(data=(path,), seq_len=64, samples=9, html=tmp_path / "page.html"))
+        inspect.main(InspectOptions.of(data=(path,), seq_len=64, samples=9, html=tmp_path / "page.html"))
     shown = " ".join(capsys.readouterr().out.split())
     first = f"{path}, line 2: the record has query (str), but must have messages"
     others = f"So in 4 others: {path}, line 4; {path}, line 6; 2 more."
@@ -182,6 +182,8 @@ def test_bad_input(data, tmp_path):
 
 def test_a_store_of_another_tokenizer(base, tmp_path):
     path = write(tmp_path / "texts.jsonl", {"text": "word"})
-    prepare.main(preparation.PrepareOptions(data=(path,), model="tiny", seq_len=8, workers=1, out=tmp_path / "store"))
+    prepare.main(
+        preparation.PrepareOptions.of(data=(path,), model="tiny", seq_len=8, workers=1, out=tmp_path / "store")
+    )
     with pytest.raises(ValueError, match=r"was prepared for tiny with tokenizer .*, and this run has"):
-        inspect.main(InspectOptions(data=(str(tmp_path / "store"),), model=str(base / "model")))
+        inspect.main(InspectOptions.of(data=(str(tmp_path / "store"),), model=str(base / "model")))

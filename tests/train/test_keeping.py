@@ -19,7 +19,7 @@ from train.planning import ahead
 from train.state import offload
 from train.state.optim import OPTIMIZERS, rounded
 from train.state.rounding import rounded_like, stochastic
-from train.state.state import Lora, abstract_state, init_state
+from train.state.state import Lora, StateOptions, abstract_state, init_state
 from train.step.update import updated
 from train.watch import memory
 from zoo.mesh import make_mesh
@@ -102,7 +102,7 @@ def test_one_parameter_after_another(name):
     gradients = jax.tree.map(lambda a: jnp.sin(7 * a), model)
     rebalance = lambda m: eqx.tree_at(lambda m: m.bias.value, m, m.bias.value + 1)
     step = jax.jit(functools.partial(updated, optimizer=optimizer, rebalance=rebalance))
-    here, away = (init_state(model, optimizer, offload=kind) for kind in ("none", "optimizer"))
+    here, away = (init_state(model, optimizer, StateOptions(offload=kind)) for kind in ("none", "optimizer"))
     kinds = jax.tree.map(lambda a: a.sharding.memory_kind, away)
     assert kinds.model.layer.weights.weight == kinds.model.head.weight == "pinned_host"
     assert kinds.model.bias.value == kinds.step == "device"
@@ -123,9 +123,9 @@ def test_bytes_by_memory():
     """Bytes are counted by memory, of a device and of its host, for a state and for the shapes of one."""
     model, optimizer = placed(), OPTIMIZERS["adamw"](lambda step: 0.1)
     for state in (init_state, abstract_state):
-        away = state(model, optimizer, offload="optimizer")
+        away = state(model, optimizer, StateOptions(offload="optimizer"))
         assert ahead.host_bytes(away) == 4 * (3 * 64 + 2 * 4) and ahead.device_bytes(away) == 4 * (4 + 3)
-    low = abstract_state(model, optimizer, offload="optimizer", weights_dtype="bfloat16")
+    low = abstract_state(model, optimizer, StateOptions(offload="optimizer", weights_dtype="bfloat16"))
     assert ahead.host_bytes(low) == 4 * (2 * 68) and ahead.device_bytes(low) == 2 * 64 + 4 * (4 + 3)
     kinds = {"parameters": 2**20, "offloaded": 3 * 2**20}
     assert memory.sentence(kinds).endswith("an unknown amount. In its host's: 3.0 MiB.")
@@ -136,9 +136,8 @@ def test_a_plan_counts_what_the_host_keeps():
     shape: Any = dict(batch=8, seq=64, remat="full", microbatches=1)
     size = sum(a.size for a in jax.tree.leaves(skeleton(family_of(config), config)))
     for weights_dtype, here, away in (("float32", 0, 12), ("bfloat16", 2, 8)):
-        program = ahead.training(
-            config, family_of(config), mesh, **shape, offload="optimizer", weights_dtype=weights_dtype
-        )
+        kept = StateOptions(offload="optimizer", weights_dtype=weights_dtype)
+        program = ahead.training(config, family_of(config), mesh, **shape, kept=kept)
         assert sum(map(ahead.host_bytes, program.kinds.values())) == pytest.approx(away * size / 8, rel=0.01)
         assert ahead.device_bytes(program.kinds["parameters"]) == pytest.approx(here * size / 8, rel=0.01)
 
@@ -146,7 +145,7 @@ def test_a_plan_counts_what_the_host_keeps():
 def test_a_device_without_its_hosts_memory_is_refused(monkeypatch):
     monkeypatch.setattr(offload, "HOST", "none_such")
     with pytest.raises(ValueError, match="--offload optimizer: cpu can't use its host's memory"):
-        abstract_state(placed(), OPTIMIZERS["sgd"](lambda step: 0.1), offload="optimizer")
+        abstract_state(placed(), OPTIMIZERS["sgd"](lambda step: 0.1), StateOptions(offload="optimizer"))
 
 
 def test_places_on_gpus_that_are_not_here():

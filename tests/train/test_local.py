@@ -270,4 +270,4 @@ def test_an_orderly_end_leaves_nothing(kept, first, tmp_path):
 
 def test_a_wrong_number_of_steps(tmp_path):
     with pytest.raises(ValueError, match=r"--save-local-every 0 is not a number of steps: give 1 or more\."):
-        resume.checkpoints(Options(save_local_every=0), tmp_path, {})
+        resume.checkpoints(Options.of(save_local_every=0), tmp_path, {})

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import convert.tensors
-import train.run.options
+import train.step.language
 import zoo
 from tests.train import joined
 from tests.train.conftest import command
@@ -27,7 +27,6 @@ eval-every: 3
 norms-every: 2
 save-every: 0
 keep: 1
-bin: true
 freeze: [embed_tokens.*]
 moments: bfloat16
 weights-dtype: bfloat16
@@ -37,10 +36,8 @@ eval-tokens: 2
 best: validation_loss
 on-nonfinite: skip
 skip-spikes: 40
-check-nans: true
 step-timeout: 600
 profile: "2:3"
-dump-hlo: true
 """
 TRACKERS = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboardX") else []
 
@@ -52,7 +49,7 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     both is drawn, and the NaN is computed again.
     """
     data = joined.write_marked(tmp_path / "data.jsonl")
-    monkeypatch.setattr(train.run.options, "cross_entropy", joined.poisoned(data))
+    monkeypatch.setattr(train.step.language, "cross_entropy", joined.poisoned(data))
     monkeypatch.setattr(offending.Running, "WINDOW", 4)
     (tmp_path / "options.yaml").write_text(OPTIONS)
     one, two = tmp_path / "one", tmp_path / "two"
@@ -64,11 +61,9 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     lines = [line for line in read_metrics(one / "metrics.jsonl") if "loss" in line]
     nan, spike = (int(re.search(rf"Step (\d+) is {what}", said)[1]) for what in ("not finite", "a spike"))
     assert [line["step"] for line in lines if line.get("skipped")] == sorted([nan, spike])
-    assert "The first NaN is made by" in said and "Goodput" in said
+    assert "Goodput" in said
     assert {path.name for path in one.glob("offending-*")} == {f"offending-{nan}", f"offending-{spike}"}
-    assert "HloModule" in (one / "hlo" / "step.hlo.txt").read_text()
     assert "%" in (one / "profile" / "summary.txt").read_text()
-    assert any((one / "checkpoints" / "bin").iterdir())
     assert len(list((one / "checkpoints").glob("[0-9]*"))) in (1, 2)  # the last and the best
     evaluated = [line for line in read_metrics(one / "metrics.jsonl") if "validation_loss" in line]
     assert all(0 <= line["eval_questions"] <= 1 for line in evaluated)

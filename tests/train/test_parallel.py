@@ -24,8 +24,9 @@ from tests.zoo import tiny
 from train.state.mesh import abstract_model, balanced, check_mesh, keeps_order, put_batch
 from train.state.remat import REMAT
 from train.state.state import init_state
+from train.step.language import cross_entropy, features
 from train.step.router import routings_of
-from train.step.step import cross_entropy, features, jit_train_step
+from train.step.step import Recipe, jit_train_step
 from zoo import surgery
 from zoo.config import read
 from zoo.mesh import AXES, make_mesh
@@ -214,7 +215,7 @@ def test_a_step_with_tokens_in_order(tmp_path):
         state = init_state(model, sgd)
         objective = functools.partial(cross_entropy, chunk=40, z_loss=1e-3, mtp_weight=0.3)
         options = dict(optimizer=sgd, schedule=rate, compute_dtype=jnp.float32, objective=objective)
-        state, metrics = jit_train_step(state, **options)(state, batch)
+        state, metrics = jit_train_step(state, Recipe(**options))(state, batch)
         return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.model, model), metrics
 
     change, metrics = after(model, batch)

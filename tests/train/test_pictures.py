@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-import types
+from typing import Any
 
 import equinox as eqx
 import grain
@@ -27,9 +27,9 @@ from train.data.records import Record, open_records
 from train.methods import rollouts
 from train.planning import ahead
 from train.state.mesh import put_batch
+from train.step.language import features
 from train.step.microbatches import split
 from train.step.mtp import mtp_loss
-from train.step.step import features
 from zoo.generation.generate import Encoded
 from zoo.text.prompts import encode_prompt
 from zoo.vision.open import image_size, open_image
@@ -277,12 +277,11 @@ def test_rollouts(checkpoint, tokenizer, data):
     prompts = [encode_record(Record("here", fields, data), tokenizer) for fields in (asked, plain)]
     assert prompts[0].record["answer"] == "red" and prompts[1].images is None
     ids, images = encode_prompt(model, tokenizer, asks({"image": png("red")}))
-    options = dict(group=2, max_new_tokens=3, temperature=0.0, seed=0, rollout_batch=4, cache_dtype="auto", seq_len=60)
-    options |= dict(reward=["one"], reward_weights=(), scale_rewards=True, iterations=1, minibatches=1, correct=None)
-    o = types.SimpleNamespace(**options, compute_dtype="float32")
+    o = rollouts.RolloutOptions(group=2, max_new_tokens=3, temperature=0.0, rollout_batch=4)
+    own: Any = dict(rewards=rollouts.RewardOptions(reward=("one",)), seq_len=60, dtype="float32", seed=0)
     judges = [lambda text, record: 1.0]
     with jax.set_mesh(mesh):
-        (batch,), _ = rollouts.rollout(model, prompts, 0, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges)
+        (batch,), _ = rollouts.rollout(model, prompts, 0, o=o, tokenizer=tokenizer, mesh=mesh, judges=judges, **own)
         expected = zoo.generate(model, tokenizer, Encoded(ids, images), max_new_tokens=3)
     shown = [row for row in range(4) if (batch["image"][row] >= 0).any()]
     assert len(shown) == 2 and batch["patches"].shape == (4, 1, 36, 12)

@@ -1,7 +1,6 @@
 """Plans: collectives read from compiled programs, bytes, refusals and the search on 8 fake CPU devices; topologies."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -26,10 +25,10 @@ from train.planning import ahead, breakdown, fit, hlo, planner, sampling
 from train.planning.ahead import Compiled, Program, TooLarge, compile_ahead, training
 from train.planning.breakdown import Part
 from train.planning.planner import Options, suggestion
-from train.pretrain import PretrainOptions
 from train.run import defaults
 from train.state.mesh import abstract_model
-from train.state.state import Lora, Trained
+from train.state.remat import StepOptions
+from train.state.state import Lora, StateOptions, Trained
 from zoo.generation import engine
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
@@ -37,7 +36,7 @@ from zoo.surgery import cast, with_remat
 from zoo.weights.checkpoint import skeleton
 
 
-TINY = Options(model="tiny", topology="v6e:2x4", batch=8, seq=64)
+TINY = Options.of(model="tiny", topology="v6e:2x4", batch=8, seq=64)
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax-cuda13-plugin is not installed"
@@ -268,7 +267,7 @@ def test_no_activation_is_replicated_in_silence():
 
 def test_bounds(config, made, monkeypatch):
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
-    none = script.plan(dataclasses.replace(TINY, remat="none"), config, CHIPS["v6e"], jax.devices())
+    none = script.plan(TINY.changed(remat="none"), config, CHIPS["v6e"], jax.devices())
     assert set(made.bounds) == {"compute", "HBM", "interconnect"} and min(made.bounds.values()) > 0
     assert none.bounds["compute"] == pytest.approx(none.flops * 8 * 64 / 8 / 918e12)
     assert (
@@ -289,7 +288,7 @@ def test_bounds(config, made, monkeypatch):
 
 
 def test_decoding(config, made):
-    trained, made = made, script.plan(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
+    trained, made = made, script.plan(TINY.changed(decode=True), config, CHIPS["v6e"], jax.devices())
     model = skeleton(planner.family_of(config), config)
     weights = sum(2 * a.size for a in jax.tree.leaves(model))
     assert made.kinds["parameters"] == pytest.approx(weights / 8, rel=0.1)  # norms are not split
@@ -305,7 +304,7 @@ def test_adapters(config, monkeypatch):
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
 
     def planned(**changes):
-        return script.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
+        return script.plan(TINY.changed(**changes), config, CHIPS["v6e"], jax.devices())
 
     whole, adapted = planned(), planned(lora=Lora(rank=4))
     rounded = planned(lora=Lora(rank=4), quantize="nf4")
@@ -332,7 +331,7 @@ def test_adapters(config, monkeypatch):
 def test_preferences(config, monkeypatch):
     """The reference takes two bytes a parameter, or none with adapters, and one more forward pass."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
-    planned = lambda **changes: script.plan(dataclasses.replace(TINY, **changes), config, CHIPS["v6e"], jax.devices())
+    planned = lambda **changes: script.plan(TINY.changed(**changes), config, CHIPS["v6e"], jax.devices())
     whole, pairs, rewarded = planned(), planned(method="dpo"), planned(method="grpo", kl=0.1)
     assert pairs.kinds["reference"] == rewarded.kinds["reference"] == whole.kinds["parameters"] / 2
     assert "reference" not in planned(method="dpo", lora=Lora(rank=4)).kinds | planned(method="grpo").kinds
@@ -358,7 +357,10 @@ def test_rollouts(config, monkeypatch, cache):
     )
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     update = script.step(o, config, planner.family_of(config), mesh)
-    planned = sampling.sampling(o, config, mesh, update)
+    planned = sampling.sampling(
+        config, mesh, update, seq=o.seq, max_new_tokens=o.max_new_tokens, rows=o.rollout_batch, group=o.group,
+        cache_dtype=cache,
+    )  # fmt: skip
     shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
     _, state, _ = planned.advance.arguments
     model, prompts, lengths = planned.prefill.arguments
@@ -393,10 +395,8 @@ def test_rollouts(config, monkeypatch, cache):
 @pytest.mark.slow
 def test_sampling_beside_adapters(config):
     """Update and sampling share frozen weights. A device needs the larger memory of the two."""
-    o = dataclasses.replace(TINY, method="grpo", lora=Lora(rank=4), rollout_batch=8)
-    few, many = (
-        script.plan(dataclasses.replace(o, rollout_batch=n), config, CHIPS["v6e"], jax.devices()) for n in (8, 4096)
-    )
+    o = TINY.changed(method="grpo", lora=Lora(rank=4), rollout_batch=8)
+    few, many = (script.plan(o.changed(rollout_batch=n), config, CHIPS["v6e"], jax.devices()) for n in (8, 4096))
     assert few.sampling < few.needed == few.compiled.needed < many.sampling == many.needed
     too_many = dataclasses.replace(many, available=many.needed - 1, compiled=None)
     assert suggestion(too_many, config).startswith("--rollout-batch 2048")
@@ -455,25 +455,23 @@ def test_suggestions_take_away_what_is_missing(config, monkeypatch):
         monkeypatch.setattr(planner, "compile_ahead", refuse(needed, available))
         return script.plan(o, config, CHIPS["v6e"], jax.devices())
 
-    o = dataclasses.replace(TINY, remat="none", batch=32)
+    o = TINY.changed(remat="none", batch=32)
     made = refused(o, 2.0, 1.0)
     state = sum(made.kinds.values())
-    ours = lambda remat: planner.held(
-        made.kinds, made.gradients, config, made.mesh, dataclasses.replace(o, remat=remat)
-    )
+    ours = lambda remat: planner.held(made.kinds, made.gradients, config, made.mesh, o.changed(remat=remat))
     assert state < ours("offload") < ours("full") < ours("dots") < ours("none")
     for remat in ("dots", "full", "offload"):
         available = 1e9 * ours(remat) / ours("none") + 1
         assert suggestion(refused(o, 1e9, available), config).startswith(f"--remat {remat}, with which")
-    most = dataclasses.replace(o, remat="offload")
+    most = o.changed(remat="offload")
     assert suggestion(refused(most, state + 8e6, state + 6e6), config).startswith("--batch 24")
-    alone = dataclasses.replace(most, batch=8)
+    alone = most.changed(batch=8)
     assert re.match("a larger fsdp over at least 16 devices", suggestion(refused(alone, 2e9, 1e9), config))
     state = sum(refused(alone, 2.0, 1.0).kinds.values())
     too_small = script.plan(alone, config, small(state - 1), jax.devices())
     assert too_small.compiled is None and too_small.needed == state
     assert suggestion(too_small, config).startswith("a larger fsdp over at least 9 devices")
-    replicas = dataclasses.replace(alone, mesh="replica=2,fsdp=4")
+    replicas = alone.changed(mesh="replica=2,fsdp=4")
     assert suggestion(refused(replicas, 1e9 + 10, 1e9), config).startswith("fsdp=8 instead of replica=2")
 
 
@@ -482,7 +480,7 @@ def test_remat_before_more_devices(monkeypatch):
     than in our estimate, and 28.8 GB with full remat, which fits.
     """
     monkeypatch.setattr(planner, "compile_ahead", refuse(180.3e9, 33.54e9))
-    o = Options(model="llama3.1-8b", topology="v6e-8", batch=16, seq=8192, remat="none")
+    o = Options.of(model="llama3.1-8b", topology="v6e-8", batch=16, seq=8192, remat="none")
     made = script.plan(o, zoo.config("llama3.1-8b"), CHIPS["v6e"], jax.devices())
     assert suggestion(made, zoo.config("llama3.1-8b")).startswith("--remat full, with which a device needs about 27.")
 
@@ -545,7 +543,7 @@ def test_what_to_install(text, package, monkeypatch):
 def test_what_cannot_fit_needs_no_compiler(changes, error, sentence, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(error, match=sentence):
-        script.main(dataclasses.replace(TINY, **changes))
+        script.main(TINY.changed(**changes))
 
 
 def test_devices_of_a_topology():
@@ -555,7 +553,7 @@ def test_devices_of_a_topology():
 
 def test_a_mesh_that_does_not_divide(config):
     with pytest.raises(ValueError, match="3 sequences of a step can't be split"):
-        script.plan(dataclasses.replace(TINY, batch=3), config, CHIPS["v6e"], jax.devices())
+        script.plan(TINY.changed(batch=3), config, CHIPS["v6e"], jax.devices())
 
 
 def test_chips():
@@ -593,9 +591,9 @@ def test_candidates(config, made):
     assert not any("expert" in o.mesh or "tensor=4" in o.mesh for o in found)  # the model has no experts, and six heads
     # With memory for the split state only, nothing is replicated.
     state = sum(made.kinds.values())
-    tight = script.candidates(dataclasses.replace(TINY, seq=1), config, small(1.8 * state), jax.devices())
+    tight = script.candidates(TINY.changed(seq=1), config, small(1.8 * state), jax.devices())
     assert {o.mesh for o in tight} == {"fsdp=-1", "tensor=2,fsdp=-1", "stage=2,fsdp=-1", "stage=4,fsdp=-1"}
-    decoded = script.candidates(dataclasses.replace(TINY, decode=True), config, CHIPS["v6e"], jax.devices())
+    decoded = script.candidates(TINY.changed(decode=True), config, CHIPS["v6e"], jax.devices())
     assert decoded and not any("stage" in o.mesh for o in decoded)
 
 
@@ -603,7 +601,7 @@ def test_stages_wait_for_each_other(config, monkeypatch):
     """Four layers on two stages take two rounds: with 4 microbatches these are 8 turns, and one of waiting."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
     together, staged = (
-        script.plan(dataclasses.replace(TINY, mesh=mesh, batch=16), config, CHIPS["v6e"], jax.devices())
+        script.plan(TINY.changed(mesh=mesh, batch=16), config, CHIPS["v6e"], jax.devices())
         for mesh in ("fsdp=8", "stage=2,fsdp=4")
     )
     assert staged.bounds["compute"] / together.bounds["compute"] == pytest.approx(9 / 8)
@@ -612,7 +610,7 @@ def test_stages_wait_for_each_other(config, monkeypatch):
 def test_the_command(made, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(script, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
     monkeypatch.setattr(script, "plan", lambda o, *_: dataclasses.replace(made, o=o))
-    script.main(dataclasses.replace(TINY, search=True, save=tmp_path / "step"))
+    script.main(TINY.changed(search=True, save=tmp_path / "step"))
     out = capsys.readouterr().out
     assert "Compiling the step of tiny for v6e:2x4, fsdp=-1: 10 seconds to" in " ".join(out.split("tiny on")[0].split())
     assert "3 of 3 that are searched" in out
@@ -697,7 +695,7 @@ def test_remat_auto(config, monkeypatch, capsys):
     """The fastest choice that fits is taken, from saving all products to small microbatches. If none fits, it is the
     one that needs the least. If the memory is unknown, as on a CPU, it is the usual one.
     """
-    o = PretrainOptions(model="tiny", data=("",), remat="auto", batch=32, seq_len=64, compute_dtype="bfloat16")
+    o = StepOptions(remat="auto", batch=32, seq_len=64, compute_dtype="bfloat16")
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
     model = abstract_model(config, planner.family_of(config), mesh)
     held = ahead.device_bytes(model)
@@ -705,25 +703,23 @@ def test_remat_auto(config, monkeypatch, capsys):
     def chosen(available, o=o, frozen=False):
         monkeypatch.setattr(defaults, "device_bytes", lambda: available)
         o = defaults.resolve_remat(
-            o, Trained("tiny", config, model, lambda: None, model if frozen else None), mesh, model
+            o, StateOptions(), Trained("tiny", config, model, lambda: None, model if frozen else None), mesh, model
         )
         return o.remat, o.microbatches
 
     assert chosen(None) == ("dots", 1) and "not known" in capsys.readouterr().out
     assert chosen(1e12) == ("dots", 1) and "the fastest." in capsys.readouterr().out
-    assert chosen(1e12, dataclasses.replace(o, microbatches=4)) == ("dots", 4)
-    assert chosen(1.0, dataclasses.replace(o, remat="full", microbatches=4)) == ("full", 4)
+    assert chosen(1e12, o.changed(microbatches=4)) == ("dots", 4)
+    assert chosen(1.0, o.changed(remat="full", microbatches=4)) == ("full", 4)
     capsys.readouterr()
     assert chosen(1.0)[1] == 16 and "nothing is estimated to fit" in " ".join(capsys.readouterr().out.split())
-    list_ways = functools.partial(
-        fit.ways, config, mesh, held=held, rows=32, seq=64, compute_dtype=jnp.bfloat16, least=1, copied=True
-    )
-    ways = list_ways(trained=model, frozen=False)
+    ways = fit.candidates(o, StateOptions(), Trained("tiny", config, model, lambda: None), mesh, held)
     assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == set(fit.REMATS[1:])
     sizes = {way[:2]: way.needed for way in ways}
     assert sizes["dots", 1] > sizes["attention", 1] > sizes["full", 1] > sizes["offload", 1] > held
-    adapted = {way[:2]: way.needed for way in list_ways(trained=[], frozen=True)}  # for adapters without size
-    results = fit.kept(config, mesh, rows=32, seq=64, remat="dots") - fit.kept(
+    adapters = Trained("tiny", config, [], lambda: None, model, adapters=True)  # without size
+    adapted = {way[:2]: way.needed for way in fit.candidates(o, StateOptions(), adapters, mesh, held)}
+    results = fit.saved_bytes(config, mesh, rows=32, seq=64, remat="dots") - fit.saved_bytes(
         config, mesh, rows=32, seq=64, remat="full"
     )
     assert adapted["dots", 1] - adapted["full", 1] == pytest.approx(2 * results)
@@ -738,6 +734,6 @@ def test_states_are_kept():
     """Qwen3.5 keeps 32 states of 128 x 128 in 30 layers for each of 64 chunks, beside what other layers keep."""
     config, mesh = zoo.config("qwen3.5-35b-a3b"), make_mesh("fsdp=1", jax.devices()[:1])
     assert fit.state_numbers(config) == 30 * 32 * 128 * 128 and fit.state_numbers(zoo.config("qwen3-0.6b")) == 0
-    keeps = lambda remat: fit.kept(config, mesh, rows=1, seq=64 * 64, remat=remat)
+    keeps = lambda remat: fit.saved_bytes(config, mesh, rows=1, seq=64 * 64, remat=remat)
     products = 2 * 64 * 64 * fit.products_per_token(config, 64 * 64).layers / config.hidden_size
     assert keeps("dots") - keeps("full") == pytest.approx(products + 4 * 64 * 30 * 32 * 128 * 128)

@@ -45,7 +45,7 @@ def small(monkeypatch, tmp_path_factory):
 
 
 def options(data, out, **changes):
-    return PrepareOptions(**dict(data=(str(data),), model="tiny", out=out, seq_len=SEQ, workers=1) | changes)
+    return PrepareOptions.of(**dict(data=(str(data),), model="tiny", out=out, seq_len=SEQ, workers=1) | changes)
 
 
 def contents(folder):
@@ -104,13 +104,13 @@ def test_columns(tmp_path, small):
     assert rows_of("own") == rows_of("ours")
     with pytest.raises(ValueError, match="own was begun with other data or options: columns was text=body"):
         prepare.main(options(own, tmp_path / "own", columns=("text=body", "label=body")))
-    (found,) = inspect.main(inspect.InspectOptions(data=(str(own),), columns=("text=body",)))
+    (found,) = inspect.main(inspect.InspectOptions.of(data=(str(own),), columns=("text=body",)))
     assert found.table["documents"] == "1"
     with pytest.raises(ValueError, match=r"--columns: .*own is prepared already and has no columns; give it to train"):
-        inspect.main(inspect.InspectOptions(data=(str(tmp_path / "own"),), columns=("text=body",)))
-    o, tokenizer = sft.SFTOptions(data=(), columns=("text=body",)), zoo.tokenizer("tiny")
+        inspect.main(inspect.InspectOptions.of(data=(str(tmp_path / "own"),), columns=("text=body",)))
+    o, tokenizer = sets.DataOptions.of(columns=("text=body",)), zoo.tokenizer("tiny")
     with pytest.raises(ValueError, match=r"--columns: .*own is prepared already"):
-        sets.open_set(o, str(tmp_path / "own"), tokenizer, TEXT, {}, seed=0, limit=None)
+        sets.open_set(o, str(tmp_path / "own"), tokenizer, TEXT, {}, seed=0, limit=None, validation_rows=0)
 
 
 def test_refusals(data, tmp_path, small):
@@ -179,12 +179,14 @@ def given(script, options, monkeypatch, data, tmp_path, **changes):
     found = {}
 
     def run(o, config, mesh, tokenizer, task, *, source):
-        found.update(task=task, steps=o.steps, source=source)
+        found.update(task=task, steps=o.optim.steps, source=source)
 
     monkeypatch.setattr(finetune, "run", run)
     monkeypatch.setattr("train.run.loop.run", lambda o, trained, task, *rest: run(o, 0, 0, 0, task, source=rest[-1]))
     script.main(
-        options(model="tiny", data=data, seq_len=SEQ, batch=4, out=tmp_path / "run", mesh="fsdp=4,tensor=2", **changes)
+        options.of(
+            model="tiny", data=data, seq_len=SEQ, batch=4, out=tmp_path / "run", mesh="fsdp=4,tensor=2", **changes
+        )
     )
     return found
 
@@ -203,7 +205,9 @@ def test_a_run_reads_a_store(data, tmp_path, small, monkeypatch, capsys):
     assert validation == content["splits"]["valid"]["tokens"]
     assert len(found["task"].prompts) == 3 and "filled" in capsys.readouterr().out
     with pytest.raises(ValueError, match="with --seq-len 32, and this run has 16"):
-        sft.main(sft.SFTOptions(model="tiny", data=(str(tmp_path / "out"),), seq_len=16, steps=1, out=tmp_path / "run"))
+        sft.main(
+            sft.SFTOptions.of(model="tiny", data=(str(tmp_path / "out"),), seq_len=16, steps=1, out=tmp_path / "run")
+        )
 
 
 def test_a_run_compares_the_files_of_a_store(data, tmp_path, small, monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import pickle
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,8 @@ from train.run import folder
 from zoo.mesh import make_mesh
 
 
-O = SimpleNamespace(model="tiny", remat="dots", microbatches=1)
+def explaining(options, **changes):
+    return program.explaining(options, **dict(model="tiny", remat="dots", microbatches=1) | changes)
 
 
 def traced(mesh="fsdp=2", size=4, scale=2.0, name="weights"):
@@ -52,15 +52,15 @@ def saved(tmp_path_factory):
     step, arguments = traced()
     lowered = step.lower(*arguments)
     with uncached():
-        program.write(path, lowered, lowered.compile(), O, {"--lr": 0.1, "--seed": 1})
+        program.write(path, lowered, lowered.compile(), explaining({"--lr": 0.1, "--seed": 1}))
     return path
 
 
 def load(path, *arguments, **changes):
     """Loads the program into a run with the file's options, except for changes, and calls its step once."""
-    o = SimpleNamespace(**{**vars(O), **changes.pop("o", {})}, program=path)
+    told = explaining({"--lr": 0.1, "--seed": 2, **dict(arguments)}, **changes.pop("o", {}))
     step, own = traced(**changes)
-    return program.loaded(o, step, {"--lr": 0.1, "--seed": 2, **dict(arguments)})(*own)
+    return program.loaded(path, step, told)(*own)
 
 
 def test_what_was_compiled_is_called(saved, monkeypatch):
@@ -72,7 +72,6 @@ def test_what_was_compiled_is_called(saved, monkeypatch):
         state, total = load(saved)
     np.testing.assert_array_equal(state["weights"], [0, 2, 4, 6])
     assert total == 4 and not list(saved.parent.glob("*.tmp"))
-    assert program.loaded(SimpleNamespace(program=None), load, {}) is load
 
 
 @pytest.mark.parametrize(
@@ -132,14 +131,15 @@ def test_kernels_do_not_tell_where_they_were_traced():
 @pytest.mark.slow
 def test_a_run_with_a_plan_s_program(base, tmp_path, quick, monkeypatch, capsys):
     """The plan's step equals the run's, bit for bit; with another learning rate it is refused."""
-    o = planner.Options(
+    o = planner.Options.of(
         model=str(base / "model"), topology="v6e-1", batch=4, seq=32, remat="dots", steps=8, lr=1e-2, mesh="fsdp=1"
     )
     config = zoo.config(o.model)
     monkeypatch.setattr(planner, "make_mesh", make_mesh)  # the `make_mesh` of `quick` already sets the devices
     made = script.plan(o, config, CHIPS["v6e"], jax.devices()[:1])
     planned, path = script.script(o, config), tmp_path / "step"
-    program.write(path, made.compiled.lowered, made.compiled.executable, planned, folder.telling(planned))
+    told = explaining(folder.defining_options(planned), model=planned.model)
+    program.write(path, made.compiled.lowered, made.compiled.executable, told)
     own = dict(compute_dtype="bfloat16", sample_every=100)
     want = run(base, tmp_path / "compiled", **own)
     assert "nothing was compiled" not in capsys.readouterr().out

@@ -11,7 +11,6 @@ import pytest
 
 from tests.train import test_data
 from tests.train.test_data import CHAT, HEAD
-from train import grpo
 from train.data import confine, fair, rewards
 from train.data import prompts as prompts_
 from train.data.records import Record
@@ -332,23 +331,23 @@ def test_rewards_that_raise_score_0(recwarn):
     def ratio(completion, record):
         return 1 / len(completion)
 
-    o = grpo.GRPOOptions(reward=("ratio", "number"), group=3)
+    o = rollouts.RewardOptions(reward=("ratio", "number"))
     prompts = [prompts_.Prompt([1], {"answer": 2})]
-    found, errors = rollouts.rewarded([["ab", "", "9" * 5000]], prompts, o, [ratio, rewards.number])
+    found, errors = rollouts.score([["ab", "", "9" * 5000]], prompts, o, [ratio, rewards.number])
     np.testing.assert_allclose(found, [[[0.5, 0], [0, 0], [1 / 5000, 0]]], rtol=1e-6)
     assert errors == 1
     (warning,) = [str(w.message) for w in recwarn if "ratio" in str(w.message)]
     assert warning == "The reward ratio raises ZeroDivisionError: division by zero, for ''. Such count as 0."
-    found, errors = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_: float("nan"), rewards.exact])
+    found, errors = rollouts.score([["a", "b", "c"]], prompts, o, [lambda *_: float("nan"), rewards.exact])
     assert errors == 3 and not found.any()
     for worth in ("1" * 90_000_000, Everything(), np.array([1.0]), None):
         with pytest.warns(UserWarning, match=f"it returned a {type(worth).__name__}, and must return a number") as told:
-            found, errors = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_, w=worth: w, rewards.number])
+            found, errors = rollouts.score([["a", "b", "c"]], prompts, o, [lambda *_, w=worth: w, rewards.number])
         assert errors == 3 and not found.any() and len(str(told[0].message)) < 200
-    found, _ = rollouts.rewarded([["a", "b", "c"]], prompts, o, [lambda *_: np.float32(0.5), lambda *_: True])
+    found, _ = rollouts.score([["a", "b", "c"]], prompts, o, [lambda *_: np.float32(0.5), lambda *_: True])
     assert (found == [0.5, 1]).all()
     with pytest.raises(rewards.BadRecord, match="needs a field `answer`"):
-        rollouts.rewarded([["a", "b", "c"]], [prompts_.Prompt([1], {})], o, [ratio, rewards.exact])
+        rollouts.score([["a", "b", "c"]], [prompts_.Prompt([1], {})], o, [ratio, rewards.exact])
 
 
 # ======================================================================================================================

@@ -13,7 +13,8 @@ from tests.zoo import tiny
 from train.state.mesh import put_batch
 from train.state.optim import adamw, make_schedule
 from train.state.state import init_state
-from train.step.step import jit_train_step
+from train.step.language import cross_entropy
+from train.step.step import Recipe, jit_train_step
 from zoo.mesh import make_mesh
 from zoo.models import deepseek3, mixtral
 from zoo.surgery import shardings
@@ -21,7 +22,7 @@ from zoo.surgery import shardings
 
 SGD = optax.sgd(1.0)
 SCHEDULE = make_schedule("cosine", peak=0.01, steps=10, warmup=2, decay=0)
-OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32)
+OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32, objective=cross_entropy)
 ROUTER = dict(router_balance=0.5, router_z=0.1)
 
 
@@ -46,7 +47,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def routed(model):
     """Returns the step with the routers' losses."""
-    return jit_train_step(init_state(model, SGD), optimizer=SGD, **OPTIONS, **ROUTER)
+    return jit_train_step(init_state(model, SGD), Recipe(optimizer=SGD, **OPTIONS, **ROUTER))
 
 
 def assert_close(got, want, tolerance=1e-5):
@@ -83,12 +84,12 @@ def test_in_microbatches_on_a_mesh(model, batch):
     targets = np.arange(8)[:, None] % 3 < 2
     batch = batch | {"loss_mask": batch["loss_mask"] * jnp.asarray(targets, jnp.int32)}
     batch["segments"] = batch["segments"].at[::4, 2:].set(0)
-    whole = jit_train_step(init_state(model, sgd), optimizer=sgd, **OPTIONS, **ROUTER)
+    whole = jit_train_step(init_state(model, sgd), Recipe(optimizer=sgd, **OPTIONS, **ROUTER))
     alone = whole(init_state(model, sgd), batch)
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     with jax.set_mesh(mesh):
         state = init_state(jax.device_put(model, shardings(model, mixtral.FAMILY.partition_rules, mesh)), sgd)
-        step = jit_train_step(state, optimizer=sgd, **OPTIONS, **ROUTER, microbatches=4)
+        step = jit_train_step(state, Recipe(optimizer=sgd, **OPTIONS, **ROUTER, microbatches=4))
         parts = step(state, put_batch(batch, mesh))
     assert_close(parts, alone)
 
@@ -101,7 +102,7 @@ def test_biases_move_towards_an_even_load(tmp_path, batch):
     state = init_state(model, optimizer)
     before = biases(state.model)
     rebalance = functools.partial(deepseek3.rebalance, rate=0.01)
-    step = jit_train_step(state, optimizer=optimizer, **OPTIONS, microbatches=2, rebalance=rebalance)
+    step = jit_train_step(state, Recipe(optimizer=optimizer, **OPTIONS, microbatches=2, rebalance=rebalance))
     first = None
     for _ in range(40):
         state, metrics = step(state, batch)

@@ -1,6 +1,5 @@
 """A run's options in a file: reading, precedence, refusals, and a run's own file, which restores its options."""
 
-import dataclasses
 import json
 import pathlib
 import subprocess
@@ -13,6 +12,7 @@ from convert.private import public
 from tests.train.conftest import command
 from train import distill, dpo, grpo, pretrain, sft
 from train.base import cluster, help, runfile
+from train.base.options import Group, kinds, options_of
 from train.data import store
 from train.planning import planner
 from train.run import defaults, folder, inspection, report
@@ -41,18 +41,18 @@ def test_values_are_words_of_a_command_line(parse):
         "model: x\ndata: [a.jsonl, b]\nweights: 1\nlr: 1e-4\nseq_len: 64\npacking: off\ncompletions-only: false\n"
         "clip-norm: .inf\npush-to-hub: null\nwarmup: -1\nlora:\n  rank: 16\nlora.alpha: 8.0\nchat: {date: 2026-01-01}\n"
     )
-    assert (o.model, o.data, o.weights) == ("x", ("a.jsonl", "b"), (1.0,))
-    assert (o.lr, o.seq_len, o.packing, o.completions_only) == (1e-4, 64, "off", False)
-    assert (o.clip_norm, o.push_to_hub, o.warmup) == (float("inf"), None, -1)
+    assert (o.model, o.data, o.mixture.weights) == ("x", ("a.jsonl", "b"), (1.0,))
+    assert (o.optim.lr, o.step.seq_len, o.rows.packing, o.completions_only) == (1e-4, 64, "off", False)
+    assert (o.optim.clip_norm, o.push_to_hub, o.optim.warmup) == (float("inf"), None, -1)
     assert (o.lora.rank, o.lora.alpha) == (16, 8.0)
-    assert parse("") == dataclasses.replace(sft.SFTOptions(), config=o.config)
+    assert parse("") == sft.SFTOptions.of(config=o.config)
 
 
 def test_the_command_line_wins(parse):
     o = parse("lr: 1.0\nbatch: 3\ndata: [a, b]\ncompletions-only: false\nlora: {rank: 4, alpha: 2}", *(
         "--lr", "2", "--data", "c", "--completions-only", "--lora.rank", "8"
     ))  # fmt: skip
-    assert (o.lr, o.batch, o.data, o.completions_only) == (2.0, 3, ("c",), True)
+    assert (o.optim.lr, o.step.batch, o.data, o.completions_only) == (2.0, 3, ("c",), True)
     assert (o.lora.rank, o.lora.alpha) == (8, 2.0)
     both = parse("model: m\ndata: d", options=pretrain.PretrainOptions)  # options without defaults
     assert (both.model, both.data) == ("m", ("d",))
@@ -95,8 +95,8 @@ def test_a_run_s_own_file(tmp_path, monkeypatch, options):
     """The file restores the run's options, except for those derived from the data, and keeps the commands."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--model", "a b"])
     more = {} if options is grpo.GRPOOptions else {"data": ("x", "y"), "weights": (0.5, 0.5), "packing": "off"}
-    o = options(out=pathlib.Path("runs/a"), lr=1e-9, clip_norm=float("inf"), push_to_hub="off", dry_run=True, **more)
-    o = defaults.resolve_steps(dataclasses.replace(o, lora=dataclasses.replace(o.lora, rank=4)), 7)
+    o = options.of(out=pathlib.Path("runs/a"), lr=1e-9, clip_norm=float("inf"), push_to_hub="off", dry_run=True, **more)
+    o = defaults.resolve_steps(o.changed(lora=o.lora.changed(rank=4)), 7)
     runfile.write(tmp_path, o)
     runfile.write(tmp_path, o)
     text = (tmp_path / "run.yaml").read_text()
@@ -105,7 +105,7 @@ def test_a_run_s_own_file(tmp_path, monkeypatch, options):
     )
     again = runfile.parse(options, ["--config", str(tmp_path / "run.yaml")])
     left = {"steps": 0} if options is sft.SFTOptions else {}
-    assert again == dataclasses.replace(o, config=tmp_path / "run.yaml", dry_run=False, **left)
+    assert again == o.changed(config=tmp_path / "run.yaml", dry_run=False, **left)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--keep", "2"])
     runfile.write(tmp_path, o)
     assert (tmp_path / "run.yaml").read_text().startswith(text.splitlines()[0] + "\n# python -m train.sft --keep 2\n")
@@ -164,9 +164,9 @@ def test_secrets_of_urls_stay_out(tmp_path, monkeypatch):
     ):
         assert public(plain) == plain
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--data", url])
-    o = sft.SFTOptions(data=(url,), out=tmp_path)
-    about = folder.about(o, {"data": {"path": url}})
-    folder.describe(tmp_path, about, o)
+    o = sft.SFTOptions.of(data=(url,), out=tmp_path)
+    about = folder.run_manifest(o, {"data": {"path": url}})
+    folder.write_manifest(tmp_path, about, o)
     for name in "run.yaml", "run.json":
         text = (tmp_path / name).read_text()
         assert shown in text and "pa55" not in text and (tmp_path / name).stat().st_mode & 0o777 == 0o600
@@ -194,15 +194,16 @@ def test_help_is_two_screens_and_says_defaults_in_words(script, capsys, monkeypa
     with pytest.raises(SystemExit):
         runfile.parse(script, ["--help-all"])
     everything = capsys.readouterr().out
-    found = help.options_of(script)
-    assert {each.name for each in found} >= {name.replace("_", "-") for name in help.kinds(script)} - {"lora", "chat"}
+    found = options_of(script)
+    assert {each.name for each in found} >= {name.replace("_", "-") for name in kinds(script)} - {"lora", "chat"}
     for each in found:
         assert each.text, f"--{each.name} says nothing"
-        assert each.invocation in everything and (each.rare or each.invocation in brief)
-        said = each.default_in_words
+        shown = help.invocation(each)
+        assert shown in everything and (each.rare or shown in brief)
+        said = help.default_in_words(each)
         assert said.split()[-1] not in ("None", "-1", "default:"), f"--{each.name} has {said}"
-    titles = [line for line in brief.splitlines() if line in list(help.Group)]
-    assert titles == [each for each in help.Group if each in titles]
+    titles = [line for line in brief.splitlines() if line in list(Group)]
+    assert titles == [each for each in Group if each in titles]
 
 
 def test_help_of_a_run_begins_with_its_model_and_data(capsys):
@@ -213,7 +214,7 @@ def test_help_of_a_run_begins_with_its_model_and_data(capsys):
     assert [said.index(part) for part in ("\nModel\n  --model", "\nData\n  --data", "\nOptimizer\n")] == sorted(
         said.index(part) for part in ("\nModel\n  --model", "\nData\n  --data", "\nOptimizer\n")
     )
-    words = {each.name: each.default_in_words for each in help.options_of(sft.SFTOptions)}
+    words = {each.name: help.default_in_words(each) for each in options_of(sft.SFTOptions)}
     assert words["norms-every"] == "default: never" and words["eval-questions"] == "default: 200"
     assert words["epochs"] == "default: 3 epochs, but 8 for the embedded instructions"
 
@@ -234,7 +235,7 @@ def test_the_usage_names_the_module():
 def test_the_option_that_is_meant(given, meant):
     with pytest.raises(ValueError, match=f"has no option {given.partition('=')[0]}; do you mean {meant}\\?$"):
         runfile.parse(sft.SFTOptions, [given, "1"])
-    assert runfile.parse(sft.SFTOptions, ["--seq_len", "8", "--lora.rank=2"]).seq_len == 8
+    assert runfile.parse(sft.SFTOptions, ["--seq_len", "8", "--lora.rank=2"]).step.seq_len == 8
 
 
 def test_an_option_that_is_like_none():

@@ -31,6 +31,7 @@ from train.base.command import command as end_in_a_sentence
 from train.base.stop import AGAIN, StopRequest
 from train.data.packing import Example, Survey
 from train.run import defaults, folder, loop, report
+from train.run.start import Run
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -298,11 +299,11 @@ def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
 def test_the_folder_that_is_chosen(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     about = lambda data="a", **new: {"identity": {"data": {"files": {"x": data}}}, "options": {"--lr": 1.0} | new}
-    choose = lambda about, accept_data=False: str(folder.choose("sft", about, accept_data=accept_data))
+    choose = lambda about, **options: str(folder.run_folder(sft.SFTOptions.of(**options), about))
     assert choose(about()) == "runs/sft"
     for name in ("sft", "sft-3", "sft-more", "sft-4"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    folder.describe(tmp_path / "runs" / "sft-3", about(), sft.SFTOptions())
+    folder.write_manifest(tmp_path / "runs" / "sft-3", about(), sft.SFTOptions.of())
     assert choose(about()) == "runs/sft-3" and choose(about(**{"--lr": 2.0})) == "runs/sft"
     # Options that did not exist when a run began have their defaults.
     assert choose(about(**{"--optimizer": "adamw", "--moments": "float32"})) == "runs/sft-3"
@@ -313,7 +314,7 @@ def test_the_folder_that_is_chosen(tmp_path, monkeypatch, capsys):
     assert choose(about(data="b", **{"--lr": 2.0}), accept_data=True) == "runs/sft-2"
     steps = lambda steps, decay: about(**{"--steps": steps, "--decay": decay})
     (tmp_path / "runs" / "sft-5").mkdir()
-    folder.describe(tmp_path / "runs" / "sft-5", steps(100, 20), sft.SFTOptions())
+    folder.write_manifest(tmp_path / "runs" / "sft-5", steps(100, 20), sft.SFTOptions.of())
     capsys.readouterr()
     choose(steps(40, 8))  # the user has given --steps alone
     assert "runs/sft-5 has another run: --steps was 100 and is 40." in capsys.readouterr().out.replace("\n", " ")
@@ -327,23 +328,24 @@ def test_never(words, tmp_path, stopped_at):
     assert losses(out) and not any("validation_loss" in line for line in metrics(out))
     samples = out / "samples.jsonl"
     assert not samples.exists() or not samples.read_text()
-    assert not loop.Run.due(types.SimpleNamespace(ended=lambda: True), "never")
+    assert not Run.is_due(types.SimpleNamespace(done=lambda: True), "never")
     said = refused(*options(words, tmp_path / "best", "--eval-every", "never", "--best", "validation_loss"))
     assert "leave out --eval-every never" in said
-    assert runfile.parse(sft.SFTOptions, ["--norms-every", "never", "--step-timeout", "never"]).step_timeout == "never"
+    o = runfile.parse(sft.SFTOptions, ["--norms-every", "never", "--step-timeout", "never"])
+    assert o.watchdog.step_timeout == "never" and not o.watch.norms_due(1)
 
 
 def test_what_follows_from_the_steps_is_not_told():
     """A user who changes --steps alone gets no message about --decay, unless one of its values was given."""
-    of = lambda steps, **more: folder.telling(defaults.resolve_steps(sft.SFTOptions(**more), steps))
+    of = lambda steps, **more: folder.defining_options(defaults.resolve_steps(sft.SFTOptions.of(**more), steps))
     before, now = of(100), of(40)
     assert before["--decay"] == 20 and now["--decay"] == 8
-    assert folder.changes(before, now) == "--steps was 100 and is 40"
+    assert folder.changes(before, now, sft.SFTOptions()) == "--steps was 100 and is 40"
     given = of(40, decay=5, warmup=1)
-    assert folder.changes(before, given) == (
+    assert folder.changes(before, given, sft.SFTOptions()) == (
         "--decay was 20 and is 5, --steps was 100 and is 40, --warmup was 3 and is 1"
     )
-    assert folder.changes(now, given) == "--decay was 8 and is 5, --warmup was 2 and is 1"
+    assert folder.changes(now, given, sft.SFTOptions()) == "--decay was 8 and is 5, --warmup was 2 and is 1"
 
 
 def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsys):
@@ -454,20 +456,20 @@ def test_mtp_learns(base):
 
 def test_options_in_python(untyped):
     """Options accept the command line's forms: strings for paths, and one value or a list where several are allowed."""
-    o = sft.SFTOptions(data="x.jsonl", weights=1, out="runs/x")
-    assert (o.data, o.weights, o.out) == (("x.jsonl",), (1.0,), pathlib.Path("runs/x"))
-    assert sft.SFTOptions(data=["a", pathlib.Path("b")]).data == ("a", "b")
-    assert dpo.DPOOptions(data=pathlib.Path("x.jsonl")).data == ("x.jsonl",)
-    assert grpo.GRPOOptions(reward="number").reward == ("number",)
-    assert distill.DistillOptions(teacher="tiny", store="logits").store == pathlib.Path("logits")
-    assert distill.DistillOptions(teacher="tiny").store is None
+    o = sft.SFTOptions.of(data="x.jsonl", weights=1, out="runs/x")
+    assert (o.data, o.mixture.weights, o.out) == (("x.jsonl",), (1.0,), pathlib.Path("runs/x"))
+    assert sft.SFTOptions.of(data=["a", pathlib.Path("b")]).data == ("a", "b")
+    assert dpo.DPOOptions.of(data=pathlib.Path("x.jsonl")).data == ("x.jsonl",)
+    assert grpo.GRPOOptions.of(reward="number").rewards.reward == ("number",)
+    assert distill.DistillOptions.of(teacher="tiny", store="logits").store == pathlib.Path("logits")
+    assert distill.DistillOptions.of(teacher="tiny").store is None
 
 
 def test_folders_are_of_this_machine(capsys):
     for options, word in (({"out": "gs://b/run"}, "--out gs:/"), ({"store": "s3://b/logits"}, "--store s3:/")):
         wrong = {name: pathlib.Path(path) for name, path in options.items()}
         with pytest.raises(ValueError, match=f"{word}.*is in an object store, and must be a path of this machine"):
-            distill.DistillOptions(teacher="tiny", **wrong)
+            distill.DistillOptions.of(teacher="tiny", **wrong)
     with pytest.raises(SystemExit):
         runfile.parse(sft.SFTOptions, ["--out", "gs://b/x"])
     assert "--out gs:/b/x is in an object store" in capsys.readouterr().err

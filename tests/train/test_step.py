@@ -23,7 +23,8 @@ from train.state.mesh import put_batch
 from train.state.optim import adamw, make_schedule, rounded
 from train.state.remat import REMAT
 from train.state.state import abstract_state, init_state
-from train.step.step import cross_entropy, jit_train_step, train_step
+from train.step.language import cross_entropy
+from train.step.step import Recipe, jit_train_step, train_step
 from zoo.mesh import make_mesh
 from zoo.models import llama, qwen3
 from zoo.nn.layers import Linear
@@ -56,7 +57,7 @@ def train(model):
 
     @functools.cache
     def step(optimizer, **changes):
-        return jit_train_step(abstract_state(model, optimizer), optimizer=optimizer, **OPTIONS | changes)
+        return jit_train_step(abstract_state(model, optimizer), Recipe(optimizer=optimizer, **OPTIONS | changes))
 
     return step
 
@@ -92,7 +93,8 @@ def test_the_global_norm_is_taken_once(model, batch, monkeypatch):
     norm = optax.tree.norm
     monkeypatch.setattr(optax.tree, "norm", lambda tree: norms.append(norm(tree)) or norms[-1])
     optimizer = rounded(adamw(SCHEDULE, clip_norm=1e-3), "bfloat16")
-    jax.eval_shape(functools.partial(train_step, optimizer=optimizer, **OPTIONS), init_state(model, optimizer), batch)
+    recipe = Recipe(optimizer=optimizer, **OPTIONS)
+    jax.eval_shape(functools.partial(train_step, recipe), init_state(model, optimizer), batch)
     assert len(norms) == 1
 
 
@@ -122,7 +124,7 @@ def test_in_microbatches_on_a_mesh(model, batch, train):
         placed = jax.device_put(model, shardings(model, qwen3.FAMILY.partition_rules, mesh))
         state = init_state(placed, SGD)
         places = jax.tree.map(lambda a: a.sharding, state)
-        step = jit_train_step(state, optimizer=SGD, **OPTIONS, microbatches=2)
+        step = jit_train_step(state, Recipe(optimizer=SGD, **OPTIONS, microbatches=2))
         after = step(state, put_batch(batch, mesh))
     assert_close(after, train(SGD)(init_state(model, SGD), batch))
     assert jax.tree.map(lambda a: a.sharding, after[0]) == places
@@ -178,7 +180,7 @@ def test_dots_runs_no_kernel_twice():
 
 def test_gradients_of_one_part_are_kept_in_the_compute_dtype(model, batch):
     """Gradients wait for the global norm before the optimizer reads them. Float32 ones would take twice the bytes."""
-    step = functools.partial(train_step, optimizer=SGD, **OPTIONS | dict(compute_dtype=jnp.bfloat16))
+    step = functools.partial(train_step, Recipe(optimizer=SGD, **OPTIONS | dict(compute_dtype=jnp.bfloat16)))
     (update,) = [
         e for e in jax.make_jaxpr(step)(init_state(model, SGD), batch).jaxpr.eqns if e.primitive.name == "cond"
     ]
@@ -210,7 +212,7 @@ def test_options_of_xla_for_training(model, batch, monkeypatch):
     for options in compile_options.OPTIONS["train"].values():
         jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
     monkeypatch.setitem(compile_options.OPTIONS["train"], "cpu", {"no_such_option": 1})
-    step = jit_train_step(abstract_state(model, SGD), optimizer=SGD, **OPTIONS)
+    step = jit_train_step(abstract_state(model, SGD), Recipe(optimizer=SGD, **OPTIONS))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         step.lower(init_state(model, SGD), batch).compile()
 

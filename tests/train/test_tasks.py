@@ -117,12 +117,12 @@ def test_fewer_rows_where_memory_is_short(capsys):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
         return f"with {rows}"
 
-    assert tasks.halved(call, 32) == ("with 8", 8)
-    assert "does not suffice for --eval-rows 16: trying 8" in capsys.readouterr().out
+    assert tasks.retry_smaller(call, 32) == ("with 8", 8)
+    assert "does not suffice for 16 answers at a time: trying 8" in capsys.readouterr().out
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        tasks.halved(lambda rows: call(99), 2)
+        tasks.retry_smaller(lambda rows: call(99), 2)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        tasks.halved(lambda rows: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: a fault")), 2)
+        tasks.retry_smaller(lambda rows: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: a fault")), 2)
 
 
 def test_directions():

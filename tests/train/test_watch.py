@@ -13,10 +13,11 @@ import pytest
 from kernels import Tokens, counted
 from tests.train.conftest import command
 from train.step import norms
-from train.step.step import cross_entropy
+from train.step.language import cross_entropy
+from train.step.step import Recipe
 from train.watch import memory, page, trackers
 from train.watch.metrics import read_metrics
-from train.watch.watch import Watch, commit
+from train.watch.watch import Watch, WatchOptions, commit
 
 
 class Stand(types.SimpleNamespace):
@@ -53,7 +54,7 @@ def packages(monkeypatch):
 
 
 def started(folder, *, n=0, new=True, tracker=("tensorboard", "wandb", "trackio", "mlflow")):
-    """Returns a run as the loop has it before its first step."""
+    """Returns the watch of a run, as the loop has it before its first step."""
     folder.mkdir(exist_ok=True)
     if new:
         about = {
@@ -61,8 +62,7 @@ def started(folder, *, n=0, new=True, tracker=("tensorboard", "wandb", "trackio"
             "options": {"--lr": 0.1},
         }
         (folder / page.RUN).write_text(json.dumps(about))
-    o = types.SimpleNamespace(tracker=tracker, norms_every=0, compute_dtype="float32", remat="none", microbatches=1)
-    return types.SimpleNamespace(o=o, out=folder, n=n, new=new, task=types.SimpleNamespace(objective=cross_entropy))
+    return Watch(WatchOptions(tracker=tracker), folder, n, new=new)
 
 
 def of(package, method):
@@ -72,7 +72,7 @@ def of(package, method):
 def test_trackers(tmp_path, packages, monkeypatch):
     """Each tracker gets every step's numbers, by the names that its users know, the samples, and the run's details."""
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    with Watch(started(tmp_path / "a")) as watch:
+    with started(tmp_path / "a") as watch:
         watch.write(0, validation_loss=np.float32(5))
         watch.write(1, loss=jnp.float32(4.5), grad_norm=1, **{"gradient_norm/layers.00": 0.5})
         watch.sample(1, prompt="Why", text=" not?")
@@ -100,14 +100,14 @@ def test_trackers(tmp_path, packages, monkeypatch):
 
 def test_a_resumed_run_continues_its_curves(tmp_path, packages):
     """A run that had reached step 3 resumes from the checkpoint of step 2: the same run, and no step twice."""
-    with Watch(started(tmp_path / "a")) as watch:
+    with started(tmp_path / "a") as watch:
         for step in range(1, 4):
             watch.write(step, loss=5.0 - step)
     for package in packages.values():
         package.calls.clear()
     packages["wandb"].step = 4  # the library's value for a run that it continues
     packages["mlflow"].search_runs = lambda *_, **__: [packages["mlflow"]]
-    with pytest.raises(KeyboardInterrupt), Watch(started(tmp_path / "a", n=2, new=False)) as watch:
+    with pytest.raises(KeyboardInterrupt), started(tmp_path / "a", n=2, new=False) as watch:
         for step in range(3, 6):
             watch.write(step, loss=5.0 - step)
         raise KeyboardInterrupt
@@ -129,7 +129,7 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path, packages, capsys):
         raise ConnectionError("no route")
 
     packages["wandb"].log = broken
-    with Watch(started(tmp_path / "a", tracker=("wandb", "tensorboard"))) as watch:
+    with started(tmp_path / "a", tracker=("wandb", "tensorboard")) as watch:
         watch.write(1, loss=1.0)
         watch.write(2, loss=0.5)
     said = " ".join(capsys.readouterr().out.split())
@@ -160,7 +160,7 @@ def test_as_installed(tmp_path, name, monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
     for n in (0, 3):
-        with Watch(started(tmp_path / "a", n=n, new=n == 0, tracker=(name,))) as watch:
+        with started(tmp_path / "a", n=n, new=n == 0, tracker=(name,)) as watch:
             for step in range(n + 1, n + 5):
                 watch.write(step, loss=float("nan") if step == 2 else 1.0, validation_loss=2)
             watch.sample(n + 4, prompt="Why</b>", text=" not?")
@@ -176,7 +176,7 @@ def test_memory(tmp_path, monkeypatch):
     stats = {"bytes_in_use": 3, "peak_bytes_in_use": 7}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert memory.used().items() >= {"memory/device_bytes": 3, "memory/device_peak_bytes": 7}.items()
+    assert memory.usage().items() >= {"memory/device_bytes": 3, "memory/device_peak_bytes": 7}.items()
 
 
 def test_norms_of_layers(model):
@@ -186,7 +186,16 @@ def test_norms_of_layers(model):
     segments = np.repeat([[1] * 5 + [2] * 4 + [0] * 3], 4, axis=0)
     batch |= {"segments": segments, "loss_mask": (segments != 0).astype(np.int32)}
     batch = jax.tree.map(jnp.asarray, batch)
-    made = norms.jit_norms(cross_entropy, compute_dtype="float32", remat=jax.checkpoint, microbatches=2)
+    rate = optax.constant_schedule(0.1)
+    recipe = Recipe(
+        objective=cross_entropy,
+        optimizer=optax.sgd(rate),
+        schedule=rate,
+        compute_dtype="float32",
+        remat=jax.checkpoint,
+        microbatches=2,
+    )
+    made = norms.jit_norms(recipe)
 
     @jax.jit
     def both(model):

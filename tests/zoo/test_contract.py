@@ -18,7 +18,7 @@ import zoo
 from kernels.mesh import BATCH, TENSOR
 from train.base.flops import products_per_token
 from train.state.mesh import check_mesh, put_batch
-from train.step.step import features
+from train.step.language import features
 from zoo import registry, surgery
 from zoo.generation.decoding import init_state
 from zoo.nn import cache as caches

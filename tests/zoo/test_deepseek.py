@@ -20,7 +20,7 @@ from kernels import Tokens
 from tests.train.conftest import command, devices
 from tests.zoo import test_tiktoken, tiny
 from tests.zoo.programs import TOKENS, error, noise, on_host, packed, same
-from train.step.step import cross_entropy
+from train.step.language import cross_entropy
 from zoo import surgery
 from zoo.config import read as read_config
 from zoo.lora import LoRALinear

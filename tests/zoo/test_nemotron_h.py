@@ -17,7 +17,7 @@ from kernels import Tokens
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, error, on_host, same
 from tests.zoo.test_speculative import PROMPTS, SHAPE, assert_greedy
-from train.step.step import cross_entropy
+from train.step.language import cross_entropy
 from zoo import surgery
 from zoo.models import nemotron_h
 from zoo.weights.checkpoint import skeleton

@@ -19,8 +19,9 @@ from array_record.python import array_record_module  # pyright: ignore[reportAtt
 from jaxtyping import Float, Int
 
 from train.data.formats.examples import check_array_records
+from train.step.language import features
 from train.step.loss import by_chunks
-from train.step.step import Batch, features
+from train.step.step import Batch
 from zoo.nn.model import AbstractModel
 
 

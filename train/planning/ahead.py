@@ -24,7 +24,8 @@ from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions, make_optimizer
 from train.state.remat import REMAT
 from train.state.state import Lora, StateOptions, abstract_state, moment_sharding
-from train.step.step import Objective, Recipe, cross_entropy, jit_train_step
+from train.step.language import cross_entropy
+from train.step.step import Objective, Recipe, jit_train_step
 from zoo import lora, quantized
 from zoo.nn.cache import partition_specs
 from zoo.nn.model import AbstractConfig, AbstractModel, Family

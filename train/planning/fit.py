@@ -102,7 +102,7 @@ def candidates(
         tokens = rows // parts * seq / shares / shape[CONTEXT]
         # Gradients. With several parts there are also one part's gradients in float32, beside their sum.
         sums, first = parameters * (itemsize + 8 * (parts > 1)), 4 * parameters * (parts > 1)
-        chunk = min(tokens, max(2048, 3 * config.hidden_size))  # see `train.step.step.cross_entropy`
+        chunk = min(tokens, max(2048, 3 * config.hidden_size))  # see `train.step.language.cross_entropy`
         logits = chunk * config.vocab_size / shape[TENSOR] * (2 * itemsize + 4 * (itemsize > 2))
         weights = head * itemsize if frozen else head * (2 * itemsize + 4)  # with a chunk's gradient, and their sum
         # One layer: its gathered weights, its recomputed activations, and the gradients of these.

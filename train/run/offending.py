@@ -141,10 +141,10 @@ class SpikeGuard:
         limits = self.limits()
         for update in updates:
             if update["finite"]:
-                for n, (each, name) in enumerate(zip(self.seen, ("loss", "grad_norm"), strict=True)):
+                for each, name, limit in zip(self.seen, ("loss", "grad_norm"), limits or (math.inf,) * 2, strict=True):
                     # A number above the limit counts as the limit. So if numbers stay higher, the limit follows: after
                     # some twenty steps it has reached a hundred deviations.
-                    each.add(min(float(update[name]), float(limits[n]) if limits else math.inf))
+                    each.add(min(float(update[name]), float(limit)))
         if finite and not spike:
             self.row = 0
             return ""

@@ -1,13 +1,12 @@
 """The options that all training scripts share: groups, each declared beside the code that obeys it."""
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Sequence
 from typing import ClassVar
 
 from train.base.command import CommandOptions
-from train.base.options import Flat, Group, OptionGroup, option
+from train.base.options import Flat, Group, option
 from train.base.profiling import ProfileOptions
 from train.data.packing import Chat
 from train.data.sets import Phase, Reading
@@ -20,7 +19,6 @@ from train.state.optim import OptimizerOptions
 from train.state.remat import StepOptions
 from train.state.state import StateOptions
 from train.step.router import RouterOptions
-from train.step.step import Objective, cross_entropy
 from train.watch.watch import WatchOptions
 
 
@@ -74,24 +72,3 @@ class Options(CommandOptions):
     def phase(self, data: Sequence[str], weights: Sequence[float]) -> Phase:
         """Returns the whole run as one phase."""
         return Phase(self.optim.steps, tuple(data), tuple(weights), self.step.seq_len, self.step.batch)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelingOptions(OptionGroup):
-    """Options for learning to predict the next token."""
-
-    help_group: ClassVar[Group] = Group.METHOD
-
-    z_loss: float = option(0.0, rare=True)
-    """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM. 0: without this term."""
-    mtp_weight: float = option(0.0, rare=True)
-    """Weight of the loss of the token after the next, for which models such as Qwen3.5 and DeepSeek V3 have a module;
-    0.3, then 0.1 in DeepSeek V3's paper. 0: without that module."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names the optional parts of the model that the loss needs, see `zoo.load`."""
-        return ("mtp",) * bool(self.mtp_weight)
-
-    def objective(self) -> Objective:
-        return functools.partial(cross_entropy, z_loss=self.z_loss, mtp_weight=self.mtp_weight)

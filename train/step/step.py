@@ -12,14 +12,10 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, Num, Shaped
 
-import kernels
 from kernels.backends.compile_options import compile_options
-from train.data.pictures import images_of
-from train.state.mesh import positions_of
 from train.state.offload import to_device
 from train.state.state import TrainState
 from train.step.microbatches import per, split, summed
-from train.step.mtp import mtp_loss
 from train.step.neftune import noisy
 from train.step.router import mean_of_layers, router_loss, routings_of
 from train.step.update import Check, check_step, updated
@@ -51,39 +47,6 @@ class Objective(Protocol):
         ...
 
 
-def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
-    """Returns the features of a batch's tokens, and the reports of the layers."""
-    at: Any = {"positions": positions_of(batch), "segments": batch["segments"]} | images_of(batch)
-    x, _, reports = model.hidden(batch["tokens"], **at)
-    return x, reports
-
-
-def cross_entropy(
-    model: AbstractModel,
-    batch: Batch,
-    reference: None = None,
-    means: Scalars | None = None,
-    *,
-    chunk: int = 0,
-    z_loss: float = 0.0,
-    mtp_weight: float = 0.0,
-) -> Losses:
-    """Computes the objective of language models: `kernels.cross_entropy` (`chunk`, `z_loss`) of a batch's targets.
-
-    A `chunk` of 0 means 2,048 tokens, or three times the model's width if that is more. Each chunk reads and writes the
-    head's gradients, which then take 2/3 of the bytes of its logits. The sums are "loss", in nats, and "accuracy", the
-    number of targets whose logit is largest. `mtp_weight` times the sum "mtp_loss" is added to the total.
-    """
-    x, reports = features(model, batch)
-    losses = functools.partial(kernels.cross_entropy, model.unembed, chunk=chunk or max(2048, 3 * x.shape[-1]))
-    total, found = losses(x, batch["targets"], batch["loss_mask"], z_loss=z_loss)
-    sums = {"loss": found["loss"], "accuracy": found["correct"]}
-    if mtp_weight:
-        more, sums["mtp_loss"], report = mtp_loss(model, x, batch, losses)
-        total, reports = total + mtp_weight * more, (*reports, (report,))
-    return total, jnp.sum(batch["loss_mask"] != 0), sums, reports
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything about a training step that is fixed when it is compiled."""
@@ -92,7 +55,7 @@ class Recipe:
     schedule: optax.Schedule  # the optimizer's learning rate, to report it
     compute_dtype: DTypeLike
     """The dtype of the forward and backward pass. Sums of gradients and the update are float32."""
-    objective: Objective = cross_entropy
+    objective: Objective
     remat: Remat = None
     """One of `train.state.remat.REMAT`."""
     microbatches: int = 1
