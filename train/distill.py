@@ -77,7 +77,7 @@ def objective(
     reference: Any = None,
     means: Scalars | None = None,
     *,
-    o: DistillOptions,
+    options: DistillOptions,
 ) -> Losses:
     """Computes the loss of a batch's targets, for `train.step.step.train_step`.
 
@@ -88,19 +88,19 @@ def objective(
     """
     x, reports = features(model, batch)
     if reference is None:
-        divergence = functools.partial(loss.divergence_top_k, temperature=o.temperature)
+        divergence = functools.partial(loss.divergence_top_k, temperature=options.temperature)
         given = (batch["top_values"].astype(jnp.float32), batch["top_indices"])
         each = loss.by_chunks(lambda x, *given: divergence(model.unembed(x), *given), x, *given)
     else:
-        divergence = functools.partial(loss.divergence, beta=o.beta, temperature=o.temperature)
+        divergence = functools.partial(loss.divergence, beta=options.beta, temperature=options.temperature)
         y = jax.lax.stop_gradient(features(reference, batch)[0])
         each = loss.by_chunks(lambda x, y: divergence(model.unembed(x), reference.unembed(y)), x, y)
     learnt = batch["loss_mask"] != 0
-    divergences = o.temperature**2 * jnp.sum(jnp.where(learnt, each, 0))
-    total, sums = o.weight * divergences, {"divergence": divergences}
-    if o.weight < 1:
+    divergences = options.temperature**2 * jnp.sum(jnp.where(learnt, each, 0))
+    total, sums = options.weight * divergences, {"divergence": divergences}
+    if options.weight < 1:
         plain, seen = kernels.cross_entropy(model.unembed, x, batch["targets"], batch["loss_mask"])
-        total += (1 - o.weight) * plain
+        total += (1 - options.weight) * plain
         sums |= {"cross_entropy": seen["loss"], "accuracy": seen["correct"]}
     return total, jnp.sum(learnt), jax.lax.stop_gradient(sums | {"loss": total}), reports
 
@@ -150,7 +150,7 @@ def main(o: DistillOptions) -> None:
     o = resolve_steps(o, steps)
     task = Task(
         data,
-        functools.partial(objective, o=o),
+        functools.partial(objective, options=o),
         reference=zoo.load(o.teacher, dtype=o.step.compute_dtype, mesh=mesh) if o.teacher else None,
         validation=validation,
         prompts=prompts,
@@ -158,21 +158,25 @@ def main(o: DistillOptions) -> None:
     finetune.run(o, config, mesh, tokenizer, task, source=source)
 
 
-def store(o: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
+def store(options: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
     """Writes the teacher's largest logits for all batches to the folder `to`."""
     if jax.process_count() > 1 or mesh.shape[CONTEXT] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
     with jax.set_mesh(mesh):
-        larger = zoo.load(source["teacher"], dtype=o.step.compute_dtype, mesh=mesh)
-        top = jax.jit(functools.partial(teacher.top_k, k=o.top_k))
+        larger = zoo.load(source["teacher"], dtype=options.step.compute_dtype, mesh=mesh)
+        top = jax.jit(functools.partial(teacher.top_k, k=options.top_k))
 
         def with_logits(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             values, indices = map(gathered, top(larger, put_batch(batch, mesh, larger)))
             return batch | {"top_values": values, "top_indices": indices}
 
         bar = rich.progress.track(data, "Storing logits", console=rich.get_console())
-        rows = teacher.write(to, map(with_logits, bar), source | {"top_k": o.top_k, "seq_len": o.step.seq_len})
-    rich.print(f"{rows:,} rows of {o.step.seq_len:,} tokens are in {to}, with {o.top_k} logits of each token.")
+        rows = teacher.write(
+            to, map(with_logits, bar), source | {"top_k": options.top_k, "seq_len": options.step.seq_len}
+        )
+    rich.print(
+        f"{rows:,} rows of {options.step.seq_len:,} tokens are in {to}, with {options.top_k} logits of each token."
+    )
 
 
 if __name__ == "__main__":

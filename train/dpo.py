@@ -105,7 +105,7 @@ def objective(
     reference: Any = None,
     means: Scalars | None = None,
     *,
-    o: DPOOptions,
+    options: DPOOptions,
 ) -> Losses:
     """Computes the loss of a batch's pairs (see `train.data.preferences`), for `train.step.step.train_step`.
 
@@ -127,7 +127,7 @@ def objective(
     - "margin", the distance of a completion's reward from the baseline's, positive on the right side; and "accuracy",
       as above.
     """
-    row, mask = LOSSES[o.loss], batch["loss_mask"]
+    row, mask = LOSSES[options.loss], batch["loss_mask"]
     sums = functools.partial(loss.per_document, segments=batch["segments"], mask=mask, documents=2 * PAIRS)
 
     def completions(model: AbstractModel) -> tuple[Float[Array, "batch documents"], Reports]:
@@ -146,15 +146,15 @@ def objective(
     if row.unpaired:
         desirable = sums(batch["desirable"].astype(jnp.float32))[:, ::2] > 0
         baseline = loss.kto_baseline(second, present) if means is None else jnp.maximum(means["mismatched"], 0)
-        margin = o.beta * jnp.where(desirable, first - baseline, baseline - first)
+        margin = options.beta * jnp.where(desirable, first - baseline, baseline - first)
         metrics = {"kl": jnp.broadcast_to(baseline, margin.shape), "mismatched": second}
     else:
-        margin = o.beta * (first - second)
+        margin = options.beta * (first - second)
         metrics = {
-            "chosen_reward": o.beta * first, "rejected_reward": o.beta * second,
+            "chosen_reward": options.beta * first, "rejected_reward": options.beta * second,
             "chosen_logps": logps[:, ::2], "rejected_logps": logps[:, 1::2],
         }  # fmt: skip
-    losses = row.of(o, Pairs(first, second, (tokens[:, ::2], tokens[:, 1::2]), desirable, baseline))
+    losses = row.of(options, Pairs(first, second, (tokens[:, ::2], tokens[:, 1::2]), desirable, baseline))
     metrics |= {"loss": losses, "margin": margin, "accuracy": (margin > 0).astype(jnp.float32)}
     totals = {name: jnp.sum(jnp.where(present, values, 0)) for name, values in metrics.items()}
     pairs = jnp.sum(jnp.max(batch["segments"], axis=1)) // 2
@@ -182,7 +182,7 @@ def main(o: DPOOptions) -> None:
     o = resolve_steps(o, opened.steps)
     task = Task(
         opened.data,
-        functools.partial(objective, o=o),
+        functools.partial(objective, options=o),
         reference=finetune.load_frozen(o, mesh) if row.reference and not o.lora.rank else None,
         validation=opened.validation,
         prompts=opened.prompts,

@@ -101,7 +101,7 @@ def objective(
     reference: Any = None,
     means: Scalars | None = None,
     *,
-    o: GRPOOptions,
+    options: GRPOOptions,
 ) -> Losses:
     """Computes the loss of completions, for `train.step.step.train_step`; see `train.step.loss`.
 
@@ -114,23 +114,23 @@ def objective(
 
     def logprobs(model: AbstractModel) -> tuple[Any, Reports]:
         x, reports = features(model, batch)
-        unembed = lambda x: model.unembed(x).astype(jnp.float32) / o.rollouts.temperature
+        unembed = lambda x: model.unembed(x).astype(jnp.float32) / options.rollouts.temperature
         return loss.logprobs(unembed, x, batch["targets"]), reports
 
     (logps, entropy), reports = logprobs(model)
     values, clipped = loss.clipped_policy(
         logps, batch["old"], batch["advantages"][:, 0], mask,
-        epsilon_low=o.epsilon, epsilon_high=o.epsilon_high or o.epsilon, level=o.level,
+        epsilon_low=options.epsilon, epsilon_high=options.epsilon_high or options.epsilon, level=options.level,
     )  # fmt: skip
     metrics = {"entropy": entropy, "clipped": clipped.astype(jnp.float32), "drift": jnp.abs(logps - batch["old"])}
-    if o.kl:
+    if options.kl:
         (there, _), _ = jax.lax.stop_gradient(logprobs(lora.bare(model) if reference is None else reference))
         metrics["kl"] = loss.kl_k3(logps, there)
-        values += o.kl * metrics["kl"]
+        values += options.kl * metrics["kl"]
     # Metrics are averaged over tokens, whatever --loss is.
-    size = o.rollouts.max_new_tokens if o.loss == "dr_grpo" else 1
-    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if o.loss == "dapo" else "grpo")[0]
-    total, count = loss.aggregate(values, mask, o.loss, max_length=o.rollouts.max_new_tokens)
+    size = options.rollouts.max_new_tokens if options.loss == "dr_grpo" else 1
+    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if options.loss == "dapo" else "grpo")[0]
+    total, count = loss.aggregate(values, mask, options.loss, max_length=options.rollouts.max_new_tokens)
     sums = {name: mean(values) for name, values in metrics.items()} | {"loss": total}
     return total, count, jax.lax.stop_gradient(sums), reports
 
@@ -185,12 +185,12 @@ def main(o: GRPOOptions) -> None:
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, o.optim.steps)
     sample = functools.partial(
-        rollout, o=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer, mesh=mesh,
+        rollout, options=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer, mesh=mesh,
         seq_len=seq_len, dtype=o.step.compute_dtype, seed=o.seed,
     )  # fmt: skip
     task = Task(
         data,
-        functools.partial(objective, o=o),
+        functools.partial(objective, options=o),
         reference=finetune.load_frozen(o, mesh) if o.kl and not o.lora.rank else None,
         validation=validation,
         prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],

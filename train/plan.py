@@ -44,59 +44,64 @@ METHODS = {
 }
 
 
-def script(o: Options, config: AbstractConfig) -> finetune.FineTuningOptions:
+def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptions:
     """Converts the plan's options to those of the method's script. Other options keep the script's defaults.
 
     Raises:
         ValueError: the script refuses the options.
     """
-    method = METHODS[o.method]
+    method = METHODS[options.method]
     own: dict[str, Any] = {}
-    if o.method == "grpo":
-        own = dict(kl=o.kl, group=o.group, rollout_batch=o.rollout_batch, cache_dtype=o.cache_dtype)
-        own["max_new_tokens"] = o.max_new_tokens or o.seq // 2
+    if options.method == "grpo":
+        own = dict(
+            kl=options.kl, group=options.group, rollout_batch=options.rollout_batch, cache_dtype=options.cache_dtype
+        )
+        own["max_new_tokens"] = options.max_new_tokens or options.seq // 2
     run = method.options.of(
-        model=o.model, lora=o.lora, quantize=o.quantize, optim=o.optim, state=o.state, mesh=o.mesh, batch=o.batch,
-        seq_len=o.seq, remat=o.remat, microbatches=o.microbatches, compute_dtype="bfloat16", **own,
+        model=options.model, lora=options.lora, quantize=options.quantize, optim=options.optim, state=options.state,
+        mesh=options.mesh, batch=options.batch, seq_len=options.seq, remat=options.remat,
+        microbatches=options.microbatches, compute_dtype="bfloat16", **own,
     )  # fmt: skip
-    return resolve_steps(finetune.resolve(run, config, width_lr=method.rate * width_lr(o.lora)), o.optim.steps or 1000)
+    return resolve_steps(
+        finetune.resolve(run, config, width_lr=method.rate * width_lr(options.lora)), options.optim.steps or 1000
+    )
 
 
-def step(o: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
+def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
     """Makes the training step of the plan's options."""
-    run, more, reference = script(o, config), (), None
-    whole = functools.partial(frozen, config, family, mesh, quantize="none", parts=parts_of(o.images))
+    run, more, reference = script(options, config), (), None
+    whole = functools.partial(frozen, config, family, mesh, quantize="none", parts=parts_of(options.images))
     match run:
         case dpo.DPOOptions():
-            objective = functools.partial(dpo.objective, o=run)
-            reference = None if o.lora.rank else whole()
+            objective = functools.partial(dpo.objective, options=run)
+            reference = None if options.lora.rank else whole()
         case grpo.GRPOOptions():
-            objective, more = functools.partial(grpo.objective, o=run), ("advantages", "old")
-            reference = whole() if o.kl and not o.lora.rank else None
+            objective, more = functools.partial(grpo.objective, options=run), ("advantages", "old")
+            reference = whole() if options.kl and not options.lora.rank else None
         case sft.SFTOptions():
             objective = run.language.objective()
         case _:
-            raise AssertionError(f"METHODS has {o.method}, and here it is missing.")
+            raise AssertionError(f"METHODS has {options.method}, and here it is missing.")
     return training(
-        config, family, mesh, batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images, patches=o.patches,
-        remat=o.remat, microbatches=o.microbatches, optimization=run.optim, kept=run.state, adapters=run.lora,
-        objective=objective, reference=reference, more=more,
+        config, family, mesh, batch=options.batch, seq=options.seq, quantize=options.quantize, images=options.images,
+        patches=options.patches, remat=options.remat, microbatches=options.microbatches, optimization=run.optim,
+        kept=run.state, adapters=run.lora, objective=objective, reference=reference, more=more,
     )  # fmt: skip
 
 
-def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> Plan:
+def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> Plan:
     """Calls `train.planning.planner.plan` with the method's step."""
-    return planner.plan(o, config, chip, devices, step)
+    return planner.plan(options, config, chip, devices, step)
 
 
-def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> list[Options]:
+def candidates(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> list[Options]:
     """Calls `train.planning.planner.candidates` with the method's step."""
-    return planner.candidates(o, config, chip, devices, step)
+    return planner.candidates(options, config, chip, devices, step)
 
 
 def report(made: Plan, config: AbstractConfig) -> None:
     """Prints a plan: bytes, traffic and bounds; or a change of options with which it fits."""
-    o, c = made.o, made.compiled
+    o, c = made.options, made.compiled
     table = Table(title=f"{o.model} on {o.topology}, {o.mesh}", title_justify="left", show_header=False, box=None)
     table.add_row("[bold]fits[/bold]" if c else "[bold red]does not fit[/bold red]", "")
     table.add_row("a device needs", f"{gb(made.needed)} of {gb(made.available)}")
@@ -147,7 +152,7 @@ def breakdown(made: Plan) -> Table:
         table.add_row(
             "collectives", f"{calls:,}", "", f"{sent / 1e9:,.2f}", f"{1e3 * made.bounds['interconnect']:,.2f}"
         )
-    of = lambda seconds: f"MFU {made.flops * made.o.tokens / made.mesh.size / made.chip.flops / seconds:.1%}"
+    of = lambda seconds: f"MFU {made.flops * made.options.tokens / made.mesh.size / made.chip.flops / seconds:.1%}"
     beside, between = made.seconds
     table.add_row(f"sum, {of(between)}", "", "", "", f"{1e3 * between:,.2f}")
     if between > beside:
@@ -161,7 +166,7 @@ def rank(plans: list[Plan]) -> None:
     table = Table(Column("mesh", overflow="fold"), *columns, title="Ranked by their bounds", title_justify="left")
     for p in sorted(plans, key=lambda p: (p.compiled is None, -p.tokens_per_second)):
         speed = (f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}") if p.compiled else ("does not fit", "")
-        table.add_row(p.o.mesh, str(p.o.batch), p.o.remat, gb(p.needed), *speed)
+        table.add_row(p.options.mesh, str(p.options.batch), p.options.remat, gb(p.needed), *speed)
     rich.print(table)
 
 
@@ -173,9 +178,9 @@ def main(o: Options) -> None:
         planner.refuse(o, config, *size_of(o.topology), step)
         raise
 
-    def planned(o: Options, which: str = "") -> Plan:
-        rich.print(f"Compiling the step of {o.model} for {o.topology}{which}, {o.mesh}: {DURATION}.")
-        return plan(o, config, chip, devices)
+    def planned(options: Options, which: str = "") -> Plan:
+        rich.print(f"Compiling the step of {options.model} for {options.topology}{which}, {options.mesh}: {DURATION}.")
+        return plan(options, config, chip, devices)
 
     plans = [planned(o)]
     if o.search:
@@ -188,7 +193,7 @@ def main(o: Options) -> None:
     best = max((p for p in plans if p.compiled), key=lambda p: p.tokens_per_second, default=plans[0])
     report(best, config)
     if o.save and best.compiled:
-        run = script(best.o, config)
+        run = script(best.options, config)
         told = program.explaining(
             folder.defining_options(run), model=run.model, remat=run.step.remat, microbatches=run.step.microbatches
         )

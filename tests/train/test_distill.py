@@ -79,7 +79,7 @@ def test_objective(folder, batch, beta):
         return jnp.sum((0.7 * 4.0 * each + 0.3 * data) * batch["loss_mask"].astype(jnp.float32))
 
     def ours(student):
-        total, _, sums, _ = distill.objective(student, batch, larger, o=o)
+        total, _, sums, _ = distill.objective(student, batch, larger, options=o)
         return total, sums
 
     (total, sums), gradients = jax.jit(jax.value_and_grad(ours, has_aux=True))(student)
@@ -93,7 +93,7 @@ def test_all_logits_stored_are_the_teacher(folder, models, batch):
     (student, larger), o = models, options(folder, temperature=1.5)
     values, indices = jax.jit(functools.partial(teacher.top_k, k=64))(larger, batch)
     stored = batch | {"top_values": values, "top_indices": indices}
-    objective = jax.jit(lambda batch, larger: distill.objective(student, batch, larger, o=o)[0])
+    objective = jax.jit(lambda batch, larger: distill.objective(student, batch, larger, options=o)[0])
     np.testing.assert_allclose(objective(stored, None), objective(batch, larger), rtol=1e-5)
     assert (indices[..., 0] == jax.jit(lambda batch: jnp.argmax(logits(larger, batch), axis=-1))(batch)).all()
 

@@ -71,7 +71,7 @@ def rows():
 def test_the_objective_equals_trl(rows, loss):
     batch, model, reference = rows
     o = dpo.DPOOptions.of(loss=loss, beta=trl.BETA)
-    objective = lambda x, y: dpo.objective(Given(x), batch, Given(y), o=o)
+    objective = lambda x, y: dpo.objective(Given(x), batch, Given(y), options=o)
     total, count, sums, _ = jax.jit(objective)(model.logits, reference.logits)
     assert count == trl.PAIRS
     orpo = np.mean(-np.array(GOLDEN["orpo_chosen_logps"]) - np.array(GOLDEN["orpo_odds_ratio"]))
@@ -86,7 +86,7 @@ def test_the_objective_equals_trl(rows, loss):
 def test_what_is_not_there_counts_for_nothing(rows, loss):
     batch, model, reference = rows
     batch = batch | {"desirable": batch["loss_mask"]}
-    objective = lambda x: dpo.objective(Given(x), batch, reference, o=dpo.DPOOptions.of(loss=loss))[0]
+    objective = lambda x: dpo.objective(Given(x), batch, reference, options=dpo.DPOOptions.of(loss=loss))[0]
     value, gradient = jax.jit(jax.value_and_grad(objective))(model.logits)
     learnt = batch["loss_mask"] != 0
     learnt &= batch["segments"] % 2 == 1 if loss == "kto" else True  # KTO's second documents have no gradient
@@ -99,7 +99,7 @@ def test_kto_in_microbatches(rows):
     batch |= {"desirable": batch["loss_mask"] * (batch["segments"] < 3).astype(int), "tokens": batch["targets"]}
     random = np.random.RandomState(0)
     tables = [jnp.asarray(random.normal(size=(64, 64)), jnp.float32) for _ in range(2)]
-    optimizer, objective = optax.sgd(1.0), functools.partial(dpo.objective, o=dpo.DPOOptions.of(loss="kto"))
+    optimizer, objective = optax.sgd(1.0), functools.partial(dpo.objective, options=dpo.DPOOptions.of(loss="kto"))
     steps = [
         functools.partial(
             train_step,
@@ -163,7 +163,7 @@ def rows_of(base, pairs, count, loss, **shape):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_packing_changes_nothing(base, pairs, model, loss):
     reference = jax.tree.map(lambda a: jnp.asarray(np.asarray(a) * np.float32(0.99)), model)
-    objective = jax.jit(functools.partial(dpo.objective, o=dpo.DPOOptions.of(loss=loss)))
+    objective = jax.jit(functools.partial(dpo.objective, options=dpo.DPOOptions.of(loss=loss)))
     packed, spread = (rows_of(base, pairs, 4, loss, seq_len=seq_len) for seq_len in (64, 20))
     assert packed["segments"].max() > 4 > spread["segments"].max()
     _, counts, sums, _ = zip(*(objective(model, batch, reference) for batch in (packed, spread)), strict=True)
@@ -184,7 +184,7 @@ def test_it_learns(base, pairs, model, loss):
         state,
         Recipe(
             optimizer=optimizer, schedule=optax.constant_schedule(1e-3), compute_dtype=jnp.float32,
-            objective=functools.partial(dpo.objective, o=o),
+            objective=functools.partial(dpo.objective, options=o),
         ),
     )  # fmt: skip
     history = []

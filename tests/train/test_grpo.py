@@ -129,7 +129,7 @@ def test_objective(folder, batch, expected):
             state,
             Recipe(
                 optimizer=sgd, schedule=optax.constant_schedule(1.0), compute_dtype=jnp.float32,
-                objective=functools.partial(grpo.objective, o=o), microbatches=parts,
+                objective=functools.partial(grpo.objective, options=o), microbatches=parts,
             ),
         )  # fmt: skip
         state, metrics = step(state, batch, None, model)
@@ -144,7 +144,7 @@ def test_the_reference_is_the_model_without_adapters(folder, model, batch):
     adapted = lora.add(base, rank=2, alpha=2.0, key=jax.random.key(0))
     moved = jax.tree.map(lambda a: a + 0.1, lora.split(adapted)[0])
     adapted = lora.joined(moved, lora.split(adapted)[1])
-    loss = jax.jit(lambda model, reference: grpo.objective(model, batch, reference, o=o)[0])
+    loss = jax.jit(lambda model, reference: grpo.objective(model, batch, reference, options=o)[0])
     np.testing.assert_allclose(loss(adapted, None), loss(adapted, base), rtol=1e-6)
 
 
@@ -156,14 +156,14 @@ def test_rollout(folder, model):
     prompts = [prompts_.encode(Record("here", {"prompt": word}), tokenizer) for word in words]
     mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.rewards.reward]
     sample = functools.partial(
-        rollouts.rollout, model, prompts, o=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer,
+        rollouts.rollout, model, prompts, options=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer,
         mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=o.seed,
     )  # fmt: skip
     with jax.set_mesh(mesh):
         batches, numbers = sample(3)
         again, _ = sample(3)
         other, _ = sample(4)
-        sums = jax.jit(lambda batch: grpo.objective(model, batch, o=o)[2])(batches[0])
+        sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batches[0])
     assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
     assert any((a["tokens"] != b["tokens"]).any() for a, b in zip(batches, other, strict=True))

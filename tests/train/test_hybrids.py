@@ -36,7 +36,7 @@ def other(model):
 
 def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
     """A pair's log-probabilities do not depend on the text before it in its row, for the model and the reference."""
-    objective = jax.jit(functools.partial(dpo.objective, o=dpo.DPOOptions.of()))
+    objective = jax.jit(functools.partial(dpo.objective, options=dpo.DPOOptions.of()))
     packed, spread = (rows_of(base, pairs, 4, "dpo", seq_len=seq_len) for seq_len in (64, 20))
     assert packed["segments"].max() > 4 > spread["segments"].max()
     _, counts, sums, _ = zip(*(objective(model, rows, other) for rows in (packed, spread)), strict=True)
@@ -54,7 +54,7 @@ def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
         log_q, log_p = (jax.nn.log_softmax(logits(m, batch) / 2.0) for m in (student, teacher))
         each = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
         expected = 4.0 * jnp.sum(each * batch["loss_mask"].astype(jnp.float32))
-        return distill.objective(student, batch, teacher, o=o)[0], expected
+        return distill.objective(student, batch, teacher, options=o)[0], expected
 
     got, expected = both(model, other, batch)
     assert expected > 1e-2

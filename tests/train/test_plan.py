@@ -609,7 +609,7 @@ def test_stages_wait_for_each_other(config, monkeypatch):
 
 def test_the_command(made, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(script, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
-    monkeypatch.setattr(script, "plan", lambda o, *_: dataclasses.replace(made, o=o))
+    monkeypatch.setattr(script, "plan", lambda o, *_: dataclasses.replace(made, options=o))
     script.main(TINY.changed(search=True, save=tmp_path / "step"))
     out = capsys.readouterr().out
     assert "Compiling the step of tiny for v6e:2x4, fsdp=-1: 10 seconds to" in " ".join(out.split("tiny on")[0].split())

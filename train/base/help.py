@@ -27,26 +27,26 @@ from train.base.options import Group, Option, OptionGroup, options_of, retired
 WIDTH, INDENT = 100, 26  # columns of a line, and columns before an option's text
 
 
-def invocation(o: Option) -> str:
+def invocation(option: Option) -> str:
     """Returns an option as the help shows it: --seq-len INT."""
-    several = typing.get_origin(o.kind) is tuple
-    flags = o.flags if o.default is not False else o.flags[:1]
-    if o.positional:
-        return o.name.upper() + "..." * several
-    kind = "" if o.kind is bool else _kind(typing.get_args(o.kind)[0] if several else o.kind)
+    several = typing.get_origin(option.kind) is tuple
+    flags = option.flags if option.default is not False else option.flags[:1]
+    if option.positional:
+        return option.name.upper() + "..." * several
+    kind = "" if option.kind is bool else _kind(typing.get_args(option.kind)[0] if several else option.kind)
     return " ".join([", ".join(flags), *filter(None, [kind])]) + "..." * several
 
 
-def default_in_words(o: Option) -> str:
+def default_in_words(option: Option) -> str:
     """Returns an option's default in words: its explanation in the option's text, or else the value."""
-    if o.default is dataclasses.MISSING:
+    if option.default is dataclasses.MISSING:
         return "required"
-    plain = f"{o.default:g}" if isinstance(o.default, float) else str(o.default)
-    told = re.search(rf"(?:^|\. ){re.escape(plain)}: (.+?)(?:;|\.(?= |$))", o.text)
-    if told and not isinstance(o.default, str):
+    plain = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+    told = re.search(rf"(?:^|\. ){re.escape(plain)}: (.+?)(?:;|\.(?= |$))", option.text)
+    if told and not isinstance(option.default, str):
         return f"default: {told[1]}"
-    if isinstance(o.default, tuple):
-        plain = " ".join(map(str, o.default))
+    if isinstance(option.default, tuple):
+        plain = " ".join(map(str, option.default))
     return "default: " + {"True": "yes", "None": "none", "": "none"}.get(plain, plain)
 
 

@@ -38,11 +38,11 @@ class Profile:
         ValueError: --profile names no steps.
     """
 
-    def __init__(self, o: ProfileOptions, out: pathlib.Path):
+    def __init__(self, options: ProfileOptions, out: pathlib.Path):
         self.out, self.steps, self.on = out / "profile", range(0), False
-        if o.profile is not None:
-            if not (match := re.fullmatch(r"(\d+):(\d+)", o.profile)) or not 0 < int(match[1]) <= int(match[2]):
-                raise ValueError(f"--profile {o.profile}: give the first and the last step, such as 10:13.")
+        if options.profile is not None:
+            if not (match := re.fullmatch(r"(\d+):(\d+)", options.profile)) or not 0 < int(match[1]) <= int(match[2]):
+                raise ValueError(f"--profile {options.profile}: give the first and the last step, such as 10:13.")
             self.steps = range(int(match[1]), int(match[2]) + 1)
 
     def begin(self, n: int) -> None:

@@ -66,7 +66,7 @@ def read(path: str | os.PathLike, options: type[OptionGroup]) -> list[str]:
     return _words(found or {}, options, path, "")
 
 
-def write(folder: pathlib.Path, o: OptionGroup) -> None:
+def write(folder: pathlib.Path, options: OptionGroup) -> None:
     """Writes run.yaml: the resolved options, below the command that gave them, as a comment.
 
     The commands of the run's earlier starts stay above this command.
@@ -74,7 +74,7 @@ def write(folder: pathlib.Path, o: OptionGroup) -> None:
     path, command = folder / RUN, f"# {public(shlex.join(sys.orig_argv))}"
     before = [line for line in path.read_text().splitlines() if line.startswith("# ")] if path.exists() else []
     commands = [line for line in before if line != command] + [command]
-    lasting = {name: value for name, value in plain(o).items() if name not in ONCE}
+    lasting = {name: value for name, value in plain(options).items() if name not in ONCE}
     text = yaml.safe_dump(_yaml(lasting), sort_keys=False, allow_unicode=True)
     writing.write_private(path, "\n".join(commands) + "\n" + text)
 

@@ -126,7 +126,7 @@ class TrainingData:
 
 
 def open_data(
-    o: DataOptions, whole: Phase, reading: Reading, mesh: Mesh, tokenizer: Tokenizer, kind: Kind,
+    options: DataOptions, whole: Phase, reading: Reading, mesh: Mesh, tokenizer: Tokenizer, kind: Kind,
     settings: Mapping[str, Any],
 ) -> TrainingData:  # fmt: skip
     """Opens all data of a run, and puts its rows in order.
@@ -140,8 +140,8 @@ def open_data(
     Raises:
         ValueError, OSError: the data, or a phase, cannot be learnt from.
     """
-    phases = read_phases(o.phases, whole) if o.phases else [whole]
-    for phase in phases if o.phases else ():
+    phases = read_phases(options.phases, whole) if options.phases else [whole]
+    for phase in phases if options.phases else ():
         _check(phase, mesh)
     # Rows that the run cannot reach are not made; but without weights all are, as sizes of sets decide their shares.
     sizes_count = not all(phase.steps and (len(phase.data) == 1 or phase.weights) for phase in phases)
@@ -153,7 +153,7 @@ def open_data(
         if reading.dry_run and limit:  # without a limit the number of rows decides the number of steps, which it prints
             limit = whole.batch
         sets[path, seq_len] = open_set(
-            o, path, tokenizer, kind, shape, seed=seed, limit=limit, validation_rows=reading.validation_rows
+            options, path, tokenizer, kind, shape, seed=seed, limit=limit, validation_rows=reading.validation_rows
         )
     if tokenizer.processor:
         sets = dict(zip(sets, with_records_of_all(list(sets.values())), strict=True))
@@ -173,17 +173,17 @@ def open_data(
     if held_out:
         opening = _opening(sets.values(), 1, tokenizer, kind)
         validation = read_ahead(batches(joined(held_out), phases[-1].batch, mesh=mesh, finish=opening))
-    source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": o.hold_out}
+    source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": options.hold_out}
     source["seed"] = reading.seed
-    source |= {"columns": " ".join(o.naming.columns)} if o.naming.columns else {}
-    source |= {**settings, **_mixture(phases, list(sets), is_whole=not o.phases)}
+    source |= {"columns": " ".join(options.naming.columns)} if options.naming.columns else {}
+    source |= {**settings, **_mixture(phases, list(sets), is_whole=not options.phases)}
     data = grain.MapDataset.concatenate(parts) if len(parts) > 1 else parts[0]
     prompts = next((each.prompts for each in last if each.prompts), [])
     return TrainingData(read_ahead(data), validation, prompts, source, sum(map(len, parts)), list(sets.values()))
 
 
 def open_set(
-    o: DataOptions,
+    options: DataOptions,
     path: str,
     tokenizer: Tokenizer,
     kind: Kind,
@@ -203,8 +203,8 @@ def open_set(
         ValueError, OSError: the data cannot be read or learnt from; or it is a store of other rows.
     """
     if store.is_store(path):
-        return _open_store(o, path, tokenizer, kind, shape, seed)
-    records, held = open_records(path, o.hold_out, o.naming.columns)
+        return _open_store(options, path, tokenizer, kind, shape, seed)
+    records, held = open_records(path, options.hold_out, options.naming.columns)
     found = kind.survey(records, tokenizer, **shape)
     make = functools.partial(kind.pack, tokenizer=tokenizer, **shape)
     rows = in_memory(make(records, seed=seed), shape["seq_len"], limit=limit)
@@ -218,10 +218,10 @@ def open_set(
 
 
 def _open_store(
-    o: DataOptions, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int
+    options: DataOptions, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int
 ) -> DataSet:
     folder = pathlib.Path(path)
-    refuse_columns(o.naming, path)
+    refuse_columns(options.naming, path)
     content = store.read(folder)
     store.refuse_other(folder, content, store.identity(kind.name, tokenizer, shape))
     if jax.process_index() == 0:
@@ -230,7 +230,7 @@ def _open_store(
     rows, held_out = store.rows(folder, content, "train"), store.rows(folder, content, "valid")
     if rows is None:
         raise ValueError(f"{folder} has no rows to train on.")
-    if held_out is None and (held := held_out_of(o.hold_out, len(rows))):
+    if held_out is None and (held := held_out_of(options.hold_out, len(rows))):
         rows, held_out = rows[:-held], rows[-held:]
     examples = [next(documents(row)) for row in rows[:3] if row]
     prompts = [Encoded(prompt_of(example)) for example in examples]
@@ -239,9 +239,9 @@ def _open_store(
     return DataSet(path, shape["seq_len"], Set(rows, seed), held_out, source, prompts, None, summary, examples)
 
 
-def refuse_columns(o: ColumnOptions, path: str) -> None:
+def refuse_columns(options: ColumnOptions, path: str) -> None:
     """Raises a ValueError if --columns is given for a store, which has rows and no columns."""
-    if o.columns:
+    if options.columns:
         raise ValueError(f"--columns: {path} is prepared already and has no columns; give it to train.prepare.")
 
 

@@ -39,7 +39,7 @@ class Harness:
         ValueError: lm-eval has no such task, or the file or folder has none.
     """
 
-    def __init__(self, name: str, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig):
+    def __init__(self, name: str, options: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig):
         try:
             self._evaluator = importlib.import_module("lm_eval.evaluator")
             tasks = importlib.import_module("lm_eval.tasks")
@@ -48,7 +48,7 @@ class Harness:
                 f"--eval-tasks {name} is a task of lm-eval, unless it ends in .jsonl, and that needs: pip install "
                 "'equinox-zoo[lm-eval]'"
             ) from error
-        self.name, self._o, self._tokenizer, self._wrong = f"eval_{pathlib.Path(name).stem}", o, tokenizer, []
+        self.name, self._o, self._tokenizer, self._wrong = f"eval_{pathlib.Path(name).stem}", options, tokenizer, []
         path = pathlib.Path(name)
         if path.exists():
             folder = path if path.is_dir() else path.parent

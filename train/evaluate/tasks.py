@@ -40,9 +40,9 @@ class Tasks:
         ImportError: a task is of lm-eval, which is not installed.
     """
 
-    def __init__(self, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig, mesh: Mesh, dtype: Any):
+    def __init__(self, options: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig, mesh: Mesh, dtype: Any):
         self.mesh, self.dtype, self.rows = mesh, dtype, ROWS
-        self.tasks = [find(name, o, tokenizer, config) for name in o.eval_tasks]
+        self.tasks = [find(name, options, tokenizer, config) for name in options.eval_tasks]
         names = [task.name for task in self.tasks]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"Two of --eval-tasks are named {', '.join(sorted(twice))}: rename a file.")
@@ -85,11 +85,11 @@ def retry_smaller(call: Callable[[int], T], rows: int) -> tuple[T, int]:
         rich.print(f"The device's memory does not suffice for {2 * rows} answers at a time: trying {rows}.")
 
 
-def find(name: str, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig) -> Task:
+def find(name: str, options: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig) -> Task:
     """Returns the task for one name of --eval-tasks."""
     if pathlib.Path(name).suffix in (".jsonl", ".json"):
-        return Questions(pathlib.Path(name), o, tokenizer, config)
-    return Harness(name, o, tokenizer, config)
+        return Questions(pathlib.Path(name), options, tokenizer, config)
+    return Harness(name, options, tokenizer, config)
 
 
 # ======================================================================================================================
@@ -109,19 +109,19 @@ class Question(NamedTuple):
 class Questions:
     """The questions of a file, which the model answers greedily. The metric is the share of right answers."""
 
-    def __init__(self, path: pathlib.Path, o: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig):
+    def __init__(self, path: pathlib.Path, options: TaskOptions, tokenizer: Tokenizer, config: AbstractConfig):
         try:
             records, _ = open_records(path, 0.0)
         except (ValueError, OSError) as error:
             raise type(error)(f"--eval-tasks: {error}") from error
-        self.name, self.tokenizer, self.tokens = f"eval_{path.stem}", tokenizer, o.eval_tokens
-        self.questions = [question(record, tokenizer) for record in records[: o.eval_questions or None]]
-        room = config.max_position_embeddings - o.eval_tokens
+        self.name, self.tokenizer, self.tokens = f"eval_{path.stem}", tokenizer, options.eval_tokens
+        self.questions = [question(record, tokenizer) for record in records[: options.eval_questions or None]]
+        room = config.max_position_embeddings - options.eval_tokens
         for record, each in zip(records, self.questions, strict=False):
             if len(each.prompt.ids) > room:
                 raise ValueError(
                     f"{record.where}: the prompt has {len(each.prompt.ids):,} tokens, which with --eval-tokens "
-                    f"{o.eval_tokens} exceed the model's {config.max_position_embeddings:,} positions."
+                    f"{options.eval_tokens} exceed the model's {config.max_position_embeddings:,} positions."
                 )
         self.wrongs: list[Wrong] = []
 

@@ -73,21 +73,27 @@ class Validation:
     """
 
     def __init__(
-        self, o: ValidationOptions, task: Task, config: AbstractConfig, tokenizer: Tokenizer, mesh: Mesh, dtype: str
+        self,
+        options: ValidationOptions,
+        task: Task,
+        config: AbstractConfig,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        dtype: str,
     ):
-        self.metric = o.best or ("validation_reward" if task.rollout else "validation_loss")
-        if o.keeps_best and o.eval_every == "never":
+        self.metric = options.best or ("validation_reward" if task.rollout else "validation_loss")
+        if options.keeps_best and options.eval_every == "never":
             raise ValueError("--best and --patience go by evaluations: leave out --eval-every never.")
-        if o.patience and not o.best and task.validation is None:
+        if options.patience and not options.best and task.validation is None:
             what = "higher reward on held-out prompts" if task.rollout else "lower loss on validation data"
             raise ValueError(
-                f"--patience {o.patience} waits for a {what}, and there is none. Give --hold-out, or another metric by "
-                "--best."
+                f"--patience {options.patience} waits for a {what}, and there is none. Give --hold-out, or another "
+                "metric by --best."
             )
-        if o.best and task.validation is None and not o.tasks.eval_tasks:
-            raise ValueError(f"--best {o.best} needs evaluations: give --hold-out or --eval-tasks.")
-        self.o, self.task, self.mesh = o, task, mesh
-        self.tasks = Tasks(o.tasks, tokenizer, config, mesh, dtype)
+        if options.best and task.validation is None and not options.tasks.eval_tasks:
+            raise ValueError(f"--best {options.best} needs evaluations: give --hold-out or --eval-tasks.")
+        self.options, self.task, self.mesh = options, task, mesh
+        self.tasks = Tasks(options.tasks, tokenizer, config, mesh, dtype)
         self.evaluations: list[list] = []
         objective = task.objective
         self._sums = jax.jit(lambda model, batch, reference: objective(cast(model, dtype), batch, reference)[1:3])
@@ -104,7 +110,7 @@ class Validation:
         """
         numbers = {f"validation_{name}": value for name, value in self._means(model).items()}
         numbers |= self.tasks.evaluate(model, n, record)
-        if self.o.keeps_best and self.metric not in numbers:
+        if self.options.keeps_best and self.metric not in numbers:
             raise ValueError(f"--best {self.metric} is no metric of the evaluations, which have {', '.join(numbers)}.")
         if self.metric in numbers:
             self.evaluations.append([n, numbers[self.metric]])
@@ -126,19 +132,19 @@ class Validation:
             return {name: sum(numbers[name] * size for numbers, size in drawn) / count for name in names}
         found = [
             self._sums(model, put_batch(batch, self.mesh, model, reference), reference)
-            for _, batch in zip(range(self.o.eval_batches), data, strict=False)
+            for _, batch in zip(range(self.options.eval_batches), data, strict=False)
         ]
         count, sums = jax.tree.map(lambda *a: sum(map(float, a)), *jax.device_get(found))
         return {name: value / count for name, value in sums.items()}
 
     def best(self) -> int | None:
         """Returns the step that is best by the metric, whose checkpoint is kept; None without --best and --patience."""
-        return best(self.metric, self.evaluations)[0] if self.o.keeps_best else None
+        return best(self.metric, self.evaluations)[0] if self.options.keeps_best else None
 
     def out_of_patience(self, n: int) -> bool:
         """Whether no new best has come in the --patience evaluations before step `n`."""
-        step, every = self.best() if self.o.patience else None, self.o.eval_every
-        return step is not None and every != "never" and n - step >= self.o.patience * every
+        step, every = self.best() if self.options.patience else None, self.options.eval_every
+        return step is not None and every != "never" and n - step >= self.options.patience * every
 
     def restore_best(self, checkpoints: Checkpoints, state: TrainState, n: int, updates: int) -> tuple[TrainState, int]:
         """Returns the state to export, and its step. With --best or --patience it is the best, or else the given one.

@@ -87,7 +87,7 @@ def rollout(
     prompts: Sequence[Prompt],
     n: int,
     *,
-    o: RolloutOptions,
+    options: RolloutOptions,
     rewards: RewardOptions,
     judges: Sequence[Reward],
     tokenizer: Tokenizer,
@@ -109,9 +109,9 @@ def rollout(
     started = time.monotonic()
     with generating(model, mesh, dtype) as sampling:
         groups = complete(
-            sampling, [prompt.ids for prompt in prompts], samples=o.group, max_new_tokens=o.max_new_tokens,
-            sampler=Sampler(o.temperature), stops=tokenizer.eos, seed=seed + n, batch=o.rollout_batch,
-            cache_dtype=None if o.cache_dtype == "auto" else o.cache_dtype,
+            sampling, [prompt.ids for prompt in prompts], samples=options.group, max_new_tokens=options.max_new_tokens,
+            sampler=Sampler(options.temperature), stops=tokenizer.eos, seed=seed + n, batch=options.rollout_batch,
+            cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
             images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
         )  # fmt: skip
     seconds = time.monotonic() - started
@@ -121,7 +121,9 @@ def rollout(
 
     rows = padding_rows(advantages.size, seq_len)
     if tokenizer.processor is not None:
-        rows |= pictures.of_rows([prompt.images for prompt in prompts for _ in range(o.group)], seq_len, tokenizer)
+        rows |= pictures.of_rows(
+            [prompt.images for prompt in prompts for _ in range(options.group)], seq_len, tokenizer
+        )
     pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
     for row, (ids, completion) in enumerate(pairs):
         tokens, start = ids + completion.tokens, len(ids) - 1
@@ -131,9 +133,9 @@ def rollout(
         rows["positions"][row, :end] = np.arange(end)
         rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
     random = np.random.RandomState((seed + n) % 2**32)
-    orders = [random.permutation(advantages.size) for _ in range(o.iterations)]
+    orders = [random.permutation(advantages.size) for _ in range(options.iterations)]
     batches = [
-        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, o.minibatches)
+        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, options.minibatches)
     ]
     completions = list(itertools.chain(*groups))
     lengths = [len(c.tokens) for c in completions]
@@ -204,7 +206,7 @@ def padding_rows(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"
 
 
 def score(
-    texts: list[list[str]], prompts: Sequence[Prompt], o: RewardOptions, judges: Sequence[Reward]
+    texts: list[list[str]], prompts: Sequence[Prompt], options: RewardOptions, judges: Sequence[Reward]
 ) -> tuple[Float[np.ndarray, "prompts group names"], float]:
     """Computes every reward of every completion. Also returns the number of rewards that failed, which count as 0.
 
@@ -242,7 +244,9 @@ def score(
                     errors += 1
                     if errors == 1:
                         what = f"{type(error).__name__}: {error}, for {texts[at[0]][at[1]][:200]!r}"
-                        warnings.warn(f"The reward {o.reward[at[2]]} raises {what}. Such count as 0.", stacklevel=2)
+                        warnings.warn(
+                            f"The reward {options.reward[at[2]]} raises {what}. Such count as 0.", stacklevel=2
+                        )
 
     if jax.process_count() == 1:
         judge()

@@ -105,7 +105,7 @@ Step = Callable[[Options, AbstractConfig, Family, Mesh], Program]
 class Plan:
     """The needs of a run with these options: bytes of one device, seconds of one step."""
 
-    o: Options
+    options: Options
     mesh: Mesh
     kinds: dict[str, int]  # bytes held before a step, by kind
     gradients: int  # bytes
@@ -132,33 +132,33 @@ class Plan:
         """
         found, sent = self.parts, self.bounds["interconnect"]
         kernels = sum(part.seconds for part in found.values())
-        aside = found[ASIDE].seconds if ASIDE in found and not self.o.decode else 0.0
+        aside = found[ASIDE].seconds if ASIDE in found and not self.options.decode else 0.0
         return max(kernels - aside, sent), kernels + sent
 
     @property
     def tokens_per_second(self) -> float:
         """Returns an upper bound of the tokens per second of all devices together."""
-        return self.o.tokens / max(self.bounds.values())
+        return self.options.tokens / max(self.bounds.values())
 
 
-def refuse(o: Options, config: AbstractConfig, chip: Chip, count: int, step: Step) -> None:
+def refuse(options: Options, config: AbstractConfig, chip: Chip, count: int, step: Step) -> None:
     """Raises a ValueError if the run cannot fit `count` such devices. Needs no compiler for them.
 
     A device of this machine stands in for each. With --search only the size of the whole state is checked, since the
     search may find a mesh that needs less than --mesh.
     """
-    mesh = make_mesh(o.mesh, jax.devices()[:1] * count)
-    program = _fitting(o, _program(o, config, mesh, step), chip, count)
+    mesh = make_mesh(options.mesh, jax.devices()[:1] * count)
+    program = _fitting(options, _program(options, config, mesh, step), chip, count)
     held = {kind: size for kind, size in _bytes(program)[0].items() if kind != "batch"}
-    if sum(held.values()) > chip.memory and not o.search:
+    if sum(held.values()) > chip.memory and not options.search:
         each = " and ".join(f"{gb(size)} of {kind}" for kind, size in held.items())
         raise ValueError(
-            f"{o.model} does not fit: with --mesh {o.mesh} a device holds {each} before a step, and one of "
-            f"{o.topology} has {gb(chip.memory)}; split them over more devices, or train less of it (--lora.rank)."
+            f"{options.model} does not fit: with --mesh {options.mesh} a device holds {each} before a step, and one "
+            f"of {options.topology} has {gb(chip.memory)}; split them over more devices, or train less of it (--lora.rank)."
         )
 
 
-def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> Plan:
+def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> Plan:
     """Compiles the step that the options describe, unless its arguments alone exceed a device's memory.
 
     `step` makes the training step of the options' method.
@@ -166,8 +166,8 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], ste
     Raises:
         ValueError: the mesh does not divide model and batch, or the model is larger than all devices together.
     """
-    mesh = make_mesh(o.mesh, devices)
-    program = _fitting(o, _program(o, config, mesh, step), chip, len(devices))
+    mesh = make_mesh(options.mesh, devices)
+    program = _fitting(options, _program(options, config, mesh, step), chip, len(devices))
     kinds, gradients = _bytes(program)
     compiled, needed, sampled, available = None, float(sum(kinds.values())), 0.0, float(chip.memory)
     if needed <= available:
@@ -176,29 +176,29 @@ def plan(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], ste
             needed = float(compiled.needed)
         except TooLarge as error:
             needed, available = error.needed, error.available
-    if o.method == "grpo" and needed <= available:
+    if options.method == "grpo" and needed <= available:
         s = sampling(
-            config, mesh, program, seq=o.seq, max_new_tokens=o.max_new_tokens or o.seq // 2, rows=o.rollout_batch,
-            group=o.group, cache_dtype=o.cache_dtype,
+            config, mesh, program, seq=options.seq, max_new_tokens=options.max_new_tokens or options.seq // 2,
+            rows=options.rollout_batch, group=options.group, cache_dtype=options.cache_dtype,
         )  # fmt: skip
         try:
             sampled = float(s.needed(compile_ahead(s.prefill, mesh), compile_ahead(s.advance, mesh)))
         except TooLarge as error:
             sampled = s.beside + error.needed
         needed = max(needed, sampled)
-    flops = flops_per_token(config, o.seq, frozen=bool(o.lora.rank)) / (3 if o.decode else 1)
-    bounds = _bounds(o, program.kinds["parameters"], chip, mesh, compiled)
-    mfu = flops * o.tokens / mesh.size / chip.flops / max(bounds.values())
+    flops = flops_per_token(config, options.seq, frozen=bool(options.lora.rank)) / (3 if options.decode else 1)
+    bounds = _bounds(options, program.kinds["parameters"], chip, mesh, compiled)
+    mfu = flops * options.tokens / mesh.size / chip.flops / max(bounds.values())
     compiled = compiled if needed <= available else None
-    return Plan(o, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
+    return Plan(options, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
 
 
-def _fitting(o: Options, program: Program, chip: Chip, count: int) -> Program:
+def _fitting(options: Options, program: Program, chip: Chip, count: int) -> Program:
     """Returns the program. Raises a ValueError if its arguments are larger than the memory of all devices together."""
     whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.arguments) if not is_on_host(a))
     if whole > chip.memory * count:
         raise ValueError(
-            f"{o.model} is larger than the fleet: its state takes {gb(whole)}, and {o.topology} has "
+            f"{options.model} is larger than the fleet: its state takes {gb(whole)}, and {options.topology} has "
             f"{gb(chip.memory * count)}; take at least {math.ceil(whole / chip.memory):,} such devices."
         )
     return program
@@ -209,73 +209,85 @@ def _bytes(program: Program) -> tuple[dict[str, int], int]:
     return {kind: device_bytes(tree) for kind, tree in program.kinds.items()}, device_bytes(program.gradients)
 
 
-def _program(o: Options, config: AbstractConfig, mesh: Mesh, step: Step) -> Program:
+def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -> Program:
     family = family_of(config)
-    if o.decode and o.save:
+    if options.decode and options.save:
         raise ValueError("--save writes the step of a training script: leave out --decode.")
-    if o.decode and o.method != "sft":
-        raise ValueError(f"--decode plans no training: leave out --method {o.method}.")
-    if o.images and o.method == "grpo":
+    if options.decode and options.method != "sft":
+        raise ValueError(f"--decode plans no training: leave out --method {options.method}.")
+    if options.images and options.method == "grpo":
         raise ValueError("Sampling after prompts with images is not planned: leave out --images or --method grpo.")
-    if o.decode and o.lora.rank:
+    if options.decode and options.lora.rank:
         raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
-    if o.quantize != "none" and not (o.decode or o.lora.rank):
+    if options.quantize != "none" and not (options.decode or options.lora.rank):
         raise ValueError(
-            f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank or --decode."
+            f"--quantize {options.quantize} keeps weights that are not trained; it needs --lora.rank or --decode."
         )
     check_mesh(
-        mesh, skeleton(family, config, parts_of(o.images)), family, batch=o.batch // o.microbatches, seq_len=o.seq
+        mesh,
+        skeleton(family, config, parts_of(options.images)),
+        family,
+        batch=options.batch // options.microbatches,
+        seq_len=options.seq,
     )
-    if o.decode:
-        return decoding(config, family, mesh, batch=o.batch, seq=o.seq, quantize=o.quantize, images=o.images)
-    return step(o, config, family, mesh)
+    if options.decode:
+        return decoding(
+            config, family, mesh, batch=options.batch, seq=options.seq, quantize=options.quantize, images=options.images
+        )
+    return step(options, config, family, mesh)
 
 
-def _bounds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None) -> dict[str, float]:
+def _bounds(
+    options: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None
+) -> dict[str, float]:
     """Computes lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known.
 
     The limits are "compute", "HBM" and "interconnect".
     """
-    p = products_per_token(model.config, o.seq)
+    p = products_per_token(model.config, options.seq)
     weights = p.layers + p.head  # frozen weights have no gradient
     products = (
         sum(p)
-        if o.decode
+        if options.decode
         else 3 * p.attention
-        + (2 if o.lora.rank else 3) * weights
-        + recomputed(model.config, o.seq, o.remat)
-        + o.reference * sum(p)
+        + (2 if options.lora.rank else 3) * weights
+        + recomputed(model.config, options.seq, options.remat)
+        + options.reference * sum(p)
     )
-    bounds = {"compute": 2 * products * o.tokens / mesh.size / chip.flops * _ticks(o, model, mesh)}
+    bounds = {"compute": 2 * products * options.tokens / mesh.size / chip.flops * _ticks(options, model, mesh)}
     if compiled:
         # A step reads its arguments, writes its results, and writes and reads its temporaries.
-        written = compiled.results - (compiled.reused if o.decode else 0)  # decoding writes one position of the cache
+        written = compiled.results - (
+            compiled.reused if options.decode else 0
+        )  # decoding writes one position of the cache
         bounds["HBM"] = (compiled.arguments + written + 2 * compiled.temporaries) / chip.bandwidth
         link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
         bounds["interconnect"] = sum(each.sent * each.times / link(each) for each in compiled.collectives)
     return bounds
 
 
-def _ticks(o: Options, model: AbstractModel, mesh: Mesh) -> float:
+def _ticks(options: Options, model: AbstractModel, mesh: Mesh) -> float:
     """Returns the factor by which a step is longer because stages idle while the pipeline fills and drains."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
-    microbatches = o.batch // o.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
+    microbatches = (
+        options.batch // options.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
+    )
     repeats = max(repeats for _, repeats in model.layers.runs if repeats % stages == 0)
     busy = microbatches * rounds_of(repeats // stages)
     return (busy + stages - 1) / busy
 
 
-def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, o: Options) -> float:
+def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, options: Options) -> float:
     """Estimates the bytes of a device during a step: arguments, gradients and activations."""
-    rows = o.batch / o.microbatches
-    activations = 0.0 if o.decode else saved_bytes(config, mesh, rows=rows, seq=o.seq, remat=o.remat)
+    rows = options.batch / options.microbatches
+    activations = 0.0 if options.decode else saved_bytes(config, mesh, rows=rows, seq=options.seq, remat=options.remat)
     return sum(kinds.values()) + gradients + activations
 
 
 def suggestion(made: Plan, config: AbstractConfig) -> str:
     """Proposes the first change that saves the missing bytes: remat, fsdp, the batch, or more devices."""
-    o, mesh = made.o, made.mesh
+    o, mesh = made.options, made.mesh
     if made.sampling > made.available:
         return (
             f"--rollout-batch {max(1, o.rollout_batch // 2)}, or --cache-dtype int8: it is sampling that does not fit."
@@ -301,22 +313,22 @@ def suggestion(made: Plan, config: AbstractConfig) -> str:
     return f"a larger fsdp over at least {more:,} devices, if all that is held is split over them."
 
 
-def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> list[Options]:
+def candidates(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> list[Options]:
     """Lists other meshes, batches and remats that should fit, fastest first, by rough estimates of bytes and times."""
     found, sizes = [], (1, 2, 4, 8, 16)
     pairs = [{REPLICA: n, TENSOR: m} for n, m in itertools.product(sizes, sizes)]
-    axes = (EXPERT, CONTEXT) if o.decode else (EXPERT, CONTEXT, STAGE)
+    axes = (EXPERT, CONTEXT) if options.decode else (EXPERT, CONTEXT, STAGE)
     single = [{axis: n} for axis in axes for n in sizes[1:]]
     meshes = [",".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) for mesh in pairs + single]
-    for text, batch in itertools.product(meshes, (o.batch // 2, o.batch, 2 * o.batch)):
-        changed = dataclasses.replace(o, mesh=f"{text},fsdp=-1".lstrip(","), batch=batch)
+    for text, batch in itertools.product(meshes, (options.batch // 2, options.batch, 2 * options.batch)):
+        changed = dataclasses.replace(options, mesh=f"{text},fsdp=-1".lstrip(","), batch=batch)
         try:
             mesh = make_mesh(changed.mesh, devices)
             program = _program(changed, config, mesh, step)
         except ValueError:  # the mesh does not divide model or batch
             continue
         kinds, gradients = _bytes(program)
-        for remat in (o.remat,) if o.decode else REMATS:
+        for remat in (options.remat,) if options.decode else REMATS:
             other = dataclasses.replace(changed, remat=remat)
             if batch and held(kinds, gradients, config, mesh, other) < 0.9 * chip.memory:
                 seconds = _seconds(other, program.kinds["parameters"], chip, mesh)
@@ -324,13 +336,13 @@ def candidates(o: Options, config: AbstractConfig, chip: Chip, devices: list[Any
     return [other for *_, other in sorted(found, key=lambda each: each[:2])]
 
 
-def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
+def _seconds(options: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
     """Estimates the seconds of a step: the longer of computing, and sending weights and activations."""
-    size, c, passes = mesh.shape, model.config, 1 if o.decode else 3 + (o.remat != "none")
+    size, c, passes = mesh.shape, model.config, 1 if options.decode else 3 + (options.remat != "none")
     experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
     weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size[EXPERT]
     split = size[FSDP] * size[EXPERT] * size[CONTEXT]
-    tokens = o.tokens / (size[REPLICA] * split * size[STAGE])
+    tokens = options.tokens / (size[REPLICA] * split * size[STAGE])
     # Numbers sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys
     # and values.
     numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
@@ -339,7 +351,7 @@ def _seconds(o: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
     numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
     sent = weights / size[TENSOR] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
     link = min(slowest_link(chip, group) for group in _groups(mesh))
-    return max(_bounds(o, model, chip, mesh, None)["compute"], 2 * passes * sent / link)
+    return max(_bounds(options, model, chip, mesh, None)["compute"], 2 * passes * sent / link)
 
 
 def _groups(mesh: Mesh) -> list[list[Any]]:

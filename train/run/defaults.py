@@ -23,7 +23,7 @@ from zoo.nn.model import AbstractConfig
 O = TypeVar("O", bound=Options)
 
 
-def resolve(o: O, config: AbstractConfig, *, width_lr: float, weight_decay: float = 0.1) -> O:
+def resolve(options: O, config: AbstractConfig, *, width_lr: float, weight_decay: float = 0.1) -> O:
     """Fills in options left at 0, -1 or "auto". `resolve_steps` does those that depend on the number of steps.
 
     `width_lr` is the learning rate of a model of width 4,096.
@@ -32,8 +32,8 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float, weight_decay: floa
         ValueError: the model has fewer positions than --seq-len, or there is no such --tracker.
         ImportError: a tracker's package is not installed.
     """
-    trackers.check(o.watch.tracker)
-    step = o.step
+    trackers.check(options.watch.tracker)
+    step = options.step
     if step.seq_len > config.max_position_embeddings:
         raise ValueError(f"--seq-len {step.seq_len} exceeds the model's {config.max_position_embeddings} positions.")
     dtype = {"cpu": "float32"}.get(jax.default_backend(), "bfloat16")
@@ -42,11 +42,11 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float, weight_decay: floa
         shares = math.prod(make_mesh(step.mesh).shape[axis] for axis in BATCH)
         microbatches = elastic(microbatches, rows=step.batch, shares=shares, processes=processes, full=full)
         rich.print(f"{processes} of {full} processes: a step has {microbatches} microbatches.")
-    return o.changed(
+    return options.changed(
         microbatches=microbatches,
         seq_len=step.seq_len or min(config.max_position_embeddings, 2048),
-        lr=o.optim.lr or width_lr * 4096 / config.hidden_size,
-        weight_decay=weight_decay if o.optim.weight_decay < 0 else o.optim.weight_decay,
+        lr=options.optim.lr or width_lr * 4096 / config.hidden_size,
+        weight_decay=weight_decay if options.optim.weight_decay < 0 else options.optim.weight_decay,
         compute_dtype=dtype if step.compute_dtype == "auto" else step.compute_dtype,
     )
 
@@ -69,19 +69,19 @@ def of_steps(steps: int) -> dict[str, int]:
     }
 
 
-def resolve_steps(o: O, steps: int) -> O:
+def resolve_steps(options: O, steps: int) -> O:
     """Fills in the options that depend on the number of steps. `steps` was derived from the data if --steps is 0."""
     follows = of_steps(steps)
-    return o.changed(
-        steps=steps if o.optim.steps else DerivedSteps(steps),
-        warmup=follows["warmup"] if o.optim.warmup < 0 else o.optim.warmup,
-        decay=follows["decay"] if o.optim.decay < 0 else o.optim.decay,
-        eval_every=o.validation.eval_every or follows["eval_every"],
-        sample_every=o.watch.sample_every or follows["sample_every"],
+    return options.changed(
+        steps=steps if options.optim.steps else DerivedSteps(steps),
+        warmup=follows["warmup"] if options.optim.warmup < 0 else options.optim.warmup,
+        decay=follows["decay"] if options.optim.decay < 0 else options.optim.decay,
+        eval_every=options.validation.eval_every or follows["eval_every"],
+        sample_every=options.watch.sample_every or follows["sample_every"],
     )
 
 
-def resolve_remat(o: StepOptions, kept: StateOptions, trained: Trained, mesh: Mesh, held: Any) -> StepOptions:
+def resolve_remat(options: StepOptions, kept: StateOptions, trained: Trained, mesh: Mesh, held: Any) -> StepOptions:
     """Chooses the fastest remat and microbatches that fit into memory, by the estimates of `train.planning.fit`.
 
     Prints the choice and the reason in one line. If nothing is estimated to fit, it chooses what needs the
@@ -89,17 +89,17 @@ def resolve_remat(o: StepOptions, kept: StateOptions, trained: Trained, mesh: Me
 
     `held` are the arrays that lie on the devices before a step, or their shapes.
     """
-    if o.remat != "auto":
-        return o
-    candidates = fit.candidates(o, kept, trained, mesh, ahead.device_bytes(held))
+    if options.remat != "auto":
+        return options
+    candidates = fit.candidates(options, kept, trained, mesh, ahead.device_bytes(held))
     available = device_bytes()
     if available is None or not candidates:
         rich.print("--remat auto is --remat dots: how much memory a device has is not known.")
-        return o.changed(remat="dots")
+        return options.changed(remat="dots")
     fitting = [each for each in candidates if each.needed <= fit.MARGIN * available]
     best, fastest = fitting[0] if fitting else min(candidates, key=lambda each: each.needed), candidates[0]
     gb = lambda size: f"{size / 1e9:,.1f} GB"
     why = "the fastest" if best is fastest else f"{fastest}, the fastest, needs about {gb(fastest.needed)}"
     why = why if fitting else "nothing is estimated to fit, and this needs the least"
     rich.print(f"--remat auto is {best}: a device needs about {gb(best.needed)} of {gb(available)}; {why}.")
-    return o.changed(remat=best.remat, microbatches=best.microbatches)
+    return options.changed(remat=best.remat, microbatches=best.microbatches)

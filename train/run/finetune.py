@@ -41,7 +41,7 @@ class FineTuningOptions(Options):
 O = TypeVar("O", bound=FineTuningOptions)
 
 
-def resolve(o: O, config: AbstractConfig, *, width_lr: float) -> O:
+def resolve(options: O, config: AbstractConfig, *, width_lr: float) -> O:
     """Calls `train.run.defaults.resolve` with the defaults of adapters.
 
     It also creates the repository on the Hub, so that a wrong name fails before the training.
@@ -50,29 +50,31 @@ def resolve(o: O, config: AbstractConfig, *, width_lr: float) -> O:
         ValueError: weights are to be both quantized and trained, or the model has fewer positions than --seq-len.
         OSError: the repository cannot be created.
     """
-    if o.quantize != "none" and not o.lora.rank:
-        raise ValueError(f"--quantize {o.quantize} keeps weights that are not trained; it needs --lora.rank.")
-    if o.push_to_hub and not o.dry_run and jax.process_index() == 0:
-        convert.hub.create(o.push_to_hub)
-    o = o.changed(lora=o.lora.changed(alpha=o.lora.alpha or 2.0 * o.lora.rank))
-    return defaults.resolve(o, config, width_lr=width_lr, weight_decay=0.0 if o.lora.rank else 0.1)
+    if options.quantize != "none" and not options.lora.rank:
+        raise ValueError(f"--quantize {options.quantize} keeps weights that are not trained; it needs --lora.rank.")
+    if options.push_to_hub and not options.dry_run and jax.process_index() == 0:
+        convert.hub.create(options.push_to_hub)
+    options = options.changed(lora=options.lora.changed(alpha=options.lora.alpha or 2.0 * options.lora.rank))
+    return defaults.resolve(options, config, width_lr=width_lr, weight_decay=0.0 if options.lora.rank else 0.1)
 
 
-def load(o: FineTuningOptions, mesh: Mesh) -> AbstractModel:
+def load(options: FineTuningOptions, mesh: Mesh) -> AbstractModel:
     """Loads the model that the options name, placed on the mesh; with new adapters if --lora.rank is given."""
-    if o.lora.rank:
-        return state.add_adapters(load_frozen(o, mesh), o.lora, mesh, seed=o.seed)
-    return zoo.load(o.model, revision=o.revision, mesh=mesh, parts=o.parts)
+    if options.lora.rank:
+        return state.add_adapters(load_frozen(options, mesh), options.lora, mesh, seed=options.seed)
+    return zoo.load(options.model, revision=options.revision, mesh=mesh, parts=options.parts)
 
 
-def load_frozen(o: FineTuningOptions, mesh: Mesh) -> AbstractModel:
+def load_frozen(options: FineTuningOptions, mesh: Mesh) -> AbstractModel:
     """Loads the model that the options name, for use without training it: in --compute-dtype, or quantized."""
-    quantize, dtype = None if o.quantize == "none" else o.quantize, o.step.compute_dtype
-    return zoo.load(o.model, revision=o.revision, dtype=dtype, quantize=quantize, mesh=mesh, parts=o.parts)
+    quantize, dtype = None if options.quantize == "none" else options.quantize, options.step.compute_dtype
+    return zoo.load(
+        options.model, revision=options.revision, dtype=dtype, quantize=quantize, mesh=mesh, parts=options.parts
+    )
 
 
 def run(
-    o: FineTuningOptions,
+    options: FineTuningOptions,
     config: AbstractConfig,
     mesh: Mesh,
     tokenizer: Tokenizer,
@@ -84,15 +86,23 @@ def run(
 
     `source` is the identity of the data, which must not change until the run has ended.
     """
-    identity = folder.identity(o.model, config, source, o.parts, tokenizer.other_template)
-    identity |= {"lora": o.lora.identity(), "quantize": o.quantize, "revision": o.revision}
-    if o.lora.rank or o.freeze or task.reference is not None:  # a resumed run reads its first model again
-        identity["weights"] = folder.weights_hash(o.model, o.revision)
+    identity = folder.identity(options.model, config, source, options.parts, tokenizer.other_template)
+    identity |= {"lora": options.lora.identity(), "quantize": options.quantize, "revision": options.revision}
+    if options.lora.rank or options.freeze or task.reference is not None:  # a resumed run reads its first model again
+        identity["weights"] = folder.weights_hash(options.model, options.revision)
     with jax.set_mesh(mesh):
-        model = functools.partial(load, o, mesh)
+        model = functools.partial(load, options, mesh)
         trained = state.prepare(
-            model, o.model, config, mesh, o.step, o.state, freeze=o.freeze, adapters=o.lora.rank > 0, parts=o.parts
+            model,
+            options.model,
+            config,
+            mesh,
+            options.step,
+            options.state,
+            freeze=options.freeze,
+            adapters=options.lora.rank > 0,
+            parts=options.parts,
         )
-        exported = loop.run(o, trained, task, mesh, tokenizer, identity)
-    if exported and o.push_to_hub and jax.process_index() == 0:
-        rich.print(f"Uploaded: {convert.hub.push(exported, o.push_to_hub)}")
+        exported = loop.run(options, trained, task, mesh, tokenizer, identity)
+    if exported and options.push_to_hub and jax.process_index() == 0:
+        rich.print(f"Uploaded: {convert.hub.push(exported, options.push_to_hub)}")

@@ -34,33 +34,33 @@ from zoo.weights import peft
 ROOT = pathlib.Path("runs")
 
 
-def run_manifest(o: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
+def run_manifest(options: Options, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the description by which a run is recognised: its identity, and the options its numbers depend on."""
     # A run without --patience or --best does not keep its best checkpoint, so it cannot be resumed with these options.
-    fixed = dict(identity) | {"patience": o.validation.keeps_best}
-    fixed |= {"best": o.validation.best} if o.validation.best else {}
-    fixed |= {"freeze": list(o.freeze)} if o.freeze else {}
-    return {"identity": public_json(fixed), "options": defining_options(o)}
+    fixed = dict(identity) | {"patience": options.validation.keeps_best}
+    fixed |= {"best": options.validation.best} if options.validation.best else {}
+    fixed |= {"freeze": list(options.freeze)} if options.freeze else {}
+    return {"identity": public_json(fixed), "options": defining_options(options)}
 
 
-def run_folder(o: Options, manifest: Mapping[str, Any]) -> pathlib.Path:
+def run_folder(options: Options, manifest: Mapping[str, Any]) -> pathlib.Path:
     """Returns the folder of a run: --out, or else runs/NAME, or runs/NAME-2 and so on, if it has this run, or is new.
 
     So the same command goes on where it was interrupted, and another command overwrites nothing.
     """
-    if o.out:
-        return o.out
-    folder = lambda number: ROOT / (o.name if number == 1 else f"{o.name}-{number}")
-    number, why = _choose(o, manifest) if jax.process_index() == 0 else (0, "")
+    if options.out:
+        return options.out
+    folder = lambda number: ROOT / (options.name if number == 1 else f"{options.name}-{number}")
+    number, why = _choose(options, manifest) if jax.process_index() == 0 else (0, "")
     if why:
         rich.print(f"{why} So this run goes to {folder(number)}; --out names a folder.")
     return folder(agree(number))
 
 
-def _choose(o: Options, manifest: Mapping[str, Any]) -> tuple[int, str]:
+def _choose(options: Options, manifest: Mapping[str, Any]) -> tuple[int, str]:
     """Returns the folder's number. For a new folder also returns why the newest existing folder was not taken."""
-    taken, why, name, accept_data = [], "", o.name, o.checkpoints.accept_data
-    here = _completed(manifest, o)
+    taken, why, name, accept_data = [], "", options.name, options.checkpoints.accept_data
+    here = _completed(manifest, options)
     for path in ROOT.glob(f"{name}*"):
         if (match := re.fullmatch(rf"{name}(?:-(\d+))?", path.name)) and (path.is_file() or any(path.iterdir())):
             taken.append(int(match[1] or 1))
@@ -68,7 +68,7 @@ def _choose(o: Options, manifest: Mapping[str, Any]) -> tuple[int, str]:
         path = ROOT / (name if number == 1 else f"{name}-{number}")
         try:
             there = public_json(json.loads((path / RUN).read_text()))
-            there = _completed(there, o)
+            there = _completed(there, options)
             changed = differences(there, here)
         except (OSError, ValueError, KeyError):
             why = why or f"{path} has other files."
@@ -86,11 +86,11 @@ def _choose(o: Options, manifest: Mapping[str, Any]) -> tuple[int, str]:
     return next(number for number in range(1, len(taken) + 2) if number not in taken), why
 
 
-def _completed(manifest: Mapping[str, Any], o: Options) -> dict[str, Any]:
-    return {"identity": manifest["identity"], "options": todays_options(manifest["options"], o)}
+def _completed(manifest: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    return {"identity": manifest["identity"], "options": todays_options(manifest["options"], options)}
 
 
-def write_manifest(folder: pathlib.Path, manifest: Mapping[str, Any], o: Options) -> None:
+def write_manifest(folder: pathlib.Path, manifest: Mapping[str, Any], options: Options) -> None:
     """Writes run.json, which describes the run, and run.yaml, from which it can be run again.
 
     Other entries of run.json, such as the run's starts, stay.
@@ -102,21 +102,21 @@ def write_manifest(folder: pathlib.Path, manifest: Mapping[str, Any], o: Options
     except (OSError, ValueError):
         before = {}
     writing.write_private(folder / RUN, json.dumps({**before, **manifest}, indent=1) + "\n")
-    runfile.write(folder, o)
+    runfile.write(folder, options)
 
 
-def defining_options(o: Options) -> dict[str, Any]:
+def defining_options(options: Options) -> dict[str, Any]:
     """Returns option -> value as JSON, for the options on which a run's numbers depend."""
-    return {f"--{each.name}": public_json(each.value(o)) for each in options_of(type(o)) if each.identity}
+    return {f"--{each.name}": public_json(each.value(options)) for each in options_of(type(options)) if each.identity}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], o: Options) -> str:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], options: Options) -> str:
     """Lists the options that differ, in one line. Empty if none differs.
 
     Args:
-        o: options of the same script.
+        options: those of the same script, today.
     """
-    before = todays_options(public_json(before), o)  # earlier versions recorded passwords in URLs
+    before = todays_options(public_json(before), options)  # earlier versions recorded passwords in URLs
     differs = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
     names = sorted(differs - _following(before, now))
     return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
@@ -132,13 +132,13 @@ def _following(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return {name for name in old if before.get(name) == old[name] and now.get(name) == new[name]}
 
 
-def todays_options(before: Mapping[str, Any], o: Options) -> dict[str, Any]:
+def todays_options(before: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Converts the options that an older version recorded to those of the same script today.
 
     Some are renamed; options that the script no longer has are left out, and new ones have their defaults.
     """
     found = {}
-    for each in options_of(type(o)):
+    for each in options_of(type(options)):
         if each.identity:
             names = [f"--{name}" for name in (each.name, each.was) if f"--{name}" in before]
             found[f"--{each.name}"] = before[names[0]] if names else public_json(each.default)

@@ -141,14 +141,14 @@ def of_row(number: int, row: Mapping[str, Any], together: int) -> Entry:
 # ======================================================================================================================
 
 
-def of_records(o: InspectOptions, path: str) -> Found:
+def of_records(options: InspectOptions, path: str) -> Found:
     """Inspects the records of files."""
-    if o.verify:
+    if options.verify:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
-    tokenizer = zoo.tokenizer(o.model or "tiny", revision=o.revision, **o.chat.arguments)
-    kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    records, valid = open_records(path, 0.0, o.naming.columns)
-    numbers, is_text = spread(len(records), o.records).tolist(), kind is TEXT
+    tokenizer = zoo.tokenizer(options.model or "tiny", revision=options.revision, **options.chat.arguments)
+    kind, shape = options.how(zoo.config(tokenizer.folder).vocab_size)
+    records, valid = open_records(path, 0.0, options.naming.columns)
+    numbers, is_text = spread(len(records), options.records).tolist(), kind is TEXT
 
     def entries(chosen: Iterable[int], problems: Problems) -> Iterator[tuple[int, Entry]]:
         for n in chosen:
@@ -162,7 +162,7 @@ def of_records(o: InspectOptions, path: str) -> Found:
 
     problems, unit = Problems(), "document" if is_text else "pair"
     tally = count(entries(range(len(numbers)), problems), len(numbers), public(path))
-    longest, part = o.seq_len + (1 if is_text else 2), fills(tally, is_text, shape)
+    longest, part = options.seq_len + (1 if is_text else 2), fills(tally, is_text, shape)
     table = {
         "records": f"{len(records):,}, of which {len(numbers):,} are looked at",
         "cannot be learnt from": share(problems.count, len(numbers)) + " records",
@@ -173,24 +173,24 @@ def of_records(o: InspectOptions, path: str) -> Found:
         **notes(tally, lambda n: public(records[numbers[n]].where), "records", "records"),
         "filled": ", ".join(f"{name} {100 * full:.1f} %" for name, full in part.items()) + " of the rows' tokens",
     }
-    samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), o.samples), Problems())]
+    samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), options.samples), Problems())]
     bad = [public(str(problem)) for problem in problems.found.values()]
     return Found(public(path), table, unit, bars(tally.sizes, longest), longest, samples, bad)
 
 
-def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
+def of_store(options: InspectOptions, folder: pathlib.Path) -> list[Found]:
     """Inspects the rows of each split of a prepared store."""
-    refuse_columns(o.naming, str(folder))
+    refuse_columns(options.naming, str(folder))
     content, found = store.read(folder), []
-    if o.verify:
+    if options.verify:
         store.verify(folder, anew=True)
-    tokenizer = zoo.tokenizer(o.model or content["model"], revision=o.revision, **o.chat.arguments)
+    tokenizer = zoo.tokenizer(options.model or content["model"], revision=options.revision, **options.chat.arguments)
     store.refuse_other(folder, content, {"tokenizer": tokenizer_hash(tokenizer)})
     unit, together = ("document", 1) if content["kind"] == TEXT.name else ("pair", 2)
     for split in content["splits"]:
         if (rows := store.rows(folder, content, split)) is None:
             continue
-        numbers, longest = spread(len(rows), o.records).tolist(), content["settings"]["seq_len"] + together
+        numbers, longest = spread(len(rows), options.records).tolist(), content["settings"]["seq_len"] + together
         entries = lambda chosen, rows=rows, numbers=numbers: (
             (n, of_row(numbers[n], rows[numbers[n]], together)) for n in chosen
         )
@@ -201,9 +201,9 @@ def of_store(o: InspectOptions, folder: pathlib.Path) -> list[Found]:
             "looked at": f"{len(numbers):,} rows",
             f"tokens of a {unit}": lengths(tally.sizes),
             **{name: noted[name] for name in ("nothing to learn in", "the same again")},
-            **({"SHA-256": "as written"} if o.verify else {}),
+            **({"SHA-256": "as written"} if options.verify else {}),
         }
-        samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), o.samples))]
+        samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), options.samples))]
         found.append(Found(f"{folder}, {split}", table, unit, bars(tally.sizes, longest), longest, samples))
     if not found:
         raise ValueError(f"{folder} has no rows: prepare data in which there is something to learn.")

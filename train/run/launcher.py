@@ -60,8 +60,8 @@ class Launcher:
         say: is called with a line for each event.
     """
 
-    def __init__(self, o: LaunchOptions, command: Sequence[str], say: Callable[[str], Any]):
-        self.o, self.command, self.say = o, list(command), say
+    def __init__(self, options: LaunchOptions, command: Sequence[str], say: Callable[[str], Any]):
+        self.options, self.command, self.say = options, list(command), say
         self.out = out_of(command)
         self.away: dict[int, float] = {}  # slot -> the time from which it may be used again
         self.children: dict[int, subprocess.Popen] = {}  # slot -> its process
@@ -78,7 +78,7 @@ class Launcher:
             slots = self._slots()
             size = self._size(len(slots))
             if not size:
-                time.sleep(min(self.o.poll, 1))
+                time.sleep(min(self.options.poll, 1))
                 if self.signalled:
                     return 128 + self.signalled
                 continue
@@ -89,13 +89,13 @@ class Launcher:
                     continue  # the command has stopped, to go on with more processes
                 interrupted = self.signalled == signal.SIGINT and code == AGAIN
                 return CODES["SIGINT"] if interrupted else code
-            self.away |= {slot: time.monotonic() + self.o.rest for slot in lost or ()}
+            self.away |= {slot: time.monotonic() + self.options.rest for slot in lost or ()}
             came, step = best, self._step()
             if code in REFUSED and not lost and step == 0:
                 self.say(f"The command has ended before its first step (exit code {code}), and would again.")
                 return code
             best, failures = max(best, step), 0 if step > came else failures + 1
-            if failures > self.o.retries:
+            if failures > self.options.retries:
                 self.say(f"The command has failed {failures} times in a row without coming further than step {best:,}.")
                 return code
             told = "was interrupted" if code == AGAIN else "has failed"
@@ -109,8 +109,8 @@ class Launcher:
         """
         self.out.joinpath(FILE).unlink(missing_ok=True)
         host = next(iter(slots.values()))
-        address = f"{host}:{self.o.port + attempt % PORTS}" if self.o.hosts else f"localhost:{_free_port()}"
-        self.say(f"Starting {len(slots)} of {self.o.processes} processes.")
+        address = f"{host}:{self.options.port + attempt % PORTS}" if self.options.hosts else f"localhost:{_free_port()}"
+        self.say(f"Starting {len(slots)} of {self.options.processes} processes.")
         self.children = children = {
             slot: subprocess.Popen(self._call(slot, host, address, len(slots), n), start_new_session=True)
             for n, (slot, host) in enumerate(slots.items())
@@ -120,7 +120,7 @@ class Launcher:
             with _forwarding(self, children.values()):
                 while None in (codes := [child.poll() for child in children.values()]) and not any(codes):
                     time.sleep(0.1)
-                    if time.monotonic() - looked > self.o.poll and not asked and not self.signalled:
+                    if time.monotonic() - looked > self.options.poll and not asked and not self.signalled:
                         looked = time.monotonic()
                         if asked := self._size(len(self._slots())) > len(slots):
                             self.say("There are more hosts again: stopping at the next step, to use them.")
@@ -149,27 +149,27 @@ class Launcher:
 
     def _slots(self) -> dict[int, str]:
         """Returns slot -> host, for the hosts that can be used now."""
-        hosts = ["localhost"] * self.o.processes
-        if self.o.hosts:
-            hosts = subprocess.run(self.o.hosts, shell=True, capture_output=True, text=True).stdout.split()
+        hosts = ["localhost"] * self.options.processes
+        if self.options.hosts:
+            hosts = subprocess.run(self.options.hosts, shell=True, capture_output=True, text=True).stdout.split()
         self.away = {slot: until for slot, until in self.away.items() if until > time.monotonic()}
-        waits = self.away if self.o.elastic else {}
-        return {slot: host for slot, host in enumerate(hosts[: self.o.processes]) if slot not in waits}
+        waits = self.away if self.options.elastic else {}
+        return {slot: host for slot, host in enumerate(hosts[: self.options.processes]) if slot not in waits}
 
     def _size(self, there: int) -> int:
         """Returns the number of processes to run on `there` hosts; 0: wait for more."""
-        if not self.o.elastic:
-            return self.o.processes if there >= self.o.processes else 0
-        return max((n for n in range(1, there + 1) if self.o.processes % n == 0), default=0)
+        if not self.options.elastic:
+            return self.options.processes if there >= self.options.processes else 0
+        return max((n for n in range(1, there + 1) if self.options.processes % n == 0), default=0)
 
     def _call(self, slot: int, host: str, address: str, processes: int, process: int) -> list[str]:
         joins = {"coordinator": address, "processes": processes, "process": process}
-        joins |= {"full-processes": self.o.processes} if self.o.elastic else {}
+        joins |= {"full-processes": self.options.processes} if self.options.elastic else {}
         command = [*self.command, *(f"--{name}={value}" for name, value in joins.items())]
         fill = lambda word: (
             word.replace("{host}", host).replace("{slot}", str(slot)).replace("{command}", shlex.join(command))
         )
-        words = shlex.split(self.o.start)
+        words = shlex.split(self.options.start)
         return [part for word in words for part in (command if word == "{command}" else [fill(word)])]
 
     def _step(self) -> int:

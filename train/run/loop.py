@@ -31,7 +31,7 @@ from zoo.text.tokenizer import Tokenizer
 
 
 def run(
-    o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping[str, Any]
+    options: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping[str, Any]
 ) -> pathlib.Path | None:
     """Trains until --steps, from the last checkpoint in the run's folder if there is one, then exports the model.
 
@@ -44,13 +44,19 @@ def run(
         FloatingPointError: the loss or a gradient is not finite; the state is saved.
         SystemExit: after SIGTERM, Ctrl-C and the like (`train.base.stop`); the state is saved.
     """
-    if (run := start(o, trained, task, mesh, tokenizer, identity)) is None:
+    if (run := start(options, trained, task, mesh, tokenizer, identity)) is None:
         return None
-    o, validation = run.o, run.validation
-    dog = Watchdog(o.watchdog, Profile(o.profiling, run.out), run.out, run.n)
-    metrics, norms = Watch(o.watch, run.out, run.n, new=run.new), jit_norms(run.recipe)
-    samples = Samples(tokenizer, task.prompts, o.watch.sample_tokens, mesh, o.step.compute_dtype, metrics.sample)
-    eval_every, sample_every, keeps_best = o.validation.eval_every, o.watch.sample_every, o.validation.keeps_best
+    options, validation = run.options, run.validation
+    dog = Watchdog(options.watchdog, Profile(options.profiling, run.out), run.out, run.n)
+    metrics, norms = Watch(options.watch, run.out, run.n, new=run.new), jit_norms(run.recipe)
+    samples = Samples(
+        tokenizer, task.prompts, options.watch.sample_tokens, mesh, options.step.compute_dtype, metrics.sample
+    )
+    eval_every, sample_every, keeps_best = (
+        options.validation.eval_every,
+        options.watch.sample_every,
+        options.validation.keeps_best,
+    )
     if run.new:
         if eval_every != "never":
             metrics.write(run.n, **validation.evaluate(run.model(), run.n, metrics.wrong))
@@ -58,9 +64,9 @@ def run(
             samples.write(run.n, run.model())
         if keeps_best:
             save(run)
-    left = trained.abstract if o.freeze else None
-    flops = flops_per_token(trained.config, o.step.seq_len, frozen=trained.adapters, trained=left)
-    bar = Progress(o.optim.steps, start=run.n, flops_per_token=flops, console=rich.get_console())
+    left = trained.abstract if options.freeze else None
+    flops = flops_per_token(trained.config, options.step.seq_len, frozen=trained.adapters, trained=left)
+    bar = Progress(options.optim.steps, start=run.n, flops_per_token=flops, console=rich.get_console())
     reason, is_first = "", True
     with dog, metrics, run.checkpoints, cluster.watching(), StopRequest(run.out) as stop, bar as progress:
         while not run.done() and not reason:
@@ -71,7 +77,7 @@ def run(
             dog.begin(run.n + 1, batches)
             # -------------------------------------------------------------------------------------- as many updates
             updates: list[Any] = []
-            compute = twice(run.step, run.n + 1) if o.offending.replays(run.n + 1) else run.step
+            compute = twice(run.step, run.n + 1) if options.offending.replays(run.n + 1) else run.step
             for batch in batches:
                 placed = put_batch(batch, mesh, run.state.model, task.reference)
                 run.state, update = compute(run.state, placed, trained.frozen, task.reference, run.guard.limits())
@@ -85,16 +91,16 @@ def run(
                 numbers |= validation.evaluate(run.model(), run.n, metrics.wrong)
             numbers |= progress.update(run.n, **numbers)
             if is_first:
-                metrics.memory(breakdown(run.state, trained, task.reference, placed, o.step, o.state))
+                metrics.memory(breakdown(run.state, trained, task.reference, placed, options.step, options.state))
                 is_first = False
-            if o.watch.norms_due(run.n):
+            if options.watch.norms_due(run.n):
                 found = norms(to_device(run.state.model), trained.frozen, placed, task.reference)
                 numbers |= {name: float(value) for name, value in jax.device_get(found).items()}
             metrics.write(run.n, **numbers)
             if run.is_due(sample_every):
                 samples.write(run.n, run.model())
-            shared = run.is_due(eval_every if keeps_best else o.checkpoints.save_every) or reason or why
-            if shared or o.local.is_due(run.n):
+            shared = run.is_due(eval_every if keeps_best else options.checkpoints.save_every) or reason or why
+            if shared or options.local.is_due(run.n):
                 save(run, only_local=not shared)
             run.checkpoints.check()
             if why:
@@ -112,6 +118,6 @@ def save(run: Run, *, only_local: bool = False) -> None:
     """Starts to save a checkpoint. Never rename the keys of its JSON, the place in the data: older runs have them."""
     updates, best = run.task.updates, run.validation.best()
     position = dict(data=run.data.get_state(), looks=run.validation.evaluations, spikes=run.guard.numbers())
-    position |= dict(options=folder.defining_options(run.o), rewarm=run.rewarm)
+    position |= dict(options=folder.defining_options(run.options), rewarm=run.rewarm)
     position["rate"] = optim.rate_of(run.recipe.schedule, run.n * updates)
     run.checkpoints.save(run.state, position, best=best and best * updates, only_local=only_local)

@@ -104,13 +104,13 @@ class SpikeGuard:
 
     def __init__(
         self,
-        o: OffendingOptions,
+        options: OffendingOptions,
         script: str,
         out: pathlib.Path,
         identity: Mapping[str, Any],
         numbers: Sequence[Any] | None = None,
     ):
-        self.o, self.script, self.out, self.identity = o, script, out, identity
+        self.options, self.script, self.out, self.identity = options, script, out, identity
         self.seen = [Running(*each) for each in numbers or ((), ())]
         self.row = 0
 
@@ -119,9 +119,9 @@ class SpikeGuard:
 
     def limits(self) -> Limits | None:
         """Returns the limits of the next step. None without --skip-spikes, when a step only has to be finite."""
-        if not self.o.skip_spikes:
+        if not self.options.skip_spikes:
             return None
-        loss, norm = (np.float32(each.limit(self.o.skip_spikes)) for each in self.seen)
+        loss, norm = (np.float32(each.limit(self.options.skip_spikes)) for each in self.seen)
         return Limits(loss, norm)
 
     def check(
@@ -156,7 +156,7 @@ class SpikeGuard:
         self.row = 0 if finite else self.row + 1
         if folder := self._keep(n, state, updates, batches):
             why += f" {'It' if wrong == [0] else 'All of it'} is in {folder}: python -m train.replay {folder}"
-        if finite or (self.o.on_nonfinite == "skip" and self.row < MAX_CONSECUTIVE):
+        if finite or (self.options.on_nonfinite == "skip" and self.row < MAX_CONSECUTIVE):
             rich.get_console().print(f"WARNING: {why}", markup=False, soft_wrap=True)
             return ""
         many = (

@@ -46,13 +46,13 @@ class Shard:
     stop: int
 
 
-def shards_of(o: PrepareOptions, opened: Any) -> list[Shard]:
+def shards_of(options: PrepareOptions, opened: Any) -> list[Shard]:
     """Splits all data into shards of `train.data.store.RECORDS` records, in order."""
     found = []
     for split, name in enumerate(("train", "valid")):
         cuts = [
             (path, start, min(start + store.RECORDS, len(both[split])))
-            for path, both in zip(o.data, opened, strict=True)
+            for path, both in zip(options.data, opened, strict=True)
             for start in range(0, len(both[split] or ()), store.RECORDS)
         ]
         for number, (path, start, stop) in enumerate(cuts):
@@ -60,15 +60,15 @@ def shards_of(o: PrepareOptions, opened: Any) -> list[Shard]:
     return found
 
 
-def made(o: PrepareOptions, shards: list[Shard], workers: int) -> Any:
+def made(options: PrepareOptions, shards: list[Shard], workers: int) -> Any:
     """Yields each shard with the result of `make`, as soon as it is done."""
     if workers <= 1:
-        yield from ((shard, make(o, shard)) for shard in shards)
+        yield from ((shard, make(options, shard)) for shard in shards)
         return
     # Processes are spawned, since a fork would copy JAX's and the tokenizer's threads in the middle of their work.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_alone) as pool:
-        futures = {pool.submit(make, o, shard): shard for shard in shards}
+        futures = {pool.submit(make, options, shard): shard for shard in shards}
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
@@ -83,17 +83,22 @@ def _alone() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def make(o: PrepareOptions, shard: Shard) -> dict[str, Any]:
+def make(options: PrepareOptions, shard: Shard) -> dict[str, Any]:
     """Writes one file of the store. Returns its counts (`train.data.store.write_shard`)."""
-    tokenizer, kind, shape, opened = _opened(o)
+    tokenizer, kind, shape, opened = _opened(options)
     records: grain.MapDataset[Record] = opened[shard.path][shard.split]
-    rows = kind.pack(records[shard.start : shard.stop], tokenizer, seed=o.seed, **shape)
-    return store.write_shard(o.out, shard.name, rows, shard.stop - shard.start)
+    rows = kind.pack(records[shard.start : shard.stop], tokenizer, seed=options.seed, **shape)
+    return store.write_shard(options.out, shard.name, rows, shard.stop - shard.start)
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(o: PrepareOptions) -> Any:
+def _opened(options: PrepareOptions) -> Any:
     """Opens tokenizer and data, once in each process."""
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
-    kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
-    return tokenizer, kind, shape, {path: open_records(path, o.hold_out, o.naming.columns) for path in o.data}
+    tokenizer = zoo.tokenizer(options.model, revision=options.revision, **options.chat.arguments)
+    kind, shape = options.how(zoo.config(tokenizer.folder).vocab_size)
+    return (
+        tokenizer,
+        kind,
+        shape,
+        {path: open_records(path, options.hold_out, options.naming.columns) for path in options.data},
+    )

@@ -17,7 +17,12 @@ from train.step.update import Limits
 
 
 def replay(
-    o: OffendingOptions, step: Callable[..., Any], abstract: TrainState, trained: Trained, reference: Any, mesh: Mesh
+    options: OffendingOptions,
+    step: Callable[..., Any],
+    abstract: TrainState,
+    trained: Trained,
+    reference: Any,
+    mesh: Mesh,
 ) -> None:
     """Computes the step in the folder --replay once more, and prints its loss and norm, and whether they are as before.
 
@@ -29,7 +34,7 @@ def replay(
         ValueError: the folder has no state, or is of another run.
         OSError: the folder has no offending step.
     """
-    folder = o.replay
+    folder = options.replay
     assert folder is not None
     about = json.loads((folder / "about.json").read_text())
     kept = Checkpoints(folder / "state", identity=about["identity"])
@@ -37,7 +42,9 @@ def replay(
         raise ValueError(f"{folder} has the batch alone, without the state: a run keeps those of its first three.")
     kept.close()
     state, wrong = found[0], []
-    limits = Limits(np.float32(np.inf), np.float32(np.inf)) if o.skip_spikes else None  # the run's program had limits
+    limits = (
+        Limits(np.float32(np.inf), np.float32(np.inf)) if options.skip_spikes else None
+    )  # the run's program had limits
     for each in about["steps"]:
         batch = put_batch(read_batch(folder / each["batch"], each["dtypes"]), mesh, state.model, reference)
         state = at_step(state, each["update"])

@@ -89,12 +89,15 @@ def decoded(ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer) -> I
             shown = end
 
 
-def run(o: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
+def run(options: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
     """Prints the memory of a device that a step with this state and arguments needs, and the disk space of the run."""
-    size = o.step.batch * o.step.seq_len
-    rows("Run", {"steps": f"{o.optim.steps:,}", "tokens a step": f"{size:,}", "peak learning rate": o.optim.lr})
+    size = options.step.batch * options.step.seq_len
+    rows(
+        "Run",
+        {"steps": f"{options.optim.steps:,}", "tokens a step": f"{size:,}", "peak learning rate": options.optim.lr},
+    )
     rows("Memory of a device", memory(step, state, *arguments))
-    rows("Disk", disk(out, state, o.checkpoints.keep + o.validation.keeps_best))
+    rows("Disk", disk(out, state, options.checkpoints.keep + options.validation.keeps_best))
     rows("Mesh", devices(mesh))
 
 

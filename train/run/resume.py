@@ -19,18 +19,19 @@ from train.state.checkpoint import Checkpoints, describe, read_arrays, unreadabl
 from train.state.state import TrainState
 
 
-def checkpoints(o: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> Checkpoints:
+def checkpoints(options: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> Checkpoints:
     """Opens the checkpoints of the run in the folder `out`."""
-    if o.local.save_local_every < 1:
-        raise ValueError(f"--save-local-every {o.local.save_local_every} is not a number of steps: give 1 or more.")
+    shared, local = options.checkpoints, options.local
+    if local.save_local_every < 1:
+        raise ValueError(f"--save-local-every {local.save_local_every} is not a number of steps: give 1 or more.")
     return Checkpoints(
-        out / "checkpoints", identity=identity, keep=o.checkpoints.keep, accept_data=o.checkpoints.accept_data,
-        options=kinds(type(o)), local=o.local.local_checkpoints,
+        out / "checkpoints", identity=identity, keep=shared.keep, accept_data=shared.accept_data,
+        options=kinds(type(options)), local=local.local_checkpoints,
     )  # fmt: skip
 
 
 def begin(
-    o: Options,
+    options: Options,
     out: pathlib.Path,
     checkpoints: Checkpoints,
     abstract: TrainState,
@@ -50,13 +51,13 @@ def begin(
         ValueError: the checkpoint is of another run, or the state of another model or optimizer; or no step is left.
         OSError: there is no whole and undamaged checkpoint.
     """
-    steps, source = o.optim.steps, o.checkpoints.load_state
+    steps, source = options.optim.steps, options.checkpoints.load_state
     if found := checkpoints.restore(abstract):
         state, saved = found
         if (n := int(state.step) // updates) > steps:
             raise ValueError(f"{out} has done {n:,} steps, and --steps is {steps:,}: give {n:,} or more.")
         rich.print(f"Going on from step {n:,} of {out}.")
-        if changed := folder.changes(saved["options"], manifest["options"], o):
+        if changed := folder.changes(saved["options"], manifest["options"], options):
             rich.print(f"Not as before: {changed}.")
         return state, saved, False
     if source is None:

@@ -33,7 +33,7 @@ from zoo.text.tokenizer import Tokenizer
 class Run:
     """Everything the loop holds. `data`, `state` and `n` change from step to step."""
 
-    o: Options
+    options: Options
     out: pathlib.Path  # the folder that the run writes to
     trained: Trained
     task: Task
@@ -52,7 +52,7 @@ class Run:
         return lora.joined(to_device(self.state.model), self.trained.frozen)
 
     def done(self) -> bool:
-        return self.n >= self.o.optim.steps or self.validation.out_of_patience(self.n)
+        return self.n >= self.options.optim.steps or self.validation.out_of_patience(self.n)
 
     def is_due(self, every: Every) -> bool:
         """Whether the run is done, or `n` is a multiple of `every`; with 0, whether no checkpoint is being saved."""
@@ -62,44 +62,49 @@ class Run:
 
 
 def start(
-    o: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping[str, Any]
+    options: Options, trained: Trained, task: Task, mesh: Mesh, tokenizer: Tokenizer, identity: Mapping[str, Any]
 ) -> Run | None:
     """Makes the run, at its first step or at its last checkpoint. Returns None after a dry run, which prints memory."""
-    manifest = folder.run_manifest(o, identity)  # of the options as given: another device may need other microbatches
-    optimizer, schedule = optim.make_optimizer(o.optim, task.updates)
-    abstract = abstract_state(trained.abstract, optimizer, o.state)
-    o = o.changed(step=resolve_remat(o.step, o.state, trained, mesh, (abstract, trained.frozen, task.reference)))
-    validation = Validation(o.validation, task, trained.config, tokenizer, mesh, o.step.compute_dtype)
+    manifest = folder.run_manifest(options, identity)  # before --remat auto, which differs from device to device
+    optimizer, schedule = optim.make_optimizer(options.optim, task.updates)
+    abstract, router = abstract_state(trained.abstract, optimizer, options.state), options.router
+    held = abstract, trained.frozen, task.reference
+    options = options.changed(step=resolve_remat(options.step, options.state, trained, mesh, held))
+    validation = Validation(options.validation, task, trained.config, tokenizer, mesh, options.step.compute_dtype)
     recipe = Recipe(
-        optimizer=optimizer, schedule=schedule, compute_dtype=jnp.dtype(o.step.compute_dtype),
-        objective=task.objective, remat=REMAT[o.step.remat], microbatches=o.step.microbatches,
-        router_balance=o.router.router_balance, router_z=o.router.router_z,
-        rebalance=rebalancing(o.router, family_of(trained.config), adapters=trained.adapters), neftune=task.neftune,
+        optimizer=optimizer, schedule=schedule, compute_dtype=jnp.dtype(options.step.compute_dtype),
+        objective=task.objective, remat=REMAT[options.step.remat], microbatches=options.step.microbatches,
+        router_balance=router.router_balance, router_z=router.router_z,
+        rebalance=rebalancing(router, family_of(trained.config), adapters=trained.adapters), neftune=task.neftune,
     )  # fmt: skip
-    out = folder.run_folder(o, manifest)
-    if o.dry_run:
+    out = folder.run_folder(options, manifest)
+    if options.dry_run:
         batch = put_batch(task.example or next(iter(task.data)), mesh, trained.abstract, task.reference)
-        report.run(o, out, mesh, abstract, jit_train_step(abstract, recipe), batch, trained.frozen, task.reference)
+        step = jit_train_step(abstract, recipe)
+        report.run(options, out, mesh, abstract, step, batch, trained.frozen, task.reference)
         return None
-    if o.offending.replay:
-        return replay.replay(o.offending, jit_train_step(abstract, recipe), abstract, trained, task.reference, mesh)
-    checkpoints = resume.checkpoints(o, out, manifest["identity"])
-    weights = lambda: init_state(trained.make(), optimizer, o.state)
-    state, saved, new = resume.begin(o, out, checkpoints, abstract, manifest, task.updates, weights)
+    if options.offending.replay:
+        step = jit_train_step(abstract, recipe)
+        return replay.replay(options.offending, step, abstract, trained, task.reference, mesh)
+    checkpoints = resume.checkpoints(options, out, manifest["identity"])
+    weights = lambda: init_state(trained.make(), optimizer, options.state)
+    state, saved, new = resume.begin(options, out, checkpoints, abstract, manifest, task.updates, weights)
     data, n, rewarm = iter(task.data), int(state.step) // task.updates, None
     if saved:
         validation.evaluations = saved["looks"]
         data.set_state(saved["data"] or data.get_state())  # "data" is None if --load-state is of a run with other data
         optimizer, schedule, rewarm = optim.resumed(
-            o.optim, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"]
+            options.optim, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"]
         )
         recipe = dataclasses.replace(recipe, optimizer=optimizer, schedule=schedule)
-    folder.write_manifest(out, manifest, o)
+    folder.write_manifest(out, manifest, options)
     step = jit_train_step(state, recipe)
-    if o.step.program:
+    if options.step.program:
         told = program.explaining(
-            manifest["options"], model=trained.name, remat=o.step.remat, microbatches=o.step.microbatches
+            manifest["options"], model=trained.name, remat=options.step.remat, microbatches=options.step.microbatches
         )
-        step = program.loaded(o.step.program, step, told)
-    guard = SpikeGuard(o.offending, f"train.{o.name}", out, manifest["identity"], (saved or {}).get("spikes"))
-    return Run(o, out, trained, task, checkpoints, validation, guard, step, recipe, rewarm, data, state, n, new)
+        step = program.loaded(options.step.program, step, told)
+    guard = SpikeGuard(
+        options.offending, f"train.{options.name}", out, manifest["identity"], (saved or {}).get("spikes")
+    )
+    return Run(options, out, trained, task, checkpoints, validation, guard, step, recipe, rewarm, data, state, n, new)

@@ -46,8 +46,8 @@ class WatchdogOptions(OptionGroup):
 class Watchdog:
     """The watchdog: `with Watchdog(...) as dog:` around the loop, with `begin` and `done` around each step."""
 
-    def __init__(self, o: WatchdogOptions, profile: Profile, out: pathlib.Path, step: int):
-        self.o, self.profile, self.out, self.last = o, profile, out, step
+    def __init__(self, options: WatchdogOptions, profile: Profile, out: pathlib.Path, step: int):
+        self.options, self.profile, self.out, self.last = options, profile, out, step
         self.goodput = Goodput(out, step)
         self.batches: Sequence[Any] = ()
         self._done, self._saved = threading.Event(), 0.0
@@ -112,7 +112,7 @@ class Watchdog:
         clock, median = self.goodput.clock, self.goodput.median()
         waited = time.monotonic() - clock.moved
         hangs = clock.phase in ("step", "input") and median and waited > max(LEAST, HANGS * median)
-        stuck = self.o.step_timeout not in (0, "never") and waited > self.o.step_timeout
+        stuck = self.options.step_timeout not in (0, "never") and waited > self.options.step_timeout
         if (hangs and self._told != self.last) or stuck:
             self._told = self.last
             faulthandler.dump_traceback(self.stacks, all_threads=True)

@@ -56,7 +56,7 @@ class OptimizerOptions(OptionGroup):
 
 
 def make_optimizer(
-    o: OptimizerOptions, updates: int = 1, rewarm: Mapping[str, Any] | None = None
+    options: OptimizerOptions, updates: int = 1, rewarm: Mapping[str, Any] | None = None
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Makes the optimizer that the options name, and its learning rate schedule.
 
@@ -67,19 +67,19 @@ def make_optimizer(
     Raises:
         ValueError: warmup and decay do not fit into the steps, or the optimizer has no moments to round.
     """
-    steps, warmup, decay = (updates * n for n in (o.steps, o.warmup, o.decay))
-    schedule = make_schedule(o.schedule, peak=o.lr, steps=steps, warmup=warmup, decay=decay)
+    steps, warmup, decay = (updates * n for n in (options.steps, options.warmup, options.decay))
+    schedule = make_schedule(options.schedule, peak=options.lr, steps=steps, warmup=warmup, decay=decay)
     schedule = rewarmed(schedule, **rewarm) if rewarm else schedule
-    optimizer = OPTIMIZERS[o.optimizer](schedule, weight_decay=o.weight_decay, clip_norm=o.clip_norm)
-    if o.moments == "float32":
+    optimizer = OPTIMIZERS[options.optimizer](schedule, weight_decay=options.weight_decay, clip_norm=options.clip_norm)
+    if options.moments == "float32":
         return optimizer, schedule
-    if o.optimizer == "adafactor":
+    if options.optimizer == "adafactor":
         raise ValueError("--moments bfloat16 is of no use to adafactor, which keeps no moments: leave it out.")
-    return rounded(optimizer, o.moments), schedule
+    return rounded(optimizer, options.moments), schedule
 
 
 def resumed(
-    o: OptimizerOptions, updates: int, n: int, *, rate: float, rewarm: Mapping[str, Any] | None
+    options: OptimizerOptions, updates: int, n: int, *, rate: float, rewarm: Mapping[str, Any] | None
 ) -> tuple[optax.GradientTransformation, optax.Schedule, Mapping[str, Any] | None]:
     """Calls `make_optimizer` for a run that goes on at step `n`. The third result is the run's `rewarm` from now on.
 
@@ -90,13 +90,15 @@ def resumed(
         rate: the learning rate of the checkpoint.
         rewarm: the `rewarm` in the checkpoint, from an earlier time that the run was resumed.
     """
-    optimizer, schedule = make_optimizer(o, updates, rewarm)
+    optimizer, schedule = make_optimizer(options, updates, rewarm)
     now = rate_of(schedule, n * updates)
-    if now > 1.01 * rate and n < o.steps:
-        if o.rewarm:
-            rewarm = {"start": n * updates, "rate": rate, "steps": o.rewarm * updates}
-            optimizer, schedule = make_optimizer(o, updates, rewarm)
-        how = f"over {o.rewarm:,} steps" if o.rewarm else "at once; --rewarm 100 would take 100 steps for it"
+    if now > 1.01 * rate and n < options.steps:
+        if options.rewarm:
+            rewarm = {"start": n * updates, "rate": rate, "steps": options.rewarm * updates}
+            optimizer, schedule = make_optimizer(options, updates, rewarm)
+        how = (
+            f"over {options.rewarm:,} steps" if options.rewarm else "at once; --rewarm 100 would take 100 steps for it"
+        )
         rich.print(f"The learning rate rises from {rate:.2g}, where the old schedule was, to {now:.2g} {how}.")
     return optimizer, schedule, rewarm
 

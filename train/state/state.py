@@ -257,7 +257,7 @@ def split_frozen(model: T, patterns: Sequence[str]) -> tuple[T, T]:
     return eqx.partition(model, chosen)
 
 
-def add_adapters(model: AbstractModel, o: Lora, mesh: Mesh, *, seed: int) -> AbstractModel:
+def add_adapters(model: AbstractModel, options: Lora, mesh: Mesh, *, seed: int) -> AbstractModel:
     """Returns the model with new adapters, placed on the mesh."""
-    model = lora.add(model, rank=o.rank, alpha=o.alpha, where=o.where, key=jax.random.key(seed))
+    model = lora.add(model, rank=options.rank, alpha=options.alpha, where=options.where, key=jax.random.key(seed))
     return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))

@@ -34,18 +34,18 @@ class RouterOptions(OptionGroup):
     load; 0.001 in DeepSeek's paper. 0: the biases stay as they are."""
 
 
-def rebalancing(o: RouterOptions, family: Family, *, adapters: bool) -> Callable[[Any, Any], Any] | None:
+def rebalancing(options: RouterOptions, family: Family, *, adapters: bool) -> Callable[[Any, Any], Any] | None:
     """Returns the family's `rebalance` with the rate --router-bias-rate; None without that option.
 
     Raises:
         ValueError: the routers have no biases, or only adapters are trained.
     """
-    if not o.router_bias_rate:
+    if not options.router_bias_rate:
         return None
     if adapters or family.rebalance is None:
         why = "adapters leave routers alone" if adapters else f"the routers of {family.name} have no biases"
-        raise ValueError(f"--router-bias-rate {o.router_bias_rate}, but {why}.")
-    return functools.partial(family.rebalance, rate=o.router_bias_rate)
+        raise ValueError(f"--router-bias-rate {options.router_bias_rate}, but {why}.")
+    return functools.partial(family.rebalance, rate=options.router_bias_rate)
 
 
 def routings_of(reports: Reports) -> list[Routing]:

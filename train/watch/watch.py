@@ -74,7 +74,7 @@ class Watch:
         new: whether the run begins here. If not, entries of later steps in the files are removed.
     """
 
-    def __init__(self, o: WatchOptions, out: pathlib.Path, n: int, *, new: bool):
+    def __init__(self, options: WatchOptions, out: pathlib.Path, n: int, *, new: bool):
         self._out, self.path = out, out / "metrics.jsonl"
         before = read_metrics(self.path) if self.path.exists() else []
         after, logged = -1 if new else n, before[-1]["step"] if before else -1
@@ -84,7 +84,7 @@ class Watch:
         self.trackers: list[Tracker] = []
         if self._writes:
             about = _noted(out, lambda about: _started(about, n))
-            self.trackers = [tracker(name, out, about, n, logged) for name in o.tracker]
+            self.trackers = [tracker(name, out, about, n, logged) for name in options.tracker]
 
     def __enter__(self) -> "Watch":
         return self
