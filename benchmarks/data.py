@@ -122,7 +122,7 @@ def reads(folder: str, seq_len: int, batch: int) -> Callable[[], int]:
     """Reads a store in the way that a run does. Returns tokens."""
     found = store.rows(pathlib.Path(folder), store.read(pathlib.Path(folder)), "train")
     assert found is not None
-    batches = rows.read_ahead(rows.batches(rows.order([rows.Set(found, seed=0)], epochs=1), batch))
+    batches = rows.read_ahead(rows.batches(rows.order([rows.Rows(found, seed=0)], epochs=1), batch))
     return lambda: sum(each["tokens"].size for each in batches)
 
 
@@ -174,7 +174,7 @@ class Counted:
 def of_processes(folder: str, seq_len: int, batch: int, processes: int) -> dict[str, list[float]]:
     """Reads an epoch as each process in turn. Returns how often rows were read, and the bytes of each process."""
     counted, taken = Counted(folder), []
-    order = rows.order([rows.Set(rows.of_bytes(counted, seq_len), seed=0)], epochs=1)
+    order = rows.order([rows.Rows(rows.of_bytes(counted, seq_len), seed=0)], epochs=1)
     for here in np.array_split(np.arange(batch), processes):
         before, mine = counted.bytes, rows.Batches(order, batch, here)
         collections.deque(map(mine.__getitem__, range(len(mine))), maxlen=0)

@@ -23,7 +23,7 @@ from kernels.mesh import CONTEXT
 from train.base.command import command
 from train.base.options import Flat, Group, option
 from train.data.packing import TEXT, PackingOptions, file_hashes, tokenizer_hash
-from train.data.rows import Set, batches, order, read_ahead
+from train.data.rows import Rows, batches, order, read_ahead
 from train.data.sets import DataOptions, open_data
 from train.methods import teacher
 from train.run import finetune, folder, report
@@ -127,7 +127,7 @@ def main(o: DistillOptions) -> None:
             raise ValueError(f"{o.logits} is of another tokenizer, or of rows of {about['seq_len']} tokens.")
         batch, hold_out, steps = o.step.batch, o.mixture.hold_out, o.optim.steps
         held = min(math.ceil(hold_out * len(rows)), len(rows) - 1)
-        kept = Set(rows[: len(rows) - held], o.seed)
+        kept = Rows(rows[: len(rows) - held], o.seed)
         data = read_ahead(batches(order([kept], epochs=None if steps else o.epochs), batch, mesh=mesh))
         validation = read_ahead(batches(rows[-held:], batch, mesh=mesh)) if held else None
         source, prompts, steps = about, [], steps or -(-len(kept.rows) * o.epochs // batch)

@@ -16,10 +16,10 @@ import rich
 from convert.private import public, warn_of_secrets
 from train.base import runfile
 from train.data import store
-from train.run.inspection import Found, InspectOptions, of_records, of_store, page, show
+from train.run.inspection import InspectOptions, Summary, of_records, of_store, page, show
 
 
-def main(o: InspectOptions) -> list[Found]:
+def main(o: InspectOptions) -> list[Summary]:
     """Prints a report on each --data, and writes the page.
 
     Raises:

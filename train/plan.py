@@ -20,7 +20,7 @@ from train import dpo, grpo, sft
 from train.base import program, runfile
 from train.base.chips import Chip, fleet, size_of
 from train.planning import planner
-from train.planning.ahead import Program, frozen, parts_of, training
+from train.planning.ahead import Program, abstract_frozen, parts_of, training
 from train.planning.hlo import by_axis
 from train.planning.planner import Options, Plan, gb, suggestion
 from train.run import finetune, folder
@@ -70,7 +70,7 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
 def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
     """Makes the training step of the plan's options."""
     run, more, reference = script(options, config), (), None
-    whole = functools.partial(frozen, config, family, mesh, quantize="none", parts=parts_of(options.images))
+    whole = functools.partial(abstract_frozen, config, family, mesh, quantize="none", parts=parts_of(options.images))
     match run:
         case dpo.DPOOptions():
             objective = functools.partial(dpo.objective, options=run)

@@ -7,7 +7,7 @@ import tyro
 from train.watch import page
 
 
-def again(run: tyro.conf.Positional[pathlib.Path]) -> None:
+def rebuild_page(run: tyro.conf.Positional[pathlib.Path]) -> None:
     """Draws a run as report.html in its folder, from the files there. `python -m train.compare` draws several runs.
 
     Args:
@@ -21,4 +21,4 @@ def again(run: tyro.conf.Positional[pathlib.Path]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(again, prog="python -m train.report")
+    tyro.cli(rebuild_page, prog="python -m train.report")

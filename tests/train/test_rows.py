@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from train.data import rows
-from train.data.rows import Order, Set, Share, from_bytes, order, to_bytes
+from train.data.rows import Order, Rows, Share, from_bytes, order, to_bytes
 from train.state.mesh import put_batch
 from zoo.mesh import make_mesh
 
@@ -52,7 +52,7 @@ def test_bytes_are_the_row(vocab):
 
 def test_an_epoch_has_each_row_once():
     for sizes in ((7,), (2, 6), (5, 3, 11)):
-        sets = [Set(numbered(size, 100 * i), seed=3 + i, as_packed=i == 0) for i, size in enumerate(sizes)]
+        sets = [Rows(numbered(size, 100 * i), seed=3 + i, as_packed=i == 0) for i, size in enumerate(sizes)]
         every = sorted(itertools.chain(*(range(100 * i, 100 * i + size) for i, size in enumerate(sizes))))
         made = order(sets, epochs=2)
         assert len(made) == 2 * len(every)
@@ -74,7 +74,7 @@ def test_an_epoch_has_each_row_once():
 )
 def test_shares(sizes, weights, length):
     """In any span of rows each set has its share, to within one row. Each set's rows come equally often."""
-    sets = [Set(numbered(size, 100 * i), seed=i) for i, size in enumerate(sizes)]
+    sets = [Rows(numbered(size, 100 * i), seed=i) for i, size in enumerate(sizes)]
     made = order(sets, weights=weights, epochs=1)
     found = names_of(made, 0, len(made))
     assert len(made) == length
@@ -89,7 +89,7 @@ def test_shares(sizes, weights, length):
 def test_other_weights_go_on_with_the_rows_that_are_left():
     """Each set continues where it was, whatever the weights were before. Its next epoch follows its last row."""
     rng = np.random.default_rng(0)
-    sets, begun, found = [Set(numbered(50), 1), Set(numbered(20, 100), 2)], [0, 0], []
+    sets, begun, found = [Rows(numbered(50), 1), Rows(numbered(20, 100), 2)], [0, 0], []
     for _ in range(8):
         steps = int(rng.integers(5, 15))
         made = order(sets, weights=tuple(rng.integers(1, 9, 2).astype(float)), begun=begun)
@@ -105,18 +105,18 @@ def test_other_weights_go_on_with_the_rows_that_are_left():
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), (1.0, 0.0), (1.0, -2.0), (1.0, np.nan), (1.0, np.inf)])
 def test_weights_that_fit_no_sets(weights):
     with pytest.raises(ValueError, match="2 data sets need as many positive weights, not"):
-        order([Set(numbered(2), 0), Set(numbered(3), 0)], weights=weights)
+        order([Rows(numbered(2), 0), Rows(numbered(3), 0)], weights=weights)
 
 
 def test_weights_that_are_too_different():
     with pytest.raises(ValueError, match=r"--weights 1e-300 1.0: these are too different, or have too many digits"):
-        order([Set(numbered(2), 0), Set(numbered(3), 0)], weights=(1e-300, 1.0))
+        order([Rows(numbered(2), 0), Rows(numbered(3), 0)], weights=(1e-300, 1.0))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8, 128])
 def test_processes_share_every_batch(processes):
     """Whatever their number, the processes together read each row of an epoch once, and the same batches."""
-    batch, made = 128, order([Set(numbered(512), 5)], epochs=1)
+    batch, made = 128, order([Rows(numbered(512), 5)], epochs=1)
     whole = rows.Batches(made, batch, None)
     parts = [rows.Batches(made, batch, here) for here in np.array_split(np.arange(batch), processes)]
     read = collections.Counter()
@@ -130,7 +130,7 @@ def test_processes_share_every_batch(processes):
 
 
 def test_a_process_may_have_no_row_of_the_last_batch():
-    last = rows.Batches(order([Set(numbered(5), 0)], epochs=1), 4, np.array([2, 3]))[1]
+    last = rows.Batches(order([Rows(numbered(5), 0)], epochs=1), 4, np.array([2, 3]))[1]
     assert last["tokens"].array.shape == (2, 4) and not last["segments"].array.any()
 
 
@@ -150,7 +150,7 @@ def test_a_share_is_put_like_the_whole():
 
 
 def test_the_number_of_a_step_is_all_that_a_run_needs():
-    data = rows.read_ahead(rows.batches(order([Set(numbered(10), 1)], epochs=3), 4))
+    data = rows.read_ahead(rows.batches(order([Rows(numbered(10), 1)], epochs=3), 4))
     iterator, expected = iter(data), list(data)
     assert [len(batch["tokens"]) for batch in expected] == [4] * 8 and not expected[-1]["segments"][2:].any()
     for n in range(8):

@@ -24,7 +24,7 @@ from convert.private import public
 T = TypeVar("T")
 TIMEOUT = 20  # seconds without a heartbeat after which a process counts as dead
 PATIENCE, LIMIT = 60, 1800  # seconds of waiting for a live process until a warning names it, and until the run ends
-CHUNK = 2**26  # bytes that `share` sends at a time
+CHUNK = 2**26  # bytes that `broadcast` sends at a time
 
 _passed = 0
 
@@ -116,7 +116,7 @@ def of_each(number: float) -> list[float]:
     return np.asarray(multihost_utils.process_allgather(np.float32(number))).reshape(-1).tolist()
 
 
-def share(data: bytes, source: int) -> bytes:
+def broadcast(data: bytes, source: int) -> bytes:
     """Returns the `data` of the process `source`. All processes have to call it at the same point of the run."""
     mine = len(data) if jax.process_index() == source else 0
     size, shared = agree(mine // CHUNK) * CHUNK + agree(mine % CHUNK), []
@@ -184,7 +184,7 @@ def _watch(client: Any, every: float, done: threading.Event) -> None:
             )  # fmt: skip
 
 
-def together(action: Callable[[], T]) -> T:
+def all_or_raise(action: Callable[[], T]) -> T:
     """Returns `action()`; if it raises in one process, raises in all.
 
     Raises:

@@ -278,7 +278,7 @@ def fill(
     )
 
 
-def kept(whole: bool, *, seq_len: int, packing: Packing, long_texts: LongTexts) -> int:
+def max_length(whole: bool, *, seq_len: int, packing: Packing, long_texts: LongTexts) -> int:
     """Returns the largest number of ids of an example that `pack` puts into rows. The last id is only a target.
 
     Args:
@@ -430,7 +430,7 @@ def survey(
             found.append(encode(record := records[i], tokenizer, **options))
             chosen.append(record)
     problems.refuse(len(indices))
-    limit = lambda example: kept(example.whole, seq_len=seq_len, packing=packing, long_texts=long_texts)
+    limit = lambda example: max_length(example.whole, seq_len=seq_len, packing=packing, long_texts=long_texts)
     learns = lambda example: any(example.mask[1 : limit(example)])
     examples = [example for of_record in found for example in of_record]
     source: Any = grain.MapDataset.source(chosen)
@@ -461,7 +461,7 @@ def survey(
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class RecordKind:
     """The functions that make rows of one kind of records."""
 
     name: str
@@ -471,4 +471,4 @@ class Kind:
     chat_of: Callable[[Record], Any]  # the messages of a record that may hold images
 
 
-TEXT = Kind("text", pack, survey, prompts_of, pictures.chat_of)
+TEXT = RecordKind("text", pack, survey, prompts_of, pictures.chat_of)

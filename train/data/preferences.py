@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from train.data import pictures
-from train.data.packing import REMEDY, Example, Kind, Survey, encode, fill, prompt_of
+from train.data.packing import REMEDY, Example, RecordKind, Survey, encode, fill, prompt_of
 from train.data.record import BadRecord, Problems, Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
@@ -279,4 +279,4 @@ def survey(
     )
 
 
-PREFERENCES = Kind("pairs", pack, survey, prompts_of, lambda record: completions(record)[0].prompt)
+PREFERENCES = RecordKind("pairs", pack, survey, prompts_of, lambda record: completions(record)[0].prompt)

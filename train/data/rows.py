@@ -112,7 +112,7 @@ def in_memory(rows: Iterable[Row], seq_len: int, *, limit: int | None = None) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Set:
+class Rows:
     """Rows, and the seed of their order.
 
     `as_packed` is for rows that were packed in random order: the first epoch does not shuffle them. So a run's first
@@ -160,7 +160,7 @@ class Order:
 
 
 def order(
-    sets: Sequence[Set], *, weights: Sequence[float] = (), epochs: int | None = None, begun: Sequence[int] = ()
+    sets: Sequence[Rows], *, weights: Sequence[float] = (), epochs: int | None = None, begun: Sequence[int] = ()
 ) -> Order:
     """Shuffles the rows of several sets, anew in each of the `epochs`. With None there is no end.
 
@@ -200,7 +200,7 @@ def held_out(share: float, count: int) -> int:
     return min(math.ceil(share * count), count - 1)
 
 
-def joined(sets: Sequence[grain.MapDataset[Any]]) -> grain.MapDataset[Any]:
+def concatenated(sets: Sequence[grain.MapDataset[Any]]) -> grain.MapDataset[Any]:
     """Concatenates data sets."""
     return grain.MapDataset.concatenate(list(sets)) if len(sets) > 1 else sets[0]
 

@@ -23,10 +23,10 @@ from kernels.mesh import BATCH, CONTEXT
 from train.base.options import Flat, OptionGroup
 from train.data import pictures, store
 from train.data.naming import ColumnOptions
-from train.data.packing import TEXT, Chat, Example, Kind, PackingOptions, Survey, fingerprint, prompt_of
+from train.data.packing import TEXT, Chat, Example, PackingOptions, RecordKind, Survey, fingerprint, prompt_of
 from train.data.preferences import PREFERENCES
 from train.data.records import Record, open_records
-from train.data.rows import Row, Set, batches, in_memory, joined, order, read_ahead
+from train.data.rows import Row, Rows, batches, concatenated, in_memory, order, read_ahead
 from train.data.rows import held_out as held_out_of
 from zoo.generation.generate import Encoded
 from zoo.text.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class RowOptions(OptionGroup):
     naming: Flat[ColumnOptions] = ColumnOptions()
     chat: Chat = Chat()
 
-    def how(self, vocab_size: int) -> tuple[Kind, dict[str, Any]]:
+    def how(self, vocab_size: int) -> tuple[RecordKind, dict[str, Any]]:
         """Returns the kind of these records, and the arguments of its `pack`."""
         if self.kind == "text":
             settings = self.rows.settings(vocab_size, completions_only=self.completions_only)
@@ -78,12 +78,12 @@ class RowOptions(OptionGroup):
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSet:
+class OpenedSet:
     """The rows of one --data, with one length of rows, and the content of the table that `train.run.report` prints."""
 
     path: str
     seq_len: int
-    rows: Set
+    rows: Rows
     held_out: grain.MapDataset[Row] | None
     source: Mapping[str, Any]  # the data's identity, which must not change until the run has ended
     prompts: Sequence[Encoded]
@@ -122,11 +122,11 @@ class TrainingData:
     prompts: Sequence[Encoded]
     source: Mapping[str, Any]
     steps: int  # of all phases, or of all epochs
-    sets: Sequence[DataSet]
+    sets: Sequence[OpenedSet]
 
 
 def open_data(
-    options: DataOptions, whole: Phase, reading: Reading, mesh: Mesh, tokenizer: Tokenizer, kind: Kind,
+    options: DataOptions, whole: Phase, reading: Reading, mesh: Mesh, tokenizer: Tokenizer, kind: RecordKind,
     settings: Mapping[str, Any],
 ) -> TrainingData:  # fmt: skip
     """Opens all data of a run, and puts its rows in order.
@@ -146,7 +146,7 @@ def open_data(
     # Rows that the run cannot reach are not made; but without weights all are, as sizes of sets decide their shares.
     sizes_count = not all(phase.steps and (len(phase.data) == 1 or phase.weights) for phase in phases)
     limit = None if sizes_count else sum(phase.steps * phase.batch for phase in phases)
-    sets: dict[tuple[str, int], DataSet] = {}
+    sets: dict[tuple[str, int], OpenedSet] = {}
     for path, seq_len in dict.fromkeys((path, phase.seq_len) for phase in phases for path in phase.data):
         shape = {**settings, "seq_len": seq_len}
         seed = reading.seed + len(sets)
@@ -172,7 +172,7 @@ def open_data(
     held_out, validation = [each.held_out for each in last if each.held_out], None
     if held_out:
         opening = _opening(sets.values(), 1, tokenizer, kind)
-        validation = read_ahead(batches(joined(held_out), phases[-1].batch, mesh=mesh, finish=opening))
+        validation = read_ahead(batches(concatenated(held_out), phases[-1].batch, mesh=mesh, finish=opening))
     source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": options.hold_out}
     source["seed"] = reading.seed
     source |= {"columns": " ".join(options.naming.columns)} if options.naming.columns else {}
@@ -186,13 +186,13 @@ def open_set(
     options: DataOptions,
     path: str,
     tokenizer: Tokenizer,
-    kind: Kind,
+    kind: RecordKind,
     shape: Mapping[str, Any],
     *,
     seed: int,
     limit: int | None,
     validation_rows: int,
-) -> DataSet:
+) -> OpenedSet:
     """Opens one --data. If it has records, at most `limit` rows are made of them, and kept in memory.
 
     Args:
@@ -211,15 +211,15 @@ def open_set(
     assert rows is not None, "the survey has found some"
     held_out = None if held is None else in_memory(make(held), shape["seq_len"], limit=validation_rows)
     prompts = kind.prompts_of(held or records, tokenizer, vocab_size=shape["vocab_size"])
-    return DataSet(
-        path, shape["seq_len"], Set(rows, seed, as_packed=True), held_out, fingerprint(path, tokenizer), prompts,
+    return OpenedSet(
+        path, shape["seq_len"], Rows(rows, seed, as_packed=True), held_out, fingerprint(path, tokenizer), prompts,
         (records, held), found, found.examples,
     )  # fmt: skip
 
 
 def _open_store(
-    options: DataOptions, path: str, tokenizer: Tokenizer, kind: Kind, shape: Mapping[str, Any], seed: int
-) -> DataSet:
+    options: DataOptions, path: str, tokenizer: Tokenizer, kind: RecordKind, shape: Mapping[str, Any], seed: int
+) -> OpenedSet:
     folder = pathlib.Path(path)
     refuse_columns(options.naming, path)
     content = store.read(folder)
@@ -236,7 +236,7 @@ def _open_store(
     prompts = [Encoded(prompt_of(example)) for example in examples]
     source = {"store": store.fingerprint(folder)}
     summary = dict(store.summary(content, "train"))
-    return DataSet(path, shape["seq_len"], Set(rows, seed), held_out, source, prompts, None, summary, examples)
+    return OpenedSet(path, shape["seq_len"], Rows(rows, seed), held_out, source, prompts, None, summary, examples)
 
 
 def refuse_columns(options: ColumnOptions, path: str) -> None:
@@ -259,7 +259,7 @@ def documents(row: Row) -> Iterator[Example]:
 # ======================================================================================================================
 
 
-def with_records_of_all(sets: Sequence[DataSet]) -> list[DataSet]:
+def with_records_of_all(sets: Sequence[OpenedSet]) -> list[OpenedSet]:
     """Offsets each set's record numbers, so that they stay unique when sets are mixed.
 
     Raises:
@@ -279,13 +279,13 @@ def with_records_of_all(sets: Sequence[DataSet]) -> list[DataSet]:
     ]
 
 
-def _opening(sets: Any, split: int, tokenizer: Tokenizer, kind: Kind) -> Callable[[Any], Any] | None:
+def _opening(sets: Any, split: int, tokenizer: Tokenizer, kind: RecordKind) -> Callable[[Any], Any] | None:
     """Returns a function that opens the images of a batch: of the sets' records to train on (0) or held out (1)."""
     if not tokenizer.processor:
         return None
     records = [each.records[split] for each in sets if each.records[split]]
     return functools.partial(
-        pictures.with_patches, records=joined(records), processor=tokenizer.processor, chat_of=kind.chat_of
+        pictures.with_patches, records=concatenated(records), processor=tokenizer.processor, chat_of=kind.chat_of
     )
 
 

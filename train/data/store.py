@@ -209,7 +209,7 @@ def identity(kind: str, tokenizer: Tokenizer, shape: Mapping[str, Any]) -> dict[
     """Returns everything but the records that rows depend on, in a store and in a run.
 
     Args:
-        kind: the `train.data.packing.Kind.name` of the records.
+        kind: the `train.data.packing.RecordKind.name` of the records.
         shape: arguments of the kind's `pack`.
     """
     of_tokens = {"tokenizer": tokenizer_hash(tokenizer), "bos": tokenizer.bos, "eos": list(tokenizer.eos)}

@@ -251,6 +251,6 @@ def score(
     if jax.process_count() == 1:
         judge()
         return found, errors
-    cluster.together(judge if jax.process_index() == 0 else lambda: None)
+    cluster.all_or_raise(judge if jax.process_index() == 0 else lambda: None)
     found, errors = multihost_utils.broadcast_one_to_all((found, errors))
     return np.asarray(found), float(errors)

@@ -105,7 +105,7 @@ def training(
     """
     transform, schedule = make_optimizer(optimization)
     if adapters.rank:
-        model = frozen(config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images))
+        model = abstract_frozen(config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images))
     else:
         model = abstract_model(config, family, mesh, parts_of(images))
     trained, frozen_weights = lora.split(model)
@@ -155,7 +155,7 @@ def seen_pairs(config: AbstractConfig, seq: int) -> float:
     return pairs(seq) / (2 * seq * pairs(1)) if layers else 1.0
 
 
-def frozen(
+def abstract_frozen(
     config: AbstractConfig,
     family: Family,
     mesh: Mesh,
@@ -193,7 +193,7 @@ def decoding(
 
     With `images` the model has its vision tower, too, which the step does not use.
     """
-    model = frozen(config, family, mesh, quantize=quantize, parts=parts_of(images))
+    model = abstract_frozen(config, family, mesh, quantize=quantize, parts=parts_of(images))
     shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
     place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
     cache = jax.tree.map(place, shapes, partition_specs(shapes, mesh.shape))

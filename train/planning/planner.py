@@ -154,7 +154,8 @@ def refuse(options: Options, config: AbstractConfig, chip: Chip, count: int, ste
         each = " and ".join(f"{gb(size)} of {kind}" for kind, size in held.items())
         raise ValueError(
             f"{options.model} does not fit: with --mesh {options.mesh} a device holds {each} before a step, and one "
-            f"of {options.topology} has {gb(chip.memory)}; split them over more devices, or train less of it (--lora.rank)."
+            f"of {options.topology} has {gb(chip.memory)}; split them over more devices, or train less of it "
+            "(--lora.rank)."
         )
 
 

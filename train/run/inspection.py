@@ -26,7 +26,7 @@ from rich.text import Text
 import zoo
 from convert.private import public
 from train.data import store
-from train.data.packing import TEXT, Example, Packing, encode, fill, kept, tokenizer_hash
+from train.data.packing import TEXT, Example, Packing, encode, fill, max_length, tokenizer_hash
 from train.data.preferences import PAIRS, encode_pairs, is_learnt, shorten
 from train.data.record import PLACES, Problems
 from train.data.records import Record, open_records
@@ -96,7 +96,7 @@ class Sample(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Summary:
     """The report on one data set, or on one split of a store."""
 
     title: str
@@ -113,7 +113,7 @@ def of_text(record: Record, before: Record, tokenizer: Tokenizer, shape: Mapping
     options = {name: shape[name] for name in ("vocab_size", "completions_only")}
     how = {name: shape[name] for name in ("seq_len", "packing", "long_texts")}
     examples = encode(record, tokenizer, **options)
-    units = [[Document("", each, min(len(each.ids), kept(each.whole, **how)))] for each in examples]
+    units = [[Document("", each, min(len(each.ids), max_length(each.whole, **how)))] for each in examples]
     return Entry(record.where, units, [list(itertools.chain(*units))], any(unit[0].learnt for unit in units))
 
 
@@ -141,7 +141,7 @@ def of_row(number: int, row: Mapping[str, Any], together: int) -> Entry:
 # ======================================================================================================================
 
 
-def of_records(options: InspectOptions, path: str) -> Found:
+def of_records(options: InspectOptions, path: str) -> Summary:
     """Inspects the records of files."""
     if options.verify:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
@@ -165,7 +165,7 @@ def of_records(options: InspectOptions, path: str) -> Found:
     longest, part = options.seq_len + (1 if is_text else 2), fills(tally, is_text, shape)
     table = {
         "records": f"{len(records):,}, of which {len(numbers):,} are looked at",
-        "cannot be learnt from": share(problems.count, len(numbers)) + " records",
+        "cannot be learnt from": percent(problems.count, len(numbers)) + " records",
         **({"validation": f"{len(valid):,} records, which are not looked at"} if valid else {}),
         "documents": f"{tally.documents:,}",
         "tokens": f"{tally.tokens:,} in rows, of which {tally.learnt:,} are learnt",
@@ -175,10 +175,10 @@ def of_records(options: InspectOptions, path: str) -> Found:
     }
     samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), options.samples), Problems())]
     bad = [public(str(problem)) for problem in problems.found.values()]
-    return Found(public(path), table, unit, bars(tally.sizes, longest), longest, samples, bad)
+    return Summary(public(path), table, unit, bars(tally.sizes, longest), longest, samples, bad)
 
 
-def of_store(options: InspectOptions, folder: pathlib.Path) -> list[Found]:
+def of_store(options: InspectOptions, folder: pathlib.Path) -> list[Summary]:
     """Inspects the rows of each split of a prepared store."""
     refuse_columns(options.naming, str(folder))
     content, found = store.read(folder), []
@@ -204,14 +204,14 @@ def of_store(options: InspectOptions, folder: pathlib.Path) -> list[Found]:
             **({"SHA-256": "as written"} if options.verify else {}),
         }
         samples = [sample(entry, tokenizer) for _, entry in entries(some(len(numbers), options.samples))]
-        found.append(Found(f"{folder}, {split}", table, unit, bars(tally.sizes, longest), longest, samples))
+        found.append(Summary(f"{folder}, {split}", table, unit, bars(tally.sizes, longest), longest, samples))
     if not found:
         raise ValueError(f"{folder} has no rows: prepare data in which there is something to learn.")
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class Tally:
+class Counts:
     """Counts over the inspected entries."""
 
     entries: int
@@ -228,7 +228,7 @@ class Tally:
     compared: int  # number of units that were compared
 
 
-def count(entries: Iterable[tuple[int, Entry]], number: int, title: str) -> Tally:
+def count(entries: Iterable[tuple[int, Entry]], number: int, title: str) -> Counts:
     """Counts over entries, keeping only a few numbers of each.
 
     Args:
@@ -262,7 +262,7 @@ def count(entries: Iterable[tuple[int, Entry]], number: int, title: str) -> Tall
     most = (int(times[top]), places[int(first[top])]) if len(times) else (0, 0)
     again = sorted(np.delete(np.array(places), first).tolist())
     as_array = lambda values: np.array(values, np.int64)
-    return Tally(
+    return Counts(
         number, found, sum(columns), learnt, cut, unlearnt, as_array(sizes), as_array(whole), as_array(columns),
         [len(again), *list(dict.fromkeys(again))[:PLACES]], most, len(digests),
     )  # fmt: skip
@@ -278,7 +278,7 @@ def some(length: int, number: int) -> list[int]:
     return spread(length, number).tolist() if number else []
 
 
-def share(number: int, of: int) -> str:
+def percent(number: int, of: int) -> str:
     return f"{number:,} ({100 * number / max(1, of):.1f} %)"
 
 
@@ -288,28 +288,28 @@ def lengths(sizes: Int[np.ndarray, " units"]) -> str:
     return ", ".join(f"{name} {size:,}" for name, size in zip(("min", "median", "95%", "max"), found, strict=True))
 
 
-def notes(tally: Tally, where: Callable[[int], str], entries: str, compared: str) -> dict[str, str]:
+def notes(tally: Counts, where: Callable[[int], str], entries: str, compared: str) -> dict[str, str]:
     """Describes what may be wrong with entries: cut ends, nothing to learn, duplicates; each with the first places."""
     such = lambda found: f", such as {'; '.join(map(where, found[1:]))}" if found[0] else ""
-    of = lambda found: share(found[0], tally.entries) + f" {entries}" + such(found)
+    of = lambda found: percent(found[0], tally.entries) + f" {entries}" + such(found)
     times, first = tally.most
     often = f"; {where(first)} is there {times:,} times" if times > 1 else ""
     return {
         "cut at the row's end": of(tally.cut),
         "nothing to learn in": of(tally.unlearnt),
-        "the same again": f"{share(tally.copies[0], tally.compared)} {compared} have the tokens of one before"
+        "the same again": f"{percent(tally.copies[0], tally.compared)} {compared} have the tokens of one before"
         f"{such(tally.copies)}{often}",
     }
 
 
-def fills(tally: Tally, is_text: bool, shape: Mapping[str, Any]) -> dict[str, float]:
+def fills(tally: Counts, is_text: bool, shape: Mapping[str, Any]) -> dict[str, float]:
     """Returns packing -> fraction of the rows that is not padding, with entries in order. Pairs have one packing."""
     seq_len, found = shape["seq_len"], {}
     for packing in typing.get_args(Packing) if is_text else ("fit",):
         columns = tally.columns
         if is_text:
             how = dict(seq_len=seq_len, packing=packing, long_texts=shape["long_texts"])
-            most = np.where(tally.whole > 0, kept(True, **how), kept(False, **how))
+            most = np.where(tally.whole > 0, max_length(True, **how), max_length(False, **how))
             columns = np.minimum(tally.sizes, most) - 1
         source: Any = columns[columns > 0]
         empty = grain.MapDataset.source(source).map(lambda length: [{"columns": np.zeros(length, np.int8)}])
@@ -347,7 +347,7 @@ def sample(entry: Entry, tokenizer: Tokenizer) -> Sample:
     return Sample(public(entry.where), found)
 
 
-def show(found: Found) -> None:
+def show(found: Summary) -> None:
     """Prints the table, the problems, the histogram of lengths, and the samples."""
     report.rows(found.title, found.table)
     for problem in found.problems:
@@ -369,7 +369,7 @@ def show(found: Found) -> None:
             rich.print(Text.assemble(*((part, STYLES[mark]) for part, mark in text)))
 
 
-def page(found: Sequence[Found]) -> str:
+def page(found: Sequence[Summary]) -> str:
     """Returns the reports as an HTML page."""
     escape, written = html.escape, []
     for each in found:
@@ -386,7 +386,7 @@ def page(found: Sequence[Found]) -> str:
     return TEMPLATE.read_text(encoding="utf-8").replace("{{title}}", title).replace("{{content}}", "".join(written))
 
 
-def picture(found: Found) -> str:
+def picture(found: Summary) -> str:
     """Draws the histogram as SVG."""
     width, height, highest = 36, 160, max((number for *_, number in found.bars), default=1)
     drawn = []

@@ -14,7 +14,7 @@ from rich.text import Text
 from convert.private import public
 from train.data.packing import Example, Survey
 from train.data.records import find_files
-from train.data.sets import DataSet
+from train.data.sets import OpenedSet
 from train.evaluate.validation import Validation, best
 from train.run.options import Options
 from train.watch import page
@@ -30,7 +30,7 @@ def rows(title: str, content: dict[str, Any]) -> None:
     rich.print(table)
 
 
-def opened(sets: Sequence[DataSet], tokenizer: Tokenizer, *, vocab_size: int, dry_run: bool) -> None:
+def opened(sets: Sequence[OpenedSet], tokenizer: Tokenizer, *, vocab_size: int, dry_run: bool) -> None:
     """Prints a table for each --data of a run; in a dry run, three examples of each, too."""
     for each in sets:
         if isinstance(each.found, Survey):

@@ -10,7 +10,7 @@ import rich
 
 from convert import manifest
 from convert.private import public_json
-from train.base.cluster import agree, together
+from train.base.cluster import agree, all_or_raise
 from train.base.differences import differences
 from train.base.options import kinds
 from train.run import folder
@@ -89,7 +89,7 @@ def load_state(
         ValueError: the arrays have other names, shapes or dtypes, or the adapters belong to other weights.
         OSError: there is no such checkpoint, or it is damaged or cannot be read.
     """
-    step = agree(together(functools.partial(_find, source, updates)))
+    step = agree(all_or_raise(functools.partial(_find, source, updates)))
     path = _split(source)[0] / "checkpoints" / str(step)
     meta = json.loads((path / "meta.json").read_text())
     present = describe(abstract)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.base.cluster import of_each
-from train.state.offload import in_turn
+from train.state.offload import one_by_one
 from train.state.state import TrainState
 from zoo.surgery import path_name
 
@@ -57,7 +57,7 @@ def _bytes(shard: Any) -> bytes:
 @jax.jit
 def _same(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> jax.Array:
     """Whether each pair of arrays has the same bits. NaNs are compared by their bits, too; 0 and -0 differ."""
-    return jnp.stack(in_turn(lambda pair: (_bits(pair[0]) == _bits(pair[1])).all(), zip(left, right, strict=True)))
+    return jnp.stack(one_by_one(lambda pair: (_bits(pair[0]) == _bits(pair[1])).all(), zip(left, right, strict=True)))
 
 
 def _bits(array: jax.Array) -> jax.Array:

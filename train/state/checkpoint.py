@@ -37,12 +37,12 @@ import rich
 
 from convert import manifest
 from convert.private import public_json
-from train.base.cluster import agree, together
+from train.base.cluster import agree, all_or_raise
 from train.base.differences import MISSING, differences
 from train.base.goodput import timed
 from train.base.options import Group, OptionGroup, option
 from train.state.local import LocalCheckpoints
-from train.state.offload import in_turn
+from train.state.offload import one_by_one
 from train.state.state import TrainState
 from zoo.surgery import path_name
 
@@ -115,10 +115,10 @@ class Checkpoints:
         self._saving: concurrent.futures.Future | None = None
         self._failures = 0
         self._first = jax.process_index() == 0
-        together(self._open)
+        all_or_raise(self._open)
         if agree(not self.folder.is_dir()):
             raise OSError(f"Not all processes see {self.folder}; it must be on a file system that they share.")
-        together(lambda: self._first or self._lock())
+        all_or_raise(lambda: self._first or self._lock())
         self.local = LocalCheckpoints(local, self.folder) if local else None
 
     def __enter__(self) -> "Checkpoints":
@@ -164,8 +164,8 @@ class Checkpoints:
             return
         unfinished = self.folder / f"{step}.unfinished"
         try:
-            together(lambda: self._begin(unfinished, meta))
-            writing = together(lambda: ocp.save_async(str(unfinished / "arrays"), state))
+            all_or_raise(lambda: self._begin(unfinished, meta))
+            writing = all_or_raise(lambda: ocp.save_async(str(unfinished / "arrays"), state))
         except OSError as error:
             self._failed(error)
         else:
@@ -183,7 +183,7 @@ class Checkpoints:
         if self._saving is not None and (wait or (jax.process_count() == 1 and self._saving.done())):
             saving, self._saving = self._saving, None
             try:
-                together(saving.result)
+                all_or_raise(saving.result)
             except OSError as error:
                 self._failed(error)
             else:
@@ -222,7 +222,7 @@ class Checkpoints:
             below, path = newest, self.folder / str(newest)
             if self.local and step is None:
                 found = self.local.restore(newest, abstract, functools.partial(self._refuse_another_run, abstract))
-            if found is None and agree(together(functools.partial(self._undamaged, path))):
+            if found is None and agree(all_or_raise(functools.partial(self._undamaged, path))):
                 meta = json.loads((path / "meta.json").read_text())
                 if step is None:  # a checkpoint requested by its step was saved by this very run
                     self._refuse_another_run(abstract, path, meta)
@@ -230,7 +230,7 @@ class Checkpoints:
         if self.local and step is None:
             self.local.begin()
         if found is None and step is None:
-            together(self._refuse_all_damaged)
+            all_or_raise(self._refuse_all_damaged)
         return found and (found[0], found[1]["data"])
 
     def _open(self) -> None:
@@ -404,4 +404,4 @@ def unreadable(path: pathlib.Path, error: OSError) -> OSError:
 
 @jax.jit
 def _finite(arrays: tuple[jax.Array, ...]) -> jax.Array:
-    return jnp.stack(in_turn(lambda array: jnp.isfinite(array).all(), arrays))
+    return jnp.stack(one_by_one(lambda array: jnp.isfinite(array).all(), arrays))

@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from convert import manifest
 from kernels.mesh import REPLICA
 from train.base import writing
-from train.base.cluster import agree, gather, share, together
+from train.base.cluster import agree, all_or_raise, broadcast, gather
 from train.base.lock import lock
 from train.base.options import Group, OptionGroup, option
 from train.state.state import TrainState
@@ -77,10 +77,10 @@ class LocalCheckpoints:
 
     def __init__(self, folder: pathlib.Path, shared: pathlib.Path, say: Callable[[str], None] | None = None):
         self.say = say or _say
-        together(lambda: jax.process_index() or self._identify(folder, shared))
+        all_or_raise(lambda: jax.process_index() or self._identify(folder, shared))
         self.folder = folder.resolve() / (shared / "id").read_text().split("\n")[0]
         self._mine = self.folder / str(jax.process_index())
-        together(self._open)
+        all_or_raise(self._open)
         later = max((attempt + 1 for _, attempt in map(_parsed, self._all())), default=0)  # even if a clock is behind
         self._attempt = agree(later if jax.process_index() else max(later, int(time.time())))
         self._whole = (-1, 0)  # step and attempt of the newest checkpoint that is known to be complete
@@ -99,7 +99,7 @@ class LocalCheckpoints:
         a process, as on a full disk, that process prints a warning, and the run goes on.
         """
         self.settle()
-        step, text = int(state.step), share(meta.encode(), 0)
+        step, text = int(state.step), broadcast(meta.encode(), 0)
         pieces: dict[str, np.ndarray] = {}
         for n, leaf in enumerate(jax.tree.leaves(state)):
             for shard in jax.device_put(leaf, _replicated(leaf.sharding)).addressable_shards:
@@ -250,7 +250,7 @@ class LocalCheckpoints:
             offered = {name: found.get(name) or parts.read(name) for name in wanted}
             offers = gather([offered[name] is not None for name in wanted])
             if gone := int((~offers.any(0)).sum()):
-                together(parts.refuse_unreadable)
+                all_or_raise(parts.refuse_unreadable)
                 self._say_once(
                     f"Step {step} on the hosts' own disks is not complete: {gone} of {len(every)} pieces are on none "
                     "of them, or are of another mesh. An older one, or a shared one, is used."
@@ -260,7 +260,7 @@ class LocalCheckpoints:
                 f"{len(wanted)} of {len(every)} pieces of step {step} come from the disks of other processes."
             )
             for name, source in zip(wanted, offers.argmax(0), strict=True):
-                data = share(offered[name] or b"", int(source))
+                data = broadcast(offered[name] or b"", int(source))
                 if name in found:
                     found[name] = data
         return found  # pyright: ignore[reportReturnType]

@@ -54,7 +54,7 @@ def to_host(tree: T) -> T:
     return jax.device_put(tree, Space.Host)
 
 
-def in_turn(function: Callable[[Any], T], trees: Iterable[Any]) -> list[T]:
+def one_by_one(function: Callable[[Any], T], trees: Iterable[Any]) -> list[T]:
     """Computes `function` of each tree on the devices. A tree is moved there when the result of the last is done."""
     done = []
     for tree in trees:
@@ -63,7 +63,7 @@ def in_turn(function: Callable[[Any], T], trees: Iterable[Any]) -> list[T]:
     return done
 
 
-def updated_in_turn(function: Callable[[T], T], tree: T, choose: Callable[[Any, Any], Any], kept: T, after: Any) -> T:
+def streamed_update(function: Callable[[T], T], tree: T, choose: Callable[[Any, Any], Any], kept: T, after: Any) -> T:
     """Computes `jax.tree.map(choose, function(tree), kept)` for arrays on the host, few of them on devices at a time.
 
     The operations are those of `function`, in another order: its results are computed one after another, and each

@@ -48,7 +48,7 @@ class Marks(NamedTuple):
     inside: dict[int, "Marks"]
 
 
-class Found(NamedTuple):
+class NaNSource(NamedTuple):
     operation: str
     where: str  # the operation's line of code
     turns: str  # turns of the loops around the operation, in words
@@ -81,7 +81,7 @@ def first(function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[str]
     return result, said
 
 
-def _sentence(found: Found) -> str:
+def _sentence(found: NaNSource) -> str:
     return f"`{found.operation}` at {found.where}{found.turns}."
 
 
@@ -138,14 +138,14 @@ def _turns(operation: Any, body: ClosedJaxpr, given: Sequence[Any]) -> tuple[lis
     return [*carry, *stacked], marks
 
 
-def _first(program: ClosedJaxpr, marks: Marks, kind: int) -> Found | None:
+def _first(program: ClosedJaxpr, marks: Marks, kind: int) -> NaNSource | None:
     """Finds the first operation, in the order of time, that made a NaN; or, for `kind` INFINITY, a NaN or infinity."""
     for n, operation in enumerate(program.jaxpr.eqns):
         if marks.made[n] < kind:
             continue
         body = _body(operation)
         if body is None:
-            return Found(operation.primitive.name, _where(operation), "")
+            return NaNSource(operation.primitive.name, _where(operation), "")
         inside = marks.inside[n]
         if operation.primitive.name != "scan":
             if found := _first(body, inside, kind):

@@ -94,5 +94,5 @@ def updated(
         return jax.lax.cond(fine, balanced, skipped, state, gradients)
     choose = lambda new, old: new if new is old else jnp.where(fine, new, old)
     step = functools.partial(update, gradients=gradients)
-    new = offload.updated_in_turn(step, state, choose, skipped(state), norm)
+    new = offload.streamed_update(step, state, choose, skipped(state), norm)
     return TrainState(new.step, jax.tree.map(choose, rebalance(new.model), new.model), new.opt_state)

@@ -140,7 +140,9 @@ class _Generation(ext.Extension):
         return nodes.Scope([start, *body, end], lineno=line)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """Replace jinja's filter `tojson` by one with transformers' arguments, which does not escape HTML."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return re.sub(r"(?<!\\)\\ufdd2", USERS, text) if ensure_ascii else text
