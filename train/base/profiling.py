@@ -85,7 +85,7 @@ def kernels(path: pathlib.Path) -> dict[str, tuple[float, float]]:
     """Reads an xprof trace. Returns the name of a kernel (on a CPU or TPU, of an XLA operation) -> calls and seconds.
 
     Calls and seconds are those of one device. Copies of one operation (`fusion.3`, `fusion.7`) stay apart, as each has
-    its own place in the program of --dump-hlo.
+    its own place in the program that XLA_FLAGS=--xla_dump_to writes.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # raised by the bindings in Python 3.12
