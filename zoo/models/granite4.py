@@ -22,11 +22,11 @@ import kernels
 from kernels import Tokens
 from kernels.delta_rule.shared import state_products
 from zoo.nn import moe
-from zoo.nn.cache import KV
+from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.mamba2 import Mamba2
+from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
-from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -68,11 +68,12 @@ class Config(AbstractMixtureConfig):
     attention_bias: bool = False
 
     def __post_init__(self):
-        c, given = self, object.__setattr__
-        given(self, "head_dim", c.head_dim or c.hidden_size // c.num_attention_heads)
-        given(self, "num_key_value_heads", c.num_key_value_heads or c.num_attention_heads)
-        given(self, "mamba_d_head", c.mamba_d_head or c.mamba_expand * c.hidden_size // c.mamba_n_heads)
-        given(self, "layer_types", c.layer_types or ("mamba",) * c.num_hidden_layers)
+        # Fill in what follows from other fields, so that equivalent configs compare equal.
+        c, inner = self, self.mamba_expand * self.hidden_size
+        object.__setattr__(self, "head_dim", c.head_dim or c.hidden_size // c.num_attention_heads)
+        object.__setattr__(self, "num_key_value_heads", c.num_key_value_heads or c.num_attention_heads)
+        object.__setattr__(self, "mamba_d_head", c.mamba_d_head or inner // c.mamba_n_heads)
+        object.__setattr__(self, "layer_types", c.layer_types or ("mamba",) * c.num_hidden_layers)
         if len(c.layer_types) != c.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(c.layer_types)} entries, but num_hidden_layers is {c.num_hidden_layers}."
@@ -80,7 +81,7 @@ class Config(AbstractMixtureConfig):
         if len(c.time_step_limit) != 2:
             raise ValueError(f"time_step_limit is {list(c.time_step_limit)}; it needs the least and the largest step.")
         # Where no layer is Mamba, what the file says of it means nothing, and does not fit in granite-4.0-micro's.
-        if "mamba" in c.layer_types and c.mamba_n_heads * c.mamba_d_head != c.mamba_expand * c.hidden_size:
+        if "mamba" in c.layer_types and c.mamba_n_heads * c.mamba_d_head != inner:
             raise ValueError(
                 f"mamba_n_heads={c.mamba_n_heads} times mamba_d_head={c.mamba_d_head} is not mamba_expand="
                 f"{c.mamba_expand} times hidden_size={c.hidden_size}."
@@ -120,7 +121,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractMixer):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear
@@ -153,6 +154,9 @@ class Attention(eqx.Module):
             cache, k, v, kv = cache.update(k, v, at)
         y = kernels.attention(q, k, v, at, kv, scale=self.scale)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
+        return KV.init(layers, batch, length, self.k_proj.shape[-2] // self.head_dim, self.head_dim, dtype)
 
 
 class MLP(eqx.Module):
@@ -205,7 +209,7 @@ class MoE(eqx.Module):
 
 class Block(AbstractDecoderBlock):
     input_layernorm: RMSNorm
-    mamba: Mamba2 | None  # a layer has this one
+    mamba: Mamba2 | None  # a layer has this mixer
     self_attn: Attention | None  # or this one
     post_attention_layernorm: RMSNorm
     shared_mlp: MLP
@@ -237,11 +241,16 @@ class Block(AbstractDecoderBlock):
         self.shared_mlp = MLP(c, key=mlp)
         self.block_sparse_moe = MoE(c, key=experts) if c.num_local_experts else None
 
+    @property
+    def mixer(self) -> AbstractMixer:
+        mixer = self.mamba or self.self_attn
+        assert mixer is not None
+        return mixer
+
     def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: KV | RecurrentCache | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], KV | RecurrentCache | None, moe.Routing | None]:
-        mixer: Any = self.mamba or self.self_attn
-        y, cache = mixer(self.input_layernorm(x), cache, at)
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
+        y, cache = self.mixer(self.input_layernorm(x), cache, at)
         x = x + y * self.residual_multiplier
         normed, routing = self.post_attention_layernorm(x), None
         y = self.shared_mlp(normed)
@@ -250,12 +259,8 @@ class Block(AbstractDecoderBlock):
             y = chosen + y
         return x + y * self.residual_multiplier, cache, routing
 
-    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
-        if self.self_attn is None:
-            assert self.mamba is not None
-            return self.mamba.init_cache(layers, batch, dtype)
-        head_dim = self.self_attn.head_dim
-        return KV.init(layers, batch, length, self.self_attn.k_proj.shape[-2] // head_dim, head_dim, dtype)
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        return self.mixer.init_cache(layers, batch, length, dtype)
 
 
 class Model(AbstractModel):

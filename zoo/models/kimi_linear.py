@@ -11,7 +11,7 @@ chosen groups are never chosen, as in transformers; released models have one gro
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -20,12 +20,11 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-import kernels
 from kernels import Tokens
-from kernels.delta_rule.shared import state_products
 from kernels.sums import pick
 from zoo.nn import moe
-from zoo.nn.cache import LatentKV
+from zoo.nn.cache import AbstractCache
+from zoo.nn.delta import GatedDelta
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -35,15 +34,18 @@ from zoo.nn.layers import (
     Float32,
     Linear,
     RMSNorm,
-    l2_normalized,
     recomputed,
     swiglu,
 )
+from zoo.nn.mixer import AbstractMixer
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import AbstractModel, Family, OneOf, Released, causal_keys
-from zoo.nn.recurrent import RecurrentCache, State, recur
+from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.routing import BiasedRouter, rebalance
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+
+
+Kind = Literal["linear_attention", "full_attention"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,12 @@ class LinearAttention:
     head_dim: int = 128
     num_heads: int = 32
     short_conv_kernel_size: int = 4
+
+    @property
+    def delta(self) -> GatedDelta:
+        """The recurrence of these layers."""
+        heads, dim = self.num_heads, self.head_dim
+        return GatedDelta(heads, heads, dim, dim, self.short_conv_kernel_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +106,14 @@ class Config(AbstractLatentConfig):
             )
 
     def attention_products(self, layer: int, seq: int) -> float:
-        if self.attends(layer):
-            return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
-        kda = self.linear_attn_config
-        return float(kda.num_heads * state_products(kda.head_dim, kda.head_dim, erase=True))
+        if self.layers[layer] == "linear_attention":
+            return self.linear_attn_config.delta.products
+        return self.num_attention_heads * (self.head_dim + self.v_head_dim) * causal_keys(seq)
 
-    def attends(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has latent attention."""
-        return layer + 1 in self.linear_attn_config.full_attn_layers
+    @property
+    def layers(self) -> tuple[Kind, ...]:
+        linear, numbers = self.linear_attn_config.kda_layers, range(1, self.num_hidden_layers + 1)
+        return tuple("linear_attention" if n in linear else "full_attention" for n in numbers)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -146,7 +154,7 @@ class GatedRMSNorm(eqx.Module):
         return (y * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
 
 
-class DeltaAttention(eqx.Module):
+class DeltaAttention(AbstractMixer):
     """Kimi Delta Attention (section 3): a delta rule with a decay for each channel of the keys."""
 
     q_proj: AbstractLinear
@@ -164,53 +172,46 @@ class DeltaAttention(eqx.Module):
     g_b_proj: AbstractLinear
     o_norm: GatedRMSNorm
     o_proj: AbstractLinear
-    config: Config = eqx.field(static=True)
+    delta: GatedDelta = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        self.config, c, d = config, config.linear_attn_config, config.hidden_size
-        q, k, v, q_conv, k_conv, v_conv, rate, step, f_a, f_b, b, g_a, g_b, o = jax.random.split(key, 14)
-        channels = c.num_heads * c.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (Linear(d, channels, key=each) for each in (q, k, v))
-        convs = (Conv1d(channels, c.short_conv_kernel_size, key=each) for each in (q_conv, k_conv, v_conv))
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = convs
-        self.A_log = Float32(jnp.log(jax.random.uniform(rate, (1, 1, c.num_heads, 1), minval=1.0, maxval=16.0)))
-        self.f_a_proj = Linear(d, c.head_dim, key=f_a)
-        self.f_b_proj = Linear(c.head_dim, channels, key=f_b)
+        keys, d, delta = jax.random.split(key, 14), config.hidden_size, config.linear_attn_config.delta
+        heads, dim, channels = delta.key_heads, delta.key_dim, delta.keys  # as many as those of the values
+        self.delta = delta
+        self.q_proj, self.k_proj, self.v_proj = (Linear(d, channels, key=key) for key in keys[:3])
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (Conv1d(channels, delta.width, key=key) for key in keys[3:6])
+        rate, step, f_a, f_b, b, g_a, g_b, o = keys[6:]
+        self.A_log = Float32(jnp.log(jax.random.uniform(rate, (1, 1, heads, 1), minval=1.0, maxval=16.0)))
+        self.f_a_proj = Linear(d, dim, key=f_a)
+        self.f_b_proj = Linear(dim, channels, key=f_b)
         # softplus(dt_bias) is between 0.001 and 0.1, evenly by its logarithm, as in Mamba (arXiv:2312.00752).
         steps = jnp.exp(jax.random.uniform(step, (channels,), minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
         self.dt_bias = Float32(steps + jnp.log(-jnp.expm1(-steps)))
-        self.b_proj = Linear(d, c.num_heads, key=b)
-        self.g_a_proj = Linear(d, c.head_dim, key=g_a)
-        self.g_b_proj = Linear(c.head_dim, channels, key=g_b)
-        self.o_norm = GatedRMSNorm(c.head_dim, config.rms_norm_eps)
+        self.b_proj = Linear(d, heads, key=b)
+        self.g_a_proj = Linear(d, dim, key=g_a)
+        self.g_b_proj = Linear(dim, channels, key=g_b)
+        self.o_norm = GatedRMSNorm(dim, config.rms_norm_eps)
         self.o_proj = Linear(channels, d, key=o)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], RecurrentCache | None]:
-        c = self.config.linear_attn_config
-        heads = lambda y: y.reshape(*y.shape[:2], c.num_heads, -1)
-        flat = lambda y: y.reshape(*y.shape[:2], -1)
+        delta, flat = self.delta, lambda y: y.reshape(*y.shape[:2], -1)
+        heads = lambda y: y.reshape(*y.shape[:2], delta.key_heads, -1)
         # One convolution for all, whose channels lie by heads: so "tensor" splits them as it splits the projections.
         qkv = jnp.concatenate([heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
-        weights = [conv.weight.reshape(c.num_heads, c.head_dim, -1) for conv in self.convolutions]
-        weight = jnp.concatenate(weights, axis=1).reshape(-1, c.short_conv_kernel_size)
-        bias = self.dt_bias.value.reshape(1, 1, c.num_heads, -1)
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        by_head = [conv.weight.reshape(delta.key_heads, delta.key_dim, -1) for conv in convs]
+        conv = jnp.concatenate(by_head, axis=1).reshape(-1, delta.width)
+        bias = self.dt_bias.value.reshape(1, 1, delta.key_heads, -1)
         decay = log_decay(heads(self.f_b_proj(self.f_a_proj(x))), bias, self.A_log.value)
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
-
-        def step(inputs: tuple[Array, ...], state: State, tail: Array | None, at: Tokens) -> Any:
-            qkv, decay, beta = inputs
-            qkv, tail = kernels.causal_conv(qkv, weight, at, tail=tail)
-            q, k, v = jnp.split(heads(jax.nn.silu(qkv)), 3, axis=-1)
-            q, k = l2_normalized(q), l2_normalized(k)
-            y, state = kernels.delta_rule(q, k, v, decay, beta, at, scale=c.head_dim**-0.5, state=state)
-            return y, state, tail
-
-        y, cache = recur(step, (flat(qkv), decay, beta), cache, at)
+        split = lambda qkv: jnp.split(heads(qkv), 3, axis=-1)
+        y, cache = delta(flat(qkv), decay, beta, cache, at, conv=conv, split=split)
         return self.o_proj(flat(self.o_norm(y, heads(self.g_b_proj(self.g_a_proj(x)))))), cache
 
-    convolutions = property(lambda self: (self.q_conv1d, self.k_conv1d, self.v_conv1d))
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> RecurrentCache:
+        return self.delta.init_cache(layers, batch, dtype)
 
 
 @recomputed
@@ -281,26 +282,26 @@ class MoE(eqx.Module):
 
 class Block(AbstractDecoderBlock):
     input_layernorm: RMSNorm
-    self_attn: DeltaAttention | LatentAttention
+    self_attn: AbstractMixer  # a DeltaAttention, or a LatentAttention
     post_attention_layernorm: RMSNorm
     mlp: MLP | None  # a layer has this one
     block_sparse_moe: MoE | None  # or this one
     ordered: ClassVar[bool] = True
 
-    def __init__(self, config: Config, attends: bool, dense: bool, *, key: PRNGKeyArray):
+    def __init__(self, config: Config, kind: Kind, dense: bool, *, key: PRNGKeyArray):
         c, (attention, mlp) = config, jax.random.split(key)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        if attends:
-            self.self_attn = LatentAttention(c, q_rank=None, rotary=None, scale=c.head_dim**-0.5, key=attention)
-        else:
+        if kind == "linear_attention":
             self.self_attn = DeltaAttention(c, key=attention)
+        else:
+            self.self_attn = LatentAttention(c, q_rank=None, rotary=None, scale=c.head_dim**-0.5, key=attention)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c.hidden_size, c.intermediate_size, key=mlp) if dense else None
         self.block_sparse_moe = None if dense else MoE(c, key=mlp)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: Any, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | RecurrentCache | None, moe.Routing | None]:
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
         x = x + y
         y, routing = self.post_attention_layernorm(x), None
@@ -310,13 +311,8 @@ class Block(AbstractDecoderBlock):
             y, routing = self.block_sparse_moe(y, at.segments)
         return x + y, cache, routing
 
-    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV | RecurrentCache:
-        if isinstance(self.self_attn, LatentAttention):
-            return self.self_attn.init_cache(layers, batch, length, dtype)
-        c = self.self_attn.config
-        heads, dim = c.linear_attn_config.num_heads, c.linear_attn_config.head_dim
-        tail = c.linear_attn_config.short_conv_kernel_size - 1, 3 * heads * dim
-        return RecurrentCache.init(layers, batch, (heads, dim, dim), tail, dtype)
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        return self.self_attn.init_cache(layers, batch, length, dtype)
 
 
 class Model(AbstractModel):
@@ -329,7 +325,7 @@ class Model(AbstractModel):
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         """Initialise random weights, in float32."""
         c, (embed, layers, head) = config, jax.random.split(key, 3)
-        kinds = [(c.attends(n), n < c.first_k_dense_replace) for n in range(c.num_hidden_layers)]
+        kinds = [(kind, n < c.first_k_dense_replace) for n, kind in enumerate(c.layers)]
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, *kinds[n], key=key), kinds, key=layers)
@@ -345,6 +341,15 @@ class Model(AbstractModel):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.lm_head(x)
+
+
+# The key of linear_attn_config for each kind of layer, and for each size that transformers 5 writes outside of it.
+KINDS: dict[Kind, str] = {"full_attention": "full_attn_layers", "linear_attention": "kda_layers"}
+LINEAR = {
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,13 +380,6 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
         del hub["mlp_layer_types"]
     return hub
 
-
-KINDS = {"full_attention": "full_attn_layers", "linear_attention": "kda_layers"}
-LINEAR = {
-    "linear_head_dim": "head_dim",
-    "linear_num_heads": "num_heads",
-    "linear_conv_kernel_dim": "short_conv_kernel_size",
-}
 
 FAMILY = Family(
     title="Kimi Linear",

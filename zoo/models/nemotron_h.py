@@ -10,6 +10,7 @@ least one where it reads a text in one pass, and has none where it decodes; time
 """
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -37,22 +38,20 @@ from zoo.nn.layers import (
     recomputed,
 )
 from zoo.nn.mamba2 import Mamba2
+from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.routing import BiasedRouter, rebalance
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
-MAMBA, ATTENTION, DENSE, EXPERTS = "M*-E"  # the letters of a pattern
-# What transformers 5 writes for each of them, and what it wrote before.
-LETTERS = {
-    "linear_attention": MAMBA,
-    "full_attention": ATTENTION,
-    "mlp": DENSE,
-    "moe": EXPERTS,
-    "mamba": MAMBA,
-    "attention": ATTENTION,
-}
+class Kind(enum.Enum):
+    """The kind of a layer: its letter in `hybrid_override_pattern`."""
+
+    MAMBA = "M"
+    ATTENTION = "*"
+    MLP = "-"
+    MOE = "E"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Config(AbstractMixtureConfig):
 
     def __post_init__(self):
         c, pattern = self, self.hybrid_override_pattern
-        if len(pattern) != c.num_hidden_layers or set(pattern) - set(LETTERS.values()):
+        if len(pattern) != c.num_hidden_layers or set(pattern) - {kind.value for kind in Kind}:
             raise ValueError(
                 f"hybrid_override_pattern={pattern!r} needs one of M, *, - and E for each of the {c.num_hidden_layers} "
                 "layers."
@@ -110,11 +109,15 @@ class Config(AbstractMixtureConfig):
                 f"{c.topk_group} of n_group {c.n_group} groups."
             )
 
+    @property
+    def layers(self) -> tuple[Kind, ...]:
+        return tuple(map(Kind, self.hybrid_override_pattern))
+
     def attention_products(self, layer: int, seq: int) -> float:
-        kind = self.hybrid_override_pattern[layer]
-        if kind == ATTENTION:
+        kind = self.layers[layer]
+        if kind is Kind.ATTENTION:
             return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-        if kind == MAMBA:
+        if kind is Kind.MAMBA:
             return float(self.mamba_num_heads * state_products(self.ssm_state_size, self.mamba_head_dim, erase=False))
         return 0.0
 
@@ -148,7 +151,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractMixer):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear
@@ -173,6 +176,9 @@ class Attention(eqx.Module):
             cache, k, v, kv = cache.update(k, v, at)
         y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
+        return KV.init(layers, batch, length, self.k_proj.shape[-2] // self.head_dim, self.head_dim, dtype)
 
 
 @recomputed
@@ -235,13 +241,13 @@ class MoE(eqx.Module):
 
 class Block(AbstractDecoderBlock):
     norm: Float32RMSNorm
-    mixer: Mamba2 | Attention | MLP | MoE
+    mixer: AbstractMixer | MLP | MoE  # a Mamba2, an Attention, or one of these two
     ordered: ClassVar[bool] = True
 
-    def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
+    def __init__(self, config: Config, kind: Kind, *, key: PRNGKeyArray):
         c = config
         self.norm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
-        if kind == MAMBA:
+        if kind is Kind.MAMBA:
             self.mixer = Mamba2(
                 c.hidden_size,
                 heads=c.mamba_num_heads,
@@ -255,9 +261,9 @@ class Block(AbstractDecoderBlock):
                 conv_bias=c.use_conv_bias,
                 key=key,
             )
-        elif kind == ATTENTION:
+        elif kind is Kind.ATTENTION:
             self.mixer = Attention(c, key=key)
-        elif kind == EXPERTS:
+        elif kind is Kind.MOE:
             self.mixer = MoE(c, key=key)
         else:
             linear = lambda *sizes, key: Linear(*sizes, bias=c.mlp_bias, key=key)
@@ -266,22 +272,18 @@ class Block(AbstractDecoderBlock):
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
-        y, mixer, routing = self.norm(x), self.mixer, None
-        if isinstance(mixer, MoE):
-            y, routing = mixer(y, at.segments)
-        elif isinstance(mixer, MLP):
-            y = mixer(y)
+        y, routing = self.norm(x), None
+        if isinstance(self.mixer, AbstractMixer):
+            y, cache = self.mixer(y, cache, at)
+        elif isinstance(self.mixer, MoE):
+            y, routing = self.mixer(y, at.segments)
         else:
-            remembers: Any = mixer
-            y, cache = remembers(y, cache, at)
+            y = self.mixer(y)
         return x + y, cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
-        if isinstance(self.mixer, Mamba2):
-            return self.mixer.init_cache(layers, batch, dtype)
-        if isinstance(self.mixer, Attention):
-            head_dim = self.mixer.head_dim
-            return KV.init(layers, batch, length, self.mixer.k_proj.shape[-2] // head_dim, head_dim, dtype)
+        if isinstance(self.mixer, AbstractMixer):
+            return self.mixer.init_cache(layers, batch, length, dtype)
         return NoCache(jnp.array(0, jnp.int32))
 
 
@@ -303,7 +305,7 @@ class MTP(AbstractMTP):
         self.enorm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.hnorm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, key=project)
-        self.layers = Block(c, ATTENTION, key=attention), Block(c, EXPERTS, key=experts)
+        self.layers = Block(c, Kind.ATTENTION, key=attention), Block(c, Kind.MOE, key=experts)
         self.final_layernorm = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
 
     def __call__(
@@ -334,15 +336,14 @@ class Model(AbstractMTPModel):
         """Initialise random weights, in float32, with these of `FAMILY.parts`."""
         c, (embed, layers, head, *mtp) = config, jax.random.split(key, 6)
         modules = c.num_nextn_predict_layers, c.mtp_hybrid_override_pattern
-        if "mtp" in parts and modules != (1, ATTENTION + EXPERTS):
+        if "mtp" in parts and modules != (1, "*E"):
             raise ValueError(
                 "The part mtp needs num_nextn_predict_layers=1 and mtp_hybrid_override_pattern='*E', not "
                 f"{modules[0]} and {modules[1]!r}."
             )
-        kinds = c.hybrid_override_pattern
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
-        self.layers = Stack(lambda n, *, key: Block(c, kinds[n], key=key), kinds, key=layers)
+        self.layers = Stack(lambda n, *, key: Block(c, c.layers[n], key=key), c.layers, key=layers)
         self.norm_f = Float32RMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
         self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
@@ -358,21 +359,25 @@ class Model(AbstractMTPModel):
         return self.lm_head(x)
 
 
+# The letter of each name for a kind of layer: those that transformers 5 writes, and those that it wrote before.
+LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}
+
+
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes patterns of lists of layers, and leaves out the norm's epsilon under other names.
+    """Writes lists of layers as patterns, and leaves out the norm's epsilon under other names.
 
     Raises:
         ValueError: for an unknown kind of layer, or different epsilons.
     """
     hub = dict(hub)
-    for lists, pattern in (
-        (("layers_block_type", "layer_types"), "hybrid_override_pattern"),
-        (("mtp_layers_block_type",), "mtp_hybrid_override_pattern"),
+    for pattern, names in (
+        ("hybrid_override_pattern", ("layers_block_type", "layer_types")),
+        ("mtp_hybrid_override_pattern", ("mtp_layers_block_type",)),
     ):
-        kinds = next((found for name in lists if (found := hub.pop(name, None)) is not None), None)
+        kinds = next((found for name in names if (found := hub.pop(name, None)) is not None), None)
         if kinds is not None:
             if not isinstance(kinds, list) or not all(str(kind) in LETTERS for kind in kinds):
-                raise ValueError(f"{lists[0]}={kinds!r} is no list of {', '.join(LETTERS)}.")
+                raise ValueError(f"{names[0]}={kinds!r} is no list of {', '.join(LETTERS)}.")
             hub.setdefault(pattern, "".join(LETTERS[kind] for kind in kinds))
     if isinstance(pattern := hub.get("hybrid_override_pattern"), str):
         hub.setdefault("num_hidden_layers", len(pattern))

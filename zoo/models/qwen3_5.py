@@ -9,7 +9,7 @@ coordinates, which the frequencies of each head share in turn. Without the tower
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.delta_rule.shared import state_products
 from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
+from zoo.nn.delta import GatedDelta
 from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
@@ -36,21 +36,17 @@ from zoo.nn.layers import (
     GatedRMSNorm,
     Linear,
     OffsetRMSNorm,
-    l2_normalized,
     swiglu,
 )
+from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
-from zoo.nn.recurrent import RecurrentCache, State, recur
+from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import qwen3_vl
-
-
-# config.json's model_type of a dense model and of a mixture, and what transformers calls each.
-ARCHITECTURES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,48 +98,57 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     architectures: tuple[str, ...] = ()
 
     def __post_init__(self):
+        # Fill in what follows from other fields, so that equivalent configs compare equal.
+        kind = self.model_type or ("qwen3_5_moe_text" if self.num_experts else "qwen3_5_text")
+        every, numbers = self.full_attention_interval, range(1, self.num_hidden_layers + 1)
+        types = self.layer_types or tuple("linear_attention" if n % every else "full_attention" for n in numbers)
+        object.__setattr__(self, "model_type", kind)
+        object.__setattr__(self, "architectures", self.architectures or ARCHITECTURES.get(kind, ()))
+        object.__setattr__(self, "layer_types", types)
+        if refusal := next(self.refusals(), None):
+            raise ValueError(refusal)
+
+    def refusals(self) -> Iterator[str]:
+        """Yields a sentence for each rule that the values break."""
+        kind, types, vision = self.model_type, self.layer_types, self.vision
+        if self.architectures != ARCHITECTURES.get(kind):
+            known = "; ".join(f"{kind} with {name}" for kind, (name,) in ARCHITECTURES.items())
+            yield f"model_type={kind!r} with architectures={list(self.architectures)} is not implemented: {known}."
         mixture = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-        model_type = self.model_type or tuple(ARCHITECTURES)[self.num_experts > 0]
-        if model_type not in ARCHITECTURES or self.architectures not in ((), (ARCHITECTURES[model_type],)):
-            known = "; ".join(f"{kind} with {name}" for kind, name in ARCHITECTURES.items())
-            raise ValueError(
-                f"model_type={model_type!r} with architectures={list(self.architectures)} is not implemented: {known}."
-            )
-        needed, other = mixture, ("intermediate_size",)
-        if model_type == "qwen3_5_text":
-            needed, other = other, mixture
-        for name in (*needed, *other):
-            if (getattr(self, name) > 0) != (name in needed):
-                raise ValueError(
-                    f"{name}={getattr(self, name)}, which {model_type} {'needs' if name in needed else 'has not'}."
-                )
-        every, kinds = self.full_attention_interval, ("linear_attention", "full_attention")
-        types = self.layer_types or tuple(kinds[n % every == 0] for n in range(1, self.num_hidden_layers + 1))
-        if len(types) != self.num_hidden_layers or set(types) - set(kinds):
-            raise ValueError(
+        for name in ("intermediate_size", *mixture):
+            needed = (kind == "qwen3_5_moe_text") == (name in mixture)
+            if (getattr(self, name) > 0) != needed:
+                yield f"{name}={getattr(self, name)}, which {kind} {'needs' if needed else 'has not'}."
+        if len(types) != self.num_hidden_layers or not set(types) <= {"linear_attention", "full_attention"}:
+            yield (
                 f"layer_types has {len(types)} entries, of {', '.join(sorted(set(types)))}; it needs "
-                f"{self.num_hidden_layers}, of {' and '.join(kinds)}."
+                f"{self.num_hidden_layers}, of linear_attention and full_attention."
             )
         if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ValueError(
+            yield (
                 f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "
                 f"linear_num_key_heads={self.linear_num_key_heads}."
             )
-        if self.vision is not None and self.vision.tower.out_hidden_size != self.hidden_size:
-            raise ValueError(
-                f"vision_config has out_hidden_size={self.vision.tower.out_hidden_size}, but the text model's "
-                f"hidden_size is {self.hidden_size}."
+        if vision is not None and vision.tower.out_hidden_size != self.hidden_size:
+            yield (
+                f"vision_config has out_hidden_size={vision.tower.out_hidden_size}, but the text model's hidden_size "
+                f"is {self.hidden_size}."
             )
-        object.__setattr__(self, "model_type", model_type)
-        object.__setattr__(self, "architectures", (ARCHITECTURES[model_type],))
-        object.__setattr__(self, "layer_types", types)
+
+    @property
+    def delta(self) -> GatedDelta:
+        """The recurrence of the linear layers."""
+        heads = self.linear_num_key_heads, self.linear_num_value_heads
+        return GatedDelta(*heads, self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
 
     def attention_products(self, layer: int, seq: int) -> float:
-        if self.layer_types[layer] == "full_attention":
-            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-        head = state_products(self.linear_key_head_dim, self.linear_value_head_dim, erase=True)
-        return float(self.linear_num_value_heads * head)
+        if self.layer_types[layer] == "linear_attention":
+            return self.delta.products
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
 
+
+# config.json's model_type of a dense model and of a mixture, and what transformers calls each.
+ARCHITECTURES = {"qwen3_5_text": ("Qwen3_5ForCausalLM",), "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM",)}
 
 # fmt: off
 #                        hidden   mlp  depth  heads
@@ -168,35 +173,28 @@ QWEN3_5_35B  = Config(248320, 2048,    40,   16, 2,   32,   262144,     0, visio
 QWEN3_5_122B = Config(248320, 3072,    48,   32, 2,   64,   262144,     0, vision=vision_of(LARGE, 3072), **MOE_122B)
 QWEN3_5_397B = Config(248320, 4096,    60,   32, 2,   64,   262144,     0, vision=vision_of(LARGE, 4096), **MOE_397B)
 
+# The Hub's names of each size, with the same numbers: released, base, and in fp8. A zoo name is one in lower case.
 CONFIGS = {
-    "qwen3.5-0.8b":          Released(QWEN3_5_0_8B, "Qwen/Qwen3.5-0.8B"),
-    "qwen3.5-0.8b-base":     Released(QWEN3_5_0_8B, "Qwen/Qwen3.5-0.8B-Base"),
-    "qwen3.5-2b":            Released(QWEN3_5_2B,   "Qwen/Qwen3.5-2B"),
-    "qwen3.5-2b-base":       Released(QWEN3_5_2B,   "Qwen/Qwen3.5-2B-Base"),
-    "qwen3.5-4b":            Released(QWEN3_5_4B,   "Qwen/Qwen3.5-4B"),
-    "qwen3.5-4b-base":       Released(QWEN3_5_4B,   "Qwen/Qwen3.5-4B-Base"),
-    "qwen3.5-9b":            Released(QWEN3_5_9B,   "Qwen/Qwen3.5-9B"),
-    "qwen3.5-9b-base":       Released(QWEN3_5_9B,   "Qwen/Qwen3.5-9B-Base"),
-    "qwen3.5-27b":           Released(QWEN3_5_27B,  "Qwen/Qwen3.5-27B"),
-    "qwen3.5-27b-fp8":       Released(QWEN3_5_27B,  "Qwen/Qwen3.5-27B-FP8"),
-    "qwen3.5-35b-a3b":       Released(QWEN3_5_35B,  "Qwen/Qwen3.5-35B-A3B"),
-    "qwen3.5-35b-a3b-base":  Released(QWEN3_5_35B,  "Qwen/Qwen3.5-35B-A3B-Base"),
-    "qwen3.5-35b-a3b-fp8":   Released(QWEN3_5_35B,  "Qwen/Qwen3.5-35B-A3B-FP8"),
-    "qwen3.5-122b-a10b":     Released(QWEN3_5_122B, "Qwen/Qwen3.5-122B-A10B"),
-    "qwen3.5-122b-a10b-fp8": Released(QWEN3_5_122B, "Qwen/Qwen3.5-122B-A10B-FP8"),
-    "qwen3.5-397b-a17b":     Released(QWEN3_5_397B, "Qwen/Qwen3.5-397B-A17B"),
-    "qwen3.5-397b-a17b-fp8": Released(QWEN3_5_397B, "Qwen/Qwen3.5-397B-A17B-FP8"),
-    "qwen3.6-27b":           Released(QWEN3_5_27B,  "Qwen/Qwen3.6-27B"),
-    "qwen3.6-27b-fp8":       Released(QWEN3_5_27B,  "Qwen/Qwen3.6-27B-FP8"),
-    "qwen3.6-35b-a3b":       Released(QWEN3_5_35B,  "Qwen/Qwen3.6-35B-A3B"),
-    "qwen3.6-35b-a3b-fp8":   Released(QWEN3_5_35B,  "Qwen/Qwen3.6-35B-A3B-FP8"),
-    "qwen3.8-27b":           Released(QWEN3_5_27B,  "Qwen/Qwen3.8-27B"),
-    "qwen3.8-27b-fp8":       Released(QWEN3_5_27B,  "Qwen/Qwen3.8-27B-FP8"),
+    name.lower(): Released(config, f"Qwen/{name}")
+    for config, *names in (
+        (QWEN3_5_0_8B, "Qwen3.5-0.8B",      "Qwen3.5-0.8B-Base"),
+        (QWEN3_5_2B,   "Qwen3.5-2B",        "Qwen3.5-2B-Base"),
+        (QWEN3_5_4B,   "Qwen3.5-4B",        "Qwen3.5-4B-Base"),
+        (QWEN3_5_9B,   "Qwen3.5-9B",        "Qwen3.5-9B-Base"),
+        (QWEN3_5_27B,  "Qwen3.5-27B",       "Qwen3.5-27B-FP8"),
+        (QWEN3_5_35B,  "Qwen3.5-35B-A3B",   "Qwen3.5-35B-A3B-Base", "Qwen3.5-35B-A3B-FP8"),
+        (QWEN3_5_122B, "Qwen3.5-122B-A10B", "Qwen3.5-122B-A10B-FP8"),
+        (QWEN3_5_397B, "Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-FP8"),
+        (QWEN3_5_27B,  "Qwen3.6-27B",       "Qwen3.6-27B-FP8"),
+        (QWEN3_5_35B,  "Qwen3.6-35B-A3B",   "Qwen3.6-35B-A3B-FP8"),
+        (QWEN3_5_27B,  "Qwen3.8-27B",       "Qwen3.8-27B-FP8"),
+    )
+    for name in names
 }
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractMixer):
     """Attention, each output of which is multiplied by the sigmoid of its gate. `q_proj` gives queries and gates."""
 
     q_proj: AbstractLinear  # rows: of each head, first those of its queries, then those of its gates
@@ -234,8 +232,11 @@ class Attention(eqx.Module):
         y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
+        return KV.init(layers, batch, length, self.k_proj.shape[-2] // self.head_dim, self.head_dim, dtype)
 
-class GatedDeltaNet(eqx.Module):
+
+class GatedDeltaNet(AbstractMixer):
     """Linear attention: short convolutions, a gated delta rule, a norm with a gate (arXiv:2412.06464, section 3)."""
 
     in_proj_qkv: AbstractLinear  # rows: all queries', all keys', all values'
@@ -247,27 +248,20 @@ class GatedDeltaNet(eqx.Module):
     A_log: Float32
     norm: GatedRMSNorm
     out_proj: AbstractLinear
-    config: Config = eqx.field(static=True)
+    delta: GatedDelta = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        c, (qkv, z, b, a, conv, decay, out) = config, jax.random.split(key, 7)
-        heads, (keys, values) = c.linear_num_value_heads, self.widths(c)
-        self.config = c
-        self.in_proj_qkv = Linear(c.hidden_size, 2 * keys + values, key=qkv)
-        self.in_proj_z = Linear(c.hidden_size, values, key=z)
-        self.in_proj_b = Linear(c.hidden_size, heads, key=b)
-        self.in_proj_a = Linear(c.hidden_size, heads, key=a)
-        self.conv1d = Conv1d(2 * keys + values, c.linear_conv_kernel_dim, key=conv)
-        self.dt_bias = jnp.ones(heads)
-        self.A_log = Float32(jnp.log(jax.random.uniform(decay, (heads,), minval=0.01, maxval=16)))
-        self.norm = GatedRMSNorm(c.linear_value_head_dim, c.rms_norm_eps)
-        self.out_proj = Linear(values, c.hidden_size, key=out)
-
-    @staticmethod
-    def widths(config: Config) -> tuple[int, int]:
-        """Returns the number of features of all keys, and of all values."""
-        c = config
-        return c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
+        c, delta, (qkv, z, b, a, conv, decay, out) = config, config.delta, jax.random.split(key, 7)
+        self.delta = delta
+        self.in_proj_qkv = Linear(c.hidden_size, delta.channels, key=qkv)
+        self.in_proj_z = Linear(c.hidden_size, delta.values, key=z)
+        self.in_proj_b = Linear(c.hidden_size, delta.value_heads, key=b)
+        self.in_proj_a = Linear(c.hidden_size, delta.value_heads, key=a)
+        self.conv1d = Conv1d(delta.channels, delta.width, key=conv)
+        self.dt_bias = jnp.ones(delta.value_heads)
+        self.A_log = Float32(jnp.log(jax.random.uniform(decay, (delta.value_heads,), minval=0.01, maxval=16)))
+        self.norm = GatedRMSNorm(delta.value_dim, c.rms_norm_eps)
+        self.out_proj = Linear(delta.values, c.hidden_size, key=out)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
@@ -275,26 +269,22 @@ class GatedDeltaNet(eqx.Module):
         a = self.in_proj_a(x).astype(jnp.float32)
         rate = jax.nn.softplus(a + jnp.broadcast_to(self.dt_bias.astype(jnp.float32), a.shape))
         decay = -jnp.broadcast_to(jnp.exp(self.A_log.value), a.shape) * rate
-        beta = jax.nn.sigmoid(self.in_proj_b(x))
-        y, cache = recur(self.step, (self.in_proj_qkv(x), decay, beta), cache, at)
+        qkv, beta, conv = self.in_proj_qkv(x), jax.nn.sigmoid(self.in_proj_b(x)), self.conv1d.weight[:, 0]
+        y, cache = self.delta(qkv, decay, beta, cache, at, conv=conv, split=self.split)
         y = self.norm(y, self.in_proj_z(x).reshape(y.shape))
         return self.out_proj(y.reshape(*y.shape[:2], -1)), cache
 
-    def step(
-        self, inputs: tuple[Array, Array, Array], state: State, tail: Array | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq v_heads v_dim"], State, Array]:
-        """Convolutions and delta rule of the next tokens, as `zoo.nn.recurrent.recur` calls it."""
-        (qkv, decay, beta), c, (keys, _) = inputs, self.config, self.widths(self.config)
-        qkv, last = kernels.causal_conv(qkv, self.conv1d.weight[:, 0], at, tail=tail)
-        heads = lambda y, dim: y.reshape(*y.shape[:2], -1, dim)
+    def split(self, qkv: Float[Array, "batch seq channels"]) -> tuple[Float[Array, "batch seq _ _"], ...]:
+        """Splits the channels into queries, keys and values by heads."""
         # Over "tensor" each device has an equal share of the channels, which is not that of its heads. So XLA permutes
         # them between devices: with tensor=4 and twice as many values as keys, 5/8 of this array arrives at each
         # (compiled for CPUs by jax 0.10.2), beside the sum of outputs that attention and MLP have too.
-        q, k, v = jnp.split(jax.nn.silu(qkv), [keys, 2 * keys], axis=-1)
-        q, k = (l2_normalized(heads(y, c.linear_key_head_dim)) for y in (q, k))
-        v, scale = heads(v, c.linear_value_head_dim), c.linear_key_head_dim**-0.5
-        y, state = kernels.delta_rule(q, k, v, decay, beta, at, scale=scale, state=state)
-        return y, state, last
+        d, heads = self.delta, lambda y, count: y.reshape(*y.shape[:2], count, -1)
+        q, k, v = jnp.split(qkv, [d.keys, 2 * d.keys], axis=-1)
+        return heads(q, d.key_heads), heads(k, d.key_heads), heads(v, d.value_heads)
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> RecurrentCache:
+        return self.delta.init_cache(layers, batch, dtype)
 
 
 class MLP(eqx.Module):
@@ -355,40 +345,37 @@ class MoE(eqx.Module):
 
 class Block(AbstractDecoderBlock):
     input_layernorm: OffsetRMSNorm
-    linear_attn: GatedDeltaNet | None  # this, or the next
-    self_attn: Attention | None
+    linear_attn: GatedDeltaNet | None  # a layer has this mixer
+    self_attn: Attention | None  # or this one
     post_attention_layernorm: OffsetRMSNorm
     mlp: MLP | MoE
-    config: Config = eqx.field(static=True)
     ordered: ClassVar[bool] = True
 
     def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
-        c, (attention, mlp) = config, jax.random.split(key)
-        self.config = c
+        c, (mixer, mlp) = config, jax.random.split(key)
         self.input_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.linear_attn = GatedDeltaNet(c, key=attention) if kind == "linear_attention" else None
-        self.self_attn = Attention(c, key=attention) if kind == "full_attention" else None
+        self.linear_attn = GatedDeltaNet(c, key=mixer) if kind == "linear_attention" else None
+        self.self_attn = Attention(c, key=mixer) if kind == "full_attention" else None
         self.post_attention_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MoE(c, key=mlp) if c.num_experts else MLP(c.hidden_size, c.intermediate_size, key=mlp)
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: Any, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], Any, moe.Routing | None]:
-        mixer = self.self_attn or self.linear_attn
+    @property
+    def mixer(self) -> AbstractMixer:
+        mixer = self.linear_attn or self.self_attn
         assert mixer is not None
-        y, cache = mixer(self.input_layernorm(x), cache, at)
+        return mixer
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
+        y, cache = self.mixer(self.input_layernorm(x), cache, at)
         x = x + y
         y = self.post_attention_layernorm(x)
         y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
         return x + y, cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
-        c = self.config
-        if self.linear_attn is None:
-            return KV.init(layers, batch, length, c.num_key_value_heads, c.head_dim, dtype)
-        keys, values = GatedDeltaNet.widths(c)
-        state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-        return RecurrentCache.init(layers, batch, state, (c.linear_conv_kernel_dim - 1, 2 * keys + values), dtype)
+        return self.mixer.init_cache(layers, batch, length, dtype)
 
 
 class MTP(AbstractMTP):
@@ -473,47 +460,45 @@ AXES: dict[str, Any] = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json with `vision` beside it, and drop what says how the axes of rotary positions
-    are laid out.
+    """Takes the text model's part of config.json, with `vision` beside it, and drops how rotary axes are laid out.
 
     Raises:
         ValueError: for what `vision_config` says and the tower does not know, or if the axes do not take turns.
     """
     text: dict[str, Any] = dict(hub)
-    seen: dict[str, Any] | None = None
+    vision: dict[str, Any] | None = None
     if "text_config" in hub:
-        # The value of tie_word_embeddings beside text_config counts, not the one in it.
-        kind, told = hub.get("model_type"), {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
-        if hub.get("vision_config") is not None:
+        kind = hub.get("model_type")
+        if (stated := hub.get("vision_config")) is not None:
             implied = qwen3_vl.IMPLIED | {"model_type": OneOf([kind, f"{kind}_vision"])}
-            stated = {"deepstack_visual_indexes": []} | hub["vision_config"]
-            tower = part_config(qwen3_vl.Config, stated, implied, "vision_config")
-            seen = {key: hub[key] for key in IDS if key in hub} | {"tower": tower}
-        text = {"model_type": f"{kind}_text"} | text_config(hub, BESIDE) | told
+            tower = part_config(qwen3_vl.Config, {"deepstack_visual_indexes": []} | stated, implied, "vision_config")
+            vision = {key: hub[key] for key in IDS if key in hub} | {"tower": tower}
+        text = {"model_type": f"{kind}_text"} | text_config(hub, BESIDE)
+        text["tie_word_embeddings"] = hub.get("tie_word_embeddings", False)  # this counts, and not text_config's own
     for key in ("rope_parameters", "rope_scaling"):
         if rope := text.get(key):
             if not rope.get("mrope_interleaved", True):
                 raise ValueError(f"{key} says mrope_interleaved=False, but only true is implemented.")
-            if seen is not None and "mrope_section" in rope:
-                seen["mrope_section"] = rope["mrope_section"]
+            if vision is not None and "mrope_section" in rope:
+                vision["mrope_section"] = rope["mrope_section"]
             text[key] = {name: value for name, value in rope.items() if name not in AXES}
-    return text if seen is None else text | {"vision": part_config(VisionConfig, seen, {}, "It")}
+    return text if vision is None else text | {"vision": part_config(VisionConfig, vision, {}, "It")}
 
 
 def published_form(hub: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
-    if (seen := hub.pop("vision")) is None:
+    """Inverts `standard_form` for a model with a tower; a text model's keys stay as they are."""
+    if (vision := hub.pop("vision")) is None:
         return hub
     outside = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
     outer = {key: hub.pop(key) for key in outside if key in hub}
-    kind, sections = hub["model_type"].removesuffix("_text"), {"mrope_section": seen.pop("mrope_section")}
+    kind, sections = hub["model_type"].removesuffix("_text"), {"mrope_section": vision.pop("mrope_section")}
     rope = {"rope_type": "default", "rope_theta": hub.pop("rope_theta")} | (hub.pop("rope_scaling") or {})
     turned = {"partial_rotary_factor": hub.pop("partial_rotary_factor")}
     hub["rope_parameters"] = rope | turned | AXES | sections
     whole = hub.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
-    tower = {"model_type": kind, "hidden_act": qwen3_vl.IMPLIED["hidden_act"]} | seen.pop("tower")
+    tower = {"model_type": kind, "hidden_act": qwen3_vl.IMPLIED["hidden_act"]} | vision.pop("tower")
     names = {"architectures": [whole], "model_type": kind}
-    return names | outer | seen | {"text_config": hub, "vision_config": tower}
+    return names | outer | vision | {"text_config": hub, "vision_config": tower}
 
 
 FAMILY = Family(
@@ -526,20 +511,18 @@ FAMILY = Family(
         **{f"vision.{path}": spec for path, spec in qwen3_vl.PARTITION_RULES.items()},
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
-        "*.[qkv]_proj": P("tensor", "fsdp"),
+        "*.experts.gate_up_proj": P("expert", "tensor", "fsdp"),
+        "*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "*.down_proj": P("fsdp", "tensor"),
         "*.o_proj": P("fsdp", "tensor"),
-        "*.in_proj_*": P("tensor", "fsdp"),
         "*.out_proj": P("fsdp", "tensor"),
+        "*.in_proj_*": P("tensor", "fsdp"),
+        "*_proj": P("tensor", "fsdp"),
+        "mtp.fc": P("tensor", "fsdp"),
         "*.conv1d.weight": P("tensor", None, None),
         "*.dt_bias": P(),
         "*.A_log.*": P(),
         "*gate.weight": P(),
-        "*.experts.gate_up_proj": P("expert", "tensor", "fsdp"),
-        "*.experts.down_proj": P("expert", "fsdp", "tensor"),
-        "*.gate_proj": P("tensor", "fsdp"),
-        "*.up_proj": P("tensor", "fsdp"),
-        "*.down_proj": P("fsdp", "tensor"),
-        "mtp.fc": P("tensor", "fsdp"),
         "*norm*.weight": P(),
     },
     checkpoint_names={

@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.delta_rule.shared import state_products
 from kernels.sums import scaled
 from zoo.nn import moe
-from zoo.nn.cache import KV
+from zoo.nn.cache import KV, AbstractCache
+from zoo.nn.delta import GatedDelta
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -32,12 +32,12 @@ from zoo.nn.layers import (
     GatedRMSNorm,
     Linear,
     OffsetRMSNorm,
-    l2_normalized,
     swiglu,
 )
+from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
-from zoo.nn.recurrent import RecurrentCache, State, recur
+from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -87,10 +87,15 @@ class Config(AbstractMixtureConfig):
             )
 
     def attention_products(self, layer: int, seq: int) -> float:
-        if self.layer_types[layer] == "full_attention":
-            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-        head = state_products(self.linear_key_head_dim, self.linear_value_head_dim, erase=True)
-        return float(self.linear_num_value_heads * head)
+        if self.layer_types[layer] == "linear_attention":
+            return self.delta.products
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+
+    @property
+    def delta(self) -> GatedDelta:
+        """The recurrence of the linear layers."""
+        heads = self.linear_num_key_heads, self.linear_num_value_heads
+        return GatedDelta(*heads, self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""
@@ -113,7 +118,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractMixer):
     q_proj: AbstractLinear  # for each head a query, then a gate
     k_proj: AbstractLinear
     v_proj: AbstractLinear
@@ -149,8 +154,11 @@ class Attention(eqx.Module):
         y = y * jax.nn.sigmoid(gate)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
+        return KV.init(layers, batch, length, self.k_proj.shape[-2] // self.head_dim, self.head_dim, dtype)
 
-class GatedDeltaNet(eqx.Module):
+
+class GatedDeltaNet(AbstractMixer):
     """A gated delta rule (arXiv:2412.06464). Value heads share key heads in groups of neighbours."""
 
     in_proj_qkvz: AbstractLinear  # for each key head its query, its key, and the values and output gates of its group
@@ -160,50 +168,46 @@ class GatedDeltaNet(eqx.Module):
     A_log: Float[Array, " v_heads"]
     norm: GatedRMSNorm
     out_proj: AbstractLinear
-    config: Config = eqx.field(static=True)
+    delta: GatedDelta = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        c, (qkvz, ba, conv, decay, out) = config, jax.random.split(key, 5)
-        keys = c.linear_num_key_heads * c.linear_key_head_dim
-        values = c.linear_num_value_heads * c.linear_value_head_dim
-        self.config = c
-        self.in_proj_qkvz = Linear(c.hidden_size, 2 * keys + 2 * values, key=qkvz)
-        self.in_proj_ba = Linear(c.hidden_size, 2 * c.linear_num_value_heads, key=ba)
-        self.conv1d = Conv1d(2 * keys + values, c.linear_conv_kernel_dim, key=conv)
-        self.dt_bias = jnp.ones(c.linear_num_value_heads)
-        self.A_log = jnp.log(jax.random.uniform(decay, (c.linear_num_value_heads,), minval=0.01, maxval=16.0))
-        self.norm = GatedRMSNorm(c.linear_value_head_dim, c.rms_norm_eps)
-        self.out_proj = Linear(values, c.hidden_size, key=out)
+        c, delta, (qkvz, ba, conv, decay, out) = config, config.delta, jax.random.split(key, 5)
+        self.delta = delta
+        self.in_proj_qkvz = Linear(c.hidden_size, delta.channels + delta.values, key=qkvz)
+        self.in_proj_ba = Linear(c.hidden_size, 2 * delta.value_heads, key=ba)
+        self.conv1d = Conv1d(delta.channels, delta.width, key=conv)
+        self.dt_bias = jnp.ones(delta.value_heads)
+        self.A_log = jnp.log(jax.random.uniform(decay, (delta.value_heads,), minval=0.01, maxval=16.0))
+        self.norm = GatedRMSNorm(delta.value_dim, c.rms_norm_eps)
+        self.out_proj = Linear(delta.values, c.hidden_size, key=out)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], RecurrentCache | None]:
-        c, dim = self.config, self.config.linear_key_head_dim
-        of_values = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim  # a group's
-        groups = lambda y: y.reshape(*y.shape[:2], c.linear_num_key_heads, -1)
-        flat = lambda y: y.reshape(*y.shape[:2], -1)
-        v_heads = lambda y: y.reshape(*y.shape[:2], c.linear_num_value_heads, -1)
-        qkv, z = jnp.split(groups(self.in_proj_qkvz(x)), [2 * dim + of_values], axis=-1)
-        b, a = map(flat, jnp.split(groups(self.in_proj_ba(x)), 2, axis=-1))
+        d, flat = self.delta, lambda y: y.reshape(*y.shape[:2], -1)
+        qkv, z = jnp.split(self.groups(self.in_proj_qkvz(x)), [d.channels // d.key_heads], axis=-1)
+        b, a = map(flat, jnp.split(self.groups(self.in_proj_ba(x)), 2, axis=-1))
         per_head = lambda p: jnp.broadcast_to(p.astype(jnp.float32), a.shape)
         decay = -jnp.exp(per_head(self.A_log)) * jax.nn.softplus(a.astype(jnp.float32) + per_head(self.dt_bias))
 
         # The convolution's weights are put in the order of the projection, and not the tokens' channels in theirs.
-        keys = c.linear_num_key_heads * dim
-        by_head = jnp.split(self.conv1d.weight[:, 0], [keys, 2 * keys])
-        by_head = [w.reshape(c.linear_num_key_heads, -1, w.shape[-1]) for w in by_head]
-        weight = jnp.concatenate(by_head, axis=1).reshape(-1, c.linear_conv_kernel_dim)
+        by_head = jnp.split(self.conv1d.weight[:, 0], [d.keys, 2 * d.keys])
+        by_head = [w.reshape(d.key_heads, -1, d.width) for w in by_head]
+        conv = jnp.concatenate(by_head, axis=1).reshape(-1, d.width)
 
-        def step(inputs: tuple[Array, ...], state: State, tail: Array | None, at: Tokens) -> Any:
-            qkv, decay, beta = inputs
-            qkv, tail = kernels.causal_conv(qkv, weight, at, tail=tail)
-            q, k, v = jnp.split(groups(jax.nn.silu(qkv)), [dim, 2 * dim], axis=-1)
-            q, k = l2_normalized(q), l2_normalized(k)
-            y, state = kernels.delta_rule(q, k, v_heads(v), decay, beta, at, scale=dim**-0.5, state=state)
-            return y, state, tail
+        y, cache = d(flat(qkv), decay, jax.nn.sigmoid(b), cache, at, conv=conv, split=self.split)
+        return self.out_proj(flat(self.norm(y, z.reshape(y.shape)))), cache
 
-        y, cache = recur(step, (flat(qkv), decay, jax.nn.sigmoid(b)), cache, at)
-        return self.out_proj(flat(self.norm(y, v_heads(z)))), cache
+    def groups(self, y: Float[Array, "batch seq features"]) -> Float[Array, "batch seq k_heads group"]:
+        return y.reshape(*y.shape[:2], self.delta.key_heads, -1)
+
+    def split(self, qkv: Float[Array, "batch seq channels"]) -> tuple[Float[Array, "batch seq _ _"], ...]:
+        """Splits the channels into queries, keys and values by heads."""
+        q, k, v = jnp.split(self.groups(qkv), [self.delta.key_dim, 2 * self.delta.key_dim], axis=-1)
+        return q, k, v.reshape(*v.shape[:2], self.delta.value_heads, -1)
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> RecurrentCache:
+        return self.delta.init_cache(layers, batch, dtype)
 
 
 class MLP(eqx.Module):
@@ -256,40 +260,37 @@ class MoE(eqx.Module):
 
 class Block(AbstractDecoderBlock):
     input_layernorm: OffsetRMSNorm
-    linear_attn: GatedDeltaNet | None  # a layer has this one
+    linear_attn: GatedDeltaNet | None  # a layer has this mixer
     self_attn: Attention | None  # or this one
     post_attention_layernorm: OffsetRMSNorm
     mlp: MLP | MoE
     ordered: ClassVar[bool] = True
 
     def __init__(self, config: Config, kind: str, sparse: bool, *, key: PRNGKeyArray):
-        c, (attention, mlp) = config, jax.random.split(key)
-        full = kind == "full_attention"
+        c, (mixer, mlp) = config, jax.random.split(key)
         self.input_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.linear_attn = None if full else GatedDeltaNet(c, key=attention)
-        self.self_attn = Attention(c, key=attention) if full else None
+        self.linear_attn = GatedDeltaNet(c, key=mixer) if kind == "linear_attention" else None
+        self.self_attn = Attention(c, key=mixer) if kind == "full_attention" else None
         self.post_attention_layernorm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MoE(c, key=mlp) if sparse else MLP(Linear, c.hidden_size, c.intermediate_size, key=mlp)
 
+    @property
+    def mixer(self) -> AbstractMixer:
+        mixer = self.linear_attn or self.self_attn
+        assert mixer is not None
+        return mixer
+
     def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: KV | RecurrentCache | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], KV | RecurrentCache | None, moe.Routing | None]:
-        attend: Any = self.self_attn or self.linear_attn
-        y, cache = attend(self.input_layernorm(x), cache, at)
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
+        y, cache = self.mixer(self.input_layernorm(x), cache, at)
         x = x + y
         y = self.post_attention_layernorm(x)
         y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
         return x + y, cache, routing
 
-    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
-        if self.self_attn is not None:
-            heads = self.self_attn.k_proj.shape[-2] // self.self_attn.head_dim
-            return KV.init(layers, batch, length, heads, self.self_attn.head_dim, dtype)
-        assert self.linear_attn is not None
-        c = self.linear_attn.config
-        state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-        tail = c.linear_conv_kernel_dim - 1, self.linear_attn.conv1d.weight.shape[-3]
-        return RecurrentCache.init(layers, batch, state, tail, dtype)
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        return self.mixer.init_cache(layers, batch, length, dtype)
 
 
 class MTP(AbstractMTP):
@@ -317,14 +318,14 @@ class MTP(AbstractMTP):
         self,
         x: Float[Array, "batch seq embed"],
         following: Float[Array, "batch seq embed"],
-        cache: KV | RecurrentCache | None,
+        cache: AbstractCache | None,
         at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], KV | RecurrentCache | None, moe.Routing | None]:
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
         y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
         y, cache, report = self.block(self.fc(y), cache, at)
         return self.norm(y), cache, report
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KV | RecurrentCache:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
         return self.block.init_cache(1, batch, length, dtype)
 
 

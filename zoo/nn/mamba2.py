@@ -1,7 +1,6 @@
 """Mamba-2 (arXiv:2405.21060): a layer that remembers a matrix for each head, whose size does not grow with the text."""
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,6 +12,7 @@ import kernels
 from kernels import Tokens, mesh
 from kernels.sums import spread
 from zoo.nn.layers import AbstractLinear, Conv1d, Linear, recomputed
+from zoo.nn.mixer import AbstractMixer
 from zoo.nn.recurrent import RecurrentCache, State, recur
 
 
@@ -37,7 +37,7 @@ class GroupedRMSNorm(eqx.Module):
         return (y.reshape(x.shape) * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
-class Mamba2(eqx.Module):
+class Mamba2(AbstractMixer):
     """A state space with a scalar decay for each head: the recurrence of `kernels.delta_rule` that erases nothing.
 
         S_t = exp(-dt_t exp(A_log)) S_{t-1} + dt_t B_t x_t^T,        y_t = S_t^T C_t + D x_t
@@ -115,9 +115,11 @@ class Mamba2(eqx.Module):
         groups = math.lcm(self.groups, mesh.split(mesh.TENSOR))
         copies = 1 if self.heads % groups else groups // self.groups
 
-        def step(inputs: tuple[Array, Array], state: State, tail: Array | None, at: Tokens) -> Any:
+        def step(
+            inputs: tuple[Array, Array], state: State, tail: Array | None, at: Tokens
+        ) -> tuple[tuple[Array, Array], State, Array]:
             xbc, dt = inputs
-            xbc, tail = kernels.causal_conv(xbc, self.conv1d.weight[:, 0], at, tail=tail)
+            xbc, last = kernels.causal_conv(xbc, self.conv1d.weight[:, 0], at, tail=tail)
             xbc = xbc if self.conv1d.bias is None else xbc + spread(self.conv1d.bias, xbc.shape)
             x, b, c = jnp.split(jax.nn.silu(xbc), [inner, inner + of_state], axis=-1)
             x, b, c = split(x, self.head_dim), split(b, self.state_size), split(c, self.state_size)
@@ -125,13 +127,12 @@ class Mamba2(eqx.Module):
             dt = _steps(dt, self.dt_bias, self.time_step_limit)
             decay = dt * jnp.broadcast_to(-jnp.exp(self.A_log.astype(jnp.float32)), dt.shape)
             y, state = kernels.delta_rule(c, b, x, decay, dt, at, scale=1.0, state=state, erase=False)
-            return (y, x), state, tail
+            return (y, x), state, last
 
         (y, x), cache = recur(step, (xbc, dt), cache, at)
         return self.out_proj(_normed(self.norm, self.D, y, x, gate)), cache
 
-    def init_cache(self, layers: int, batch: int, dtype: DTypeLike) -> RecurrentCache:
-        """Makes an empty cache of so many layers like this one. `dtype` is that of the convolution's inputs."""
+    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> RecurrentCache:
         channels, _, width = self.conv1d.weight.shape[-3:]
         state = self.heads, self.state_size, self.head_dim
         return RecurrentCache.init(layers, batch, state, (width - 1, channels), dtype)

@@ -12,6 +12,7 @@ from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.cache import LatentKV
 from zoo.nn.layers import AbstractLinear, Linear, RMSNorm
+from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig
 from zoo.nn.rope import InterleavedRotary
 
@@ -29,7 +30,7 @@ class AbstractLatentConfig(AbstractMixtureConfig):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-class LatentAttention(eqx.Module):
+class LatentAttention(AbstractMixer):
     """Attention of keys and values that are projections of one latent vector per token, `c_kv`.
 
     Queries and keys have features of each head, `nope`, and features `pe`, whose key all heads share. The cache holds
@@ -112,6 +113,5 @@ class LatentAttention(eqx.Module):
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
-        """Makes an empty cache for so many layers like this one."""
         c = self.config
         return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
