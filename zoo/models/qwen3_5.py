@@ -124,11 +124,8 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
                 f"layer_types has {len(types)} entries, of {', '.join(sorted(set(types)))}; it needs "
                 f"{self.num_hidden_layers}, of linear_attention and full_attention."
             )
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            yield (
-                f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "
-                f"linear_num_key_heads={self.linear_num_key_heads}."
-            )
+        if (values := self.linear_num_value_heads) % (keys := self.linear_num_key_heads):
+            yield f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={keys}."
         if vision is not None and vision.tower.out_hidden_size != self.hidden_size:
             yield (
                 f"vision_config has out_hidden_size={vision.tower.out_hidden_size}, but the text model's hidden_size "
@@ -269,7 +266,7 @@ class GatedDeltaNet(AbstractMixer):
         a = self.in_proj_a(x).astype(jnp.float32)
         rate = jax.nn.softplus(a + jnp.broadcast_to(self.dt_bias.astype(jnp.float32), a.shape))
         decay = -jnp.broadcast_to(jnp.exp(self.A_log.value), a.shape) * rate
-        qkv, beta, conv = self.in_proj_qkv(x), jax.nn.sigmoid(self.in_proj_b(x)), self.conv1d.weight[:, 0]
+        beta, qkv, conv = jax.nn.sigmoid(self.in_proj_b(x)), self.in_proj_qkv(x), self.conv1d.weight[:, 0]
         y, cache = self.delta(qkv, decay, beta, cache, at, conv=conv, split=self.split)
         y = self.norm(y, self.in_proj_z(x).reshape(y.shape))
         return self.out_proj(y.reshape(*y.shape[:2], -1)), cache

@@ -4,7 +4,7 @@ Its size does not grow with the text. A layer runs its recurrence by `recur`, wi
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -86,7 +86,7 @@ def recur(step: Step[X, Y], x: X, cache: RecurrentCache | None, at: Tokens) -> t
     if not 1 < positions.shape[1] <= cache.state.shape[2]:
         return cache.advance(step, x, positions)
 
-    def token(cache: RecurrentCache, now: Any) -> tuple[RecurrentCache, Y]:
+    def token(cache: RecurrentCache, now: tuple[X, Int[Array, "batch seq"]]) -> tuple[RecurrentCache, Y]:
         y, cache = cache.advance(step, *now)
         return cache, y
 
