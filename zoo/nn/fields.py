@@ -5,7 +5,7 @@ import math
 import re
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from beartype.door import is_bearable
 
@@ -109,7 +109,8 @@ def part_config(kind: type[T], stated: Mapping[str, Any], implied: Mapping[str, 
     Raises:
         ValueError: naming the key that is unknown, of the wrong type, or of a value not implemented.
     """
-    hints, values = typing.get_type_hints(kind), {}
+    hints = {k: hint for k, hint in typing.get_type_hints(kind).items() if typing.get_origin(hint) is not ClassVar}
+    values = {}
     for key, value in stated.items():
         if key in hints and value is not None:
             values[key] = typed(key, value, hints[key], f"{name} says {key}={value!r:.200}; it")
