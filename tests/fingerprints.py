@@ -26,6 +26,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import importlib
 import json
 import os
 import pathlib
@@ -397,7 +398,8 @@ def seeing(name: str) -> pathlib.Path:
     chat = dict(chat_template=CHAT.replace("MARKER", marker))
     (folder / "tokenizer_config.json").write_text(json.dumps(chat))
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
-    config, family = zoo.config(folder), getattr(zoo, tiny.FAMILIES[name]).FAMILY
+    config = zoo.config(folder)
+    family = importlib.import_module(type(config).__module__).FAMILY
     zoo.save(family.init_model(config, key=jax.random.key(1), parts=("vision",)), folder)
     return folder
 

@@ -1,18 +1,21 @@
-"""Mistral's config.json beyond the contract of test_vision.py: all of its forms, with a tower above the text model."""
+"""Mistral Small 3 and Ministral 3 beyond the contract of test_vision.py: all forms of config.json, also of the text
+model beneath a tower.
+"""
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zoo
 from tests.zoo import make_golden, seeing, tiny
-from tests.zoo.programs import error
-from tests.zoo.seeing.mistral import BESIDE, TOWER
+from tests.zoo.programs import TOKENS, error, forward, on_host
+from tests.zoo.seeing.mistral3 import BESIDE, TOWER
 from tests.zoo.test_registry import FACTS
 from zoo.config import read, write
-from zoo.models import mistral
+from zoo.models import mistral, mistral3
 
 
 CASE = seeing.CHECKPOINTS["mistral"]
@@ -24,8 +27,19 @@ def test_facts(name):
     """`test_registry.test_facts` does not find these names, because they end like the Hub's."""
     facts = json.loads((FACTS / f"{name}.json").read_text())["config"]
     assert all(
-        read(mistral.FAMILY, facts) == zoo.config(f"{name}-{kind}") for kind in ("base", "instruct", "reasoning")
+        read(mistral3.FAMILY, facts) == zoo.config(f"{name}-{kind}") for kind in ("base", "instruct", "reasoning")
     )
+
+
+def test_without_its_tower_mistral_small_is_a_mistral(vision_folders, tmp_path):
+    """The text model is saved as `zoo.models.mistral` reads it, with the same parameters, and computes the same."""
+    text = zoo.load(vision_folders["mistral"])
+    zoo.save(on_host(text), tmp_path)
+    again = zoo.load(tmp_path)
+    assert (type(text), type(again)) == (mistral3.Model, mistral.Model)
+    ours, theirs = map(jax.tree_util.tree_leaves_with_path, (text, again))
+    assert all(path == other and np.array_equal(a, b) for (path, a), (other, b) in zip(ours, theirs, strict=True))
+    assert np.array_equal(forward(again, TOKENS), forward(text, TOKENS))
 
 
 def test_text_for_long_contexts_beneath_a_tower(tmp_path):
@@ -33,7 +47,7 @@ def test_text_for_long_contexts_beneath_a_tower(tmp_path):
     text = {key: value for key, value in tiny.CONFIGS["ministral3"].items() if key not in BESIDE}
     config = zoo.config(CASE.write_config(tmp_path, text_config=text))
     assert config.llama_4_scaling_beta == 0.5 and config.vision is not None
-    saved = write(config, mistral.FAMILY, np.dtype(np.float32))
+    saved = write(config, mistral3.FAMILY, np.dtype(np.float32))
     assert saved["architectures"] == ["Mistral3ForConditionalGeneration"]
     rope = {key: value for key, value in text["rope_parameters"].items() if key != "type"}
     assert saved["text_config"]["model_type"] == "ministral3" and "rope_scaling" not in saved["text_config"]
@@ -72,7 +86,7 @@ def test_what_absent_keys_of_ministral_mean(tmp_path):
     """Absent keys have other defaults than a Mistral's, and the rope may be under the older key."""
     absent = ("head_dim", "max_position_embeddings", "rms_norm_eps", "sliding_window")
     text = {key: value for key, value in tiny.CONFIGS["ministral3"].items() if key not in absent}
-    config = read(mistral.FAMILY, text)
+    config = read(mistral3.FAMILY, text)
     assert [getattr(config, key) for key in absent] == [128, 262_144, 1e-5, None]
     config = zoo.config(without_rope(tmp_path, OLDER))
     assert config.llama_4_scaling_beta == 0.5 and config.rope_scaling.original_max_position_embeddings == 8
@@ -91,10 +105,10 @@ def test_live_defaults_of_ministral():
     """transformers' saved default config.json is read with the same values."""
     transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     hub = transformers.Ministral3Config().to_dict()
-    config = read(mistral.FAMILY, hub)
+    config = read(mistral3.FAMILY, hub)
     said = {key: value for key, value in hub.items() if hasattr(config, key) and not key.startswith("rope")}
     assert {key: getattr(config, key) for key in said} == said
-    assert config.rope_scaling == mistral.YARN and config.llama_4_scaling_beta == 0.1
+    assert config.rope_scaling == mistral3.YARN and config.llama_4_scaling_beta == 0.1
 
 
 def test_other_forms_of_the_file(tmp_path):

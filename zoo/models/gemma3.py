@@ -20,19 +20,19 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.fields import part_config, text_config, typed
+from zoo.nn.fields import typed
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
 from zoo.nn.model import AbstractVisionModel, Family, Images, Released, causal_keys
 from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision.model import AbstractVision, AbstractVisionConfig, by_parts
+from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
 from zoo.vision.processors.gemma3 import Gemma3
 from zoo.vision.towers import siglip
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """The keys of a multimodal config.json beside its `text_config`; `tower` is its `vision_config`."""
+class VisionConfig(AbstractVisionKeys):
+    """The keys of a multimodal config.json beside its `text_config`."""
 
     tower: siglip.Config
     mm_tokens_per_image: int = 256
@@ -271,34 +271,22 @@ class Model(AbstractVisionModel):
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-# Keys beside text_config that repeat what it says, or that `standard_form` reads.
-BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config"}
-OF_VISION = {field.name for field in dataclasses.fields(VisionConfig)} - {"tower"}
+NESTED = Nested(
+    VisionConfig,
+    names={"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+    outside=("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json with `vision` beside it, list the layers' types, and put the two ropes side by
-    side.
+    """Bring a config.json of either form into the flat one, list the layers' types, and put the two ropes side by side.
 
     Raises:
         ValueError: if the rope of sliding attention is scaled, or one of the two is missing; for what `vision_config`
             says and SigLIP does not know.
     """
-    if "text_config" in hub:
-        tied = hub.get("tie_word_embeddings", True)  # a multimodal file says it beside its text_config
-        text = text_config(hub, BESIDE | OF_VISION) | dict(tie_word_embeddings=tied)
-        if hub.get("vision_config") is not None:
-            beside = {key: hub[key] for key in OF_VISION & hub.keys()}
-            tower = part_config(siglip.Config, hub["vision_config"], siglip.IMPLIED, "vision_config")
-            text["vision"] = part_config(VisionConfig, beside | {"tower": tower}, {}, "It")
-        hub = text
-    else:
-        hub = dict(hub)
-    scaling = hub.get("rope_scaling") or {}
-    if ("rope_type" not in scaling and "type" in scaling) or (scaling and hub.get("rope_parameters")):
-        raise ValueError(f"rope_scaling={scaling!r} needs a rope_type, and no rope_parameters beside it.")
-    if "original_max_position_embeddings" in hub:
-        raise ValueError("original_max_position_embeddings belongs in the rope_scaling of full attention.")
+    absent = {"tie_word_embeddings": True} if "text_config" in hub else {}  # whatever text_config says
+    hub = NESTED.flat(absent | dict(hub))
     every = hub.pop("sliding_window_pattern", None)
     if every is not None and not (type(every) is int and every > 0):
         raise ValueError(f"sliding_window_pattern={every!r} is no number of layers.")
@@ -306,33 +294,25 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
         layers = hub.get("num_hidden_layers")
         layers = range(1, typed("num_hidden_layers", layers, int, f"num_hidden_layers={layers!r}") + 1)
         hub["layer_types"] = ["sliding_attention" if n % every else "full_attention" for n in layers]
+    scaling = hub.get("rope_scaling") or {}
+    if ("rope_type" not in scaling and "type" in scaling) or (scaling and hub.get("rope_parameters")):
+        raise ValueError(f"rope_scaling={scaling!r} needs a rope_type, and no rope_parameters beside it.")
+    if "original_max_position_embeddings" in hub:
+        raise ValueError("original_max_position_embeddings belongs in the rope_scaling of full attention.")
     match hub.pop("rope_parameters", None):
         case None:
-            pass
+            return hub
         case {
             "full_attention": {"rope_theta": theta, **scaling},
             "sliding_attention": {"rope_theta": local, "rope_type": "default", **local_scaling},
             **others,
         } if not local_scaling and not others:
-            hub |= dict(rope_theta=theta, rope_scaling=scaling, rope_local_base_freq=local)
+            return hub | dict(rope_theta=theta, rope_scaling=scaling, rope_local_base_freq=local)
         case parameters:
             raise ValueError(
                 f"config.json says rope_parameters={parameters!r}; gemma3 needs a rope_theta for full_attention "
                 "and one for sliding_attention, whose rope it does not scale."
             )
-    return hub
-
-
-def published_form(hub: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
-    if (vision := hub.pop("vision")) is None:
-        return hub
-    outside = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-    outer = {key: hub.pop(key) for key in outside if key in hub}
-    hub.pop("architectures")
-    tower = siglip.IMPLIED | vision.pop("tower")
-    names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-    return names | outer | vision | {"text_config": hub, "vision_config": tower}
 
 
 FAMILY = Family(
@@ -368,22 +348,12 @@ FAMILY = Family(
         "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",
         "model.multi_modal_projector.": "multi_modal_projector.",
-        **{
-            f"{start}vision_tower.{old}": f"vision_tower.vision_model.{new}"
-            for start in ("model.", "")
-            for old, new in (
-                ("vision_model.", ""),
-                ("encoder.", "encoder."),
-                ("embeddings.", "embeddings."),
-                ("post_layernorm.", "post_layernorm."),
-            )
-        },
+        "model.vision_tower.vision_model.": "vision_tower.vision_model.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "vision_tower.vision_model.": "vision_tower.vision_model.",
+        "vision_tower.": "vision_tower.vision_model.",
     },
-    redundant={
-        "lm_head.weight": "model.embed_tokens.weight",
-        "vision_tower.*": None,
-        "multi_modal_projector.*": None,
-    },
+    redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_tower.*": None, "multi_modal_projector.*": None},
     names_in_transformers={
         "language_model.model.": "model.language_model.",
         "language_model.lm_head": "lm_head",
@@ -399,5 +369,5 @@ FAMILY = Family(
         "use_bidirectional_attention": False,
     },
     standard_form=standard_form,
-    published_form=published_form,
+    published_form=NESTED.nested,
 )

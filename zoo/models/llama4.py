@@ -10,7 +10,7 @@ norms. To the text model a tile's tokens are like others: each sees only those b
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,7 +24,6 @@ from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -39,19 +38,27 @@ from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Ima
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision.model import AbstractVision, AbstractVisionConfig, by_parts
+from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
 from zoo.vision.processors.llama4 import Llama4
 from zoo.vision.towers import llama4 as tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """The keys of a multimodal config.json beside its `text_config`; `tower` is its `vision_config`."""
+class VisionConfig(AbstractVisionKeys):
+    """The keys of a multimodal config.json beside its `text_config`."""
 
     tower: tiles.Config
     boi_token_index: int = 200_080
     eoi_token_index: int = 200_081
     image_token_index: int = 200_092
+
+
+class Kind(NamedTuple):
+    """The kind of a layer."""
+
+    rotates: bool  # whether it has rotary positions
+    chunk: int | None  # the positions of a chunk, within which it attends; None: it attends to all before a token
+    has_experts: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,31 +92,36 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     vision: VisionConfig | None = None
 
     def __post_init__(self):
-        layers, kinds = range(1, self.num_hidden_layers + 1), ("full_attention", "chunked_attention")
+        # Fill in the lists as transformers does, so that equivalent configs compare equal.
+        layers, of = range(1, self.num_hidden_layers + 1), ("full_attention", "chunked_attention")
+        rotary = self.no_rope_layers or tuple(int(n % self.no_rope_layer_interval > 0) for n in layers)
+        kinds = self.layer_types or tuple(of[bool(rotates)] for rotates in rotary)
         if self.moe_layers is None:
             moe_layers = tuple(n - 1 for n in layers if n % self.interleave_moe_layer_step == 0)
             object.__setattr__(self, "moe_layers", moe_layers)
-        rotary = self.no_rope_layers or tuple(int(n % self.no_rope_layer_interval > 0) for n in layers)
         object.__setattr__(self, "no_rope_layers", rotary)
-        object.__setattr__(self, "layer_types", self.layer_types or tuple(kinds[bool(rotates)] for rotates in rotary))
-        if min(len(self.no_rope_layers), len(self.layer_types)) < len(layers):
+        object.__setattr__(self, "layer_types", kinds)
+        if min(len(rotary), len(kinds)) < len(layers):
             raise ValueError(f"no_rope_layers or layer_types has fewer entries than the {len(layers)} layers.")
-        if unknown := set(self.layer_types) - set(kinds):
-            raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; llama4 has {' and '.join(kinds)}.")
+        if unknown := set(kinds) - set(of):
+            raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; llama4 has {' and '.join(of)}.")
+
+    @property
+    def layers(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        chunk = {"chunked_attention": self.attention_chunk_size, "full_attention": None}
+        lists = zip(range(self.num_hidden_layers), self.no_rope_layers, self.layer_types, strict=False)
+        return tuple(Kind(bool(turns), chunk[kind], n in (self.moe_layers or ())) for n, turns, kind in lists)
 
     def window(self, layer: int) -> int | None:
         """The most positions that a token of this layer attends to, its own included; None: all up to its own."""
-        return self.attention_chunk_size if self.layer_types[layer] == "chunked_attention" else None
+        return self.layers[layer].chunk
 
     def attention_products(self, layer: int, seq: int) -> float:
         chunk = min(self.window(layer) or seq, seq)
         chunks, rest = divmod(seq, chunk)  # a token attends to its chunk, up to itself
         keys = (chunks * chunk**2 + rest**2) / (2 * seq)
         return self.num_attention_heads * 2 * self.head_dim * keys
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether this layer has a mixture of experts; otherwise it has one MLP."""
-        return layer in (self.moe_layers or ())
 
 
 # fmt: off
@@ -164,14 +176,13 @@ class Attention(eqx.Module):
     norm_eps: float | None = eqx.field(static=True)  # None: no norms of queries and keys
     temperature: Temperature | None = eqx.field(static=True)
 
-    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+    def __init__(self, config: Config, kind: Kind, *, key: PRNGKeyArray):
         c, (q, k, v, o) = config, jax.random.split(key, 4)
-        rotates = bool(c.no_rope_layers[layer])
         self.head_dim = c.head_dim
-        self.chunk = c.window(layer)
-        self.rotary = InterleavedRotary(c.head_dim, c.rope_theta, c.rope_scaling) if rotates else None
-        self.norm_eps = c.rms_norm_eps if rotates and c.use_qk_norm else None
-        tuned = c.attn_temperature_tuning and not rotates
+        self.chunk = kind.chunk
+        self.rotary = InterleavedRotary(c.head_dim, c.rope_theta, c.rope_scaling) if kind.rotates else None
+        self.norm_eps = c.rms_norm_eps if kind.rotates and c.use_qk_norm else None
+        tuned = c.attn_temperature_tuning and not kind.rotates
         self.temperature = Temperature(c.attn_scale, c.floor_scale) if tuned else None
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
@@ -261,12 +272,12 @@ class Block(AbstractDecoderBlock):
     post_attention_layernorm: RMSNorm
     feed_forward: MLP | MoE
 
-    def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
+    def __init__(self, config: Config, kind: Kind, *, key: PRNGKeyArray):
         c, (attention, feed_forward) = config, jax.random.split(key)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c, layer, key=attention)
+        self.self_attn = Attention(c, kind, key=attention)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        if c.has_experts(layer):
+        if kind.has_experts:
             self.feed_forward = MoE(c, key=feed_forward)
         else:
             self.feed_forward = MLP(c.hidden_size, c.intermediate_size_mlp, key=feed_forward)
@@ -327,8 +338,7 @@ class Model(AbstractVisionModel):
         c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
-        kinds = [(c.no_rope_layers[n], c.window(n), c.has_experts(n)) for n in range(c.num_hidden_layers)]
-        self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
+        self.layers = Stack(lambda n, *, key: Block(c, c.layers[n], key=key), c.layers, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
         self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
@@ -343,13 +353,12 @@ class Model(AbstractVisionModel):
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-# Keys beside text_config that have no effect on the model, or that `standard_form` reads.
-BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config"}
-OF_VISION = {field.name for field in dataclasses.fields(VisionConfig)} - {"tower"}
+NESTED = Nested(VisionConfig, names={"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"})
+REPEATED = ("dtype", "torch_dtype", "transformers_version")  # in text_config and beside it
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json with `vision` beside it, and drop a key of Maverick's that says the default of
+    """Bring a config.json of either form into the flat one, and drop a key of Maverick's that says the default of
     no_rope_layer_interval.
 
     transformers ignores that key, so with another value it is refused as unknown.
@@ -357,28 +366,12 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: for what `vision_config` says and the tower does not know.
     """
-    if "text_config" in hub:
-        text = text_config(hub, BESIDE | OF_VISION)
-        if hub.get("vision_config") is not None:
-            stated, beside = dict(hub["vision_config"]), {key: hub[key] for key in OF_VISION & hub.keys()}
-            match stated.get("rope_parameters"):  # as transformers 5 writes it
-                case {"rope_theta": theta, "rope_type": "default", **others} if not others:
-                    stated |= dict(rope_theta=theta, rope_parameters=None)
-            tower = part_config(tiles.Config, stated, tiles.IMPLIED, "vision_config")
-            text["vision"] = part_config(VisionConfig, beside | {"tower": tower}, {}, "It")
-        hub = text
-    return {key: value for key, value in hub.items() if (key, value) != ("nope_layer_interval", 4)}
+    return {key: value for key, value in NESTED.flat(hub).items() if (key, value) != ("nope_layer_interval", 4)}
 
 
 def published_form(hub: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
-    if (vision := hub.pop("vision")) is None:
-        return hub
-    outer = {key: hub[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in hub}
-    hub.pop("architectures")
-    tower = tiles.IMPLIED | vision.pop("tower")
-    names = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
-    return names | outer | vision | {"text_config": hub, "vision_config": tower}
+    """The inverse of `standard_form`."""
+    return {key: hub[key] for key in REPEATED if key in hub} | NESTED.nested(hub)
 
 
 FAMILY = Family(

@@ -1,18 +1,14 @@
 """Mistral 7B (arXiv:2310.06825): Llama's decoder; in the first release every layer has a sliding window.
 
-From v0.2 on there is no window and the rotary base is 1,000,000. v0.3 has a larger vocabulary. Mistral Small 3.1 and
-3.2 are larger ones with heads of 128, and see: an image keeps its shape, and four patches of it are a token. Pixtral's
-tower (arXiv:2410.07073) is the part "vision"; without it the text model is loaded, and saved as a text model. Ministral
-3 and Devstral Small 2 are the same for long texts: YaRN, and queries that grow beyond the original context.
+From v0.2 on there is no window and the rotary base is 1,000,000. v0.3 has a larger vocabulary. The text model of
+Mistral Small 3 is one of these, too; with its vision tower it is of `zoo.models.mistral3`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -20,27 +16,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.fields import part_config, text_config
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, erf_gelu, swiglu
-from zoo.nn.model import AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
-from zoo.nn.rope import RopeScaling, Rotary, YarnScaling, coordinates
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
+from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
+from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision.model import AbstractVision, AbstractVisionConfig, by_parts
-from zoo.vision.processors.pixtral import Pixtral
-from zoo.vision.towers import pixtral
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """The keys of a multimodal config.json beside its `text_config`; `tower` is its `vision_config`."""
-
-    tower: pixtral.Config
-    image_token_index: int = 10
-    spatial_merge_size: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(AbstractVisionConfig):
+class Config(AbstractConfig):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -54,14 +37,9 @@ class Config(AbstractVisionConfig):
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    llama_4_scaling_beta: float | None = None  # of Ministral 3, in its rope_parameters: see Attention
-    vision: VisionConfig | None = None
 
     def __post_init__(self):
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.llama_4_scaling_beta is not None and not isinstance(self.rope_scaling, YarnScaling):
-            raise ValueError("llama_4_scaling_beta needs the original_max_position_embeddings of a rope of type yarn.")
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
 
     def window(self, layer: int) -> int | None:
         """Positions that a token of this layer attends to, its own included; None: all up to its own."""
@@ -74,44 +52,17 @@ class Config(AbstractVisionConfig):
 # fmt: off
 V1: dict[str, Any] = dict(rms_norm_eps=1e-5)
 V2: dict[str, Any] = V1 | dict(sliding_window=None, rope_theta=1_000_000.0)
-TOWER = pixtral.Config(1024, 4096, 24, 16, image_size=1540, patch_size=14)
-SMALL: dict[str, Any] = V1 | dict(head_dim=128, sliding_window=None, rope_theta=1e9, vision=VisionConfig(TOWER))
-YARN = YarnScaling(16.0, 16384, mscale=1.0, mscale_all_dim=1.0)
-LARGE: dict[str, Any] = SMALL | dict(rope_scaling=YARN, llama_4_scaling_beta=0.1)
-MIDDLE: dict[str, Any] = LARGE | dict(rope_theta=1e6)
-TINY: dict[str, Any] = MIDDLE | dict(tie_word_embeddings=True)
-CODE: dict[str, Any] = LARGE | dict(
-    rope_theta=1e8, rope_scaling=YarnScaling(48.0, 8192, mscale=1.0, mscale_all_dim=1.0)
-)
-#                            vocab  hidden    mlp  layers  heads  kv  positions
-MISTRAL_7B_V0_1    = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V1)
-MISTRAL_7B_V0_2    = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V2)  # its base is not on the Hub
-MISTRAL_7B_V0_3    = Config( 32768,   4096, 14336,     32,    32,  8,  32768, **V2)
-MISTRAL_SMALL_24B  = Config(131072,   5120, 32768,     40,    32,  8, 131072, **SMALL)
-MINISTRAL3_3B      = Config(131072,   3072,  9216,     26,    32,  8, 262144, **TINY)
-MINISTRAL3_8B      = Config(131072,   4096, 14336,     34,    32,  8, 262144, **MIDDLE)
-MINISTRAL3_14B     = Config(131072,   5120, 16384,     40,    32,  8, 262144, **LARGE)
-DEVSTRAL_SMALL_24B = Config(131072,   5120, 32768,     40,    32,  8, 393216, **CODE)
+#                         vocab  hidden    mlp  layers  heads  kv  positions
+MISTRAL_7B_V0_1 = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V1)
+MISTRAL_7B_V0_2 = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V2)  # its base is not on the Hub
+MISTRAL_7B_V0_3 = Config( 32768,   4096, 14336,     32,    32,  8,  32768, **V2)
 
 CONFIGS = {
-    "mistral-7b-v0.1":            Released(MISTRAL_7B_V0_1,    "mistralai/Mistral-7B-v0.1"),
-    "mistral-7b-v0.1-instruct":   Released(MISTRAL_7B_V0_1,    "mistralai/Mistral-7B-Instruct-v0.1"),
-    "mistral-7b-v0.2-instruct":   Released(MISTRAL_7B_V0_2,    "mistralai/Mistral-7B-Instruct-v0.2"),
-    "mistral-7b-v0.3":            Released(MISTRAL_7B_V0_3,    "mistralai/Mistral-7B-v0.3"),
-    "mistral-7b-v0.3-instruct":   Released(MISTRAL_7B_V0_3,    "mistralai/Mistral-7B-Instruct-v0.3"),
-    "mistral-small-3.1-24b":      Released(MISTRAL_SMALL_24B,  "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
-    "mistral-small-3.1-24b-base": Released(MISTRAL_SMALL_24B,  "mistralai/Mistral-Small-3.1-24B-Base-2503"),
-    "mistral-small-3.2-24b":      Released(MISTRAL_SMALL_24B,  "mistralai/Mistral-Small-3.2-24B-Instruct-2506"),
-    "ministral3-3b-base":         Released(MINISTRAL3_3B,      "mistralai/Ministral-3-3B-Base-2512"),
-    "ministral3-3b-instruct":     Released(MINISTRAL3_3B,      "mistralai/Ministral-3-3B-Instruct-2512"),
-    "ministral3-3b-reasoning":    Released(MINISTRAL3_3B,      "mistralai/Ministral-3-3B-Reasoning-2512"),
-    "ministral3-8b-base":         Released(MINISTRAL3_8B,      "mistralai/Ministral-3-8B-Base-2512"),
-    "ministral3-8b-instruct":     Released(MINISTRAL3_8B,      "mistralai/Ministral-3-8B-Instruct-2512"),
-    "ministral3-8b-reasoning":    Released(MINISTRAL3_8B,      "mistralai/Ministral-3-8B-Reasoning-2512"),
-    "ministral3-14b-base":        Released(MINISTRAL3_14B,     "mistralai/Ministral-3-14B-Base-2512"),
-    "ministral3-14b-instruct":    Released(MINISTRAL3_14B,     "mistralai/Ministral-3-14B-Instruct-2512"),
-    "ministral3-14b-reasoning":   Released(MINISTRAL3_14B,     "mistralai/Ministral-3-14B-Reasoning-2512"),
-    "devstral-small-2-24b":       Released(DEVSTRAL_SMALL_24B, "mistralai/Devstral-Small-2-24B-Instruct-2512"),
+    "mistral-7b-v0.1":          Released(MISTRAL_7B_V0_1, "mistralai/Mistral-7B-v0.1"),
+    "mistral-7b-v0.1-instruct": Released(MISTRAL_7B_V0_1, "mistralai/Mistral-7B-Instruct-v0.1"),
+    "mistral-7b-v0.2-instruct": Released(MISTRAL_7B_V0_2, "mistralai/Mistral-7B-Instruct-v0.2"),
+    "mistral-7b-v0.3":          Released(MISTRAL_7B_V0_3, "mistralai/Mistral-7B-v0.3"),
+    "mistral-7b-v0.3-instruct": Released(MISTRAL_7B_V0_3, "mistralai/Mistral-7B-Instruct-v0.3"),
 }
 # fmt: on
 
@@ -124,14 +75,9 @@ class Attention(eqx.Module):
     head_dim: int = eqx.field(static=True)
     rotary: Rotary = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
-    growth: tuple[float, int] | None = eqx.field(static=True)  # of queries, for each so many positions; None: none
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         c, (q, k, v, o) = config, jax.random.split(key, 4)
-        self.growth = None
-        if c.llama_4_scaling_beta is not None:
-            assert isinstance(c.rope_scaling, YarnScaling)
-            self.growth = c.llama_4_scaling_beta, c.rope_scaling.original_max_position_embeddings
         self.head_dim = c.head_dim
         self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling)
         self.window = c.sliding_window
@@ -147,11 +93,6 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(heads(self.q_proj(x)), at)
         k = self.rotary(heads(self.k_proj(x)), at)
-        if self.growth is not None:  # so that the softmax over a long context stays sharp
-            beta, original = self.growth
-            times = jnp.maximum(coordinates(at, x.shape[1]), 0) // original
-            factor = 1 + beta * jnp.log1p(times.astype(jnp.float32))
-            q = q * factor.astype(q.dtype)[:, :, None, None]
         v, kv = heads(self.v_proj(x)), at
         if cache is not None:
             cache, k, v, kv = cache.update(k, v, at)
@@ -200,143 +141,39 @@ class Block(AbstractDecoderBlock):
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
-class Projector(eqx.Module):
-    """Makes a square of neighbouring patches one token of the text model: normalised, merged and projected."""
-
-    norm: RMSNorm
-    merging_layer: AbstractLinear
-    linear_1: AbstractLinear
-    linear_2: AbstractLinear
-    merged: int = eqx.field(static=True)  # patches to a token
-
-    def __init__(self, config: Config, vision: VisionConfig, *, key: PRNGKeyArray):
-        width, (merging, first, second) = vision.tower.hidden_size, jax.random.split(key, 3)
-        self.merged = vision.spatial_merge_size**2
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.merging_layer = Linear(width * self.merged, width, key=merging)
-        self.linear_1 = Linear(width, config.hidden_size, key=first)
-        self.linear_2 = Linear(config.hidden_size, config.hidden_size, key=second)
-
-    def __call__(self, x: Float[Array, "pictures patches dim"]) -> Float[Array, "pictures tokens embed"]:
-        pictures, patches, dim = x.shape
-        squares = self.norm(x).reshape(pictures, patches // self.merged, self.merged, dim)  # neighbours lie together
-        x = self.merging_layer(jnp.swapaxes(squares, 2, 3).reshape(pictures, -1, dim * self.merged))
-        return self.linear_2(erf_gelu(self.linear_1(x)))
-
-
-class Vision(AbstractVision):
-    tower: pixtral.Tower
-    projector: Projector
-    merge_size: int = eqx.field(static=True)
-    processor: ClassVar[type[Pixtral]] = Pixtral
-
-    def __init__(self, config: Config, vision: VisionConfig, *, key: PRNGKeyArray):
-        tower, projector = jax.random.split(key)
-        self.tower = pixtral.Tower(vision.tower, key=tower)
-        self.projector = Projector(config, vision, key=projector)
-        self.merge_size = vision.spatial_merge_size
-
-    def __call__(
-        self, patches: Float[Array, "pictures patches pixels"], grids: Int[Array, "pictures 2"]
-    ) -> Float[Array, "pictures tokens embed"]:
-        return self.projector(self.tower(patches, pixtral.places(grids, patches.shape[1], self.merge_size)))
-
-
-class Model(AbstractVisionModel):
+class Model(AbstractModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
-    vision: Vision | None
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
-        c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
+    def __init__(self, config: Config, *, key: PRNGKeyArray):
+        """Initialise random weights, in float32."""
+        c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.layers = Stack(lambda n, *, key: Block(c, key=key), [c.sliding_window] * c.num_hidden_layers, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
-        self.vision = None if c.vision is None else Vision(c, c.vision, key=vision)
 
     def forward(
-        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x, cache, reports = self.layers(self.embed(tokens, images), cache, at)
+        x, cache, reports = self.layers(self.embed_tokens(tokens), cache, at)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-# Keys beside text_config that repeat what it says, or that `standard_form` reads.
-BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config"}
-OF_VISION = {field.name for field in dataclasses.fields(VisionConfig)} - {"tower"}
-OF_PROJECTOR = {"multimodal_projector_bias": False, "projector_hidden_act": "gelu", "vision_feature_layer": -1}
-# Of Ministral 3: keys that mean something else than Mistral's where they are absent, and the rope of files without one.
-ABSENT: dict[str, Any] = dict(head_dim=128, max_position_embeddings=262_144, rms_norm_eps=1e-5, sliding_window=None)
-MINISTRAL_ROPE: dict[str, Any] = dict(
-    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16_384, beta_fast=32.0,
-    beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
-)  # fmt: skip
-
-
-def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json with `vision` beside it, and `llama_4_scaling_beta` out of its rope.
-
-    Raises:
-        ValueError: for what `vision_config` says and Pixtral's tower does not know, or what is said of the projector
-            and is not implemented.
-    """
-    sees = "text_config" in hub
-    text = text_config(hub, BESIDE | OF_VISION | OF_PROJECTOR.keys()) if sees else dict(hub)
-    if text.get("model_type") == "ministral3":
-        text = ABSENT | text
-        if not text.get("rope_scaling") and text.get("rope_parameters") is None:
-            text["rope_parameters"] = MINISTRAL_ROPE  # a rope_theta beside it does not count
-        key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
-        if isinstance(rope := text[key], Mapping):
-            own = ("llama_4_scaling_beta", "max_position_embeddings")  # the second has no effect there
-            text |= {key: {name: value for name, value in rope.items() if name not in own}}
-            text["llama_4_scaling_beta"] = rope.get("llama_4_scaling_beta")
-    if sees:  # older releases do not say that embeddings are untied; transformers takes their silence for the contrary
-        text["tie_word_embeddings"] = hub.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    if sees and (vision := hub.get("vision_config")) is not None:
-        tower = part_config(pixtral.Config, pixtral.standard_form(vision), pixtral.IMPLIED, "vision_config")
-        beside = {key: hub[key] for key in (OF_VISION | OF_PROJECTOR.keys()) & hub.keys()}
-        text["vision"] = part_config(VisionConfig, beside | {"tower": tower}, OF_PROJECTOR, "It")
-    return text
-
-
-def published_form(hub: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `standard_form`."""
-    if (beta := hub.pop("llama_4_scaling_beta")) is not None:
-        scaling = {key: value for key, value in hub.pop("rope_scaling").items() if value is not None}
-        hub["rope_parameters"] = scaling | dict(rope_theta=hub.pop("rope_theta"), llama_4_scaling_beta=beta)
-        hub |= {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
-    if (vision := hub.pop("vision")) is None:
-        return hub
-    outside = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
-    outside += ("bos_token_id", "eos_token_id", "pad_token_id")
-    outer = {key: hub.pop(key) for key in outside if key in hub}
-    hub.pop("architectures")
-    tower = pixtral.IMPLIED | vision.pop("tower")
-    names = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
-    return names | outer | OF_PROJECTOR | vision | {"text_config": hub, "vision_config": tower}
-
-
 FAMILY = Family(
-    title="Mistral 7B, Mistral Small 3, Ministral 3",
+    title="Mistral 7B",
     Config=Config,
     Model=Model,
     configs=CONFIGS,
-    model_types=("mistral", "mistral3", "ministral3"),
+    model_types=("mistral",),
     partition_rules={
-        **{f"vision.tower.{path}": spec for path, spec in pixtral.PARTITION_RULES.items()},
-        "vision.projector.merging_layer": P("tensor", "fsdp"),
-        "vision.projector.linear_1": P("tensor", "fsdp"),
-        "vision.projector.linear_2": P("fsdp", "tensor"),
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
         "layers.*.[qkv]_proj": P("tensor", "fsdp"),
@@ -346,39 +183,11 @@ FAMILY = Family(
         "layers.*.down_proj": P("fsdp", "tensor"),
         "*norm.weight": P(),
     },
-    checkpoint_names={
-        "vision.tower.layers.*": "vision_tower.transformer.layers.{}",
-        "vision.tower.*": "vision_tower.{}",
-        "vision.projector.merging_layer.*": "multi_modal_projector.patch_merger.merging_layer.{}",
-        "vision.projector.*": "multi_modal_projector.{}",
-        "lm_head.*": "lm_head.{}",
-        "*": "model.{}",
-    },
-    beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
-    names_in_transformers={
-        "language_model.model.": "model.language_model.",
-        "language_model.lm_head": "lm_head",
-        "vision_tower.": "model.vision_tower.",
-        "multi_modal_projector.": "model.multi_modal_projector.",
-    },
-    aliases={  # names in checkpoints with a vision tower: the releases', and those of transformers 4.52 and 5
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-        "model.language_model.": "model.",
-        "model.vision_tower.": "vision_tower.",
-        "model.multi_modal_projector.": "multi_modal_projector.",
-    },
-    redundant={
-        "lm_head.weight": "model.embed_tokens.weight",
-        "vision_tower.*": None,
-        "multi_modal_projector.*": None,
-    },
-    parts={"vision": "Pixtral's vision tower, so that the model takes images"},
+    checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
+    redundant={"lm_head.weight": "model.embed_tokens.weight"},
     implied={
-        "architectures": OneOf([["MistralForCausalLM"], ["Ministral3ForCausalLM"]]),
-        "model_type": OneOf(["mistral", "ministral3"]),
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
         "hidden_act": OneOf(["silu", "swish"]),
     },
-    standard_form=standard_form,
-    published_form=published_form,
 )

@@ -19,7 +19,7 @@ import safetensors.numpy
 import tokenizers
 
 from tests.zoo import tiny
-from zoo.models import FAMILIES
+from zoo import registry
 from zoo.nn.model import Family, Images
 from zoo.text.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ class Checkpoint(abc.ABC):
 
     @property
     def family(self) -> Family:
-        return FAMILIES[tiny.FAMILIES[self.name]]
+        return registry.FAMILIES[self.config()["model_type"]]
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:

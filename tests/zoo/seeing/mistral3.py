@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 with Pixtral's tower, which takes images of any shape."""
+"""Mistral Small 3.1 and Ministral 3 with Pixtral's tower, which takes images of any shape."""
 
 import string
 
@@ -12,7 +12,6 @@ from zoo.vision.processors.base import patchify
 from zoo.vision.towers.pixtral import places
 
 
-TEXT = tiny.CONFIGS["mistral"] | dict(sliding_window=None, head_dim=12)
 BESIDE = ("architectures", "torch_dtype", "tie_word_embeddings")  # as released: no key states untied embeddings
 IMAGE, BREAK, END = 10, 12, 13
 TOWER = dict(
@@ -23,8 +22,7 @@ TOWER = dict(
 CONFIG = dict(
     architectures=["Mistral3ForConditionalGeneration"], image_token_index=IMAGE, model_type="mistral3",
     multimodal_projector_bias=False, projector_hidden_act="gelu", spatial_merge_size=2, torch_dtype="float32",
-    vision_feature_layer=-1, transformers_version="4.50.0.dev0",
-    text_config={key: value for key, value in TEXT.items() if key not in BESIDE}, vision_config=TOWER,
+    vision_feature_layer=-1, transformers_version="4.50.0.dev0", vision_config=TOWER,
 )  # fmt: skip
 GRIDS = np.array([[4, 6], [6, 2], [2, 8]])  # rows and columns of patches
 # A row without an image, a row that ends with one, and a row with two, one right after the other, between text.
@@ -41,16 +39,10 @@ BY_ROWS = np.tile(np.arange(ROOM), (3, 1))
 for index, (rows, columns) in zip(BY_ROWS, GRIDS, strict=True):
     blocks = np.arange(rows * columns).reshape(rows // 2, 2, columns // 2, 2).swapaxes(1, 2)
     index[: rows * columns] = np.argsort(blocks.ravel())
-PARAMETERS = {
-    "mistral-small-3.1-24b": 24_011_361_280, "ministral3-3b-instruct": 3_849_090_048,
-    "ministral3-8b-instruct": 8_918_026_240, "ministral3-14b-instruct": 13_945_031_680,
-    "devstral-small-2-24b": 24_011_361_280,
-}  # fmt: skip
 OPTIONS = dict(tie_word_embeddings=False)
 
 
-class Mistral(Checkpoint):
-    name = "mistral"
+class Mistral3(Checkpoint):
     prompts, ids = PROMPTS, (IMAGE,)
     pictures, grids, room = [patchify(one[None], 2, merge_size=2) for one in PIXELS], GRIDS, ROOM
     # Two documents with images; text with padding; padding.
@@ -64,7 +56,6 @@ class Mistral(Checkpoint):
             "multi_modal_projector.": "model.multi_modal_projector.",
         },
     )
-    text_names = ("mistral", "MistralForCausalLM")
     inward = ("o_proj", "down_proj", "linear_2")
     refused = (
         (dict(hidden_act="gelu"), "vision_config says hidden_act='gelu', but only 'silu' is implemented"),
@@ -74,13 +65,18 @@ class Mistral(Checkpoint):
         (dict(head_dim=None, num_attention_heads=8), r"num_attention_heads=8 times .* multiple of 4 \(2\)"),
         (dict(rope_parameters=dict(rope_theta=1e4, rope_type="yarn")), "only a rope_theta is implemented"),
     )
-    parameters, options = PARAMETERS, OPTIONS
+    options = OPTIONS
+
+    def __init__(self, name, *, text_names, parameters, restated=(), **changes):
+        """Uses the text model of tests/zoo/tiny with these changes."""
+        self.name, self.text_names, self.parameters, self.restated = name, text_names, parameters, restated
+        self.text = tiny.CONFIGS[name] | changes
 
     def config(self):
-        return CONFIG
+        return CONFIG | dict(text_config={key: value for key, value in self.text.items() if key not in BESIDE})
 
     def tensors(self):
-        d, width, embed = TOWER["hidden_size"], TOWER["intermediate_size"], TEXT["hidden_size"]
+        d, width, embed = TOWER["hidden_size"], TOWER["intermediate_size"], self.text["hidden_size"]
         out = {"vision_tower.patch_conv.weight": (d, 3, 2, 2), "vision_tower.ln_pre.weight": (d,)}
         for n in range(TOWER["num_hidden_layers"]):
             layer = f"vision_tower.transformer.layers.{n}"
@@ -91,7 +87,7 @@ class Mistral(Checkpoint):
         projector = {"norm": (d,), "patch_merger.merging_layer": (d, 4 * d), "linear_1": (embed, d)}
         projector |= {"linear_2": (embed, embed)}
         out |= {f"multi_modal_projector.{name}.weight": shape for name, shape in projector.items()}
-        out |= {f"language_model.{name}": shape for name, shape in tiny.MODULES["mistral"].shapes(TEXT).items()}
+        out |= {f"language_model.{name}": shape for name, shape in tiny.MODULES["mistral"].shapes(self.text).items()}
         values = lambda name, noise: tiny.values(name.replace("ln_pre", "norm"), noise)
         return filled(out, np.random.RandomState(5), values)
 
@@ -130,4 +126,16 @@ class Mistral(Checkpoint):
         return dict(tower=out.last_hidden_state[0], features=torch.cat(out.pooler_output))
 
 
-CHECKPOINTS = [Mistral()]
+CHECKPOINTS = [
+    Mistral3(
+        "ministral3", text_names=("ministral3", "Ministral3ForCausalLM"), restated=("text_config.rope_parameters",),
+        parameters={
+            "ministral3-3b-instruct": 3_849_090_048, "ministral3-8b-instruct": 8_918_026_240,
+            "ministral3-14b-instruct": 13_945_031_680, "devstral-small-2-24b": 24_011_361_280,
+        },
+    ),
+    Mistral3(
+        "mistral", text_names=("mistral", "MistralForCausalLM"), sliding_window=None, head_dim=12,
+        parameters={"mistral-small-3.1-24b": 24_011_361_280},
+    ),
+]  # fmt: skip

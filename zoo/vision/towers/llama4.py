@@ -7,6 +7,8 @@ column, half with its row, as Llama's do with the position (`InterleavedRotary`)
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -21,11 +23,29 @@ from kernels.sums import spread
 from zoo.nn.layers import AbstractLinear, LayerNorm, Linear, erf_gelu
 from zoo.nn.rope import InterleavedRotary
 from zoo.nn.stack import AbstractBlock, Stack, split_tokens
+from zoo.vision.model import AbstractTowerConfig
+
+
+NORM_EPS = 1e-5
+
+
+def standard_form(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Brings a `vision_config` into the older form: `rope_theta` stands by itself, not in `rope_parameters`."""
+    match stated.get("rope_parameters"):
+        case {"rope_theta": theta, "rope_type": "default", **others} if not others:
+            return dict(stated) | dict(rope_theta=theta, rope_parameters=None)
+    return dict(stated)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(AbstractTowerConfig):
     """The `vision_config` of a config.json."""
+
+    implied: ClassVar[dict[str, Any]] = dict(
+        model_type="llama4_vision_model", hidden_act="gelu", multi_modal_projector_bias=False, norm_eps=NORM_EPS,
+        vision_feature_layer=-1, vision_feature_select_strategy="default",
+    )  # fmt: skip
+    standard_form: ClassVar[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = standard_form
 
     hidden_size: int = 768
     intermediate_size: int = 5632
@@ -74,19 +94,11 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """The number of values of a patch."""
         return self.num_channels * self.patch_size**2
 
-
-NORM_EPS = 1e-5
-IMPLIED = {
-    "model_type": "llama4_vision_model",
-    "hidden_act": "gelu",
-    "multi_modal_projector_bias": False,
-    "norm_eps": NORM_EPS,
-    "vision_feature_layer": -1,
-    "vision_feature_select_strategy": "default",
-}
+    @property
+    def patches(self) -> int:
+        return self.side**2
 
 
 class Attention(eqx.Module):
@@ -188,7 +200,7 @@ class Tower(eqx.Module):
         """Initialise random weights, in float32."""
         c, (patch, token, position, layers, adapter) = config, jax.random.split(key, 5)
         self.patch_embedding = Linear(c.pixels, c.hidden_size, key=patch)
-        scale, tokens = c.hidden_size**-0.5, c.side**2 + 1
+        scale, tokens = c.hidden_size**-0.5, c.patches + 1
         self.class_embedding = scale * jax.random.truncated_normal(token, -3, 3, (c.hidden_size,))
         self.positional_embedding_vlm = scale * jax.random.truncated_normal(position, -3, 3, (tokens, c.hidden_size))
         self.layernorm_pre = LayerNorm(c.hidden_size, NORM_EPS)

@@ -5,8 +5,8 @@ patch is: half of a head's pairs turn with the row, and half with the column.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -19,11 +19,32 @@ from kernels import Tokens
 from zoo.nn.layers import AbstractLinear, Linear, RMSNorm, swiglu
 from zoo.nn.rope import AbstractRotary
 from zoo.nn.stack import AbstractBlock, Stack
+from zoo.vision.model import AbstractTowerConfig
+
+
+def standard_form(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Brings a `vision_config` into the older form, with `rope_theta` and without `rope_parameters`.
+
+    Raises:
+        ValueError: if these scale the rope.
+    """
+    stated = {"hidden_act": "gelu"} | dict(stated)  # what transformers takes an absent one for
+    match stated.pop("rope_parameters", None):
+        case None:
+            return stated
+        case {"rope_theta": theta, "rope_type": "default" | "axial", **others} if not others:
+            return stated | {"rope_theta": theta}
+        case parameters:
+            raise ValueError(f"vision_config says rope_parameters={parameters!r}; only a rope_theta is implemented.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(AbstractTowerConfig):
     """The `vision_config` of a config.json."""
+
+    implied: ClassVar[dict[str, Any]] = dict(model_type="pixtral", hidden_act="silu")
+    standard_form: ClassVar[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = standard_form
+    patches: ClassVar[None] = None
 
     hidden_size: int = 1024
     intermediate_size: int = 4096
@@ -46,27 +67,7 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """The number of values of a patch."""
         return self.num_channels * self.patch_size**2
-
-
-IMPLIED = {"model_type": "pixtral", "hidden_act": "silu"}
-
-
-def standard_form(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Brings a `vision_config` into the older form, with `rope_theta` and without `rope_parameters`.
-
-    Raises:
-        ValueError: if these scale the rope.
-    """
-    stated = {"hidden_act": "gelu"} | dict(stated)  # what transformers takes an absent one for
-    match stated.pop("rope_parameters", None):
-        case None:
-            return stated
-        case {"rope_theta": theta, "rope_type": "default" | "axial", **others} if not others:
-            return stated | {"rope_theta": theta}
-        case parameters:
-            raise ValueError(f"vision_config says rope_parameters={parameters!r}; only a rope_theta is implemented.")
 
 
 class PatchConv(eqx.Module):

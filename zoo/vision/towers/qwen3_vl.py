@@ -11,7 +11,7 @@ In the text a feature has three rotary coordinates (`placed`): where its picture
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -29,13 +29,19 @@ from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu
 from zoo.nn.model import AbstractRowCache, Images
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import AbstractBlock, Stack
-from zoo.vision.model import AbstractVision
+from zoo.vision.model import AbstractTowerConfig, AbstractVision
 from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo
 
 
+IMPLIED = {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0}}
+
+
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(AbstractTowerConfig):
     """The `vision_config` of a config.json."""
+
+    implied: ClassVar[dict[str, Any]] = IMPLIED  # and the family's model_type
+    patches: ClassVar[None] = None
 
     hidden_size: int = 1152
     intermediate_size: int = 4304
@@ -66,11 +72,9 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """The number of values of a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
-IMPLIED = {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0}}
 EPS = 1e-6  # of all norms
 
 

@@ -4,6 +4,7 @@ All patches see each other. Each patch has a learned vector for its place, so im
 """
 
 import dataclasses
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -16,11 +17,16 @@ from kernels import Tokens
 from kernels.sums import spread
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, gelu
 from zoo.nn.stack import AbstractBlock, Stack
+from zoo.vision.model import AbstractTowerConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(AbstractTowerConfig):
     """The `vision_config` of a config.json."""
+
+    implied: ClassVar[dict[str, Any]] = dict(
+        model_type="siglip_vision_model", hidden_act="gelu_pytorch_tanh", vision_use_head=False
+    )
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -49,11 +55,11 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """The number of values of a patch."""
         return self.num_channels * self.patch_size**2
 
-
-IMPLIED = {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", "vision_use_head": False}
+    @property
+    def patches(self) -> int:
+        return self.side**2
 
 
 class PatchEmbedding(eqx.Module):
@@ -139,7 +145,7 @@ class Tower(eqx.Module):
         """Initialise random weights, in float32."""
         c, (patch, position, layers) = config, jax.random.split(key, 3)
         self.patch_embedding = PatchEmbedding(c, key=patch)
-        self.position_embedding = Embedding(c.side**2, c.hidden_size, key=position)
+        self.position_embedding = Embedding(c.patches, c.hidden_size, key=position)
         self.layers = Stack(lambda _, *, key: Block(c, key=key), [None] * c.num_hidden_layers, key=layers)
         self.post_layernorm = LayerNorm(c.hidden_size, c.layer_norm_eps)
 
