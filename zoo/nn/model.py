@@ -309,6 +309,15 @@ class Released(NamedTuple):
     """Where there are no weights: a repository of a tokenizer whose ids fit the vocabulary."""
 
 
+# `Family.experts_in_transformers` where the maps have transformers' names.
+EXPERTS: dict[str, tuple[str, int | None]] = {
+    "experts.gate_proj": ("experts.gate_up_proj", 0),
+    "experts.up_proj": ("experts.gate_up_proj", 1),
+    "experts.gate_up_proj": ("experts.gate_up_proj", None),
+    "experts.down_proj": ("experts.down_proj", None),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """All that loading, saving, placing and training need to know of a family's file; its `FAMILY`."""
@@ -370,6 +379,10 @@ class Family:
 
     names_in_transformers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parts of tensors' names -> those of transformers' modules, if others: PEFT names adapters by modules."""
+
+    experts_in_transformers: Mapping[str, tuple[str, int | None]] = dataclasses.field(default_factory=lambda: EXPERTS)
+    """End of the name of an experts' map -> that of the parameter in which transformers keeps it, of all experts of a
+    layer, and which half of the parameter's rows it is: 0 or 1; None: all. PEFT names adapters by the parameter."""
 
     rebalance: Callable[..., Any] | None = None
     """`rebalance(model, reports, rate)` moves the biases of the routers towards an even load; None: they have none."""
