@@ -340,4 +340,8 @@ FAMILY = Family(
         "normalization_function": "rmsnorm",
     },
     standard_form=standard_form,
+    experts_in_transformers={
+        "input_linear": ("experts.gate_up_proj", None),
+        "output_linear": ("experts.down_proj", None),
+    },
 )

@@ -432,5 +432,10 @@ FAMILY = Family(
         ".f_a_proj.": ".forget_gate.f_a_proj.",
         ".f_b_proj.": ".forget_gate.f_b_proj.",
     },
+    experts_in_transformers={
+        "experts.w1": ("experts.gate_up_proj", 0),
+        "experts.w3": ("experts.gate_up_proj", 1),
+        "experts.w2": ("experts.down_proj", None),
+    },
     rebalance=rebalance,
 )

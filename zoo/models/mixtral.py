@@ -219,4 +219,9 @@ FAMILY = Family(
         "model_type": "mixtral",
         "hidden_act": OneOf(["silu", "swish"]),
     },
+    experts_in_transformers={
+        "block_sparse_moe.experts.w1": ("mlp.experts.gate_up_proj", 0),
+        "block_sparse_moe.experts.w3": ("mlp.experts.gate_up_proj", 1),
+        "block_sparse_moe.experts.w2": ("mlp.experts.down_proj", None),
+    },
 )

@@ -444,6 +444,10 @@ FAMILY = Family(
     },
     standard_form=standard_form,
     names_in_transformers={"backbone.": "model."},
+    experts_in_transformers={
+        "experts.up_proj": ("experts.up_proj", None),  # there is no gate
+        "experts.down_proj": ("experts.down_proj", None),
+    },
     parts={"mtp": "a module that predicts the token after the next (multi-token prediction)"},
     rebalance=rebalance,
 )
