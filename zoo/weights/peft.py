@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -30,7 +30,7 @@ import convert.machine
 import convert.tensors
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
-from zoo.nn.model import AbstractModel, sees
+from zoo.nn.model import AbstractModel, Family, sees
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
 from zoo.weights.checkpoint import parameters, published_name, skeleton
@@ -54,13 +54,8 @@ NOT_THE_MODEL = {
 READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"}
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base's weights alone
 
-# Name of an experts' map in families -> the parameter in transformers, and the map's part of it (0 or 1; None: all).
-GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
-EXPERTS = {
-    "gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "w1": (GATE_UP, 0), "w3": (GATE_UP, 1), "w2": (DOWN, None),
-    GATE_UP: (GATE_UP, None), DOWN: (DOWN, None),
-}  # fmt: skip
-OF_GRANITE = {"input_linear": GATE_UP, "output_linear": DOWN}
+# What transformers 4 called an expert's maps. In a model with experts PEFT takes all modules of these names for such.
+OF_AN_EXPERT = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 class Pair(NamedTuple):
@@ -116,13 +111,12 @@ def save(
 
     # For experts: module -> parameter -> part -> the path of its adapter, and the layer's index there.
     places: dict[str, dict[str, dict[int | None, Any]]] = {}
-    every = {name for of_map in names.values() for name in of_map.flat}
     for path, m in adapters.items():
         for at, name in np.ndenumerate(names[path]):
             if isinstance(m, LoRALinear):
                 put(name, m.a.shape[-2:], m.b.shape[-2:], functools.partial(pair_of, path, at))
             else:
-                module, parameter, part = expert_place(name, every)
+                module, parameter, part = expert_place(name, family)
                 places.setdefault(module, {}).setdefault(parameter, {})[part] = (path, at)
     several, swapped = set(), family.experts_swapped_in_peft
     for module, of_module in places.items():
@@ -137,8 +131,8 @@ def save(
     adapted = {name for path in adapters.keys() & linears.keys() for name in names[path].flat}
     others = {name for path in linears.keys() - adapters.keys() for name in names[path].flat}
     last = lambda names: {name.rpartition(".")[2] for name in names}
-    # In a model with experts PEFT mistakes modules of these names for experts' (as in transformers 4); not parameters.
-    mistaken = {name for name in adapted if any(modules(model, AbstractExpertLinear)) and last({name}) & EXPERTS.keys()}
+    # PEFT finds these as parameters, and not as modules.
+    mistaken = {name for name in adapted if any(modules(model, AbstractExpertLinear)) and last({name}) & OF_AN_EXPERT}
     adapted -= mistaken
     wrapped = {f"experts.{p}" for of_module in places.values() for p in of_module} | {f"{m}.weight" for m in mistaken}
     config = {
@@ -227,7 +221,6 @@ def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check
         for tensor in tensors.values():
             Scan().look(tensor, tensor.part((), np.dtype(np.float32)))
     used: set[str] = set()
-    every = {name for of_map in names.values() for name in of_map.flat}
 
     def stored(name: str, key: str) -> Pair | None:
         """Return the adapter stored under a name, or None; patterns in the config are matched with `key`."""
@@ -239,7 +232,7 @@ def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check
         return Pair(a, b, scale_of(config, key))
 
     def of_experts(name: str, experts: int) -> Pair | None:
-        module, parameter, part = expert_place(name, every)
+        module, parameter, part = expert_place(name, family)
         stem, _, kind = name.rpartition(".")
         each = [stored(n, n) for n in (f"{stem}.{e}.{kind}" for e in range(experts))]  # as in transformers 4
         if all(each):
@@ -341,23 +334,22 @@ def fan_in_fan_out(model: AbstractModel) -> bool:
     return any(p.transposed and p.array.ndim - p.names.ndim == 2 for p in parameters(plain, family_of(model)))
 
 
-def expert_place(name: str, names: Collection[str]) -> tuple[str, str, int | None]:
+def expert_place(name: str, family: Family) -> tuple[str, str, int | None]:
     """Return an experts' map's module and parameter in transformers, and its part of that: 0 gate, 1 up, None all.
 
-    `names` are the names of all maps: experts that have no gate keep up_proj as it is. transformers renames Mixtral's
-    block_sparse_moe to mlp, but not Granite's, whose experts' maps are put into a module of their own.
+    Raises:
+        ValueError: if the family's `experts_in_transformers` does not have the map.
     """
-    module, _, kind = name.rpartition(".")
-    if kind in OF_GRANITE:
-        return f"{module}.experts", OF_GRANITE[kind], None
-    if kind == UP and f"{module}.gate_proj" not in names:
-        return module, UP, None
-    return module.replace(".block_sparse_moe.", ".mlp."), *EXPERTS[kind]
+    for end, (parameter, part) in family.experts_in_transformers.items():
+        if name.endswith(f".{end}"):
+            module, _, parameter = (name.removesuffix(end) + parameter).rpartition(".")
+            return module, parameter, part
+    raise ValueError(f"experts_in_transformers of {family.name} does not say where transformers keeps {name}.")
 
 
 def wrapper(module: str, parameter: str, wrapped: set[str]) -> str:
     """Return the module that has a parameter's adapter in PEFT: if both are adapted, down_proj's wraps the other's."""
-    return f"{module}.base_layer" if parameter != DOWN and DOWN in wrapped else module
+    return f"{module}.base_layer" if parameter != "down_proj" and "down_proj" in wrapped else module
 
 
 def fused(parts: dict[int | None, Pair], swap: bool) -> Pair:
