@@ -19,7 +19,7 @@ import pytest
 import kernels
 import zoo
 from tests.train.conftest import devices
-from tests.zoo import tiny
+from tests.zoo import tiny, touched
 from tests.zoo.programs import STACKS, TOKENS, prefill_and_decode
 from zoo import models, registry
 from zoo.models import qwen3
@@ -113,6 +113,15 @@ def test_quoted_lines_stand_in_their_files():
     quoted = [(file, lines) for file, lines in BLOCKS if file and (ROOT / file).is_file()]
     assert len(quoted) == 5
     assert [(file, lines) for file, lines in quoted if lines not in (ROOT / file).read_text()] == []
+
+
+def test_files_to_touch_are_counted():
+    """The page has the table as it is now: of a dense family at most 4 files, of a hybrid 6, of one that sees 8."""
+    assert touched.table() in (ROOT / "docs/families.md").read_text()
+    most = {"a dense family": 4, "a hybrid": 6, "one that sees": 8}
+    assert all(len(touched.touched(family)) <= most[kind] for kind, family in touched.EXAMPLES.items())
+    naming = lambda text: list(touched.code(f'"""gemma3"""\n# gemma3\n{text}'))
+    assert "gemma3" not in naming("") and "gemma3" in naming("zoo.gemma3") and "gemma3" in naming("x = 'gemma3'")
 
 
 @pytest.fixture

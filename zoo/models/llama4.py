@@ -109,9 +109,9 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     @property
     def layers(self) -> tuple[Kind, ...]:
         """The kind of each layer."""
-        chunk = {"chunked_attention": self.attention_chunk_size, "full_attention": None}
-        lists = zip(range(self.num_hidden_layers), self.no_rope_layers, self.layer_types, strict=False)
-        return tuple(Kind(bool(turns), chunk[kind], n in (self.moe_layers or ())) for n, turns, kind in lists)
+        chunks = [self.attention_chunk_size if kind == "chunked_attention" else None for kind in self.layer_types]
+        kind = lambda n: Kind(self.no_rope_layers[n] != 0, chunks[n], n in (self.moe_layers or ()))
+        return tuple(map(kind, range(self.num_hidden_layers)))
 
     def window(self, layer: int) -> int | None:
         """The most positions that a token of this layer attends to, its own included; None: all up to its own."""

@@ -35,7 +35,7 @@ from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Ima
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision.model import AbstractVisionConfig, by_parts
+from zoo.vision.model import AbstractVisionConfig, AbstractVisionKeys, by_parts
 from zoo.vision.towers import qwen3_vl
 
 
@@ -47,8 +47,8 @@ ARCHITECTURES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """The keys of a config.json about images; `tower` is its `vision_config`."""
+class VisionConfig(AbstractVisionKeys):
+    """The keys of a config.json about images."""
 
     tower: qwen3_vl.Config
     mrope_section: tuple[int, ...] = (24, 20, 20)  # how many of the frequencies turn by each coordinate
