@@ -290,7 +290,7 @@ def seeing(model: AbstractModel) -> AbstractVisionModel:
     if isinstance(model, AbstractVisionModel):
         raise ValueError('The model was loaded without its vision tower, and so takes no images: parts=("vision",).')
     family = type(model).__module__.rpartition(".")[2]
-    raise ValueError(f"A model of {family} takes no images; load one that can, such as gemma3-4b-it.")
+    raise ValueError(f"A model of {family} takes no images; docs/vision.md lists those that do.")
 
 
 class OneOf(tuple):
@@ -375,7 +375,8 @@ class Family:
 
     experts_swapped_in_peft: bool = False
     """Whether PEFT exchanges in and out in the adapters of experts. It takes transformers' parameters of experts for
-    (experts, out, in) unless they are marked as transposed, and Llama 4's are (experts, in, out) without the mark."""
+    (experts, out, in) unless they are marked as transposed, and some families' are (experts, in, out) without the mark.
+    """
 
     names_in_transformers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parts of tensors' names -> those of transformers' modules, if others: PEFT names adapters by modules."""
