@@ -71,10 +71,10 @@ def by_parts(config: C, parts: Sequence[str]) -> C:
 
 @dataclasses.dataclass(frozen=True)
 class Nested:
-    """The form of a config.json with a tower: `text_config`, `vision_config`, and keys beside these two.
+    """The form of a multimodal config.json: `text_config`, `vision_config`, and keys beside these two.
 
-    A text model's file is flat: it has the keys of `text_config`. A family that reads both brings them into the flat
-    form, in which `vision` is one more key.
+    A text model's file is flat: its keys are those of `text_config`. A family that reads both forms brings them into
+    the flat one, in which the tower and the keys beside are one more key, `vision`.
     """
 
     keys: type[AbstractVisionKeys]
