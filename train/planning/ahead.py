@@ -31,6 +31,7 @@ from zoo.nn.cache import partition_specs
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.quantized import Format
 from zoo.surgery import cast, shardings
+from zoo.vision.model import AbstractVisionConfig
 from zoo.weights.checkpoint import skeleton
 
 
@@ -117,8 +118,9 @@ def training(
     data |= dict.fromkeys(more, jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=rows.sharding))
     if images:
         of_rows = lambda dtype, *shape: jax.ShapeDtypeStruct((batch, images, *shape), dtype, sharding=of_batch)
-        tower, of_batch = _tower_of(model), NamedSharding(mesh, P(BATCH))
-        size = (tower.side**2 if hasattr(tower, "side") else patches), tower.pixels
+        assert isinstance(config, AbstractVisionConfig) and config.vision is not None, "the model has its tower"
+        of_batch, tower = NamedSharding(mesh, P(BATCH)), config.vision.tower
+        size = (tower.patches or patches), tower.pixels
         data |= dict(patches=of_rows(jnp.float32, *size), grids=of_rows(jnp.int32, 2), image=rows, feature=rows)
     state, data, rest, reference = explicit((state, data, frozen_weights, reference))
     with jax.set_mesh(mesh):
@@ -136,15 +138,6 @@ def training(
 def parts_of(images: int) -> tuple[str, ...]:
     """Returns the optional parts of a model whose rows have `images` images each."""
     return ("vision",) if images else ()
-
-
-def _tower_of(model: Any) -> Any:
-    """Returns the config of a model's vision tower.
-
-    Its `pixels` is the number of numbers in a patch. If all images have one size, it has `side`, the number of patches
-    along one side.
-    """
-    return model.config.vision.tower
 
 
 def seen_pairs(config: AbstractConfig, seq: int) -> float:

@@ -26,8 +26,8 @@ class LanguageModelingOptions(OptionGroup):
     z_loss: float = option(0.0, rare=True)
     """Weight of log(Z)^2 in the loss, which keeps logits from growing; 1e-4 in PaLM. 0: without this term."""
     mtp_weight: float = option(0.0, rare=True)
-    """Weight of the loss of the token after the next, for which models such as Qwen3.5 and DeepSeek V3 have a module;
-    0.3, then 0.1 in DeepSeek V3's paper. 0: without that module."""
+    """Weight of the loss of the token after the next, for which models with the part "mtp" have a module; 0.3, then 0.1
+    in DeepSeek V3's paper. 0: without that module."""
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ class RouterOptions(OptionGroup):
     """Weight of the router z-loss in a mixture of experts, which keeps the routers' logits from growing; 0.001 in
     ST-MoE. 0: without this loss."""
     router_bias_rate: float = option(0.0, rare=True)
-    """Amount by which each step moves the biases of the routers of DeepSeek V3, Kimi K2 and Kimi Linear towards an even
-    load; 0.001 in DeepSeek's paper. 0: the biases stay as they are."""
+    """Amount by which each step moves the biases of routers, in models that have such biases, towards an even load;
+    0.001 in DeepSeek V3's paper. 0: the biases stay as they are."""
 
 
 def rebalancing(options: RouterOptions, family: Family, *, adapters: bool) -> Callable[[Any, Any], Any] | None:
