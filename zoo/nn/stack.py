@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -39,9 +40,11 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
 
     This is sequence parallelism (arXiv:2205.05198): without it every device along "tensor" keeps a copy. Traffic is
     unchanged: the all-reduce after a layer becomes a reduce-scatter, with an all-gather before the next layer. Where
-    "context" splits sequences already, this does nothing more: XLA would gather them whole to split them both ways.
+    "context" splits sequences already, this does nothing more: XLA would gather them whole to split them both ways. Nor
+    does it in a pipeline.
     """
-    if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1:
+    stages = mesh.split(mesh.STAGE) * mesh.manual(mesh.STAGE)  # it makes XLA for TPUs abort (libtpu 0.0.51)
+    if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1 or stages > 1:
         return split_tokens(x)
     batch, _ = mesh.tokens_spec(x.shape)
     return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.TENSOR)))
@@ -54,6 +57,10 @@ Caches = tuple[tuple[AbstractCache, ...], ...]
 """A cache for each block of a stack's `head`, `period` and `tail`."""
 Reports = tuple[tuple[Report, ...], ...]
 """The reports of the same blocks, those of a period's layers stacked."""
+
+
+Remat = Callable[..., Callable]
+"""Wraps a layer, so that the backward pass computes it again: `jax.checkpoint`, or that with a policy."""
 
 
 class AbstractBlock(eqx.Module):
@@ -96,7 +103,7 @@ class Stack(eqx.Module):
     tail: tuple[AbstractBlock, ...]
     num_layers: int = eqx.field(static=True)
     runs: tuple[tuple[int, int], ...] = eqx.field(static=True)  # of each its period, and how often that is repeated
-    remat: Callable[..., Callable] | None = eqx.field(static=True)  # see `zoo.surgery.with_remat`
+    remat: Remat | None = eqx.field(static=True)  # see `zoo.surgery.with_remat`
 
     def __init__(self, make: Callable[..., AbstractBlock], kinds: Sequence[Any], *, key: PRNGKeyArray):
         """`make(n, key=key)` builds layer n, which is of the kind `kinds[n]`."""
@@ -137,8 +144,8 @@ class Stack(eqx.Module):
             yield range(block, block + period), range(layer, layer + period * repeats)
             block, layer = block + period, layer + period * repeats
 
-    def with_remat(self, remat: Callable[..., Callable] | None) -> "Stack":
-        """This stack, whose layers `remat` wraps one by one: `jax.checkpoint`, or that with a policy."""
+    def with_remat(self, remat: Remat | None) -> "Stack":
+        """This stack, whose layers `remat` wraps one by one."""
         new = object.__new__(Stack)
         for field in dataclasses.fields(self):
             object.__setattr__(new, field.name, remat if field.name == "remat" else getattr(self, field.name))
@@ -181,86 +188,32 @@ class Stack(eqx.Module):
         at: Tokens,
         after: tuple[Float[Array, "batch seq embed"], ...],
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        if at.positions is None and at.segments is not None and at.rotary is None:
-            at = at._replace(rotary=counted(at.segments))  # once, and not in every layer
-        none = lambda blocks: (None,) * len(blocks)
-        stages = mesh.split(mesh.STAGE)
-        # With pipeline stages, spread_tokens makes XLA for TPUs abort (libtpu 0.0.51).
-        between = split_tokens if stages > 1 else spread_tokens
-        caches: Any = cache or (none(self.head), none(self.period), none(self.tail))
-        head, period, tail = caches
-
-        def run(
-            blocks: Sequence[AbstractBlock],
-            first: int,
-            x: Array,
-            caches: Sequence[AbstractCache | None],
-            at: Tokens,
-            repeats: int = 1,
-        ) -> tuple[Array, tuple, tuple[Report, ...]]:
-            new, reports = [], []
-            for n, (block, layer_cache) in enumerate(zip(blocks, caches, strict=True), first):
-
-                def layer(x: Array, block: AbstractBlock = block, cache: Any = layer_cache) -> tuple[Array, Any, Any]:
-                    x = checkpoint_name(between(x), LAYER_INPUT)
-                    x, cache, report = block(split_tokens(x), cache, at)
-                    return between(x), cache, report
-
-                # XLA must not merge what is computed again with the forward pass, nor do it for all layers at once. In
-                # a scan of one layer it cannot, and to prevent it would only hold back the compiler.
-                alone = repeats > 1 and len(blocks) == 1
-                wrapped = self.remat(layer, prevent_cse=not alone) if self.remat and layer_cache is None else layer
-                x, layer_cache, report = wrapped(x)
-                x = between(x + after[n]) if n < len(after) else x
-                new.append(layer_cache)
-                reports.append(report)
-            return x, tuple(new), tuple(reports)
-
-        def scan(
-            blocks: Sequence[AbstractBlock], first: int, repeats: int, x: Array, caches: Any
-        ) -> tuple[Array, Any, Any]:
-            arrays, static = eqx.partition(blocks, eqx.is_array)
-
-            def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, Any]:
-                def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
-                    x, _, reports = run(eqx.combine(arrays, static), first, x, none(blocks), at, repeats)
-                    return x, reports
-
-                return jax.lax.scan(one, x, arrays)
-
-            # Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be
-            # copied whole at every step.
-            def cached_period(carry: Any, slices: Any) -> tuple[Any, tuple[Report, ...]]:
-                (x, caches), (layer, arrays) = carry, slices
-                caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
-                layers = jax.tree.map(lambda stack: Stacked(stack, layer), whole)
-                blocks = eqx.combine(layers, arrays, static, is_leaf=lambda node: isinstance(node, Stacked))
-                x, caches, reports = run(blocks, first, x, caches, at)
-                return (x, caches), reports
-
-            if cache is None:
-                split = stages > 1 and repeats % stages == 0
-                x, reports = pipeline(periods, arrays, x, at) if split else periods(arrays, x, at)
-                return x, caches, reports
-            whole, sliced = eqx.partition(arrays, _read_in_place(arrays))
-            (x, caches), reports = jax.lax.scan(cached_period, (x, caches), (jnp.arange(repeats), sliced))
-            return x, caches, reports
-
-        if cache is not None and stages > 1:
+        if cache is not None and mesh.split(mesh.STAGE) > 1:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
         runs = zip(self.scans(), self.runs, strict=True)
         scans = [(blocks, layers.start, repeats) for (blocks, layers), (_, repeats) in runs]
         alone = next((start for _, start, repeats in scans if repeats > 1), self.num_layers)
         if len(after) > alone:
             raise ValueError(f"{len(after)} layers are followed by something, and {alone} stand by themselves.")
-        x, head, first = run(self.head, 0, x, head, at)
-        new, middle = (), ()
+        if at.positions is None and at.segments is not None and at.rotary is None:
+            at = at._replace(rotary=counted(at.segments))  # once, and not in every layer
+
+        remat = self.remat if cache is None else None
+        none = lambda blocks: (None,) * len(blocks)
+        caches: Any = cache or (none(self.head), none(self.period), none(self.tail))
+        head, period, tail = caches
+        x, head, first = _run_blocks(self.head, x, head, at, remat, after)
+        written, middle = (), ()
         for blocks, start, repeats in scans:
             of = slice(blocks.start, blocks.stop)
-            x, written, reports = scan(self.period[of], start, repeats, x, period[of])
-            new, middle = new + written, middle + reports
-        x, tail, last = run(self.tail, self.num_layers - len(self.tail), x, tail, at)
-        return split_tokens(x), (head, new, tail) if cache else None, (first, middle, last)
+            if cache is None:
+                x, reports = _scan(self.period[of], repeats, x, at, remat, after[start:])
+            else:
+                x, new, reports = _scan_with_caches(self.period[of], repeats, x, period[of], at, after[start:])
+                written += new
+            middle += reports
+        x, tail, last = _run_blocks(self.tail, x, tail, at, remat, after[self.num_layers - len(self.tail) :])
+        return split_tokens(x), (head, written, tail) if cache else None, (first, middle, last)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """Makes the caches of all layers: one for each entry of `head`, `period` and `tail`."""
@@ -278,6 +231,96 @@ class Stack(eqx.Module):
         for part, blocks in (("head", self.head), ("period", self.period), ("tail", self.tail)):
             for j, block in enumerate(blocks):
                 yield self.layer_numbers(part, j), block
+
+
+def _run_layer(
+    block: AbstractBlock, cache: AbstractCache | None, at: Tokens, x: Float[Array, "batch seq embed"]
+) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+    """Runs one layer, with its tokens split over the mesh in scope."""
+    x = checkpoint_name(spread_tokens(x), LAYER_INPUT)
+    x, cache, report = block(split_tokens(x), cache, at)
+    return spread_tokens(x), cache, report
+
+
+def _run_blocks(
+    blocks: Sequence[AbstractBlock],
+    x: Float[Array, "batch seq embed"],
+    caches: Sequence[AbstractCache | None],
+    at: Tokens,
+    remat: Remat | None,
+    after: Sequence[Float[Array, "batch seq embed"]],
+) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...], tuple[Report, ...]]:
+    """Runs layers one by one, each within `remat`, and adds `after[n]` to the features after layer n.
+
+    Returns `x`, the new caches, and the layers' reports.
+    """
+    new, reports = [], []
+    for n, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
+        layer = functools.partial(_run_layer, block, cache, at)
+        x, cache, report = remat(layer)(x) if remat else layer(x)
+        x = spread_tokens(x + after[n]) if n < len(after) else x
+        new.append(cache)
+        reports.append(report)
+    return x, tuple(new), tuple(reports)
+
+
+def _scan(
+    period: tuple[AbstractBlock, ...],
+    repeats: int,
+    x: Float[Array, "batch seq embed"],
+    at: Tokens,
+    remat: Remat | None,
+    after: Sequence[Float[Array, "batch seq embed"]],
+) -> tuple[Float[Array, "batch seq embed"], tuple[Report, ...]]:
+    """Runs a period `repeats` times, with other weights each time. Stages of the mesh share the repeats, if they can.
+
+    Returns `x`, and the stacked reports of each of the period's layers.
+    """
+    arrays, static = eqx.partition(period, eqx.is_array)
+    # XLA must not merge what is computed again with the forward pass, nor do it for all layers at once. In a scan of
+    # one layer it cannot, and to prevent it would only hold back the compiler.
+    if remat and repeats > 1 and len(period) == 1:
+        remat = functools.partial(remat, prevent_cse=False)
+
+    def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, tuple[Report, ...]]:
+        def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
+            x, _, reports = _run_blocks(eqx.combine(arrays, static), x, (None,) * len(period), at, remat, after)
+            return x, reports
+
+        return jax.lax.scan(one, x, arrays)
+
+    stages = mesh.split(mesh.STAGE)
+    if stages > 1 and repeats % stages == 0:
+        return pipeline(periods, arrays, x, at)
+    return periods(arrays, x, at)
+
+
+def _scan_with_caches(
+    period: tuple[AbstractBlock, ...],
+    repeats: int,
+    x: Float[Array, "batch seq embed"],
+    caches: tuple[AbstractCache, ...],
+    at: Tokens,
+    after: Sequence[Float[Array, "batch seq embed"]],
+) -> tuple[Float[Array, "batch seq embed"], tuple[AbstractCache, ...], tuple[Report, ...]]:
+    """Runs a period `repeats` times, as `_scan` does, with caches that hold the layers of all repeats.
+
+    Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied whole at
+    every step.
+    """
+    arrays, static = eqx.partition(period, eqx.is_array)
+    whole, sliced = eqx.partition(arrays, _read_in_place(arrays))
+
+    def one(carry: Any, slices: Any) -> tuple[Any, tuple[Report, ...]]:
+        (x, caches), (layer, arrays) = carry, slices
+        caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
+        layers = jax.tree.map(lambda stack: Stacked(stack, layer), whole)
+        blocks = eqx.combine(layers, arrays, static, is_leaf=lambda node: isinstance(node, Stacked))
+        x, caches, reports = _run_blocks(blocks, x, caches, at, None, after)
+        return (x, caches), reports
+
+    (x, caches), reports = jax.lax.scan(one, (x, caches), (jnp.arange(repeats), sliced))
+    return x, caches, reports
 
 
 def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:
