@@ -650,8 +650,8 @@ def generation() -> Found:
         return repr([[(c.tokens, c.logprobs, c.calls, c.ended) for c in of_prompt] for of_prompt in found])
 
     ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    sampler = zoo.Sampler(temperature=0.7, top_p=0.95)
-    yield "completed", lambda: completions(model, ids, samples=2, sampler=sampler, batch=4, seed=1)
+    sampling = zoo.Sampling(temperature=0.7, top_p=0.95)
+    yield "completed", lambda: completions(model, ids, samples=2, sampling=sampling, batch=4, seed=1)
 
     def with_mtp() -> Value:
         config = zoo.config(tiny.write(SCRATCH / "mtp", "deepseek3"))

@@ -27,14 +27,16 @@ def texts() -> None:
     texts: list[str] = zoo.generate(model, tokenizer, ["def __init__(self", "import "], max_new_tokens=8)
     chat: str = zoo.generate(model, tokenizer, [{"role": "user", "content": "Hello"}])
     pieces: list[str] = list(zoo.stream(model, tokenizer, "Return the", temperature=0.7, top_p=0.9))
-    print(texts, chat, pieces)
+    sampling = zoo.Sampling(max_new_tokens=8, temperature=0.7, stop=["."])
+    again: str = zoo.generate(model, tokenizer, "import ", sampling, seed=1)
+    print(texts, chat, pieces, again)
 
 
 def tokens() -> None:
     model, tokenizer = zoo.load("tiny"), zoo.tokenizer("tiny")
-    sampler, draft = zoo.Sampler(temperature=1.0), zoo.ModelDraft(zoo.load("tiny"), num_draft_tokens=4)
+    draft = zoo.ModelDraft(zoo.load("tiny"), num_draft_tokens=4)
     groups: list[list[zoo.Completion]] = zoo.complete(
-        model, [tokenizer.encode("Return the")], samples=4, max_new_tokens=16, sampler=sampler, draft=draft
+        model, [tokenizer.encode("Return the")], samples=4, max_new_tokens=16, temperature=1.0, draft=draft
     )
     print(tokenizer.decode(groups[0][0].tokens), sum(groups[0][0].logprobs))
     engine = zoo.Engine(model, batch=2, max_tokens=64, stops=tokenizer.eos, draft=zoo.MTPDraft(model))

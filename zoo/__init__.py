@@ -69,7 +69,7 @@ for _name in ("kernels", "convert"):  # not train: zoo does not import it
 from zoo import lora
 from zoo.generation.engine import Completion, Engine, complete
 from zoo.generation.generate import generate, stream
-from zoo.generation.sampling import Sampler
+from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import ModelDraft, MTPDraft
 from zoo.load import config, fingerprint, inspect, load, names, save, tokenizer
 from zoo.mesh import make_mesh
@@ -106,7 +106,7 @@ __all__ = [
     "Engine",
     "MTPDraft",
     "ModelDraft",
-    "Sampler",
+    "Sampling",
     "complete",
     "config",
     "deepseek2",

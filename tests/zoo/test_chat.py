@@ -9,8 +9,9 @@ import pytest
 
 import zoo
 from tests.zoo.test_tokenizer import INST, folder
-from zoo.chat import chat
+from zoo.chat import LoadOptions, chat
 from zoo.generation.generate import Encoded
+from zoo.generation.sampling import Sampling
 
 
 ASK = "What does textwrap.dedent do?"
@@ -31,12 +32,12 @@ def talk(model, monkeypatch, capsys):
     """Enters lines, or raises exceptions among them, and then Ctrl-D. Returns the output and the model's prompts."""
     monkeypatch.setattr(zoo, "load", lambda source, **options: model)
 
-    def talk(*lines, source="tiny", **options):
+    def talk(*lines, source="tiny", system=None, **options):
         stream, prompts = zoo.stream, []
 
-        def record(model, tokenizer, prompt, **options):
+        def record(model, tokenizer, prompt, sampling, **options):
             prompts.append(tokenizer.decode(prompt.ids, special=True))
-            return stream(model, tokenizer, prompt, **options)
+            return stream(model, tokenizer, prompt, sampling, **options)
 
         entered = iter([*lines, EOFError()])
 
@@ -49,7 +50,7 @@ def talk(model, monkeypatch, capsys):
         with monkeypatch.context() as patch:
             patch.setattr("builtins.input", read)
             patch.setattr(zoo, "stream", record)
-            chat(source, **{"temperature": 0.0, "max_new_tokens": 12} | options)
+            chat(source, Sampling(**{"max_new_tokens": 12} | options), system=system)
         return capsys.readouterr().out, prompts
 
     return talk
@@ -90,7 +91,7 @@ def test_images(monkeypatch, talk):
     assert sent[0][-1]["content"] == [part, {"type": "text", "text": "What is it?"}]
     assert sent[1][-1]["content"] == "And?"
     with pytest.raises(ValueError, match="A draft takes no images: use --images or --draft"):
-        chat("tiny", images=True, draft="mtp")
+        chat("tiny", load=LoadOptions(images=True, draft="mtp"))
 
 
 def test_seeds(talk):

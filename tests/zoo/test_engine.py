@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import types
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import forward, noise
 from zoo.generation import decoding
 from zoo.generation.engine import Engine, _Group, bucket, complete
-from zoo.generation.sampling import Sampler, settings
+from zoo.generation.sampling import Sampling, settings
 from zoo.mesh import make_mesh
 
 
@@ -27,7 +28,7 @@ SHAPE = dict(batch=2, max_tokens=30)  # for most engines, and `complete` with 14
 SMALL = zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1)  # for tests that need little computing
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
-draw = eqx.filter_jit(lambda sampler, logits, keys: settings([sampler] * len(logits)).draw(logits, keys))
+draw = eqx.filter_jit(lambda sampling, logits, keys: settings([sampling] * len(logits)).draw(logits, keys))
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +47,16 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def penalized(sampler, logits, prompt, tokens):
+def penalized(sampling, logits, prompt, tokens):
     """Applies the penalties by their formulas, one position and one token at a time."""
-    logits = np.array(logits, np.float64)
+    logits, repetition = np.array(logits, np.float64), sampling.repetition_penalty or 1
     for n, row in enumerate(logits):
         for token in {*prompt, *tokens[:n]}:
-            row[token] *= sampler.repetition_penalty ** (1 if row[token] < 0 else -1)
+            row[token] *= repetition ** (1 if row[token] < 0 else -1)
         for token in tokens[:n]:
-            row[token] -= sampler.frequency_penalty
+            row[token] -= sampling.frequency_penalty
         for token in set(tokens[:n]):
-            row[token] -= sampler.presence_penalty
+            row[token] -= sampling.presence_penalty
     return jnp.asarray(logits, jnp.float32)
 
 
@@ -77,32 +78,32 @@ def test_greedy_is_the_forward_pass(load, name):
 
 
 @pytest.mark.parametrize(
-    "sampler",
+    "sampling",
     [
-        Sampler(1.5),
-        Sampler(1.1, top_k=20, top_p=0.9, min_p=0.02),
-        Sampler(1.5, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-1.0),
+        Sampling(temperature=1.5),
+        Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02),
+        Sampling(temperature=1.5, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-1.0),
     ],
 )
-def test_each_sample_has_its_key(model, sampler):
-    """A sample is the sampler's draw from the forward pass's logits by its own key, whatever else runs;
+def test_each_sample_has_its_key(model, sampling):
+    """A sample is drawn by its `Sampling` from the forward pass's logits by its own key, whatever else runs;
     log-probabilities are unmodified.
     """
-    groups = complete(model, PROMPTS[:3], samples=3, max_new_tokens=14, stops=NEVER, sampler=sampler, seed=4, batch=2)
+    groups = complete(model, PROMPTS[:3], samples=3, max_new_tokens=14, stops=NEVER, sampling=sampling, seed=4, batch=2)
     for m, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=False)):
         for n, completion in enumerate(group):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(4), m), n)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(14))
             logits = logits_after(model, prompt, completion)
-            lowered = penalized(sampler, logits, prompt, completion.tokens)
-            assert np.array_equal(completion.tokens, draw(sampler, lowered, keys))
-            logs = log_softmax(logits / sampler.temperature)
+            lowered = penalized(sampling, logits, prompt, completion.tokens)
+            assert np.array_equal(completion.tokens, draw(sampling, lowered, keys))
+            logs = log_softmax(logits / sampling.temperature)
             expected = np.take_along_axis(logs, np.array(completion.tokens)[:, None], 1)[:, 0]
             assert np.allclose(completion.logprobs, expected, atol=1e-4)
         assert len({tuple(completion.tokens) for completion in group}) == 3
     engine = Engine(model, **SHAPE, stops=NEVER)
     key = jax.random.fold_in(jax.random.key(4), 2)
-    (alone,) = engine.submit(PROMPTS[2], max_new_tokens=14, sampler=sampler, key=key)
+    (alone,) = engine.submit(PROMPTS[2], dataclasses.replace(sampling, max_new_tokens=14), key=key)
     while not engine.idle:
         engine.step()
     assert alone.tokens == groups[2][0].tokens
@@ -118,7 +119,7 @@ def test_a_prompt_is_read_once(model, monkeypatch):
     prompts = [*PROMPTS[:2], tiny.TOKENS[0, :17].tolist(), *PROMPTS[2:4]]
     engine = Engine(noise(lambda: zoo.qwen3.Model(SMALL, key=jax.random.key(0))), batch=10, max_tokens=40)
     for prompt in prompts:
-        engine.submit(prompt, max_new_tokens=1, samples=2)
+        engine.submit(prompt, Sampling(max_new_tokens=1), samples=2)
     engine.step()
     assert calls == [(2, 16), (1, 32), (2, 16)] and engine.idle
 
@@ -126,9 +127,10 @@ def test_a_prompt_is_read_once(model, monkeypatch):
 def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
     """Each request gets the same tokens as it does alone."""
     shape = SHAPE | dict(stride=4, stops=NEVER)
-    kinds = [Sampler(), Sampler(1.0), Sampler(0.5, top_k=3), Sampler(2.0, top_p=0.9), Sampler(1.0, min_p=0.1)]
-    options = [dict(max_new_tokens=5 + n, sampler=s, key=jax.random.key(n)) for n, s in enumerate(kinds)]
-    submit = lambda engine, n: engine.submit(PROMPTS[0], **options[n])[0]
+    filters = {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}
+    kinds = [{}, {"temperature": 1.0}, *({"temperature": 0.5 + n} | each for n, each in enumerate(filters))]
+    kinds = [Sampling(max_new_tokens=5 + n, **kind) for n, kind in enumerate(kinds)]
+    submit = lambda engine, n: engine.submit(PROMPTS[0], kinds[n], key=jax.random.key(n))[0]
     alone = []
     for n in range(len(kinds)):
         engine = Engine(model, **shape)
@@ -154,7 +156,7 @@ def test_cancel(model):
     """A running or a waiting request can be cancelled, and another one takes its row."""
     engine = Engine(model, **SHAPE, stride=4, stops=NEVER)
     (first, beside), (second,), (third,) = (
-        engine.submit(prompt, max_new_tokens=6, samples=samples)
+        engine.submit(prompt, Sampling(max_new_tokens=6), samples=samples)
         for prompt, samples in zip(PROMPTS[:3], (2, 1, 1), strict=True)
     )
     assert list(engine.step()) == [first, beside]
@@ -164,7 +166,7 @@ def test_cancel(model):
     while not engine.idle:
         engine.step()
     assert (len(first.tokens), len(beside.tokens), second.tokens) == (4, 6, [])
-    (alone,) = engine.submit(PROMPTS[2], max_new_tokens=6)
+    (alone,) = engine.submit(PROMPTS[2], Sampling(max_new_tokens=6))
     while not engine.idle:
         engine.step()
     assert third.tokens == alone.tokens and len(alone.tokens) == 6
@@ -197,7 +199,7 @@ def test_refusals(model):
         with pytest.raises(ValueError, match=message):
             complete(model, prompts, **options)
     with pytest.raises(ValueError, match=r"5 tokens.*max_new_tokens=8.*max_tokens=12"):
-        Engine(model, batch=1, max_tokens=12).submit(PROMPTS[0], max_new_tokens=8)
+        Engine(model, batch=1, max_tokens=12).submit(PROMPTS[0], Sampling(max_new_tokens=8))
     assert complete(model, [], max_new_tokens=4) == []
 
 

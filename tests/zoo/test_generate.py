@@ -1,6 +1,8 @@
 """Generation: the plain forward pass, ragged batches, sampling, stops, streaming, and a small trained Llama."""
 
+import dataclasses
 import pathlib
+import typing
 
 import equinox as eqx
 import jax
@@ -11,7 +13,7 @@ import pytest
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, forward
-from zoo.generation.sampling import Sampler, settings
+from zoo.generation.sampling import Sampling, SamplingOptions, settings
 
 
 AIDREAMS = pathlib.Path(__file__).parents[3] / "shared" / "data" / "aidreams260k"
@@ -109,23 +111,23 @@ draw = eqx.filter_jit(lambda rows, logits, key: rows.draw(logits, jax.random.spl
 
 
 @pytest.mark.parametrize(
-    "sampler, kept",
+    "sampling, kept",
     [
-        (Sampler(1.0), {0, 1, 2, 3, 4}),
-        (Sampler(1.0, top_k=2), {0, 1}),
-        (Sampler(1.0, top_p=0.7), {0, 1}),  # 0.5 is not enough, 0.75 is
-        (Sampler(1.0, top_p=0.0), {0}),
-        (Sampler(1.0, min_p=0.2), {0, 1, 2}),  # 0.1 and up
-        (Sampler(0.5, top_p=0.7), {0}),  # at temperature 0.5 the first has 0.73
-        (Sampler(0.0), {0}),
+        (Sampling(temperature=1.0), {0, 1, 2, 3, 4}),
+        (Sampling(temperature=1.0, top_k=2), {0, 1}),
+        (Sampling(temperature=1.0, top_p=0.7), {0, 1}),  # 0.5 is not enough, 0.75 is
+        (Sampling(temperature=1.0, top_p=0.0), {0}),
+        (Sampling(temperature=1.0, min_p=0.2), {0, 1, 2}),  # 0.1 and up
+        (Sampling(temperature=0.5, top_p=0.7), {0}),  # at temperature 0.5 the first has 0.73
+        (Sampling(temperature=0.0), {0}),
     ],
 )
-def test_sampler(sampler, kept):
+def test_sampling(sampling, kept):
     """In 2,000 draws by 0.5, 0.25, 0.13, 0.07, 0.05, the drawn tokens and the first one's frequency are right."""
     p = np.array([0.5, 0.25, 0.13, 0.07, 0.05], np.float32)
-    drawn = np.asarray(draw(settings([sampler] * 2000), np.broadcast_to(np.log(p), (2000, 5)), jax.random.key(0)))
+    drawn = np.asarray(draw(settings([sampling] * 2000), np.broadcast_to(np.log(p), (2000, 5)), jax.random.key(0)))
     assert set(np.unique(drawn).tolist()) == kept
-    scaled = p[sorted(kept)] ** (1 / (sampler.temperature or 1))
+    scaled = p[sorted(kept)] ** (1 / (sampling.temperature or 1))
     assert abs(float((drawn == 0).mean()) - scaled[0] / scaled.sum()) < 0.04
 
 
@@ -157,9 +159,25 @@ def test_repetition_penalty_of_the_checkpoint(model, tokenizer, folder, tmp_path
         dict(frequency_penalty=-3.0),
     ],
 )
-def test_sampler_refuses(options):
+def test_sampling_refuses(options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        Sampler(**options)
+        Sampling(**options)
+
+
+def test_options_by_value_and_by_keyword(model, tokenizer):
+    """Keywords take the place of fields. A wrong name is refused at the call, and type checkers know the names."""
+    options, ids = dict(max_new_tokens=8, temperature=2.0), [tokenizer.encode(PROMPTS[1])]
+    text, chosen = zoo.generate(model, tokenizer, PROMPTS[1], **options, seed=3), Sampling(**options, seed=1)
+    assert zoo.generate(model, tokenizer, PROMPTS[1], chosen, seed=3) == text
+    assert "".join(zoo.stream(model, tokenizer, PROMPTS[1], chosen, seed=3)) == text
+    assert zoo.generate(model, tokenizer, PROMPTS[1], chosen) != text
+    for call, *given in (zoo.generate, tokenizer, "a"), (zoo.stream, tokenizer, "a"), (zoo.complete, ids):
+        with pytest.raises(TypeError, match=r"'temprature' is neither .* Sampling, which has max_new_tokens, temper"):
+            call(model, *given, temprature=0.7)
+    fields = {field.name: field.type for field in dataclasses.fields(Sampling)}
+    assert fields == typing.get_type_hints(SamplingOptions)
+    with pytest.raises(ValueError, match="takes no stop strings"):
+        zoo.complete(model, ids, stop=["b"])
 
 
 def test_an_int8_cache_writes_much_the_same():
@@ -217,8 +235,8 @@ def test_repetition_penalty_is_transformers(load, theirs):
     theirs("qwen3").generation_config.eos_token_id = None
     prompt = tiny.TOKENS[1, :12].tolist()
     for penalty in 1.2, 1.9, 0.7:
-        sampler = Sampler(0.5, top_k=1, repetition_penalty=penalty)
-        ((ours,),) = zoo.complete(load("qwen3"), [prompt], max_new_tokens=14, sampler=sampler)
+        sampling = Sampling(temperature=0.5, top_k=1, repetition_penalty=penalty)
+        ((ours,),) = zoo.complete(load("qwen3"), [prompt], max_new_tokens=14, sampling=sampling)
         ids, how = torch.tensor([prompt]), dict(do_sample=True, temperature=0.5, top_k=1, repetition_penalty=penalty)
         options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=14, pad_token_id=0)
         assert ours.tokens == theirs("qwen3").generate(ids, **options, **how)[0, len(prompt) :].tolist()

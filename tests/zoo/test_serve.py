@@ -32,9 +32,9 @@ from tests.zoo.programs import forward
 from tests.zoo.test_templates import ENDLESS
 from zoo.generation.engine import Engine
 from zoo.generation.generate import continuation
-from zoo.generation.sampling import Sampler
+from zoo.generation.sampling import Sampling
 from zoo.mesh import make_mesh
-from zoo.serve import serve
+from zoo.serve import ListenOptions, serve
 from zoo.serve.listen import Listener, Timely
 from zoo.serve.server import STRIDE, Server
 from zoo.serve.worker import Ask, Reply, Worker
@@ -130,7 +130,7 @@ def greedy(model, tokenizer, prompt, new=NEW):
     """Returns the text of `zoo.generate`, with as many and as long rows as the server's, which so share programs."""
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     engine = Engine(model, batch=4, max_tokens=ROOM, stops=tokenizer.eos, stride=STRIDE)
-    (completion,) = engine.submit(ids, max_new_tokens=new)
+    (completion,) = engine.submit(ids, Sampling(max_new_tokens=new))
     while not engine.idle:
         engine.step()
     return continuation(tokenizer, ids, completion)
@@ -348,7 +348,8 @@ def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkey
 def test_fair_turns(model, tokenizer):
     """A free row goes to the owner with the fewest rows, also while samples of another prompt wait."""
     engine = Engine(model, batch=4, max_tokens=ROOM, stops=tokenizer.eos, stride=STRIDE)
-    submit = lambda prompt, **options: engine.submit(tokenizer.encode(prompt), max_new_tokens=STRIDE, **options)
+    few = Sampling(max_new_tokens=STRIDE)
+    submit = lambda prompt, **options: engine.submit(tokenizer.encode(prompt), few, **options)
     many = [*submit("a", samples=7, owner="many"), *submit("b", samples=3, owner="many")]
     engine.step()
     assert [completion.finished for completion in many] == [True] * 4 + [False] * 6
@@ -513,7 +514,7 @@ def test_compiling_is_told_once(model, tokenizer, monkeypatch):
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", told.append)
     worker = Worker(model, lambda: types.SimpleNamespace(submit=lambda *_, **__: [object()]))
     for _ in range(2):
-        worker._submit([Reply(0, Ask([1], 1, Sampler(), 0, (), False), tokenizer)], told.append)
+        worker._submit([Reply(0, Ask([1], Sampling(), (), False), tokenizer)], told.append)
     assert told == ["Compiling the model for the first reply, which may take minutes."]
 
 
@@ -736,7 +737,7 @@ def test_keys(model, tokenizer, monkeypatch):
     for variable, key in ("", None), ("sesame", " "):
         monkeypatch.setenv("ZOO_API_KEY", variable)
         with pytest.raises(SystemExit, match="The API key is empty"):
-            serve("no/model", api_key=key)
+            serve("no/model", listen=ListenOptions(api_key=key))
     said = []
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "warning", lambda text, *of: said.append(text % of))
     for host, key, warned in ("0.0.0.0", None, True), ("my.example", None, True), ("0.0.0.0", "a", False), (

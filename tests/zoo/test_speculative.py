@@ -14,7 +14,7 @@ from kernels import Tokens
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise
 from tests.zoo.test_engine import log_softmax, logits_after
-from zoo.generation.sampling import Sampler
+from zoo.generation.sampling import Sampling
 from zoo.mesh import make_mesh
 
 
@@ -111,15 +111,25 @@ def test_mtp_remembers(model_with_further):
 
 
 @pytest.mark.parametrize(
-    "sampler, vocab",
+    "options, vocab",
     [
-        (Sampler(1.0), 5),
-        (Sampler(0.7, 4, 0.95, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=-1.5), 5),
-        pytest.param(Sampler(1.0), 4, marks=pytest.mark.slow),
-        pytest.param(Sampler(1.0), 7, marks=pytest.mark.slow),
+        (dict(temperature=1.0), 5),
+        (
+            dict(
+                temperature=0.7,
+                top_k=4,
+                top_p=0.95,
+                repetition_penalty=1.6,
+                presence_penalty=0.5,
+                frequency_penalty=-1.5,
+            ),
+            5,
+        ),
+        pytest.param(dict(temperature=1.0), 4, marks=pytest.mark.slow),
+        pytest.param(dict(temperature=1.0), 7, marks=pytest.mark.slow),
     ],
 )
-def test_distribution(sampler, vocab):
+def test_distribution(options, vocab):
     """The frequencies of all texts of three tokens, from a vocabulary of five, follow their probabilities.
 
     A draft with more or fewer tokens makes no difference.
@@ -128,7 +138,7 @@ def test_distribution(sampler, vocab):
     model, draft = (
         noise(lambda c=c: zoo.qwen3.Model(c, key=jax.random.key(0)), 0.3, seed) for seed, c in enumerate(configs)
     )
-    prompt, rows = [3, 1], 4000
+    sampling, prompt, rows = Sampling(max_new_tokens=3, **options), [3, 1], 4000
     texts = np.array(list(itertools.product(range(5), repeat=3)))
 
     @eqx.filter_jit
@@ -138,11 +148,9 @@ def test_distribution(sampler, vocab):
         return jax.nn.softmax(settings.filtered(jnp.stack(logits, axis=1)), axis=-1)
 
     tokens = np.concatenate([np.tile([prompt], (125, 1)), texts], axis=1)
-    p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.generation.sampling.settings([sampler] * 125)))
+    p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.generation.sampling.settings([sampling] * 125)))
     p = np.prod(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0], axis=1)
-    (got,) = zoo.complete(
-        model, [prompt], samples=rows, max_new_tokens=3, sampler=sampler, draft=zoo.ModelDraft(draft, 2), batch=rows
-    )
+    (got,) = zoo.complete(model, [prompt], sampling, samples=rows, draft=zoo.ModelDraft(draft, 2), batch=rows)
     counts = np.zeros((5, 5, 5))
     np.add.at(counts, tuple(np.array([c.tokens for c in got]).T), 1)
     counts, possible = counts.reshape(-1), p > 0
@@ -154,7 +162,7 @@ def test_distribution(sampler, vocab):
 
 def test_draws_do_not_depend_on_others(model, draft):
     """The first sample of each prompt is the same as alone."""
-    options = dict(max_new_tokens=20, sampler=Sampler(1.0), key=jax.random.key(3))
+    options = dict(sampling=Sampling(max_new_tokens=20, temperature=1.0), key=jax.random.key(3))
     engines, alone = [zoo.Engine(model, batch=2, max_tokens=36, stops=NEVER, draft=draft) for _ in range(4)], []
     for engine, prompt in zip(engines, PROMPTS, strict=False):
         alone += engine.submit(prompt, **options)

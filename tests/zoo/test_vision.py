@@ -490,6 +490,6 @@ def test_refusals(load, load_vision, vision_folders):
         (Engine(model, batch=1, max_tokens=48, draft=ModelDraft(text, 2)), "A draft takes no images"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.submit(case.prompts[1].tolist(), max_new_tokens=4, images=one)
+            engine.submit(case.prompts[1].tolist(), zoo.Sampling(max_new_tokens=4), images=one)
     with pytest.raises(ValueError, match="2 images are 18 tokens, 9 each, but the prompts have 27 of them"):
         Images.of(case.pictures[:2], 9, case.prompts, 63)

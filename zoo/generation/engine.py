@@ -9,6 +9,7 @@ these into rows of the batch, once for each sample, and `advance` decodes (with 
 import collections
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from zoo.generation import decoding, speculative
 from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
-from zoo.generation.sampling import Sampler, settings
+from zoo.generation.sampling import Sampling, SamplingOptions, settings
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, filled, seeing
 from zoo.weights.gather import gathered
@@ -52,8 +53,7 @@ class _Sequence:
 
     completion: Completion
     prompt: int  # the length of the prompt
-    limit: int
-    sampler: Sampler
+    sampling: Sampling
     key: np.ndarray
     owner: Hashable
 
@@ -74,12 +74,12 @@ class Engine:
     """Decodes `batch` sequences at once, each with room for `max_tokens` of a prompt with its completion.
 
         engine = Engine(model, batch=8, max_tokens=512, stops=tokenizer.eos)
-        (completion,) = engine.submit(ids, max_new_tokens=100)
+        (completion,) = engine.submit(ids, Sampling(max_new_tokens=100))
         while not completion.finished:
             for each, tokens in engine.step().items(): ...
 
-    Each submission has its own sampler, limit and key. The compiled functions take these as arrays, so new values
-    compile nothing. The tokens of a row do not depend on the other rows. If several processes hold parts of the model,
+    Each submission has its own `Sampling` and key. The compiled functions take these as arrays, so new values compile
+    nothing. The tokens of a row do not depend on the other rows. If several processes hold parts of the model,
     all must make the same calls, and all get the same results.
     """
 
@@ -126,9 +126,8 @@ class Engine:
     def submit(
         self,
         prompt: Sequence[int],
+        sampling: Sampling = Sampling(),  # noqa: B008 (a value)
         *,
-        max_new_tokens: int,
-        sampler: Sampler = Sampler(),  # noqa: B008 (a value)
         key: PRNGKeyArray | None = None,
         samples: int = 1,
         images: Images | None = None,
@@ -136,28 +135,32 @@ class Engine:
     ) -> list[Completion]:
         """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
-        `key` is a `jax.random.key`, by default that of 0; sample n draws with `jax.random.fold_in(key, n)`. `images`
-        are the prompt's images, as for a batch of one row. Each free row goes to the `owner` in the queue that has the
-        fewest rows; an owner's prompts are served in order.
+        `key` is a `jax.random.key`, by default that of the sampling's seed; sample n draws with
+        `jax.random.fold_in(key, n)`. `images` are the prompt's images, as for a batch of one row. Each free row goes to
+        the `owner` in the queue that has the fewest rows; an owner's prompts are served in order.
 
         Raises:
-            ValueError: the prompt has no tokens, unknown tokens, or too many for a row or for the model; or there are
-                images, and the model takes none or there is a draft.
+            ValueError: the prompt has no tokens, unknown tokens, or too many for a row or for the model; the sampling
+                has stop strings; or there are images, and the model takes none or there is a draft.
         """
-        check(self.model, prompt, max_new_tokens)
+        new = sampling.max_new_tokens
+        check(self.model, prompt, new)
+        if sampling.stop:
+            raise ValueError("The engine knows tokens and no text, so it takes no stop strings: `generate` does.")
         if images is not None:
             seeing(self.model)
         if images is not None and self.draft is not None:
             raise ValueError("A draft takes no images: generate without one.")
-        if len(prompt) + max_new_tokens > self.max_tokens:
+        if len(prompt) + new > self.max_tokens:
             raise ValueError(
-                f"The prompt has {len(prompt)} tokens, which with max_new_tokens={max_new_tokens} exceeds the engine's "
+                f"The prompt has {len(prompt)} tokens, which with max_new_tokens={new} exceeds the engine's "
                 f"max_tokens={self.max_tokens}."
             )
         numbers = np.arange(bucket(samples, 1))  # few sizes, so that little is compiled
-        folded = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if key is None else key, numbers)
+        key = jax.random.key(sampling.seed) if key is None else key
+        folded = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         sequences = [
-            _Sequence(Completion(), len(prompt), max_new_tokens, sampler, data, owner)
+            _Sequence(Completion(), len(prompt), sampling, data, owner)
             for data in np.asarray(jax.random.key_data(folded))[:samples]
         ]
         self._groups.append(_Group(owner, list(prompt), images, collections.deque(sequences)))
@@ -197,7 +200,7 @@ class Engine:
             done.logprobs += logprobs[row, :count].tolist()
             done.calls += int(calls[row])
             done.ended = done.tokens[-1] in self._stops
-            done.finished = done.ended or len(done.tokens) == sequence.limit
+            done.finished = done.ended or len(done.tokens) == sequence.sampling.max_new_tokens
         self._sweep()
         return new
 
@@ -267,51 +270,53 @@ class Engine:
         return Rows(
             positions=column(lambda s: s.prompt + drawn(s), -1),
             drawn=column(drawn, 0),
-            left=column(lambda s: s.limit - drawn(s), 0),
+            left=column(lambda s: s.sampling.max_new_tokens - drawn(s), 0),
             keys=np.stack([(s or some).key for s in rows]),
-            settings=settings([s.sampler if s else Sampler() for s in rows]),
+            settings=settings([s.sampling if s else Sampling() for s in rows]),
         )
 
 
 def complete(
     model: AbstractModel,
     prompts: Sequence[Sequence[int]],
+    sampling: Sampling = Sampling(),  # noqa: B008 (a value)
     *,
     samples: int = 1,
-    max_new_tokens: int,
-    sampler: Sampler = Sampler(),  # noqa: B008 (a value)
     stops: Sequence[int] = (),
-    seed: int = 0,
     batch: int = 64,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
     images: Sequence[Images | None] = (),
+    **options: Unpack[SamplingOptions],
 ) -> list[list[Completion]]:
     """Completes each prompt `samples` times, `batch` sequences at a time, and returns them in the prompts' order.
 
-    Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else is decoded. Greedy
-    completions (the default) are `zoo.generate`'s. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` makes this
+    Fields of `Sampling` may be given by keyword, as to `zoo.generate`, whose greedy texts (the default) have the same
+    tokens. Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else is decoded. A
+    completion ends with the first of the `stops`. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` makes this
     faster if the model accepts many of its tokens (docs/generation.md). `images` has each prompt's images, or None for
     a prompt without any; () if no prompt has images.
 
     Raises:
+        TypeError: a keyword is no field of `Sampling`.
         ValueError: as in `Engine.submit`; the message names the prompt.
     """
+    sampling = sampling.changed(options)
     if not prompts:
         return []
     for n, prompt in enumerate(prompts):
-        check(model, prompt, max_new_tokens, f"Prompt {n}")
+        check(model, prompt, sampling.max_new_tokens, f"Prompt {n}")
     engine = Engine(
         model,
         batch=min(batch, len(prompts) * samples),
-        max_tokens=bucket(max(map(len, prompts))) + max_new_tokens,
+        max_tokens=bucket(max(map(len, prompts))) + sampling.max_new_tokens,
         stops=stops,
         cache_dtype=cache_dtype,
         draft=draft,
     )
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(prompts)))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(sampling.seed), np.arange(len(prompts)))
     completions = [
-        engine.submit(prompt, max_new_tokens=max_new_tokens, sampler=sampler, key=key, samples=samples, images=shown)
+        engine.submit(prompt, sampling, key=key, samples=samples, images=shown)
         for prompt, key, shown in zip(prompts, keys, images or [None] * len(prompts), strict=True)
     ]
     while not engine.idle:

@@ -1,18 +1,19 @@
 """Generates text, all at once or as a stream. The `Engine` below works on tokens only."""
 
+import dataclasses
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 from jax.typing import DTypeLike
 
 from zoo.generation.engine import Completion, Engine, bucket, check
-from zoo.generation.sampling import Sampler
+from zoo.generation.sampling import Sampling, SamplingOptions
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images
 from zoo.text.prompts import encode_prompt
-from zoo.text.tokenizer import Messages, Tokenizer, has_images
+from zoo.text.tokenizer import Messages, Stream, Tokenizer, has_images
 
 
 class Encoded(NamedTuple):
@@ -26,31 +27,43 @@ Prompt = str | Sequence[int] | Messages | Encoded
 
 
 @overload
-def generate(model: AbstractModel, tokenizer: Tokenizer, prompts: Prompt, **options: Any) -> str: ...
+def generate(
+    model: AbstractModel,
+    tokenizer: Tokenizer,
+    prompts: Prompt,
+    sampling: Sampling = ...,
+    *,
+    batch: int = ...,
+    cache_dtype: DTypeLike | None = ...,
+    draft: AbstractDraft | None = ...,
+    **options: Unpack[SamplingOptions],
+) -> str: ...
 
 
 @overload
-def generate(model: AbstractModel, tokenizer: Tokenizer, prompts: Sequence[Prompt], **options: Any) -> list[str]: ...
+def generate(
+    model: AbstractModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    sampling: Sampling = ...,
+    *,
+    batch: int = ...,
+    cache_dtype: DTypeLike | None = ...,
+    draft: AbstractDraft | None = ...,
+    **options: Unpack[SamplingOptions],
+) -> list[str]: ...
 
 
-def generate(  # pyright: ignore[reportInconsistentOverload] (options are documented once)
+def generate(
     model: AbstractModel,
     tokenizer: Tokenizer,
     prompts: Prompt | Sequence[Prompt],
+    sampling: Sampling = Sampling(),  # noqa: B008 (a value)
     *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    seed: int = 0,
-    stop: Sequence[str] = (),
     batch: int = 64,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> str | list[str]:
     """Continues each prompt, and returns only the new text: one text for one prompt, a list for several.
 
@@ -58,47 +71,50 @@ def generate(  # pyright: ignore[reportInconsistentOverload] (options are docume
     into text and to which the assistant replies; or token ids. Messages may hold images, if the model takes them
     (docs/vision.md).
 
-    A continuation ends before the first end token of the tokenizer, before the first of the `stop` strings, or after
-    `max_new_tokens` tokens. `temperature` 0 (greedy) is the default; see `Sampler` for filters and penalties. As in
-    transformers, generation_config.json's `repetition_penalty` holds unless another is given. The same `seed` gives the
-    same text. Up to `batch` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft`
-    proposes tokens for the model to check (docs/generation.md). If several processes hold parts of the model, all must
-    call this, and all get the texts.
+    Fields of `Sampling` may be given by keyword: `generate(model, tokenizer, "Hi", temperature=0.7)`. They take the
+    place of those of `sampling`. A continuation ends before the first end token of the tokenizer, before the first of
+    the `stop` strings, or after `max_new_tokens` tokens. Greedy text is the default.
+
+    Up to `batch` prompts are continued at once. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` proposes
+    tokens for the model to check (docs/generation.md). If several processes hold parts of the model, all must call
+    this, and all get the texts.
 
     Raises:
-        ValueError: a prompt has no tokens, has tokens that the model does not have, or is too long for the model;
-            messages are given and there is no template; or the draft has another vocabulary.
+        TypeError: a keyword is no field of `Sampling`.
+        ValueError: a field of `Sampling` is out of its range; a prompt has no tokens, has tokens that the model does
+            not have, or is too long for the model; messages are given and there is no template; or the draft has
+            another vocabulary.
     """
+    sampling = sampling.changed(options)
+    of_tokens = without_text(sampling, tokenizer)
     one = is_one(prompts)
     encoded = [encode(model, tokenizer, prompt) for prompt in ([prompts] if one else prompts)]
     ids = [row for row, _ in encoded]
     if not ids:
         return []
     for n, row in enumerate(ids):
-        check(model, row, max_new_tokens, f"Prompt {n}")
+        check(model, row, sampling.max_new_tokens, f"Prompt {n}")
     engine = Engine(
         model,
         batch=min(batch, len(ids)),
-        max_tokens=bucket(max(map(len, ids))) + max_new_tokens,
+        max_tokens=bucket(max(map(len, ids))) + sampling.max_new_tokens,
         stops=tokenizer.eos,
         cache_dtype=cache_dtype,
         draft=draft,
     )
-    repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
-    key = jax.random.key(seed)
+    key = jax.random.key(sampling.seed)
     numbers: dict[Completion, int] = {}
     for n, (row, images) in enumerate(encoded):
         own = jax.random.fold_in(key, n)
-        (completion,) = engine.submit(row, max_new_tokens=max_new_tokens, sampler=sampler, key=own, images=images)
+        (completion,) = engine.submit(row, of_tokens, key=own, images=images)
         numbers[completion] = n
     texts = [""] * len(ids)
     while not engine.idle:
         for completion in engine.step():
             n = numbers[completion]
-            if stop or completion.finished:
+            if sampling.stop or completion.finished:
                 text = continuation(tokenizer, ids[n], completion)
-                at = first(text, stop)
+                at = first(text, sampling.stop)
                 texts[n] = text[:at]
                 if at is not None:
                     engine.cancel(completion)
@@ -109,37 +125,33 @@ def stream(
     model: AbstractModel,
     tokenizer: Tokenizer,
     prompt: Prompt,
+    sampling: Sampling = Sampling(),  # noqa: B008 (a value)
     *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    seed: int = 0,
-    stop: Sequence[str] = (),
     special: bool = False,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[str]:
     """Continues one prompt as `generate` does, and yields the text in pieces as they are decoded.
 
     Text is held back while it may be the beginning of a stop string, or while its last character is incomplete. With
     `special` the text includes special tokens, except the one that ends it.
     """
+    sampling = sampling.changed(options)
     ids, images = encode(model, tokenizer, prompt)
-    check(model, ids, max_new_tokens)
-    room = bucket(len(ids)) + max_new_tokens
+    check(model, ids, sampling.max_new_tokens)
+    room = bucket(len(ids)) + sampling.max_new_tokens
     engine = Engine(
         model, batch=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype, draft=draft
     )
-    repetition = tokenizer.repetition_penalty if repetition_penalty is None else repetition_penalty
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition, presence_penalty, frequency_penalty)
-    key = jax.random.fold_in(jax.random.key(seed), 0)
-    (completion,) = engine.submit(ids, max_new_tokens=max_new_tokens, sampler=sampler, key=key, images=images)
-    decoder, text, shown = tokenizer.stream(ids, special=special), "", 0
+    key = jax.random.fold_in(jax.random.key(sampling.seed), 0)
+    (completion,) = engine.submit(ids, without_text(sampling, tokenizer), key=key, images=images)
+    return _pieces(engine, completion, tokenizer.stream(ids, special=special), sampling.stop)
+
+
+def _pieces(engine: Engine, completion: Completion, decoder: Stream, stop: Sequence[str]) -> Iterator[str]:
+    """Yields the text of an engine's only completion, as it is decoded."""
+    text, shown = "", 0
     while not engine.idle:
         (new,) = engine.step().values()
         ended = completion.ended
@@ -154,6 +166,17 @@ def stream(
             return
     if shown < len(text):
         yield text[shown:]
+
+
+def without_text(sampling: Sampling, tokenizer: Tokenizer) -> Sampling:
+    """Returns the options for an engine, which has no tokenizer.
+
+    They have no stop strings, and the checkpoint's repetition penalty if none was given.
+    """
+    given = sampling.repetition_penalty
+    return dataclasses.replace(
+        sampling, stop=(), repetition_penalty=tokenizer.repetition_penalty if given is None else given
+    )
 
 
 def is_one(prompts: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import equinox as eqx
 import jax
@@ -15,7 +15,10 @@ HostArray = Array | np.ndarray  # numpy when the host passes it in; a JAX array 
 
 
 class Settings(eqx.Module):
-    """One `Sampler` for each row, as one array per field. Filters that are off have values that keep every token."""
+    """The fields of `Sampling` that choose a token, as arrays with a number for each row.
+
+    Filters that are off have values that keep every token.
+    """
 
     temperature: Float[HostArray, " batch"]
     top_k: Int[HostArray, " batch"]
@@ -90,43 +93,85 @@ class Settings(eqx.Module):
         return jax.lax.cond(jnp.any(self.temperature > 0), random, greedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampler:
-    """Settings for drawing the next token: first the penalties, then the temperature, then the filters in this order.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options for sampling a continuation.
 
-    `temperature` 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the fewest whose
-    probabilities add up to p, `min_p` those at least p times as probable as the likeliest.
+    The penalties apply first, in vLLM's order: repetition, frequency, presence. Then come the temperature and the
+    filters top_k, top_p and min_p. Negative penalties, and a repetition penalty below 1, make tokens likelier.
 
-    `repetition_penalty` r applies to tokens that the prompt or the completion has: their positive logits are divided by
-    r, the others multiplied by it (arXiv:1909.05858, section 4.1, as in transformers). `frequency_penalty` is
-    subtracted from a token's logit once for each time that the completion has the token, `presence_penalty` once if the
-    completion has the token at all (OpenAI's API reference). vLLM applies the three in the same order. Negative
-    penalties, and r < 1, make tokens likelier.
+    Raises:
+        ValueError: a number is out of its range.
     """
 
+    max_new_tokens: int = 128
+    """Largest number of tokens of a continuation."""
     temperature: float = 0.0
+    """0 takes the likeliest token; higher values make texts more varied."""
     top_k: int | None = None
+    """Draw only from the top_k likeliest tokens."""
     top_p: float | None = None
+    """Draw only from the fewest tokens whose probabilities add up to top_p, from 0 to 1."""
     min_p: float | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    """Draw only from tokens at least min_p times as probable as the likeliest, from 0 to 1."""
+    repetition_penalty: float | None = None
+    """Divides the positive logits of tokens that the prompt or the continuation has, and multiplies the negative ones,
+    as in transformers (arXiv:1909.05858, section 4.1); 1 is off. None takes the value in the checkpoint's
+    generation_config.json, or 1 where only tokens are known."""
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the continuation has it, as in OpenAI's API; from -2 to
+    2."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the continuation has, as in OpenAI's API; from -2 to 2."""
+    seed: int = 0
+    """Seed of the random numbers. With the same seed, the same prompts get the same texts."""
+    stop: Sequence[str] = ()
+    """Texts before the first of which a continuation ends."""
 
     def __post_init__(self):
         bounds = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "min_p": (0, 1)}
         bounds |= {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}  # OpenAI's and vLLM's
-        if not 0 < self.repetition_penalty < np.inf:
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < np.inf:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing.")
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} is not between {low} and {high}.")
 
+    def changed(self, options: "SamplingOptions") -> "Sampling":
+        """Returns these options with others in the place of some.
 
-def settings(samplers: Sequence[Sampler]) -> Settings:
-    """Returns the samplers' settings as arrays: row n has the settings of sampler n."""
+        Raises:
+            TypeError: an option has a name that is no field's.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in options:
+            if name not in names:
+                raise TypeError(
+                    f"{name!r} is neither an argument nor a field of Sampling, which has {', '.join(names)}."
+                )
+        return dataclasses.replace(self, **options)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling`, as keywords of `generate`, `stream` and `complete`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    stop: Sequence[str]
+
+
+def settings(samplings: Sequence[Sampling]) -> Settings:
+    """Returns the options that choose a token, as arrays: row n has those of sampling n."""
     column = lambda name, off, dtype: np.array(
-        [off if getattr(s, name) is None else getattr(s, name) for s in samplers], dtype
+        [off if getattr(s, name) is None else getattr(s, name) for s in samplings], dtype
     )
     return Settings(
         temperature=column("temperature", 0, np.float32),

@@ -7,34 +7,40 @@
 """
 
 import contextlib
+import dataclasses
 import os
-import pathlib
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
-import zoo
-from zoo.chat import load
+from zoo.chat import LoadOptions
 from zoo.mesh import make_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """Options for connections: where the server listens, and to whom."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: int = 8000
+    """The port to listen on."""
+    api_key: str | None = None
+    """The key that requests must carry, as OpenAI's clients do; None takes the variable ZOO_API_KEY. Without either no
+    key is needed."""
+    hosts: tuple[str, ...] = ()
+    """The names by which clients may call the server, beside localhost and --host; * for any."""
+    grace: float = 20.0
+    """Seconds that replies may still take after SIGTERM or Ctrl-C; then they are cut."""
 
 
 def serve(
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
-    adapter: pathlib.Path | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    load: tyro.conf.OmitArgPrefixes[LoadOptions] = LoadOptions(),  # noqa: B008 (a value)
+    listen: tyro.conf.OmitArgPrefixes[ListenOptions] = ListenOptions(),
     batch: int = 8,
     max_tokens: int = 4096,
-    quantize: Literal["int8", "fp8", "nf4"] | None = None,
-    dtype: str | None = None,
     mesh: str | None = None,
-    images: bool = False,
-    draft: str | None = None,
-    num_draft_tokens: int = 4,
-    api_key: str | None = None,
-    hosts: tuple[str, ...] = (),
-    grace: float = 20.0,
-    special_in_content: bool = False,
 ) -> None:
     """Serves a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -42,48 +48,27 @@ def serve(
 
     Args:
         source: a zoo name, a Hub repository org/name, or a folder.
-        adapter: a folder with an adapter of the model, in PEFT's layout.
-        host: the address to listen on.
-        port: the port to listen on.
         batch: number of replies that are written at the same time; others wait.
         max_tokens: largest number of tokens of a prompt and its reply together. The cache has this room for each reply.
-        quantize: hold the layers' weights in 8 or 4 bits.
-        dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
         mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
-        images: load the model's vision tower too, so that messages may hold images, as data: URLs.
-        draft: a smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's
-            own module for multi-token prediction.
-        num_draft_tokens: number of tokens that the draft proposes at a time.
-        api_key: the key that requests must carry, as OpenAI's clients do; None takes the variable ZOO_API_KEY. Without
-            either no key is needed.
-        hosts: the names by which clients may call the server, beside localhost and --host; * for any.
-        grace: seconds that replies may still take after SIGTERM or Ctrl-C; then they are cut.
-        special_in_content: encode <|im_end|> and the like in messages of users and tools as control tokens, not as
-            text, as transformers does.
     """
     try:
         from zoo.serve.listen import Listener
         from zoo.serve.server import Server
     except ImportError as error:
         raise SystemExit(f"serve needs starlette and uvicorn ({error}): pip install 'equinox-zoo[serve]'.") from error
-    key = os.environ.get("ZOO_API_KEY") if api_key is None else api_key
+    key = os.environ.get("ZOO_API_KEY") if listen.api_key is None else listen.api_key
     if key is not None and not key.strip():
         raise SystemExit(
             "The API key is empty, and would keep nobody out: give --api-key or the variable ZOO_API_KEY a value, or "
             "leave both out."
         )
-    devices = None if mesh is None else make_mesh(mesh)
-    model, drafting = load(
-        source, adapter, draft, num_draft_tokens, images, dtype=dtype, quantize=quantize, mesh=devices
-    )
-    tokenizer = zoo.tokenizer(
-        source, chat_template=zoo.peft.template_of(adapter), special_in_content=special_in_content
-    )
+    model, draft = load.model(source, None if mesh is None else make_mesh(mesh))
     server = Server(
-        source, model, tokenizer, batch=batch, max_tokens=max_tokens, draft=drafting,
-        api_key=key, hosts=(host, *hosts),
+        source, model, load.tokenizer(source), batch=batch, max_tokens=max_tokens, draft=draft,
+        api_key=key, hosts=(listen.host, *listen.hosts),
     )  # fmt: skip
-    listener = Listener(server, host=host, port=port, grace=grace)
+    listener = Listener(server, host=listen.host, port=listen.port, grace=listen.grace)
     with contextlib.suppress(KeyboardInterrupt):
         listener.run()
     if not listener.started:

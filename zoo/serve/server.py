@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import itertools
 import json
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zoo.generation.engine import Engine
-from zoo.generation.sampling import Sampler
+from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, sees
 from zoo.serve.fields import (
@@ -259,8 +260,8 @@ class Server:
         top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
         numbers = {"temperature": 1, "repetition_penalty": self.tokenizer.repetition_penalty} | said
         names = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
-        given = {name: float(numbers[name]) for name in names if name in numbers}
-        sampler = Sampler(top_k=top_k if top_k > 0 else None, **given)
+        given: dict[str, Any] = {name: float(numbers[name]) for name in names if name in numbers}
+        sampling = Sampling(max_new_tokens=new, top_k=top_k if top_k > 0 else None, **given)
         if len(prompts) * n > REPLIES:
             raise Refusal(f"{len(prompts)} prompts with n={n} make more than {REPLIES} replies. Ask for fewer.", field)
         replies = []
@@ -277,7 +278,8 @@ class Server:
             if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
                 raise Refusal(f"{field} has token ids that are not from 0 to {self.vocab_size - 1}.", field)
             seed = said.get("seed", secrets.randbits(32)) % 2**32
-            ask = Ask(prompt, new, sampler, seed, [stop] if is_text(stop) else stop, special, images)
+            own = dataclasses.replace(sampling, seed=seed)
+            ask = Ask(prompt, own, [stop] if is_text(stop) else stop, special, images)
             replies += [Reply(len(replies) + i, ask, self.tokenizer) for i in range(n)]
         return replies
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from kernels.cross_entropy.chunks import Chunks
 from zoo.generation.engine import Completion, Engine, bucket
 from zoo.generation.generate import begun, first
-from zoo.generation.sampling import Sampler
+from zoo.generation.sampling import Sampling
 from zoo.nn.model import AbstractModel, Images
 from zoo.serve.fields import TOP, Refusal
 from zoo.text.tokenizer import Tokenizer
@@ -31,9 +31,7 @@ class Ask:
     """A request to continue a prompt."""
 
     prompt: list[int]
-    new: int
-    sampler: Sampler
-    seed: int
+    sampling: Sampling  # without stop strings, as the engine takes it
     stop: Sequence[str]
     special: bool  # whether the text shows special tokens
     images: Images | None = None
@@ -46,7 +44,7 @@ class Reply:
         self.index, self.ask = index, ask
         self.tokens: list[int] = []  # including the end token
         self.text = ""  # without end token and stop string
-        self.finish: Literal["stop", "length"] | None = None if ask.new else "length"
+        self.finish: Literal["stop", "length"] | None = None if ask.sampling.max_new_tokens else "length"
         self._eos, self._decoder, self._said = tokenizer.eos, tokenizer.stream(ask.prompt, special=ask.special), 0
 
     def push(self, token: int) -> str:
@@ -58,7 +56,7 @@ class Reply:
             self.text += self._decoder.push(token)
             if (at := first(self.text, self.ask.stop)) is not None:
                 self.text, self.finish = self.text[:at], "stop"
-            elif len(self.tokens) == self.ask.new:
+            elif len(self.tokens) == self.ask.sampling.max_new_tokens:
                 self.finish = "length"
         until = len(self.text) - (0 if self.finish else begun(self.text, self.ask.stop))
         piece, self._said = self.text[self._said : until], until
@@ -205,15 +203,8 @@ class Worker(threading.Thread):
             self._engine = self._engine or self._make_engine()
             for ask, group in itertools.groupby(replies, key=lambda reply: reply.ask):
                 same = list(group)
-                key = jax.random.key(ask.seed)
                 completions = self._engine.submit(
-                    ask.prompt,
-                    max_new_tokens=ask.new,
-                    sampler=ask.sampler,
-                    key=key,
-                    samples=len(same),
-                    images=ask.images,
-                    owner=deliver,
+                    ask.prompt, ask.sampling, samples=len(same), images=ask.images, owner=deliver
                 )
                 for completion, reply in zip(completions, same, strict=True):
                     self._running[completion] = reply, deliver
