@@ -27,7 +27,7 @@ def zoo_engine(folder: str, work: Work, batch: int) -> Generate:
 
     def generate() -> list[list[int]]:
         engine = zoo.Engine(model, batch=batch, max_tokens=room)
-        completions = [engine.submit(prompt, max_new_tokens=new)[0] for prompt, new in work]
+        completions = [engine.submit(prompt, zoo.Sampling(max_new_tokens=new))[0] for prompt, new in work]
         while not engine.idle:
             engine.step()
         return [completion.tokens for completion in completions]

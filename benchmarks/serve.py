@@ -78,7 +78,7 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
 
     engine = zoo.Engine(model, batch=case.batch, max_tokens=case.room, stride=STRIDE)
     for prompt in prompts:
-        engine.submit(prompt.tolist(), max_new_tokens=case.room - case.prompt)
+        engine.submit(prompt.tolist(), zoo.Sampling(max_new_tokens=case.room - case.prompt))
     begin = time.perf_counter()
     engine.step()  # compiles, prefills the prompts, and decodes the first tokens
     first = time.perf_counter() - begin

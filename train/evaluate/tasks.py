@@ -23,6 +23,7 @@ from train.evaluate.harness import Harness
 from train.evaluate.task import WRONG, Task, TaskOptions, Wrong
 from train.state.mesh import generating
 from zoo.generation.engine import Completion, Engine, bucket
+from zoo.generation.sampling import Sampling
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.text.tokenizer import Tokenizer
 
@@ -146,9 +147,9 @@ class Questions:
             max_tokens=bucket(longest) + self.tokens,
             stops=self.tokenizer.eos,
         )
+        sampling = Sampling(max_new_tokens=self.tokens)
         completions = [
-            engine.submit(each.prompt.ids, max_new_tokens=self.tokens, images=each.prompt.images)[0]
-            for each in self.questions
+            engine.submit(each.prompt.ids, sampling, images=each.prompt.images)[0] for each in self.questions
         ]
         while not engine.idle:
             engine.step()

@@ -24,7 +24,6 @@ from train.data.rewards import BadRecord, Reward
 from train.state.mesh import generating
 from train.step import loss
 from zoo.generation.engine import complete
-from zoo.generation.sampling import Sampler
 from zoo.nn.model import AbstractModel
 from zoo.text.tokenizer import Tokenizer
 
@@ -110,7 +109,7 @@ def rollout(
     with generating(model, mesh, dtype) as sampling:
         groups = complete(
             sampling, [prompt.ids for prompt in prompts], samples=options.group, max_new_tokens=options.max_new_tokens,
-            sampler=Sampler(options.temperature), stops=tokenizer.eos, seed=seed + n, batch=options.rollout_batch,
+            temperature=options.temperature, stops=tokenizer.eos, seed=seed + n, batch=options.rollout_batch,
             cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
             images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
         )  # fmt: skip

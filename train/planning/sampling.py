@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zoo
 from kernels.backends.compile_options import compile_options
 from kernels.mesh import BATCH
 from train.base.places import here
@@ -17,7 +18,7 @@ from train.planning.ahead import Compiled, Program, device_bytes
 from zoo import lora
 from zoo.generation import decoding
 from zoo.generation.engine import AT_ONCE, bucket
-from zoo.generation.sampling import Sampler, settings
+from zoo.generation.sampling import settings
 from zoo.nn.cache import partition_specs, split_over
 from zoo.nn.model import AbstractConfig
 from zoo.surgery import cast
@@ -81,7 +82,7 @@ def sampling(
 
     def table() -> decoding.Rows:
         numbers, keys = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 2), jnp.uint32)
-        return decoding.Rows(numbers, numbers, numbers, keys, settings([Sampler()] * rows))
+        return decoding.Rows(numbers, numbers, numbers, keys, settings([zoo.Sampling()] * rows))
 
     described = jax.tree.map(lambda a: at(a, everywhere), jax.eval_shape(table))
     read = lambda m, prompts, lengths: decoding.prefill.__wrapped__(m, None, prompts, lengths, most, cache)
