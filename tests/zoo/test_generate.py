@@ -177,7 +177,7 @@ def test_options_by_value_and_by_keyword(model, tokenizer):
     fields = {field.name: field.type for field in dataclasses.fields(Sampling)}
     assert fields == typing.get_type_hints(SamplingOptions)
     with pytest.raises(ValueError, match="takes no stop strings"):
-        zoo.complete(model, ids, stop=["b"])
+        zoo.complete(model, ids, max_new_tokens=4, stop=["b"])
 
 
 def test_an_int8_cache_writes_much_the_same():
