@@ -5,6 +5,7 @@ axes of the mesh in scope (`jax.set_mesh`), over which of them each axis of an a
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -107,12 +108,7 @@ def split_attention(
     unbalanced = grows and seq and q_tokens.in_order and q.shape[1] % (2 * devices) == 0
     if heads and k.shape[2] != 1 and k.shape[2] % split(TENSOR):
         times = math.lcm(k.shape[2], split(TENSOR)) // k.shape[2]  # both divide the query heads, so the lcm does
-
-        def repeated(a: Array | Stacked) -> Any:
-            wide = jnp.repeat(read(a), times, axis=2)
-            return Stacked.of(wide) if cached else wide
-
-        k, v = repeated(k), None if v is None else repeated(v)
+        k, v = _repeat_heads(k, times), None if v is None else _repeat_heads(v, times)
 
     def given(tokens: Tokens) -> Tokens:
         """Makes positions an array if sequences are split, because an index on a device is then no position."""
@@ -123,20 +119,7 @@ def split_attention(
 
     whole = P(batch, seq, heads)
     of_keys = P(batch, seq, heads if k.shape[2] > 1 else ())
-
-    def spec_of(x: Array | Stacked | None) -> Any:
-        if not isinstance(x, Stacked):
-            return None if x is None else of_keys
-        of_stack = P(None, *of_keys)
-        scale = None if x.scale is None else P(*of_stack[:4])
-        return dataclasses.replace(x, stack=of_stack, layer=P(), scale=scale)
-
-    def exchanged(a: Array) -> Array:
-        if not unbalanced:
-            return a
-        kept, sent = jnp.split(a, 2, axis=1)
-        received = jax.lax.ppermute(sent, CONTEXT, [(n, devices - 1 - n) for n in range(devices)])
-        return jnp.concatenate([kept, received], axis=1)
+    exchanged = functools.partial(_exchange_halves, devices) if unbalanced else lambda a: a
 
     def local(q: Any, k: Any, v: Any, sinks: Any, q_ids: Any, kv_ids: Any) -> Any:
         gather = lambda a: jax.lax.all_gather(a, CONTEXT, axis=1, tiled=True) if seq else a
@@ -157,10 +140,32 @@ def split_attention(
     return jax.shard_map(
         local,
         axis_names=set(axes),
-        in_specs=(whole, spec_of(k), spec_of(v), P(heads), *jax.tree.map(spec, (q_ids, kv_ids))),
+        in_specs=(whole, _spec_of(k, of_keys), _spec_of(v, of_keys), P(heads), *jax.tree.map(spec, (q_ids, kv_ids))),
         out_specs=whole,
         check_vma=False,
     )(q, k, v, sinks, q_ids, kv_ids)
+
+
+def _repeat_heads(x: Array | Stacked, times: int) -> Any:
+    """Repeats each key/value head [batch, kv_seq, kv_heads, dim], of an array or of a layer of a cache."""
+    wide = jnp.repeat(read(x), times, axis=2)
+    return Stacked.of(wide) if isinstance(x, Stacked) else wide
+
+
+def _spec_of(x: Array | Stacked | None, of_keys: P) -> Any:
+    """Returns the spec of keys or values: `of_keys`, or for a cache a `Stacked` with the specs of its arrays."""
+    if not isinstance(x, Stacked):
+        return None if x is None else of_keys
+    of_stack = P(None, *of_keys)
+    scale = None if x.scale is None else P(*of_stack[:4])
+    return dataclasses.replace(x, stack=of_stack, layer=P(), scale=scale)
+
+
+def _exchange_halves(devices: int, a: Array) -> Array:
+    """Exchanges the later half of device i's tokens with that of device n - 1 - i, along `CONTEXT` of n `devices`."""
+    kept, sent = jnp.split(a, 2, axis=1)
+    received = jax.lax.ppermute(sent, CONTEXT, [(n, devices - 1 - n) for n in range(devices)])
+    return jnp.concatenate([kept, received], axis=1)
 
 
 def split_lookup(

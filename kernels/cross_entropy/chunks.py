@@ -40,3 +40,11 @@ class Chunks(NamedTuple):
         a = jnp.moveaxis(a.reshape(self.count, self.batch, self.parts, self.size, *a.shape[3:]), 0, 2)
         a = a.reshape(self.batch, self.parts, self.count * self.size, *a.shape[4:])[:, :, : self.part]
         return a.reshape(self.batch, self.parts * self.part, *a.shape[3:])
+
+    def cut_by_shard(self, a: Array) -> Array:
+        """Cuts [batch, seq, ...] into [count, shards, batch of a shard, size, ...]. Each device has one shard."""
+        rows, parts, count, size, batch = self.rows, self.parts, self.count, self.size, self.batch // self.rows
+        a = a.reshape(rows, batch, parts, self.part, *a.shape[2:])
+        a = jnp.pad(a, ((0, 0),) * 3 + ((0, count * size - self.part),) + ((0, 0),) * (a.ndim - 4))
+        a = a.reshape(rows, batch, parts, count, size, *a.shape[4:])
+        return jnp.moveaxis(a, (3, 2), (0, 2)).reshape(count, rows * parts, batch, size, *a.shape[5:])

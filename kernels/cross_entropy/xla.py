@@ -37,15 +37,8 @@ def cross_entropy(
     """
     batch, seq, _ = x.shape
     axes = mesh.splitting(batch, *mesh.BATCH) + mesh.splitting(seq, mesh.CONTEXT)
-    _, rows, parts, part, size, count = Chunks.of(batch, seq, chunk)
-    shards = rows * parts
-
-    def split(a: Array) -> Array:
-        """Splits [batch, seq, ...] into [count, shards, batch of the shard, size, ...]."""
-        a = a.reshape(rows, batch // rows, parts, part, *a.shape[2:])
-        a = jnp.pad(a, ((0, 0),) * 3 + ((0, count * size - part),) + ((0, 0),) * (a.ndim - 4))
-        a = a.reshape(rows, batch // rows, parts, count, size, *a.shape[4:])
-        return jnp.moveaxis(a, (3, 2), (0, 2)).reshape(count, shards, batch // rows, size, *a.shape[5:])
+    chunks = Chunks.of(batch, seq, chunk)
+    shards, split = chunks.rows * chunks.parts, chunks.cut_by_shard
 
     def zero(shape: tuple[int, ...]) -> Float[Array, "shards ..."]:
         """Makes one running sum per shard, so that shards are added up once at the end, and not for every chunk."""
@@ -53,17 +46,12 @@ def cross_entropy(
         spec = P(axes, *[P.UNCONSTRAINED] * len(shape))
         return jax.lax.with_sharding_constraint(zeros, spec) if mesh.free() else zeros
 
-    def whole(weight: Array) -> Array:
-        """Gathers all features of a weight once, before the scan, which would gather them for every chunk."""
-        spec = P(*(P.UNCONSTRAINED,) * (weight.ndim - 1), None)
-        return jax.lax.with_sharding_constraint(weight, spec) if mesh.free() and weight.ndim > 1 else weight
-
     # Only the arrays that `unembed` uses become arguments: other arrays of the model would get gradients of zeros.
     head, weights = jax.closure_convert(lambda x: unembed(x), split(x)[0, 0])
 
     @jax.custom_vjp
     def sums(xs: Array, weights: list[Array], targets: Array, mask: Array) -> Float[Array, "3"]:
-        weights = [whole(weight) for weight in weights]
+        weights = [_whole(weight) for weight in weights]
 
         def one(x: Array, targets: Array, mask: Array) -> Array:
             return sums_and_gradient(head(x, *weights), targets, mask, z_loss)[0]
@@ -73,7 +61,7 @@ def cross_entropy(
 
     def forward(xs: Any, weights: list[Any], targets: Any, mask: Any) -> tuple[Float[Array, "3"], Any]:
         trained = [w.perturbed and jnp.issubdtype(w.value.dtype, jnp.inexact) for w in weights]
-        values = [whole(w.value) for w in weights]
+        values = [_whole(w.value) for w in weights]
 
         def one(x: Array, targets: Array, mask: Array) -> tuple[Any, Array]:
             def logits_of(x: Array, trained_weights: list[Array]) -> Array:
@@ -105,6 +93,12 @@ def cross_entropy(
 
     sums.defvjp(forward, backward, symbolic_zeros=True)
     return sums(split(x), weights, split(targets), split(mask))
+
+
+def _whole(weight: Array) -> Array:
+    """Gathers all features of a weight once, before the scan, which would gather them for every chunk."""
+    spec = P(*(P.UNCONSTRAINED,) * (weight.ndim - 1), None)
+    return jax.lax.with_sharding_constraint(weight, spec) if mesh.free() and weight.ndim > 1 else weight
 
 
 def sums_and_gradient(
