@@ -9,17 +9,19 @@ is the model's own.
 """
 
 import abc
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kernels import Tokens
 from zoo.generation.decoding import Drawn, Rows, State, compiled, logprob, write
-from zoo.generation.sampling import HostArray
+from zoo.generation.sampling import HostArray, Settings
 from zoo.nn.model import AbstractModel
 from zoo.nn.mtp import module_of
 
@@ -172,13 +174,10 @@ def advance(
     """
     (model, draft), stops, rows = inputs
     batch, k, settings = len(rows.left), draft.num_draft_tokens, rows.settings
-    vocab, draft_vocab = state.logits.shape[1], draft.model.config.vocab_size
-    rounds = max(1, steps // (k + 1))
+    rounds, vocab = max(1, steps // (k + 1)), state.logits.shape[1]
     prompt = rows.positions - rows.drawn
     row, index = jnp.arange(batch), jnp.broadcast_to(jnp.arange(k + 1), (batch, k + 1))
     here = lambda x, at: x[row, at]
-    fold = jax.vmap(jax.random.fold_in, (0, None))
-    categorical = lambda keys, logits: jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
     def unfinished(carry: Any) -> Bool[Array, ""]:
         n, left, _, _ = carry
@@ -188,38 +187,20 @@ def advance(
         n, left, state, drawn = carry
         (cache, draft_cache), past = state.caches, state.draft_state
         key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(rows.keys)), rows.drawn + drawn.count)
-        # Rows that have ended are padding, at -2, which is also negative for a draft that reads one position later.
-        at = lambda positions, real=True: jnp.where(real & (left > 0)[:, None], positions, -2)
+        at = functools.partial(_at, left)
         start = (rows.positions + drawn.count)[:, None]  # the position of the next token
 
         # The first token is drawn from p, or after a rejection from max(p - q, 0).
         penalized = settings.penalized(state.logits, state.tokens, prompt, start[:, 0])
-        p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
-        q = jnp.pad(past.rejected[:, :vocab], ((0, 0), (0, max(vocab - draft_vocab, 0))))
-        rest = jnp.maximum(p - q, 0)
-        rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)  # if p equals q but for rounding
-        token = categorical(fold(key, k + 1), jnp.log(rest))
+        rest = _without(past.rejected, jax.nn.softmax(settings.filtered(penalized), axis=-1))
+        token = _categorical(_fold(key, k + 1), jnp.log(rest))
 
         # The draft reads the accepted tokens again, now with the model's features, and then the first token.
         following = jnp.where(index == past.accepted[:, None], token[:, None], past.tokens)
         positions = at(start - 1 - past.accepted[:, None] + index, index <= past.accepted[:, None])
         y, draft_cache = draft(past.x, following, draft_cache, positions)
-
-        def propose(y: Array, n: Array | int) -> tuple[Array, Array]:
-            logits = settings.filtered(jnp.where(jnp.arange(draft_vocab) < vocab, draft.model.unembed(y), -jnp.inf))
-            return categorical(fold(key, n), logits), jax.nn.softmax(logits, axis=-1)
-
-        def another(carry: Any, n: Array) -> tuple[Any, Any]:
-            y, cache, token = carry
-            y, cache = draft(y[:, None, : draft.features], token[:, None], cache, at(start + n))
-            token, q = propose(y[:, 0], n + 1)
-            return (y[:, 0], cache, token), (token, q)
-
-        # It proposes k tokens, each drawn from its q.
         y = here(y, past.accepted)
-        first, q = propose(y, 0)
-        (_, draft_cache, _), others = jax.lax.scan(another, (y, draft_cache, first), jnp.arange(k - 1))
-        drafts, q = (jnp.moveaxis(jnp.concatenate([a[None], b]), 0, 1) for a, b in zip((first, q), others, strict=True))
+        drafts, q, draft_cache = _propose(draft, vocab, settings, y, draft_cache, key, at, start)
 
         # The model reads them all at once.
         tokens = jnp.concatenate([token[:, None], drafts], axis=1)
@@ -228,11 +209,7 @@ def advance(
         written = write(state.tokens, tokens, at(start + index))
         penalized = jax.vmap(settings.penalized, (1, None, None, 1), 1)(logits, written, prompt, start + 1 + index)
         p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
-
-        # A draft token x is accepted with probability min(1, p(x) / q(x)), up to the first that is rejected.
-        of_drafts = lambda p: jnp.take_along_axis(p[:, :k], drafts[..., None], axis=-1)[..., 0]
-        u = jax.vmap(lambda key: jax.random.uniform(key, (k,)))(fold(key, k))
-        accepted = jnp.sum(jnp.cumprod(u * of_drafts(q) < of_drafts(p), axis=1), axis=1, dtype=jnp.int32)
+        accepted = _accept(drafts, q, p, _fold(key, k))
         rejected = here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), accepted)  # zeros if all are accepted
 
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
@@ -250,6 +227,79 @@ def advance(
     start = (jnp.array(0), rows.left, state, Drawn.init(batch, rounds * (k + 1)))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
+
+
+_fold = jax.vmap(jax.random.fold_in, (0, None))
+
+
+def _categorical(keys: Key[Array, " batch"], logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
+    """Draws a token for each row, with the row's own key."""
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def _at(
+    left: Int[HostArray, " batch"], positions: Int[Array, "batch seq"], real: Bool[Array, "batch seq"] | bool = True
+) -> Int[Array, "batch seq"]:
+    """Returns the positions of `real` tokens in rows that have not ended, and for all else -2.
+
+    That is padding, also for a draft that reads one position later.
+    """
+    return jnp.where(real & (left > 0)[:, None], positions, -2)
+
+
+def _without(
+    rejected: Float[Array, "batch draft_vocab"], p: Float[Array, "batch vocab"]
+) -> Float[Array, "batch vocab"]:
+    """Returns max(p - q, 0), not rescaled, for the distribution q in `DraftState.rejected`; p where that is zeros."""
+    vocab, draft_vocab = p.shape[1], rejected.shape[1]
+    q = jnp.pad(rejected[:, :vocab], ((0, 0), (0, max(vocab - draft_vocab, 0))))
+    rest = jnp.maximum(p - q, 0)
+    return jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)  # p, too, if it equals q but for rounding
+
+
+def _propose(
+    draft: AbstractDraft,
+    vocab: int,
+    settings: Settings,
+    y: Float[Array, "batch draft"],
+    cache: Any,
+    key: Key[Array, " batch"],
+    at: Callable[[Int[Array, "batch 1"]], Int[Array, "batch 1"]],
+    start: Int[Array, "batch 1"],
+) -> tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"], Any]:
+    """Proposes tokens of the model's `vocab` after the one at position `start`, for which the draft has computed `y`.
+
+    Returns the tokens, the distribution q from which each was drawn, and the draft's new cache.
+    """
+
+    def draw(y: Array, n: Array | int) -> tuple[Array, Array]:
+        known = jnp.arange(draft.model.config.vocab_size) < vocab
+        logits = settings.filtered(jnp.where(known, draft.model.unembed(y), -jnp.inf))
+        return _categorical(_fold(key, n), logits), jax.nn.softmax(logits, axis=-1)
+
+    def another(carry: Any, n: Array) -> tuple[Any, Any]:
+        y, cache, token = carry
+        y, cache = draft(y[:, None, : draft.features], token[:, None], cache, at(start + n))
+        token, q = draw(y[:, 0], n + 1)
+        return (y[:, 0], cache, token), (token, q)
+
+    first, q = draw(y, 0)
+    (_, cache, _), others = jax.lax.scan(another, (y, cache, first), jnp.arange(draft.num_draft_tokens - 1))
+    drafts, q = (jnp.moveaxis(jnp.concatenate([a[None], b]), 0, 1) for a, b in zip((first, q), others, strict=True))
+    return drafts, q, cache
+
+
+def _accept(
+    drafts: Int[Array, "batch drafts"],
+    q: Float[Array, "batch drafts draft_vocab"],
+    p: Float[Array, "batch seq vocab"],
+    keys: Key[Array, " batch"],
+) -> Int[Array, " batch"]:
+    """Counts accepted tokens: x is accepted with probability min(1, p(x) / q(x)), up to the first that is rejected."""
+    k = drafts.shape[1]
+    of_drafts = lambda p: jnp.take_along_axis(p[:, :k], drafts[..., None], axis=-1)[..., 0]
+    u = jax.vmap(lambda key: jax.random.uniform(key, (k,)))(keys)
+    return jnp.sum(jnp.cumprod(u * of_drafts(q) < of_drafts(p), axis=1), axis=1, dtype=jnp.int32)
 
 
 def _add(
