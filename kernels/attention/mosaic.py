@@ -20,7 +20,7 @@ one of the two sums, which at 256 features fills half of its registers.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -250,9 +250,7 @@ def dkv(
             kv_ready=plgpu.Barrier(num_arrivals=2),
             queries=ring(((size["q"], dim), q.dtype), ((size["q"],), lse.dtype)),
             gradients=ring(((size["q"], v_dim), q.dtype), ((size["q"],), delta.dtype)),
-            weights=plgpu.SMEM((size["kv"], size["q"]), jnp.float32),
-            weights_ready=plgpu.Barrier(),
-            weights_free=plgpu.Barrier(),
+            weights=_Handover.of(size["kv"], size["q"]),
         ),
         cost=_cost(q, k, v, products=2 * (dim + v_dim)),
     )
@@ -276,9 +274,7 @@ def _dkv_kernel(
     kv_ready: Any,
     queries: Ring,
     gradients: Ring,
-    weights: Any,
-    weights_ready: Any,
-    weights_free: Any,
+    weights: "_Handover",
 ) -> None:
     """Sums up dk and dv. Logits are [keys, queries], so that weights are the left operands of products.
 
@@ -311,61 +307,108 @@ def _dkv_kernel(
             queries.fill(n, q_ref.at[batch, rows, head], lse_ref.at[batch, head, rows])
             gradients.fill(n, d_out_ref.at[batch, rows, head], delta_ref.at[batch, head, rows])
 
-    # The weights have one buffer in shared memory. In each step warpgroup 0 writes them and arrives at weights_ready,
-    # for which 1 waits. Then 1 reads them and arrives at weights_free. From its second step on, 0 waits for that before
-    # it writes again. So neither is more than a step ahead.
-
     @functools.partial(mosaic.multiplying, only=0)
     def _() -> None:
         plgpu.barrier_wait(kv_ready)
-
-        def loop(dv: Any) -> Array:
-            @pl.loop(0, steps)
-            def _(n: Array) -> None:
-                q, lse = queries.take(n)
-                x = _capped(formula, _product(k_smem, q.T))
-                lse = plgpu.load(lse, layout=plgpu.Layout.WGMMA.reduce(0))
-                queries.release(n)
-                values = masked(n, jnp.exp2(_to_log2(formula) * x - _along(lse, x.shape, 1)))
-                slopes = values if formula.softcap is None else values * (1 - x * x)
-                values = values.astype(q_ref.dtype)
-                pl.when(n > 0)(lambda: plgpu.barrier_wait(weights_free))
-                weights[...] = slopes
-                plgpu.barrier_arrive(weights_ready)
-                d_out, _ = gradients.take(n)
-                plgpu.wgmma(dv, values, d_out)
-                plgpu.wgmma_wait(0)
-                gradients.release(n)
-
-            return dv[...]
-
+        loop = functools.partial(_sum_dv, formula, steps, masked, k_smem, queries, gradients, weights)
         _store(dv_ref.at[keys], pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((kv_size, v_ref.shape[3]))))
 
     @functools.partial(mosaic.multiplying, only=1)
     def _() -> None:
         plgpu.barrier_wait(kv_ready)
+        loop = functools.partial(_sum_dk, steps, masked, v_smem, queries, gradients, weights)
+        dk = pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((kv_size, q_ref.shape[3])))
+        _store(dk_ref.at[keys], formula.scale * dk)
 
-        def loop(dk: Any) -> Array:
-            @pl.loop(0, steps)
-            def _(n: Array) -> None:
-                d_out, delta = gradients.take(n)
-                d_x = _product(v_smem, d_out.T)
-                delta = plgpu.load(delta, layout=plgpu.Layout.WGMMA.reduce(0))
-                gradients.release(n)
-                plgpu.barrier_wait(weights_ready)
-                d_x = plgpu.load(weights, layout=plgpu.Layout.WGMMA) * (d_x - _along(delta, d_x.shape, 1))
-                plgpu.barrier_arrive(weights_free)
-                d_x = masked(n, d_x).astype(q_ref.dtype)
-                q, _ = queries.take(n)
-                plgpu.wgmma(dk, d_x, q)
-                plgpu.wgmma_wait(0)
-                queries.release(n)
 
-            return dk[...]
+class _Handover(NamedTuple):
+    """A buffer in shared memory, through which warpgroup 0 passes each step's weights on to warpgroup 1.
 
-        _store(
-            dk_ref.at[keys], formula.scale * pl.run_scoped(loop, plgpu.WGMMAAccumulatorRef((kv_size, q_ref.shape[3])))
-        )
+    In each step warpgroup 0 writes them and arrives at `ready`, for which 1 waits. Then 1 reads them and arrives at
+    `free`. From its second step on, 0 waits for that before it writes again. So neither is more than a step ahead.
+    """
+
+    buffer: Any
+    free: Any
+    ready: Any
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> "_Handover":
+        """Returns the buffer and barriers to allocate."""
+        return cls(plgpu.SMEM((rows, columns), jnp.float32), plgpu.Barrier(), plgpu.Barrier())
+
+    def put(self, n: Array, weights: Float[Array, "rows columns"]) -> None:
+        """Writes the weights of step n."""
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(self.free))
+        self.buffer[...] = weights
+        plgpu.barrier_arrive(self.ready)
+
+    def take(self) -> Float[Array, "rows columns"]:
+        """Waits for a step's weights, and reads them."""
+        plgpu.barrier_wait(self.ready)
+        return plgpu.load(self.buffer, layout=plgpu.Layout.WGMMA)
+
+    def release(self) -> None:
+        """Ends the use of a step's weights."""
+        plgpu.barrier_arrive(self.free)
+
+
+def _sum_dv(
+    formula: Formula,
+    steps: Array,
+    masked: Callable[[Array, Array], Array],
+    k_smem: Any,
+    queries: Ring,
+    gradients: Ring,
+    weights: _Handover,
+    dv: Any,
+) -> Float[Array, "rows v_dim"]:
+    """Computes each step's weights, passes them on, and sums up dv: the work of warpgroup 0 in `_dkv_kernel`."""
+
+    @pl.loop(0, steps)
+    def _(n: Array) -> None:
+        q, lse = queries.take(n)
+        x = _capped(formula, _product(k_smem, q.T))
+        lse = plgpu.load(lse, layout=plgpu.Layout.WGMMA.reduce(0))
+        queries.release(n)
+        values = masked(n, jnp.exp2(_to_log2(formula) * x - _along(lse, x.shape, 1)))
+        slopes = values if formula.softcap is None else values * (1 - x * x)
+        values = values.astype(k_smem.dtype)
+        weights.put(n, slopes)
+        d_out, _ = gradients.take(n)
+        plgpu.wgmma(dv, values, d_out)
+        plgpu.wgmma_wait(0)
+        gradients.release(n)
+
+    return dv[...]
+
+
+def _sum_dk(
+    steps: Array,
+    masked: Callable[[Array, Array], Array],
+    v_smem: Any,
+    queries: Ring,
+    gradients: Ring,
+    weights: _Handover,
+    dk: Any,
+) -> Float[Array, "rows dim"]:
+    """Sums up dk, without the logits' scale, from each step's weights: the work of warpgroup 1 in `_dkv_kernel`."""
+
+    @pl.loop(0, steps)
+    def _(n: Array) -> None:
+        d_out, delta = gradients.take(n)
+        d_x = _product(v_smem, d_out.T)
+        delta = plgpu.load(delta, layout=plgpu.Layout.WGMMA.reduce(0))
+        gradients.release(n)
+        d_x = weights.take() * (d_x - _along(delta, d_x.shape, 1))
+        weights.release()
+        d_x = masked(n, d_x).astype(v_smem.dtype)
+        q, _ = queries.take(n)
+        plgpu.wgmma(dk, d_x, q)
+        plgpu.wgmma_wait(0)
+        queries.release(n)
+
+    return dk[...]
 
 
 def dq(

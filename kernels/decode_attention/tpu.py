@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
 
 from kernels.attention.reference import LOWEST, poison
 from kernels.attention.shared import Formula
@@ -88,19 +88,10 @@ def decode_attention(
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
     size = _block_size(k, 0 if v is None else v_dim)
     schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size)[:, 0])
-    row = lambda b, x: jnp.minimum(b, x.shape[0] - 1)  # an array may have one row for the whole batch
 
-    def block(b: Any, j: Any, schedule: Any) -> Any:
-        """Returns the j-th block that row b visits, or its last one again."""
-        at = row(b, schedule.met)
-        return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
-
-    # Each part has the rows of some of the queries. There is only one part, unless queries are many.
     queries = min(seq, max(1, ROWS // heads))
     parts, rows = pl.cdiv(seq, queries), queries * heads
-    of_parts = lambda x: jnp.pad(x, [(0, 0), (0, -seq % queries)] + [(0, 0)] * (x.ndim - 2), mode="edge")
-    by_part = lambda x: of_parts(x).reshape(x.shape[0], parts, rows, -1)
-    per_row = lambda x: by_part(jnp.broadcast_to(x[:, :, None, None], (*x.shape, heads, 1)))
+    by_part = functools.partial(_in_parts, queries, parts)
 
     columns = size * kv_heads  # a block's columns of logits: one for each key of each head
     few = LANES if columns % LANES == 0 else columns  # columns at a time, so that their logits stay in registers
@@ -108,42 +99,39 @@ def decode_attention(
     values = [] if v is None else [v]
     layers = jnp.stack([k.layer, *(x.layer for x in values)])
     kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
-    q_ids = jax.tree.map(per_row, q_tokens)
-    head_of_column = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), size)[None]
-    head_of_row = jnp.tile(jnp.repeat(jnp.arange(kv_heads, dtype=jnp.int32), heads // kv_heads), queries)[:, None]
+    q_ids = jax.tree.map(lambda x: by_part(jnp.broadcast_to(x[:, :, None, None], (*x.shape, heads, 1))), q_tokens)
+    head_of_column, head_of_row = _kv_heads(kv_heads, heads, size, queries)
     sink = jnp.full(heads, LOWEST, jnp.float32) if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
     wide = lambda x: jnp.broadcast_to(x, (rows, LANES))
 
-    def scale_of(x: Stacked) -> Array:
-        """Returns this layer's scales, one for each part of each column. XLA copies them: 4 bytes for, mostly, 128."""
-        of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
-        return of_layer.reshape(batch, kv_seq * kv_heads, len(x.parts)).swapaxes(1, 2)
-
     of_part = lambda width: pl.BlockSpec((None, None, rows, width), lambda b, i, j, *_: (b, i, 0, 0))
-    of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (row(b, x), i, 0, 0))
+    of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (_row(b, x), i, 0, 0))
     of_keys = lambda n, width: pl.BlockSpec(
-        (None, None, columns, width), lambda b, i, j, s, layers: (layers[n], b, block(b, j, s), 0)
+        (None, None, columns, width), lambda b, i, j, s, layers: (layers[n], b, _block(b, j, s), 0)
     )
-    of_scale = lambda x: pl.BlockSpec((None, len(x.parts), columns), lambda b, i, j, s, _: (b, 0, block(b, j, s)))
-    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (row(b, x), 0, block(b, j, s)))
+    of_scale = lambda x: pl.BlockSpec((None, len(x.parts), columns), lambda b, i, j, s, _: (b, 0, _block(b, j, s)))
+    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (_row(b, x), 0, _block(b, j, s)))
     of_all = lambda *shape: pl.BlockSpec(shape, lambda b, i, j, *_: (0, 0))
     scaled = [] if k.scale is None else [k, *values]
+    longest = jnp.maximum(schedule.met.max(), 1)  # the grid's steps for a row
+    arrays, specs = zip(
+        (by_part(q + poison(q)), of_part(dim)),
+        (q_ids, jax.tree.map(of_q_ids, q_ids)),
+        (flat(k), of_keys(0, dim)),
+        ([flat(x) for x in values], [of_keys(1, v_dim) for _ in values]),
+        ([_scale_of(x) for x in scaled], [of_scale(x) for x in scaled]),
+        (kv_ids, jax.tree.map(of_ids, kv_ids)),
+        (head_of_column, of_all(1, columns)),
+        (wide(head_of_row), of_all(rows, LANES)),
+        (wide(jnp.tile(sink, queries)[:, None]), of_all(rows, LANES)),
+        strict=True,
+    )
     out = pl.pallas_call(
         functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * kv_heads, k.parts),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, parts, jnp.maximum(schedule.met.max(), 1)),
-            in_specs=[
-                of_part(dim),
-                jax.tree.map(of_q_ids, q_ids),
-                of_keys(0, dim),
-                [of_keys(1, v_dim) for _ in values],
-                [of_scale(x) for x in scaled],
-                jax.tree.map(of_ids, kv_ids),
-                of_all(1, columns),
-                of_all(rows, LANES),
-                of_all(rows, LANES),
-            ],
+            grid=(batch, parts, longest),
+            in_specs=specs,
             out_specs=of_part(v_dim),
             scratch_shapes=[
                 pltpu.VMEM((rows, LANES), jnp.float32),
@@ -160,25 +148,54 @@ def decode_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * batch * seq * heads * kv_seq * kv_heads * (dim + v_dim),
-            transcendentals=batch * seq * heads * kv_seq * kv_heads,
-            bytes_accessed=batch * parts * kv_seq * kv_heads * (dim + len(values) * v_dim) * k.stack.dtype.itemsize,
-        ),
-    )(
-        schedule,
-        layers,
-        by_part(q + poison(q)),
-        q_ids,
-        flat(k),
-        [flat(x) for x in values],
-        [scale_of(x) for x in scaled],
-        kv_ids,
-        head_of_column,
-        wide(head_of_row),
-        wide(jnp.tile(sink, queries)[:, None]),
-    )
+        cost_estimate=_cost(q, k, v, v_dim, parts),
+    )(schedule, layers, *arrays)
     return out.reshape(batch, parts * queries, heads, v_dim)[:, :seq]
+
+
+def _in_parts(queries: int, parts: int, x: Shaped[Array, "batch seq heads ..."]) -> Shaped[Array, "batch parts rows _"]:
+    """Splits queries into parts, whose rows are their queries' heads. The last part is padded.
+
+    There is only one part, unless queries are many.
+    """
+    x = jnp.pad(x, [(0, 0), (0, queries * parts - x.shape[1])] + [(0, 0)] * (x.ndim - 2), mode="edge")
+    return x.reshape(x.shape[0], parts, queries * x.shape[2], -1)
+
+
+def _kv_heads(
+    kv_heads: int, heads: int, slots: int, queries: int
+) -> tuple[Int[Array, "1 columns"], Int[Array, "rows 1"]]:
+    """Returns the key/value head of each column, and of each row."""
+    of_columns = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), slots)[None]
+    of_rows = jnp.tile(jnp.repeat(jnp.arange(kv_heads, dtype=jnp.int32), heads // kv_heads), queries)[:, None]
+    return of_columns, of_rows
+
+
+def _cost(q: Array, k: Stacked, v: Stacked | None, v_dim: int, parts: int) -> pl.CostEstimate:
+    """Estimates the cost, with the whole cache read once for each part."""
+    (_, seq, heads, dim), (batch, kv_seq, kv_heads, _) = q.shape, k.shape
+    pairs = batch * seq * heads * kv_seq * kv_heads
+    features = batch * parts * kv_seq * kv_heads * (dim + (0 if v is None else v_dim))
+    return pl.CostEstimate(
+        flops=2 * pairs * (dim + v_dim), transcendentals=pairs, bytes_accessed=features * k.stack.dtype.itemsize
+    )
+
+
+def _row(b: Any, x: Any) -> Any:
+    """Returns the row of an array that is row b's; the array may have one row for the whole batch."""
+    return jnp.minimum(b, x.shape[0] - 1)
+
+
+def _block(b: Any, j: Any, schedule: Any) -> Any:
+    """Returns the j-th block that row b visits, or its last one again."""
+    at = _row(b, schedule.met)
+    return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
+
+
+def _scale_of(x: Stacked) -> Float[Array, "batch parts columns"]:
+    """Returns a layer's scales, one for each part of each column. XLA copies them: 4 bytes for, mostly, 128."""
+    of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
+    return of_layer.reshape(x.shape[0], -1, len(x.parts)).swapaxes(1, 2)
 
 
 def _kernel(
@@ -213,7 +230,6 @@ def _kernel(
     """
     del layers  # used to choose the blocks
     b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
-    row = lambda x: jnp.minimum(b, x.shape[0] - 1)
     finite_v_ref = (*finite_v_refs, finite_k_ref)[0]
 
     @pl.when(j == 0)
@@ -229,14 +245,9 @@ def _kernel(
             for v_ref in v_refs:
                 _widen(v_ref, i * few, finite_v_ref)
             v_scale = scale_refs[-1][:1, at]
-            x, first = 0.0, 0
-            for part, width in enumerate(k_parts):
-                features = pl.ds(first, width)
-                # A value's scale that is not finite makes its logits NaN: it affects only queries that see it.
-                k_scale = formula.scale * scale_refs[0][part : part + 1, at] + 0 * v_scale
-                x += k_scale * dot(q_ref[:, features], finite_k_ref[:, features], 1, 1)
-                first += width
+            x = _scaled_product(formula.scale, k_parts, q_ref, finite_k_ref, scale_refs[0], at, v_scale)
         else:
+            v_scale = None
             changed_ref[...] = jnp.zeros_like(changed_ref)
             _clean(k_ref, i * few, finite_k_ref, changed_ref)
             for v_ref in v_refs:
@@ -249,28 +260,49 @@ def _kernel(
             x = formula.softcap * jnp.tanh(x / formula.softcap)
         query = jax.tree.map(lambda x: x[...], q_ids)
         seen = formula.mask.visible(query, jax.tree.map(lambda x: x[:, at], kv_ids))
-        start = schedule.order[row(schedule.order), j] * columns + i * few
+        start = schedule.order[_row(b, schedule.order), j] * columns + i * few
         seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
         seen &= head_of_row[:, :1] == head_of_column[:, at]
-        x = jnp.where(seen, x, -jnp.inf)
-        top = top_ref[...]
-        new_top = jnp.maximum(top, x.max(axis=1, keepdims=True))
-        fade, weights = jnp.exp(top - new_top), jnp.exp(x - new_top[:, :1])
-        top_ref[...] = new_top
-        total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
-        if scale_refs:
-            weights *= jnp.where(jnp.abs(v_scale) < jnp.inf, v_scale, 0)
-        weights = weights.astype(finite_v_ref.dtype)
-        for piece in _pieces(sum_ref):
-            new = dot(weights, finite_v_ref[:, piece], 1, 0)
-            sum_ref[:, piece] = sum_ref[:, piece] * fade[:, : piece.size] + new
+        _accumulate(jnp.where(seen, x, -jnp.inf), finite_v_ref, v_scale, top_ref, total_ref, sum_ref)
 
-    steps = jnp.where(j < schedule.met[row(schedule.met)], columns // few, 0)
+    steps = jnp.where(j < schedule.met[_row(b, schedule.met)], columns // few, 0)
     lax.fori_loop(0, steps, add, None)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def store() -> None:
         out_ref[...] = (sum_ref[...] / total_ref[:, :1]).astype(out_ref.dtype)
+
+
+def _scaled_product(
+    scale: float, parts: tuple[int, ...], q_ref: Any, k_ref: Any, scales_ref: Any, at: Any, v_scale: Array
+) -> Float[Array, "rows few"]:
+    """Multiplies queries and keys in 8 bits. Each part of a key's features has its scale, in the columns `at`."""
+    x: Any = 0.0
+    first = 0
+    for part, width in enumerate(parts):
+        features = pl.ds(first, width)
+        # A value's scale that is not finite makes its logits NaN: it affects only queries that see it.
+        k_scale = scale * scales_ref[part : part + 1, at] + 0 * v_scale
+        x += k_scale * dot(q_ref[:, features], k_ref[:, features], 1, 1)
+        first += width
+    return x
+
+
+def _accumulate(
+    x: Float[Array, "rows few"], v_ref: Any, v_scale: Array | None, top_ref: Any, total_ref: Any, sum_ref: Any
+) -> None:
+    """Adds keys with these logits, and their values, to the softmax and the sum so far."""
+    top = top_ref[...]
+    new_top = jnp.maximum(top, x.max(axis=1, keepdims=True))
+    fade, weights = jnp.exp(top - new_top), jnp.exp(x - new_top[:, :1])
+    top_ref[...] = new_top
+    total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
+    if v_scale is not None:
+        weights *= jnp.where(jnp.abs(v_scale) < jnp.inf, v_scale, 0)
+    weights = weights.astype(v_ref.dtype)
+    for piece in _pieces(sum_ref):
+        new = dot(weights, v_ref[:, piece], 1, 0)
+        sum_ref[:, piece] = sum_ref[:, piece] * fade[:, : piece.size] + new
 
 
 def _clean(ref: Any, first: Any, finite_ref: Any, changed_ref: Any) -> None:

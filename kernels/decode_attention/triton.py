@@ -39,6 +39,7 @@ from kernels.tokens import Tokens
 PLATFORMS = ("gpu",)
 RANK = 2
 
+_Softmax = tuple[Array, Array, list[Array]]  # of each row: maximum, denominator, and weighted sum of values, in pieces
 WIDTHS = (64, 128, 256, 576)  # features of a head for which there are block sizes; 576 is DeepSeek's latent cache
 
 
@@ -153,24 +154,11 @@ def _kernel(
     q = [[load(q_ref.at[batch, kv_head, these, piece], column) for piece in part] for part in k_parts]
     row = row_of(schedule.order, batch)
 
-    def vectors(ref: Stacked, block: Block, pieces: list[Any]) -> list[Array]:
-        at = lambda piece: ref.stack.at[ref.layer[...], batch, block.tokens, kv_head, piece]
-        return [load(at(piece), block.rows).astype(q_ref.dtype) for piece in pieces]
+    vectors = functools.partial(_vectors, batch, kv_head, q_ref.dtype)
+    scale_of = functools.partial(_scale_of, batch, kv_head)
+    seen_of = functools.partial(_seen, formula.mask, q_tokens_ref, kv_tokens_ref, batch, these, exist)
 
-    def scale_of(ref: Stacked, block: Block, part: int) -> Array:
-        number = kv_head * len(ref.parts) + part
-        return load(ref.scale.at[ref.layer[...], batch, block.tokens, number], block.exist)
-
-    def seen_of(block: Block) -> Bool[Array, "rows kv"]:
-        at = lambda ref: load(ref.at[row_of(ref, batch), these], exist)[:, None]
-        seen = formula.mask.visible(
-            jax.tree.map(at, q_tokens_ref), jax.tree.map(lambda x: x[None, :], block.ids(kv_tokens_ref))
-        )
-        seen = seen if block.exist is None else seen & block.exist[None, :]
-        return seen if exist is None else seen & exist[:, None]
-
-    def step(masked: bool, n: Array, state: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
-        top, total, out = state
+    def step(masked: bool, n: Array, state: _Softmax) -> _Softmax:
         kv_block, seen = Block.of(batch, schedule.order[row, 0, n], kv_size, kv_seq), None
         if masked:  # keys that are not seen are not loaded
             seen = jnp.broadcast_to(seen_of(kv_block), (rows, kv_size))
@@ -187,21 +175,10 @@ def _kernel(
         x = capped(formula, jnp.where(jnp.abs(x) == jnp.inf, jnp.nan, x))
         if seen is not None:
             if several:  # a value that is not finite has to affect the queries that see it, and no others
-                numbers = v if v_scale is None else [v_scale]
-                is_finite = [jnp.abs(p.astype(jnp.float32)) < jnp.inf for p in numbers]
-                spoilt = [jnp.where(each, 0.0, 1.0) for each in is_finite]
-                spoilt = functools.reduce(jnp.maximum, [each.max(axis=1) if each.ndim > 1 else each for each in spoilt])
-                x = jnp.where(spoilt[None, :] > 0, jnp.nan, x)
-                numbers = [jnp.where(each, p, jnp.zeros_like(p)) for each, p in zip(is_finite, numbers, strict=True)]
+                x, numbers = _spoilt(x, v if v_scale is None else [v_scale])
                 v, v_scale = (numbers, None) if v_scale is None else (v, numbers[0])
             x = jnp.where(seen, x, -jnp.inf)
-        new_top = jnp.maximum(top, to_log2(formula) * x.max(axis=1))
-        weights = exp2(x, to_log2(formula), less=new_top[:, None])
-        fade = jnp.exp2(top - new_top)
-        total = total * fade + weights.sum(axis=1)
-        weights = weights if v_scale is None else weights * v_scale[None, :]
-        out = [o * fade[:, None] + dot(weights.astype(p.dtype), p) for o, p in zip(out, v, strict=True)]
-        return new_top, total, out
+        return _accumulate(formula, state, x, v, v_scale)
 
     met, splits = schedule.met[row, 0], pl.num_programs(1)
     begin, end = lax.div(met * split, splits), lax.div(met * (split + 1), splits)
@@ -219,3 +196,51 @@ def _kernel(
         store(out_ref.at[batch, split, kv_head, these, piece], o / total[:, None], column)
     lse = jnp.where(nothing, LOWEST, math.log(2) * (top + jnp.log2(total)))
     store(lse_ref.at[batch, split, kv_head, these], lse, exist)
+
+
+def _vectors(batch: Array, kv_head: Array, dtype: Any, ref: Stacked, block: Block, pieces: list[Any]) -> list[Array]:
+    """Loads a block of keys or values of a head, in pieces of their features."""
+    at = lambda piece: ref.stack.at[ref.layer[...], batch, block.tokens, kv_head, piece]
+    return [load(at(piece), block.rows).astype(dtype) for piece in pieces]
+
+
+def _scale_of(batch: Array, kv_head: Array, ref: Stacked, block: Block, part: int) -> Float[Array, " kv"]:
+    """Loads the scales of a block of keys or values, of one part of their features."""
+    number = kv_head * len(ref.parts) + part
+    return load(ref.scale.at[ref.layer[...], batch, block.tokens, number], block.exist)
+
+
+def _seen(
+    mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, batch: Array, these: Any, exist: Array | None, block: Block
+) -> Bool[Array, "rows kv"]:
+    """Returns which keys of a block each of `these` rows sees. `exist`: the rows that are queries; None for all."""
+    at = lambda ref: load(ref.at[row_of(ref, batch), these], exist)[:, None]
+    seen = mask.visible(jax.tree.map(at, q_tokens), jax.tree.map(lambda x: x[None, :], block.ids(kv_tokens)))
+    seen = seen if block.exist is None else seen & block.exist[None, :]
+    return seen if exist is None else seen & exist[:, None]
+
+
+def _accumulate(
+    formula: Formula, state: _Softmax, x: Float[Array, "rows kv"], v: list[Array], v_scale: Array | None
+) -> _Softmax:
+    """Adds keys with these logits, and their values in pieces of features, to the softmax so far."""
+    top, total, out = state
+    new_top = jnp.maximum(top, to_log2(formula) * x.max(axis=1))
+    weights = exp2(x, to_log2(formula), less=new_top[:, None])
+    fade = jnp.exp2(top - new_top)
+    total = total * fade + weights.sum(axis=1)
+    weights = weights if v_scale is None else weights * v_scale[None, :]
+    out = [o * fade[:, None] + dot(weights.astype(p.dtype), p) for o, p in zip(out, v, strict=True)]
+    return new_top, total, out
+
+
+def _spoilt(x: Float[Array, "rows kv"], numbers: list[Array]) -> tuple[Float[Array, "rows kv"], list[Array]]:
+    """Makes the logits NaN of keys whose numbers, a value's features or its scale, are not all finite.
+
+    Returns the logits, and the numbers with zeros for those that are not finite.
+    """
+    is_finite = [jnp.abs(p.astype(jnp.float32)) < jnp.inf for p in numbers]
+    spoilt = [jnp.where(each, 0.0, 1.0) for each in is_finite]
+    spoilt = functools.reduce(jnp.maximum, [each.max(axis=1) if each.ndim > 1 else each for each in spoilt])
+    x = jnp.where(spoilt[None, :] > 0, jnp.nan, x)
+    return x, [jnp.where(each, p, jnp.zeros_like(p)) for each, p in zip(is_finite, numbers, strict=True)]
