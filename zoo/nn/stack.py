@@ -41,9 +41,9 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
     This is sequence parallelism (arXiv:2205.05198): without it every device along "tensor" keeps a copy. Traffic is
     unchanged: the all-reduce after a layer becomes a reduce-scatter, with an all-gather before the next layer. Where
     "context" splits sequences already, this does nothing more: XLA would gather them whole to split them both ways. Nor
-    does it in a pipeline.
+    does it with stages: in a pipeline it makes XLA for TPUs abort (libtpu 0.0.51).
     """
-    stages = mesh.split(mesh.STAGE) * mesh.manual(mesh.STAGE)  # it makes XLA for TPUs abort (libtpu 0.0.51)
+    stages = mesh.split(mesh.STAGE) * mesh.manual(mesh.STAGE)
     if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1 or stages > 1:
         return split_tokens(x)
     batch, _ = mesh.tokens_spec(x.shape)
