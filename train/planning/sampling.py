@@ -27,7 +27,7 @@ from zoo.surgery import cast
 STRIDE = 16  # tokens that `zoo.generation.engine.Engine` decodes at a time
 
 
-class Sampling(NamedTuple):
+class RolloutPrograms(NamedTuple):
     """The programs that a device runs between GRPO's updates, while it holds the state of the training."""
 
     prefill: Program  # reads the prompts of some groups
@@ -53,7 +53,7 @@ def sampling(
     rows: int,
     group: int,
     cache_dtype: str,
-) -> Sampling:
+) -> RolloutPrograms:
     """Makes the two programs of `zoo.generation.engine` that `train.methods.rollouts` runs, for this update's state.
 
     Args:
@@ -95,7 +95,7 @@ def sampling(
     with jax.set_mesh(mesh):
         decode = jax.jit(advance, donate_argnums=1, compiler_options=compile_options("decode"))
     prompts = (model, ints(groups, bucket(prompt)), ints(groups))
-    return Sampling(
+    return RolloutPrograms(
         Program(jax.jit(read), prompts, {}),
         Program(decode, ((model, ints(1), described), drawn, ints()), {"cache": drawn}),
         beside,
