@@ -33,7 +33,10 @@ Losses = tuple[Float[Array, ""], Num[Array, ""], Scalars, Reports]  # total, cou
 
 @runtime_checkable
 class Objective(Protocol):
-    """A function that training minimises: total / count. Both are sums over rows, so microbatches' sums add up."""
+    """A function that gives the loss to minimise, as total / count.
+
+    Each of the two is a sum over the batch's rows, so those of microbatches add up.
+    """
 
     def __call__(
         self, model: AbstractModel, batch: Batch, reference: Any = None, means: Scalars | None = None
@@ -42,7 +45,8 @@ class Objective(Protocol):
 
         Args:
             reference: another model, which is not trained.
-            means: if `batch` is only a part of the step's batch, the whole batch's sums divided by its count.
+            means: the sums of the step's whole batch divided by its count, if `batch` is a part of it. None: `batch` is
+                whole, or the means are about to be computed from its parts.
         """
         ...
 
@@ -52,22 +56,22 @@ class Recipe:
     """Everything about a training step that is fixed when it is compiled."""
 
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule  # the optimizer's learning rate, to report it
+    schedule: optax.Schedule  # that within `optimizer`; here it is only read for the metrics
     compute_dtype: DTypeLike
     """The dtype of the forward and backward pass. Sums of gradients and the update are float32."""
     objective: Objective
     remat: Remat = None
     """One of `train.state.remat.REMAT`."""
     microbatches: int = 1
-    """The number of parts in which the batch is computed, to save memory. The update is the same."""
+    """The number of parts in which the batch is computed, to save memory. The update is the same up to rounding."""
     router_balance: float = 0.0
+    """Weight of a mixture's load-balancing loss, a mean over the layers (see `zoo.nn.moe.Routing`)."""
     router_z: float = 0.0
-    """Weights of the load-balancing loss and of the router z-loss of a mixture of experts (see `zoo.nn.moe.Routing`),
-    each a mean over the layers."""
+    """Weight of a mixture's router z-loss, a mean over the layers."""
     rebalance: Callable[[Any, Any], Any] | None = None
     """Makes a new model from the updated one and its routers' reports, such as `zoo.nn.routing.rebalance`."""
     neftune: float = 0.0
-    """The alpha of `train.step.neftune`, whose noise depends on the number of the step and on the row alone."""
+    """The alpha of `train.step.neftune`. Its noise depends on the step's number and on the row's place in the batch."""
 
 
 def train_step(
@@ -76,27 +80,32 @@ def train_step(
     """Updates the model once, by the gradients of its objective over a batch.
 
     Args:
-        batch: see `train.data.packing`; it may have more arrays that the objective reads.
-        frozen: weights that are not trained, beside those in `state.model`, such as the base of adapters. Quantised
-            weights keep their dtypes. None: every floating point array is trained.
-        reference, limits: see `Objective` and `Limits`.
+        batch: arrays of `train.data.packing`: "tokens", "targets", "loss_mask" and "segments", where 0 is padding; and
+            those that the objective reads beside them.
+        frozen: the untrained weights, such as the base of adapters, which are held outside `state.model` and joined
+            with it. Quantised weights keep their dtypes. None: there are none.
+        reference: see `Objective`.
+        limits: of the loss and of the gradients' norm (`train.step.update.Limits`). None: both only have to be finite.
 
-    Returns the new state, and the metrics: the objective's sums over its count, "grad_norm" (before clipping),
-    "learning_rate", "tokens" (without padding), "targets", and the flags of `check_step`. A mixture of experts also has
-    "balance", the mean of its layers' `Routing.imbalance`, which is 1 if all experts are used alike. A bad step changes
-    only the number of the step and the place in the schedule.
+    Returns the new state, and the metrics: the objective's sums divided by its count, without the routers' losses,
+    "grad_norm" (before clipping), "learning_rate", "tokens" (without padding), "targets", and the flags of
+    `check_step`. A mixture of experts also has "balance", the mean of its layers' `Routing.imbalance`, which is 1 if
+    all experts are used alike.
+
+    A step that `check_step` rejects is skipped: only the number of the step and the place in the schedule change.
     """
-    parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
+    parameters, rest = eqx.partition(state.model, eqx.is_inexact_array)
     parameters = cast(to_device(parameters), recipe.compute_dtype)
     tokens = jnp.sum(batch["segments"] != 0)
 
-    def losses(parameters: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
-        model = joined(eqx.combine(parameters, fixed), cast(frozen, recipe.compute_dtype))
+    def evaluate(parameters: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
+        model = joined(eqx.combine(parameters, rest), cast(frozen, recipe.compute_dtype))
         model = noisy(model, part["segments"], alpha=recipe.neftune, keys=keys) if recipe.neftune else model
         return recipe.objective(with_remat(model, recipe.remat), part, reference, means)
 
+    # The seed is fixed, so that a resumed run has the same noise.
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), len(batch["tokens"]))
-    gradients, means, reports = mean_gradients(recipe, losses, parameters, batch, keys, tokens)
+    gradients, means, reports = mean_gradients(recipe, evaluate, parameters, batch, keys, tokens)
     norm = optax.tree.norm(cast(gradients, jnp.float32))
 
     good, flags = check_step(means["loss"], norm, gradients, limits)
@@ -109,13 +118,14 @@ def train_step(
     }
     if routings := routings_of(reports):
         metrics["balance"] = mean_of_layers([routing.imbalance() for routing in routings])
-    balanced = lambda model: recipe.rebalance(model, reports) if recipe.rebalance else model
-    return updated(state, gradients, norm, good, optimizer=recipe.optimizer, rebalance=balanced), metrics
+    rebalance = lambda model: recipe.rebalance(model, reports) if recipe.rebalance else model
+    state = updated(state, gradients, norm, good, optimizer=recipe.optimizer, rebalance=rebalance)
+    return state, metrics
 
 
 def mean_gradients(
     recipe: Recipe,
-    losses: Callable[..., Losses],
+    evaluate: Callable[..., Losses],
     parameters: Any,
     batch: Batch,
     keys: Key[Array, " batch"],
@@ -124,51 +134,58 @@ def mean_gradients(
     """Computes the gradients of the mean loss over a batch, one microbatch after another.
 
     Args:
-        losses: the objective as a function of the parameters, a part of the batch, its keys, and the batch's means.
-        keys: random numbers for each row.
+        evaluate: the objective as a function of the parameters, a part of the batch, its keys, and the batch's means.
+        keys: a PRNG key for each row.
         tokens: the number of the batch's tokens, without padding.
 
-    Returns the gradients, the means of the objective's sums, and the reports of the layers. Gradients of several parts
-    are float32.
+    Returns the gradients, the means of the objective's sums, and the reports of the layers. With more than one
+    microbatch the gradients are float32.
     """
 
-    def look(part: tuple[Batch, Any]) -> tuple[Scalars, list[Array]]:
-        _, _, sums, reports = losses(parameters, *part)
-        return sums, [routing.load for routing in routings_of(reports) if recipe.router_balance]
+    def sums_and_loads(part: tuple[Batch, Any]) -> tuple[Scalars, list[Array]]:
+        _, _, sums, reports = evaluate(parameters, *part)
+        return sums, [routing.load for routing in routings_of(reports)] if recipe.router_balance else []
 
-    def loss(
+    def share_of_loss(
         parameters: Any, part: Batch, keys: Any, count: Any = None, means: Any = None, loads: Sequence[Array] = ()
     ) -> tuple[Array, tuple[Scalars, Any]]:
-        """Computes a part's share of the loss, given `count`, `means` and experts' `loads` of the whole batch."""
-        total, own, sums, reports = losses(parameters, part, keys, means)
+        """Computes a part's share of the loss.
+
+        `count`, `means` and the experts' `loads` are of the whole batch; without them the part is the whole batch.
+        """
+        total, own, sums, reports = evaluate(parameters, part, keys, means)
         count = own if count is None else count
         if (recipe.router_balance or recipe.router_z) and routings_of(reports):
             routers = router_loss(reports, tokens, loads, balance=recipe.router_balance, z=recipe.router_z)
-            total += routers * count.astype(jnp.float32)
+            total += routers * count.astype(jnp.float32)  # which is divided by the count, too
         return per(count, total), (per(count, sums), reports)
 
-    parts, whole = split((batch, keys), recipe.microbatches), ()
+    parts = split((batch, keys), recipe.microbatches)
+    of_whole_batch = ()
     if recipe.microbatches > 1:
-        # XLA runs only the used operations of these passes: in the first pass the count, and nothing of the second
-        # unless the objective reads means (as kto does), or the router's balance reads loads.
-        count = losses(parameters, batch, keys)[1]
-        sums, loads = jax.lax.map(look, parts)
-        whole = count, *jax.tree.map(lambda a: jnp.sum(a, axis=0), (per(count, sums), loads))
+        # XLA leaves out what is not used: of the first line all but the count, and of the second everything, unless
+        # the objective reads means (as kto does) or the router's balance reads loads.
+        count = evaluate(parameters, batch, keys)[1]
+        sums, loads = jax.lax.map(sums_and_loads, parts)
+        means, loads = jax.tree.map(lambda a: jnp.sum(a, axis=0), (per(count, sums), loads))
+        of_whole_batch = count, means, loads
 
     def gradients_of(part: tuple[Batch, Any]) -> tuple[Any, tuple[Scalars, Any]]:
-        gradients, others = jax.grad(loss, has_aux=True)(parameters, *part, *whole)
-        # Sums over parts are in float32. The gradients of a single part keep their dtype, in half the bytes.
-        return gradients if recipe.microbatches == 1 else cast(gradients, jnp.float32), cast(others, jnp.float32)
+        gradients, others = jax.grad(share_of_loss, has_aux=True)(parameters, *part, *of_whole_batch)
+        if recipe.microbatches > 1:  # the gradients of a single part keep their dtype, in half the bytes
+            gradients = cast(gradients, jnp.float32)
+        return gradients, cast(others, jnp.float32)
 
     gradients, (means, reports) = summed(gradients_of, parts)
     return gradients, means, reports
 
 
 def jit_train_step(state: TrainState, recipe: Recipe) -> Callable[..., tuple[TrainState, dict]]:
-    """Compiles `train_step(recipe, state, batch, frozen, reference, limits)` as a function of the last five.
+    """Compiles `train_step` with a recipe, as a function of (state, batch, frozen, reference, limits).
 
-    The step donates its state: the new state is written over it. The new state has the shardings of `state`.
+    The step donates its state: the new state is written over it, and the old one cannot be used again. The new state
+    has the shardings of `state`, of which nothing else is read.
     """
     places = jax.tree.map(lambda array: array.sharding, state)
-    compiled: Any = dict(out_shardings=(places, None), compiler_options=compile_options("train"))
-    return jax.jit(functools.partial(train_step, recipe), donate_argnums=0, **compiled)
+    options: Any = dict(out_shardings=(places, None), compiler_options=compile_options("train"))
+    return jax.jit(functools.partial(train_step, recipe), donate_argnums=0, **options)
