@@ -198,7 +198,7 @@ class Stack(eqx.Module):
         if at.positions is None and at.segments is not None and at.rotary is None:
             at = at._replace(rotary=counted(at.segments))  # once, and not in every layer
 
-        remat = self.remat if cache is None else None
+        remat = functools.partial(self.remat, prevent_cse=True) if self.remat and cache is None else None
         none = lambda blocks: (None,) * len(blocks)
         caches: Any = cache or (none(self.head), none(self.period), none(self.tail))
         head, period, tail = caches
