@@ -1,17 +1,14 @@
 """Finds the folder of a checkpoint in the Hub's layout: a local folder, or a download in huggingface_hub's cache."""
 
-import collections
 import concurrent.futures
 import contextlib
 import fnmatch
 import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
 import re
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -41,35 +38,13 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import SafetensorsRepoMetadata
 
 from convert import manifest
+from convert.files import COMPANIONS, INDEX, LARGEST, MANIFEST, WEIGHTS, read_index
 from convert.pacing import paced
 
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MANIFEST = "model.safetensors.manifest.json"  # file of weights -> SHA-256; `convert.tensors.save_tensors` writes it
-# Files beside config.json and the weights: the tokenizer's, the settings for generation, and how images are prepared.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
 HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's SHA-1, or SHA-256
 T = TypeVar("T")
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a request is retried
-LARGEST = 2**25  # most bytes of JSON in a file or a response; a repository's listing takes 200 for each file
 
 
 class NotTheHub(HTTPError):
@@ -174,70 +149,6 @@ def _no_safetensors(repo: str) -> ValueError:
         f"{repo} has neither {WEIGHTS} nor {INDEX}, and other formats, such as pickle files, are refused; "
         "https://huggingface.co/spaces/safetensors/convert converts a repository."
     )
-
-
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the JSON object in a file. Infinity may be Python's literal, or transformers 5's {"__float__": "Infinity"}.
-
-    Raises:
-        ValueError: the JSON is malformed (the message names the line), is not an object, has a key twice, or holds NaN
-            or -Infinity; or the file is larger than LARGEST, or not a regular file.
-    """
-    if (size := regular(path)) > LARGEST:
-        raise ValueError(f"{path} has {size:,} bytes, where a few kB of JSON belong.")
-
-    try:
-        value = json.loads(
-            pathlib.Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_constant=_constant
-        )
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: {error.msg}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object belongs.")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any] | float:
-    if len(out := dict(pairs)) < len(pairs):
-        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} appears twice")
-    return math.inf if out == {"__float__": "Infinity"} else out
-
-
-def _constant(literal: str) -> float:
-    if literal != "Infinity":
-        raise ValueError(f"{literal} is not JSON")
-    return math.inf
-
-
-def regular(path: str | os.PathLike[str]) -> int:
-    """Returns the size of a regular file, and refuses others: opening a pipe may block, and a device may have no end.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: the path is not a regular file.
-    """
-    state = os.stat(path)
-    if not stat.S_ISREG(state.st_mode):
-        raise ValueError(f"{path} is no regular file (a folder, pipe or device); put the file itself there.")
-    return state.st_size
-
-
-def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Reads a model.safetensors.index.json, and returns tensor name -> name of its file.
-
-    Raises:
-        ValueError: the index is malformed, empty, or names anything but a .safetensors file of its own folder.
-    """
-    index = read_json(path).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise ValueError(f"{path} has no weight_map from tensors to files.")
-    for tensor, file in index.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-            raise ValueError(f"{path} puts {tensor} in {file!r}, which is no .safetensors file of the same folder.")
-    return index
 
 
 def _fetch(repo: str, snapshot: pathlib.Path, names: Iterable[str]) -> None:

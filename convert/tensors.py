@@ -25,7 +25,8 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from convert import manifest
-from convert.hub import INDEX, MANIFEST, WEIGHTS, headers, read_index, read_json, regular
+from convert.files import INDEX, MANIFEST, WEIGHTS, read_index, read_json, regular
+from convert.hub import headers
 
 
 DTYPES = {

@@ -21,7 +21,8 @@ import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save
 
-from convert.hub import COMPANIONS, folder, read_json, weights_hash
+from convert.files import COMPANIONS, read_json
+from convert.hub import folder, weights_hash
 from convert.tensors import open_tensors
 from tests.zoo import tiny
 

@@ -21,7 +21,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from convert.hub import MANIFEST
+from convert.files import MANIFEST
 from convert.tensors import DTYPES, open_tensors, save_tensors, verify_files
 
 

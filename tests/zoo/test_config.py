@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import zoo
-from convert.hub import read_json
+from convert.files import read_json
 from tests import hurry
 from tests.zoo import tiny
 from zoo import registry

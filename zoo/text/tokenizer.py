@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
-from convert.hub import regular
+from convert.files import regular
 from zoo.text import harmony, templates, tiktoken, trial
 from zoo.text.templates import USERS
 from zoo.vision.processors.base import AbstractImageProcessor
