@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from convert.hub import regular
+from convert.files import regular
 from convert.private import public
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
-import convert.hub
+import convert.files
 import convert.machine
 import convert.tensors
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
@@ -186,7 +186,7 @@ def warnings_of(folder: str | os.PathLike[str], *, quantize: str | None, weights
     `weights` is the model's `zoo.fingerprint`. Without it, or without a base.json, weights are not compared.
     """
     path = pathlib.Path(folder) / BASE
-    over = convert.hub.read_json(path) if path.exists() else {}
+    over = convert.files.read_json(path) if path.exists() else {}
     found, rounding = [], over.get("quantize", quantize or "none")
     if weights and over.get("weights", weights) != weights:
         found.append(f"WARNING: {folder} was trained over other weights than these ({path} has their hash).")
@@ -279,7 +279,7 @@ def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
-    config = convert.hub.read_json(path)
+    config = convert.files.read_json(path)
     for key, value in config.items():
         known = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": INITIAL}.get(key)
         if (known and value not in known) or (not known and value and key not in READ | NOT_THE_MODEL):

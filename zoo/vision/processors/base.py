@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 from jaxtyping import Float32, Int, UInt8
 
-from convert.hub import read_json
+from convert.files import read_json
 from zoo.nn.fields import alternatives, typed
 from zoo.vision.open import MAX_PIXELS, Image
 
